@@ -16,7 +16,7 @@ from rackrun.coordinator.report.run_report import read_report
 from rackrun.ctl.ckpt.ckpt_commands import ckpt
 from rackrun.ctl.control_commands import add_control
 from rackrun.ctl.coordinator_client import Run, ask, running
-from rackrun.ctl.plugin_commands import WithChaos
+from rackrun.ctl.plugin_commands import WithPlugins
 from rackrun.ctl.run_render import render_report, render_result, render_status
 from rackrun.ctl.topology_commands import topology
 from rackrun.errors import InternalError, RackrunError, UsageError
@@ -26,7 +26,7 @@ __all__ = ["CRASHED", "app", "main"]
 
 app = typer.Typer(
     name="rackctl",
-    cls=WithChaos,
+    cls=WithPlugins,
     help="Look at a run of rackrun, stop it, look after its checkpoints, and at the rack.",
     no_args_is_help=True,
     add_completion=False,

@@ -1,26 +1,31 @@
-"""``rackctl chaos`` and ``rackctl plan`` are `rackrun.chaos`'s own, which may import all of rackrun and which nothing imports: they are
-looked up by name, when asked for."""
+"""Commands of ``rackctl`` that other packages bring: entry points of the group ``rackrun.commands``, each a `typer.Typer`. They are loaded when they
+are asked for. ``chaos`` and ``plan`` are such (`rackrun.chaos` may import all of rackrun, and nothing imports it)."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["WithChaos"]
+__all__ = ["GROUP", "WithPlugins"]
 
-_MODULES = {"chaos": "rackrun.chaos.cli.chaos_commands", "plan": "rackrun.chaos.planner.plan_commands"}
+GROUP = "rackrun.commands"
 
 
-class WithChaos(TyperGroup):
-    """The commands of ``rackctl``, and those of `rackrun.chaos` under their names. (Contexts and commands are click's, or typer's own copy.)"""
+class WithPlugins(TyperGroup):
+    """The commands of ``rackctl``, then those of plugins by their names. (Contexts and commands are click's, or typer's own copy.)"""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *_MODULES]
+        return [*super().list_commands(ctx), *sorted(_plugins())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _MODULES:
-            return super().get_command(ctx, cmd_name)
-        return typer.main.get_command(getattr(import_module(_MODULES[cmd_name]), cmd_name))
+        found = super().get_command(ctx, cmd_name)
+        if found is None and (plugin := _plugins().get(cmd_name)):
+            return typer.main.get_command(plugin.load())
+        return found
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {plugin.name: plugin for plugin in entry_points(group=GROUP)}

@@ -1,0 +1,69 @@
+"""Where things live: docs/rooms.md, from the first line of every module.
+
+python tools/rooms.py            writes docs/rooms.md
+python tools/rooms.py --check    exit code 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "rooms.md"
+PACKAGES = (
+    "protocol",
+    "core",
+    "topology",
+    "checkpoint",
+    "link",
+    "coordinator",
+    "agent",
+    "worker",
+    "launch",
+    "ctl",
+    "chaos",
+)
+INTRODUCTION = """# Where things live
+
+Made by `python tools/rooms.py` from the first line of every module; a test holds it. Packages stand in the order in which they may import: each from those above it, and
+`coordinator`, `agent` and `worker` not from each other. `tests/test_layers.py` has the order, and that of the rooms in each package.
+"""
+
+
+def page() -> str:
+    found = [INTRODUCTION]
+    for package in PACKAGES:
+        rooms: dict[Path, list[Path]] = defaultdict(list)
+        for folder, _, names in os.walk(ROOT / "rackrun" / package, followlinks=True):
+            rooms[Path(folder)] += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+        top = ROOT / "rackrun" / package
+        found.append(f"\n## rackrun.{package}\n\n{_first_line(top / '__init__.py')}\n")
+        for room in sorted(room for room, modules in rooms.items() if modules):
+            modules = [path for path in rooms[room] if path.name not in ("__init__.py", "__main__.py")]
+            if room != top:
+                found.append(f"\n### {'.'.join(room.relative_to(ROOT).parts)}\n\n{_first_line(room / '__init__.py')}\n")
+            found += ["\n", *(f"- `{path.stem}`: {_first_line(path)}\n" for path in modules)] if modules else []
+    return "".join(found)
+
+
+def _first_line(path: Path) -> str:
+    """Of its docstring; the whole first paragraph, in one line."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if parser.parse_args().check:
+        sys.exit(0 if PAGE.read_text(encoding="utf-8") == page() else f"{PAGE} is out of date: python tools/rooms.py")
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
