@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from rackrun.errors import UsageError
 from rackrun.worker.batch.batch_runs import place
@@ -30,6 +30,8 @@ __all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard"]
 
 LOADER_BITS = 48
 """An id in the ledger is the sample's number in its data set; from this bit on, the number of its loader among the run's."""
+_HELD = frozenset({list, tuple, torch.Tensor, np.ndarray, TensorDataset})
+"""Data sets that only give what they hold, and draw nothing: seeds cost more than their samples."""
 _LOOKS = 3
 """At the generators of a data set, in each process: in the first batches that it fetches."""
 
@@ -246,6 +248,7 @@ class _Fetch:
 
     def __init__(self, dataset: MapDataset, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._may_draw = type(dataset) not in _HELD or collate is not default_collate
         self._looks = 0
         self.drawn: tuple[str, Any] = "", None
         """Name of a generator of the data set's own that has moved in this process, and the generator."""
@@ -264,7 +267,8 @@ class _Fetch:
     def _get(self, step: int, ids: np.ndarray[Any, Any]) -> Any:
         samples = []
         for sample in ids.tolist():
-            reseed(self._seed, "sample", step, sample)
+            if self._may_draw:
+                reseed(self._seed, "sample", step, sample)
             samples.append(self._dataset[sample])
         return self._collate(samples)
 

@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from rackrun.worker.tensors import module_walk
-from rackrun.worker.tensors.tensor_lists import same_objects
+from rackrun.worker.tensors.tensor_lists import are_plain, same_objects, versions
 
 __all__ = ["Structure"]
 
+_VERSION = attrgetter("_version")
 _DICTIONARIES = attrgetter("_modules", "_parameters", "_buffers")
 _NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
 
@@ -73,6 +74,7 @@ class Structure:
                     self.fsdp.append(module)
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
                     self.with_extra_state.append((name, path, module))
+        self._are_plain = are_plain(self.parameters)
         self._kinds = list(map(type, self.modules))
         self._dictionaries = self._held()
         self._full = list(filter(None, self._dictionaries))
@@ -96,6 +98,10 @@ class Structure:
         """The known dictionaries hold what they held: a third of the work of `stands`, which sees besides that one was replaced, or a name."""
         counts, things = self._in_them()
         return counts == self._counts and same_objects(things, self._things)
+
+    def versions(self) -> list[int]:
+        """Of all parameters: as `rackrun.worker.tensors.tensor_lists.versions`."""
+        return list(map(_VERSION, self.parameters)) if self._are_plain else versions(self.parameters)
 
     def differs(self, before: Structure) -> str:
         """The first thing in which a copy of this one's tensors would not fit into ``before``: "" where tensors and modules were, at most, exchanged

@@ -21,6 +21,7 @@ class OptimizerGroups:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._at_first = [list(group["params"]) for group in optimizer.param_groups]
+        self._all_at_first = list(chain.from_iterable(self._at_first))
 
     def changed(self, paths: Mapping[int, str], *, sharded: bool = False) -> dict[str, list[str]]:
         """Number of each group with other parameters than at first -> their paths. ``paths``: of all tracked parameters, by ``id``. ``sharded``: some
@@ -81,7 +82,9 @@ class OptimizerGroups:
     def _changed(self) -> list[int]:
         first, groups = self._at_first, self._optimizer.param_groups
         now = [group["params"] for group in groups]
-        if list(map(len, now)) == list(map(len, first)) and same_objects(_flat(now), _flat(first)):
+        if list(map(len, now)) == list(map(len, first)) and same_objects(
+            list(chain.from_iterable(now)), self._all_at_first
+        ):
             return []
         return [index for index, held in enumerate(now) if index >= len(first) or not same_objects(held, first[index])]
 
@@ -97,7 +100,3 @@ class OptimizerGroups:
                 remedy="build the same model and optimizer on every rank and spare; nothing may depend on the rank before run.steps().",
             )
         return [parameters[path] for path in paths]
-
-
-def _flat(groups: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    return list(chain.from_iterable(groups))

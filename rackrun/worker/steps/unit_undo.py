@@ -148,7 +148,7 @@ class Undo:
         dicts, self._dicts_at_end = self._dicts_at_end, None
         structure = self._state.structure(glance=True)
         plain = self._state.encode_plain(dicts, structure)
-        of_parameters, of_buffers = versions(structure.parameters), versions(structure.buffers)
+        of_parameters, of_buffers = structure.versions(), versions(structure.buffers)
         self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
 
     def accept(self) -> None:
@@ -168,7 +168,7 @@ class Undo:
         if filled != self._state.filled or not of_parameters:
             return ""
         structure = self._state.structure(glance=glance)
-        found = versions(structure.parameters)
+        found = structure.versions()
         if of_parameters != found:
             return "a parameter"
         if of_buffers != versions(structure.buffers):
@@ -208,7 +208,7 @@ class Undo:
         fsdp.begin(look.structure.fsdp)
         if look.structure.fsdp:
             shards = self._state.structure()
-            look = look._replace(structure=shards, of_parameters=versions(shards.parameters))  # from here on
+            look = look._replace(structure=shards, of_parameters=shards.versions())  # from here on
         looks = self._audits or self._whole or look.structure is not self._structure
         if self._audits or look.structure is not self._structure:
             self._look_around(look.structure)
@@ -235,7 +235,7 @@ class Undo:
             return known
         structure, dicts = self._state.structure(), self._state.state_dicts()
         plain = self._state.encode_plain(dicts, structure)
-        return _Look(self._state.filled, structure, dicts, plain, versions(structure.parameters))
+        return _Look(self._state.filled, structure, dicts, plain, structure.versions())
 
     def _check_made_of(self, structure: Structure) -> None:
         """Raises `StepError` when a unit has changed what modules are made of."""

@@ -91,4 +91,5 @@ def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _any_sharded(tensors: list[torch.Tensor]) -> bool:
-    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+    kinds = set(map(type, tensors))
+    return not kinds <= _PLAIN and any(issubclass(kind, DTensor) for kind in kinds)
