@@ -1,0 +1,94 @@
+"""What the documentation points at exists: the files and headings that it links, and the code that it names."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "GLOSSARY.md", "CONTRIBUTING.md"))])
+PAGES = [page for page in PAGES if page.is_file()]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+PACKAGES = ("core", "coordinator", "agent", "worker", "link", "launch", "ctl", "protocol")
+"""Pages may leave out ``rackrun/`` in front of these."""
+FOLDERS = (*PACKAGES, "rackrun", "chaos", "checkpoint", "topology", "tests", "benchmarks", "examples", "tools", "docs")
+PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*")
+DOTTED = re.compile(r"rackrun(?:\.\w+)+")
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NO_MODULES = set(PROJECT["entry-points"])
+"""Names with dots that look like modules: groups of entry points."""
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its fenced blocks, which hold output and scripts of users."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def words_in_code(page: Path) -> Iterator[str]:
+    for code in CODE.findall(prose(page)):
+        for word in code.split():
+            path, _, test = word.strip("(),;'\"").partition("::")
+            yield path if path.startswith("tests/") else path + ("::" if test else "")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which a link reaches the headings of a page, as GitHub makes them."""
+    headings = HEADING.findall(prose(page))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def path_exists(path: str) -> bool:
+    below = path.partition("/")[0] in PACKAGES and (ROOT / "rackrun" / path).exists()
+    return below or (ROOT / path).exists()
+
+
+def name_exists(name: str) -> bool:
+    """Whether it is a module, or a module and attributes whose names its source has."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        base = ROOT.joinpath(*parts[:length])
+        for source in (base.with_suffix(".py"), base / "__init__.py"):
+            if source.is_file():
+                text = source.read_text(encoding="utf-8")
+                return all(re.search(rf"\b{attribute}\b", text) for attribute in parts[length:])
+    return False
+
+
+@every_page
+def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    dead = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            dead.append(target)
+    assert not dead
+
+
+@every_page
+def test_every_path_and_module_that_a_page_names_exists(page: Path) -> None:
+    words = set(words_in_code(page)) - NO_MODULES
+    missing = [word for word in words if PATH.fullmatch(word) and not path_exists(word)]
+    missing += [word for word in words if DOTTED.fullmatch(word) and not name_exists(word)]
+    assert not sorted(missing)
+
+
+def test_what_does_not_exist_is_found() -> None:
+    assert path_exists("worker/membership/gate.py")
+    assert not path_exists("worker/membership/gates.py")
+    assert name_exists("rackrun.core.machine.control_plane.ControlPlane")
+    assert not name_exists("rackrun.core.machine.control_plane.ControlPlanes")
+    assert not name_exists("rackrun.core.machines")
