@@ -11,6 +11,7 @@
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
 #   make gpu-kit  what a GPU has to show (docs/gpu_kit.md): one GPU, a box of 8, or without one a dry run; ARGS="--only D7" for less
+#   make wheel    sdist and wheel in dist/; tools/try_wheel.py installs the wheel and runs a job from it
 #   make compat   the oldest, the pinned and the newest torch (13 GB, half an hour); ARGS=--brief for less
 #
 # TORCH says which torch to install when there is none in .venv, with any of pip's options, for example
@@ -26,7 +27,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites 7,000 asserts at every start, and every job compiles rackrun
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stories campaign double strangers soak crashes compat gpu-kit check bench clean
+.PHONY: help demo test stories campaign double strangers soak crashes compat gpu-kit check bench wheel clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -83,6 +84,11 @@ bench: $(READY)
 	@$(PY) benchmarks/compare_torchrun.py
 	@$(PY) benchmarks/planner.py
 	@$(PY) benchmarks/simulator.py
+
+wheel: $(READY)
+	@rm -rf dist
+	@$(PY) -m build --quiet --outdir dist .
+	@ls dist
 
 clean:
 	rm -rf $(VENV) .compat build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rackrun.errors import RackrunError, UsageError
 from rackrun.link.process.process_exit import code_of, end_process
 from rackrun.link.process.standard_streams import open_closed_streams, say_what_can_be_said
+from rackrun.version import __version__
 
 if TYPE_CHECKING:
     from rackrun.launch.options.arguments import Options
@@ -41,6 +42,10 @@ def run() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 the script failed, 2 bad usage, 3 beyond what is survivable, 128+N signal N."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] == "--version":  # elsewhere the parser knows whether it is the script's; it imports torch
+        print(f"rackrun {__version__}")
+        return 0
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(
             name, "1"

@@ -21,6 +21,7 @@ from rackrun.ctl.run_render import render_report, render_result, render_status
 from rackrun.ctl.topology_commands import topology
 from rackrun.errors import InternalError, RackrunError, UsageError
 from rackrun.launch.run.run_directory import Result, find_run, read_json
+from rackrun.version import __version__
 
 __all__ = ["CRASHED", "app", "main"]
 
@@ -40,6 +41,24 @@ Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 app.add_typer(ckpt)
 add_control(app)
 app.add_typer(topology)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rackrun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version of rackrun and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of ``rackctl`` itself; its help is `app`'s."""
 
 
 CRASHED = 70

@@ -66,6 +66,7 @@ OURS = {
     "--acquire_timeout",
     "--preload",
     "--quiet",
+    "--version",
     "--slow-after",
     "--slow-ranks",
     "--slow_after",
@@ -120,6 +121,7 @@ OF_THE_SCRIPT = [
     ["--", "--help", "-r", "3"],
     ["-m", "--standalone"],
     ["word", "--policy"],
+    ["--version"],
 ]
 
 

@@ -14,7 +14,8 @@ from threading import Thread
 import pytest
 
 from rackrun import launcher
-from rackrun.launch.options.arguments import make_parser
+from rackrun.launch.options.arguments import make_parser, parse
+from rackrun.version import __version__
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -237,6 +238,19 @@ def test_help_works_and_names_both_groups_and_the_exit_codes() -> None:
     assert ran.returncode == 0
     for part in ("--nproc-per-node", "--spares", "exit codes", "default is 3"):
         assert part in ran.stdout
+
+
+def test_the_version_is_printed_without_torch() -> None:
+    show = "import sys; from rackrun.launcher import main; code = main(['--version']); sys.exit(code or 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, env=_env())
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"rackrun {__version__}\n", "")
+
+
+def test_the_version_may_come_after_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--standalone", "--nproc-per-node", "2", "--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"rackrun {__version__}\n"
 
 
 def test_help_tells_words_with_commas_from_lists_of_words() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import rackrun
 from rackrun.chaos.injectors.common.injection import Outcome
 from rackrun.chaos.testbed.machine.cgroups import home_of, new_name, room_for
 from rackrun.chaos.testbed.machine.processes import Process
@@ -54,7 +55,7 @@ class ByTurns:
 
     def __init__(self, processes: Sequence[Process], share: float, undo: UndoLog) -> None:
         self._undo, self._processes = undo, processes
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(Path(rackrun.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         names = [f"{process.pid}:{process.started}" for process in processes]
         self._helper = subprocess.Popen(

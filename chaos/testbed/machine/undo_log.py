@@ -18,6 +18,7 @@ from typing import assert_never
 
 import msgspec
 
+import rackrun
 from rackrun.chaos.testbed.machine.fake_clock import move
 from rackrun.chaos.testbed.machine.private_filesystem import set_size
 from rackrun.chaos.testbed.machine.processes import Process, kill_marked, wait_gone
@@ -194,7 +195,7 @@ class Watcher:
     """Heals ``folder`` when this process is gone, however that came about. Not needed any more: `close`."""
 
     def __init__(self, folder: Path) -> None:
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(Path(rackrun.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rackrun.chaos.testbed.machine.undo_log", str(folder), "--watch"],

@@ -9,6 +9,7 @@ from typing import get_args
 from torch.distributed.argparse_util import check_env, env
 
 from rackrun.protocol.job_config import SlowRanks
+from rackrun.version import __version__
 
 __all__ = ["add_own_options"]
 
@@ -86,5 +87,6 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),
+        add("--version", action="version", version=f"rackrun {__version__}", help="Print the version of rackrun and exit."),
     ):  # fmt: skip
         action.ours = True  # type: ignore[attr-defined]  # see _Parser
