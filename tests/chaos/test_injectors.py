@@ -207,8 +207,8 @@ def test_visits_of_a_point_are_counted_over_all_processes(inside: Path) -> None:
 
 @pytest.mark.parametrize("path", FUNCTIONS.values())
 def test_every_point_is_beside_a_function_that_there_is(path: str) -> None:
-    package, module, name = path.split(".", 2)
-    assert callable(operator.attrgetter(name)(importlib.import_module(f"rackrun.{package}.{module}")))
+    module, _, name = path.partition(":")
+    assert callable(operator.attrgetter(name)(importlib.import_module(f"rackrun.{module}")))
 
 
 def test_who_dies_before_it_comes_to_it_has_not_been_struck(
