@@ -11,7 +11,6 @@ __all__ = ["Block", "blocks", "whole"]
 
 _OPENS, _CLOSES = "```python", "```"
 
-
 _BEFORE = {
     "README.md: import rackrun, torch": """
         from typing import Any
@@ -20,24 +19,26 @@ _BEFORE = {
         class GPT(nn.Module):
             def __init__(self, config: dict[str, int]) -> None: ...
         config: dict[str, int] = {}
-        dataset: TensorDataset
+        dataset = TensorDataset()
         def loss_of(model: nn.Module, batch: Any) -> Tensor: ...
         def evaluate() -> None: ...
         """,
     "api.md: @run.step": """
+        from typing import cast
         import rackrun
         import torch
-        run: rackrun.Run
-        data: list[torch.Tensor]
-        model: torch.nn.Module
-        optimizer: torch.optim.Optimizer
+        run = cast(rackrun.Run, None)
+        data: list[torch.Tensor] = []
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
         def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor: ...
         """,
     'api.md: writer = run.main_only(lambda: SummaryWriter("runs"))': """
+        from typing import cast
         import types
         import rackrun
-        run: rackrun.Run
-        framework: types.ModuleType
+        run = cast(rackrun.Run, None)
+        framework = types.ModuleType("framework")
         class SummaryWriter:
             def __init__(self, folder: str) -> None: ...
         """,
@@ -47,7 +48,7 @@ _BEFORE = {
     "checkpoint.md: import torch": "",
     "checkpoint_cli.md: import json": """
         import torch
-        model: torch.nn.Module
+        model = torch.nn.Linear(1, 1)
         """,
     'gpu_kit.md: @check("B12"': "from benchmarks.gpu.registry import Context, Found, check",
     "policies.md: from rackrun.policy import": "",
@@ -57,7 +58,7 @@ _BEFORE = {
         from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, build
         from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch
         from rackrun.topology.model.rack_file import read_rack_file
-        folder: Path
+        folder = Path()
         """,
     "topology.md: board = Board": """
         from pathlib import Path

@@ -46,7 +46,7 @@ def described() -> str:
 
 def _lines(name: str, thing: Any) -> Iterator[str]:
     if isinstance(thing, NewType):
-        yield f"{name}: a new type of {thing.__supertype__.__qualname__}"
+        yield f"{name}: a new type of {getattr(thing.__supertype__, '__qualname__', thing.__supertype__)}"
         return
     if not inspect.isclass(thing):
         yield f"{name}{_signature(thing)}" if callable(thing) else f"{name}: {type(thing).__qualname__}"
@@ -91,6 +91,8 @@ def _set_when_made(owner: type) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
                 yield node.attr
+            case _:
+                pass
 
 
 def _signature(thing: Any) -> str:
