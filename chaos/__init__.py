@@ -129,11 +129,12 @@ _MODULES = (
     "runs.run_plan",
 )
 
+if not TYPE_CHECKING:  # for a type checker there is no other name than those above
 
-def __getattr__(name: str) -> object:
-    # workers, the simulator and pytest import modules of this package; none of them is to load the others
-    if name in __all__:
-        for module in map(import_module, (f"rackrun.chaos.{module}" for module in _MODULES)):
-            if name in module.__all__:
-                return getattr(module, name)
-    raise AttributeError(f"module 'rackrun.chaos' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        # workers, the simulator and pytest import modules of this package; none of them is to load the others
+        if name in __all__:
+            for module in map(import_module, (f"rackrun.chaos.{module}" for module in _MODULES)):
+                if name in module.__all__:
+                    return getattr(module, name)
+        raise AttributeError(f"module 'rackrun.chaos' has no attribute {name!r}")

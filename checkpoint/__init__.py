@@ -9,11 +9,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle"]
 
+if not TYPE_CHECKING:  # for a type checker there is no other name than those above
 
-def __getattr__(name: str) -> object:
-    # torch is imported when the manager is first used: agents and rackctl read arenas and manifests without it
-    if name in __all__:
-        from rackrun.checkpoint.manager import manager
+    def __getattr__(name: str) -> object:
+        # torch is imported when the manager is first used: agents and rackctl read arenas and manifests without it
+        if name in __all__:
+            from rackrun.checkpoint.manager import manager
 
-        return getattr(manager, name)
-    raise AttributeError(f"module 'rackrun.checkpoint' has no attribute {name!r}")
+            return getattr(manager, name)
+        raise AttributeError(f"module 'rackrun.checkpoint' has no attribute {name!r}")

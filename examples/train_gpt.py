@@ -141,13 +141,12 @@ def main(run: rackrun.Run) -> None:
     train_text, validation_text = standard_library()
     validation = ByteWindows(validation_text, size.context)
 
-    model: nn.Module = GPT(size).to(run.device)
+    gpt = GPT(size).to(run.device)
     if args.fsdp:
-        for block in model.blocks:
+        for block in gpt.blocks:
             fully_shard(block)
-        fully_shard(model)
-    else:
-        model = DDP(model)
+        fully_shard(gpt)
+    model: nn.Module = gpt if args.fsdp else DDP(gpt)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(ByteWindows(train_text, size.context))

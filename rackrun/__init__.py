@@ -1,5 +1,7 @@
 """rackrun: training that goes on, exactly, while the hardware under it fails."""
 
+from typing import TYPE_CHECKING
+
 from rackrun.errors import (
     CollectiveBroken,
     HardwareError,
@@ -10,6 +12,12 @@ from rackrun.errors import (
     UsageError,
 )
 from rackrun.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from rackrun.worker.batch.lr_rule import ScaleLR
+    from rackrun.worker.loop.elastic import elastic
+    from rackrun.worker.loop.run import Run
+    from rackrun.worker.steps.step import Step
 
 __all__ = [
     "CollectiveBroken",
@@ -25,23 +33,24 @@ __all__ = [
     "elastic",
 ]
 
+if not TYPE_CHECKING:  # for a type checker there is no other name than those above
 
-def __getattr__(name: str) -> object:
-    # torch is imported when the worker's side is first used: rackctl and the coordinator start without it
-    if name == "elastic":
-        from rackrun.worker.loop.elastic import elastic
+    def __getattr__(name: str) -> object:
+        # torch is imported when the worker's side is first used: rackctl and the coordinator start without it
+        if name == "elastic":
+            from rackrun.worker.loop.elastic import elastic
 
-        return elastic
-    if name == "Run":
-        from rackrun.worker.loop.run import Run
+            return elastic
+        if name == "Run":
+            from rackrun.worker.loop.run import Run
 
-        return Run
-    if name == "ScaleLR":
-        from rackrun.worker.batch.lr_rule import ScaleLR
+            return Run
+        if name == "ScaleLR":
+            from rackrun.worker.batch.lr_rule import ScaleLR
 
-        return ScaleLR
-    if name == "Step":
-        from rackrun.worker.steps.step import Step
+            return ScaleLR
+        if name == "Step":
+            from rackrun.worker.steps.step import Step
 
-        return Step
-    raise AttributeError(f"module 'rackrun' has no attribute {name!r}")
+            return Step
+        raise AttributeError(f"module 'rackrun' has no attribute {name!r}")

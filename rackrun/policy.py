@@ -4,9 +4,9 @@
 It returns a `Decision`, or None to leave it to the default; it has a second. One that raises, returns anything else or asks for the
 impossible is passed over for that failure, and a notice says so.
 
-    >>> from rackrun.policy import ClusterView, Decision, Failure, Rung, choose
-    >>> failure = Failure(what="rank 3 lost (SIGKILL)", ranks=(3,), slots=("tray-0/3",))
-    >>> view = ClusterView(world_size=4, usable_slots=5, takeovers={3: "tray-0/4"})
+    >>> from rackrun.policy import ClusterView, Decision, Failure, Rank, Rung, SlotId, choose
+    >>> failure = Failure(what="rank 3 lost (SIGKILL)", ranks=(Rank(3),), slots=(SlotId("tray-0/3"),))
+    >>> view = ClusterView(world_size=4, usable_slots=5, takeovers={Rank(3): SlotId("tray-0/4")})
     >>> choose(failure, view).reason
     'swap: 4 x (2 s takeover + 1 s redone) = 12 GPU-s'
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from rackrun.core.policy.choice import choose, parse_rules, parse_weights, refusal
 from rackrun.core.policy.rungs import options
+from rackrun.protocol.ids import Rank, SlotId, TrayId
 from rackrun.protocol.policy_types import (
     ClusterView,
     Costs,
@@ -40,10 +41,13 @@ __all__ = [
     "Option",
     "Priors",
     "ProviderNow",
+    "Rank",
     "RankNow",
     "Rules",
     "Rung",
+    "SlotId",
     "SpareNow",
+    "TrayId",
     "TrayNow",
     "Weights",
     "Whose",

@@ -49,7 +49,7 @@ def install_data(hooks: _Hooks, folder: Path) -> None:
     from rackrun.worker.loop.run import Run
     from rackrun.worker.steps.step import Step
 
-    poison, begin, scale = Poison(hooks, folder), Run.begin_shard, Step.scale
+    poison, begin, scale = Poison(hooks, folder), Run._begin_shard, Step.scale
     spoilt: set[Step] = set()
     """Whose micro-batch in hand has a sample that makes it NaN."""
 
@@ -69,7 +69,7 @@ def install_data(hooks: _Hooks, folder: Path) -> None:
     def hooked_scale(self: Step, loss: torch.Tensor, weight: float | None = None) -> torch.Tensor:
         return scale(self, loss * float("nan") if self in spoilt else loss, weight)
 
-    _replace(Run, "begin_shard", hooked_begin)
+    _replace(Run, "_begin_shard", hooked_begin)
     _replace(Step, "scale", hooked_scale)
 
 

@@ -103,7 +103,7 @@ class _Hooks:
         if order := self.take(
             lambda fault: isinstance(fault, Raise | HoldGil | ExhaustMemory) or _flips(fault, "parameters")
         ):
-            at = units.step_in_hand.at.step if units.step_in_hand is not None else -1
+            at = units.step_in_hand._at.step if units.step_in_hand is not None else -1
             match order.fault:
                 case Raise(error=error):
                     kind = getattr(importlib.import_module("builtins"), error, RuntimeError)
@@ -133,7 +133,7 @@ class _Hooks:
                 for p in group["params"]
                 if p.grad is not None
             ]
-            self.flip(gradients, order, f"of the gradients in step {units.step_in_hand.at.step}")
+            self.flip(gradients, order, f"of the gradients in step {units.step_in_hand._at.step}")
 
     def in_collective(self) -> None:
         if order := self.take(lambda fault: isinstance(fault, DelayCollective)):

@@ -9,11 +9,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RackrunStorageReader", "RackrunStorageWriter"]
 
+if not TYPE_CHECKING:  # for a type checker there is no other name than those above
 
-def __getattr__(name: str) -> object:
-    # torch is imported when they are first used: agents and rackctl read what they have written without it
-    if name in __all__:
-        from rackrun.checkpoint.dcp import dcp_storage
+    def __getattr__(name: str) -> object:
+        # torch is imported when they are first used: agents and rackctl read what they have written without it
+        if name in __all__:
+            from rackrun.checkpoint.dcp import dcp_storage
 
-        return getattr(dcp_storage, name)
-    raise AttributeError(f"module 'rackrun.checkpoint.dcp' has no attribute {name!r}")
+            return getattr(dcp_storage, name)
+        raise AttributeError(f"module 'rackrun.checkpoint.dcp' has no attribute {name!r}")

@@ -155,7 +155,7 @@ def ordered(fault: Any, inside: Path, undo: UndoLog, process: Process | None = N
 def in_step(module: torch.nn.Module) -> Any:
     optimizer = torch.optim.SGD(module.parameters())
     state = SimpleNamespace(modules={"model": module}, optimizers={"optimizer": optimizer})
-    return SimpleNamespace(step_in_hand=SimpleNamespace(at=SimpleNamespace(step=4)), _state=state)
+    return SimpleNamespace(step_in_hand=SimpleNamespace(_at=SimpleNamespace(step=4)), _state=state)
 
 
 def test_an_order_is_carried_out_once_and_confirmed_by_who_does_it(inside: Path, undo: UndoLog) -> None:

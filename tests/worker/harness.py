@@ -737,7 +737,7 @@ def _count_moments(dies_at: int | str | None) -> list[str]:
         _original(world, at, *more)
         live(f"passed the gate of {at}")
 
-    def begin_shard(run: Run, step: Any, shard: Any, _original: Any = Run.begin_shard, **more: Any) -> None:
+    def begin_shard(run: Run, step: Any, shard: Any, _original: Any = Run._begin_shard, **more: Any) -> None:
         _original(run, step, shard, **more)
         live(f"batch {shard} of {step}")
 
@@ -747,7 +747,7 @@ def _count_moments(dies_at: int | str | None) -> list[str]:
 
     World.enter_collective = enter_collective  # type: ignore[method-assign]
     World.pass_gate = pass_gate  # type: ignore[method-assign]
-    Run.begin_shard = begin_shard  # type: ignore[method-assign]
+    Run._begin_shard = begin_shard  # type: ignore[method-assign]
     UnitRunner._committed = committed  # type: ignore[method-assign]
     return lived
 

@@ -505,7 +505,7 @@ def test_a_rank_is_lost_while_it_waits_for_its_device(train: Train) -> None:
 
         def dies() -> None:
             unit = run._units.step_in_hand
-            if killing and run.rank == 1 and run._world.generation == 1 and unit is not None and unit.at.step == 4:
+            if killing and run.rank == 1 and run._world.generation == 1 and unit is not None and unit._at.step == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             come()
 

@@ -131,15 +131,15 @@ class _Run(Protocol):
     """What a loader needs of `rackrun.worker.loop.run.Run`."""
 
     @property
-    def batch(self) -> BatchPlan: ...
+    def _batch(self) -> BatchPlan: ...
     @property
     def device(self) -> torch.device: ...
     @property
-    def checks(self) -> _Checks: ...
-    def current_step(self) -> Step: ...
-    def batch_of(self, step: int) -> StepBatch: ...
-    def my_shards(self) -> list[Shard]: ...
-    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None: ...
+    def _checks(self) -> _Checks: ...
+    def _current_step(self) -> Step: ...
+    def _batch_of(self, step: int) -> StepBatch: ...
+    def _my_shards(self) -> list[Shard]: ...
+    def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None: ...
 
 
 class Loader:
@@ -166,7 +166,7 @@ class Loader:
             )
         self._run, self._dataset, self._shuffle = run, dataset, shuffle
         self._samples = len(dataset)
-        self._plan = run.batch
+        self._plan = run._batch
         self._plan.steps_per_epoch(self._samples)
         self._fetch = _Fetch(
             dataset, collate or cast("Callable[[Sequence[Any]], Any]", default_collate), self._plan.seed
@@ -180,24 +180,24 @@ class Loader:
         self._workers = _Workers(self._fetch, num_workers, prefetch) if num_workers else None
 
     def __iter__(self) -> Iterator[Any]:
-        step = self._run.current_step()
-        shards = self._run.my_shards()
+        step = self._run._current_step()
+        shards = self._run._my_shards()
         number = int(step)
         begins = self._begins(number)
-        reading = self._run.checks.begins_reading(len(shards))
+        reading = self._run._checks.begins_reading(len(shards))
         for turn, shard in enumerate(shards):
             ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:
                 batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))
-                self._run.checks.draws(reading, self._workers.drawn, None)
+                self._run._checks.draws(reading, self._workers.drawn, None)
             else:
                 batch = self._fetch(number, ids)
-                self._run.checks.draws(reading, *self._fetch.drawn)
+                self._run._checks.draws(reading, *self._fetch.drawn)
             last = turn == len(shards) - 1
-            self._run.begin_shard(step, shard, last=last, ids=self._counted(step, ids))
-            self._run.checks.gives(reading)
+            self._run._begin_shard(step, shard, last=last, ids=self._counted(step, ids))
+            self._run._checks.gives(reading)
             yield _to(batch, self._run.device)
-        self._run.checks.read_through(reading)
+        self._run._checks.read_through(reading)
 
     def close(self) -> None:
         """End its processes."""
@@ -206,7 +206,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Micro-batches per step on this rank, now."""
-        return len(self._run.my_shards())
+        return len(self._run._my_shards())
 
     def _counted(self, step: Step, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """What stands in the ledger: samples of another data set have other ids, and those of a second pass in the same step count once."""
@@ -218,7 +218,7 @@ class Loader:
         return ids + (self.number << LOADER_BITS) if self.number else ids
 
     def _begins(self, step: int) -> tuple[int, int]:
-        return place(self._run.batch_of(step).runs, step, self._samples, self._plan.micro_batch)
+        return place(self._run._batch_of(step).runs, step, self._samples, self._plan.micro_batch)
 
     def _permutation(self, epoch: int) -> np.ndarray[Any, Any]:
         if epoch not in self._permutations:
@@ -235,9 +235,9 @@ class Loader:
     def _upcoming(self, step: int, shards: Sequence[Shard], turn: int) -> Iterator[tuple[_Key, np.ndarray[Any, Any]]]:
         """What will be asked for next, in order, without end (not across an epoch's border: it would shuffle twice; nor where the global
         batch changes)."""
-        epoch, size = self._begins(step)[0], self._run.batch_of(step).shards
+        epoch, size = self._begins(step)[0], self._run._batch_of(step).shards
         at, start = step, turn + 1
-        while (begins := self._begins(at))[0] == epoch and self._run.batch_of(at).shards == size:
+        while (begins := self._begins(at))[0] == epoch and self._run._batch_of(at).shards == size:
             for shard in shards[start:]:
                 yield (at, begins, shard.index), self._plan.ids(begins, shard.index, self._permutation)
             at, start = at + 1, 0

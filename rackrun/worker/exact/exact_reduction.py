@@ -148,12 +148,12 @@ class ExactReduction:
         for slot in self._slots.values():
             slot.fresh, slot.reduced = True, False
         self._once.begin(step, self._local_gradients())
-        step.shard_losses = {}
+        step._shard_losses = {}
 
     def next_shard(self, step: Step, shard: Shard, data_ranks: int) -> None:
         """The loader is about to yield ``shard``: the gradients of the one before are complete, and are added up. So many
         ranks share the global batch."""
-        step.weigh(step.weight, step.weight)
+        step._weigh(step.weight, step.weight)
         if not self._once.begun or self._world.updated:
             return  # nothing is trained in a phase, or after the gate
         if self._once.shard is not None:
@@ -165,7 +165,7 @@ class ExactReduction:
 
         Raises `Abandoned`, on every rank, when a gradient has outgrown its scale; `StepError` when one was not reduced."""
         losses = [-math.inf] * self._shards
-        for index, loss in (step.shard_losses or {}).items():
+        for index, loss in (step._shard_losses or {}).items():
             value = float(loss.item())
             losses[index] = value if math.isfinite(value) else math.inf
         mine = self._largest.double().cpu()

@@ -84,7 +84,7 @@ class ExactlyOnce:
         """The gradients of the micro-batch in hand were taken over. Raises `StepError` when there are none, though it has a loss."""
         assert self._step is not None, "inside of a step"
         assert self._shard is not None, "it had one in hand"
-        if not any_new and not self._shard.ghost and self._shard.index in (self._step.shard_losses or {}):
+        if not any_new and not self._shard.ghost and self._shard.index in (self._step._shard_losses or {}):
             raise StepError(
                 f"micro-batch {self._shard.index} has a loss, but no gradient when the next one is asked for.",
                 remedy='call backward() for each micro-batch, before the loader gives the next: reduction="exact" rounds each gradient by itself.',

@@ -36,10 +36,10 @@ class NanProbation:
             return 0.0, 0.0
         before = self._world.gate
         known = before is not None and before.not_finite > 0  # it goes on so: computing everything twice helps nobody
-        if step.at.phase:  # which has no loss, and hands on what is known of the step before it
+        if step._at.phase:  # which has no loss, and hands on what is known of the step before it
             return float(known), float(known)
         self._mine = not math.isfinite(loss)
-        return float(self._mine), float(self._tried == step.at or known)
+        return float(self._mine), float(self._tried == step._at or known)
 
     def refuses(self, at: Position, sums: GateSums) -> bool:
         """Whether nobody is to pass this gate. The same on all ranks that see it."""

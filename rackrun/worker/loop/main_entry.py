@@ -36,15 +36,15 @@ def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Call
         runtime.enters_main()
         try:
             result = main(run)
-            run.finish()
-            if not run.leaves(None):
+            run._finish()
+            if not run._leaves(None):
                 return result
         except BaseException as error:
-            if not run.leaves(error):
-                if isinstance(error, NameError) and run.came_after_loop:
+            if not run._leaves(error):
+                if isinstance(error, NameError) and run._came_after_loop:
                     error.add_note(_NOT_BOUND)
                 raise
-        carried = run.let_go()
+        carried = run._let_go()
         result = run = None  # type: ignore[assignment]
         gc.collect()  # models are full of cycles, and there is to be room for the next
         if runtime.device.type == "cuda":

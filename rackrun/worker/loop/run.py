@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,7 +48,7 @@ _LEFT_EARLY = 2**20
 
 
 class Steps(Iterator[int]):
-    """What a loop goes over."""
+    """What a loop goes over: the number of each step, to be given to the step function as it is. ``len()`` is how many there are in all."""
 
     def __init__(self, numbers: Iterator[int], total: int) -> None:
         self._numbers, self._total = numbers, total
@@ -63,7 +63,7 @@ class Steps(Iterator[int]):
 class Run:
     """One run of the job, on this rank. Made by `rackrun.elastic`; never by hand.
 
-    ``batch`` is the global batch as the run was given it; ``device`` is where this rank computes.
+    ``device`` is where this rank computes.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Run:
         carried: Carried | None = None,
         scale: ScaleLR | None = None,
     ) -> None:
-        self.batch = batch
+        self._batch = batch
+        """The global batch as the run was given it."""
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
         boot = runtime.boot
@@ -118,7 +119,7 @@ class Run:
         self._step_functions: list[Callable[..., Any]] = []
         self._open = 0
         """The number of steps of a loop that was begun and is not at its end."""
-        self.came_after_loop = False
+        self._came_after_loop = False
         """All steps were committed, or the others had left the loop, when this process came to it."""
         self._looping: int | None = None
         """The step that the loop stands at, while its step function has not been called."""
@@ -127,10 +128,12 @@ class Run:
     # -- who and where
     @property
     def rank(self) -> int:
+        """This process's place in the world, now, from 0. A spare has a provisional one until it takes a place."""
         return self._world.rank
 
     @property
     def world_size(self) -> int:
+        """How many ranks the world has, now. Spares are not counted."""
         return self._world.size
 
     @property
@@ -146,11 +149,13 @@ class Run:
         """Samples in the global batch of the step in hand, or else of the next one. With ``batch="scale_lr"`` it is known in the loop over
         ``run.steps`` only: a spare cannot tell before."""
         step = self._units.step_in_hand
-        return self.batch_of(self._units.passed.step + 1 if step is None else int(step)).shards * self.batch.micro_batch
+        return (
+            self._batch_of(self._units.passed.step + 1 if step is None else int(step)).shards * self._batch.micro_batch
+        )
 
     @property
     def generation(self) -> int:
-        """How many memberships the world has had."""
+        """How many memberships the world has had, this one included; 0 on a spare that has no place yet."""
         return self._world.generation
 
     @property
@@ -206,15 +211,17 @@ class Run:
         return loader
 
     # -- the loop
-    def step(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Decorator: the step function. It may run again after a failure; its call returns once the step is committed.
+    def step(self, function: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[int, P], T]:
+        """Decorator: the step function. It may run again after a failure; its call returns what the function has returned, once the step
+        is committed.
 
-        Its first argument is the step: give it what ``run.steps`` yields, and it receives a `Step`.
+        Its first argument is the step: it is called with what ``run.steps`` yields, an int, and the function receives a `Step`. Further
+        arguments are handed on as they are.
         """
         self._step_functions.append(function)
 
         @functools.wraps(function)
-        def committed(*args: P.args, **kwargs: P.kwargs) -> T:
+        def committed(*args: Any, **kwargs: Any) -> T:
             if self._looping is None:
                 raise StepError(
                     f"{function.__name__} was called outside the loop over run.steps(), or twice in one turn of it.",
@@ -226,7 +233,7 @@ class Run:
             self._places.look()
             self._checks.committed(function, args[1:], kwargs)
             reseed(
-                self.batch.seed, "after", at.step
+                self._batch.seed, "after", at.step
             )  # what the loop's body draws is the same on every rank, whoever joined when
             return result
 
@@ -243,8 +250,8 @@ class Run:
         self._at_end.append(function)
 
     def steps(self, total: int) -> Steps:
-        """The steps to do, from the first that is not committed to ``total - 1``: iterate over it. A spare waits here until it is needed.
-        ``len()`` of it is ``total``.
+        """The numbers of the steps to do, from the first that is not committed to ``total - 1``: iterate over it, and give each to the
+        `step` function. A spare waits here until it is needed. ``len()`` of it is ``total``.
 
         Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function. A loop that is left early (``break``,
         ``return``) has to be left after the same step on all ranks; `at_end` follows when ``main`` has returned.
@@ -265,12 +272,12 @@ class Run:
                 remedy="call run.track(model=..., optimizer=...) before run.steps().",
             )
         self._state.check_complete()
-        self.my_shards()  # raises when the world does not fit the batch
+        self._my_shards()  # raises when the world does not fit the batch
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
         self._places.look()
         self._open = total
-        self.came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
-        if self._units.left_early:  # before main was entered again: `finish` does what is left
+        self._came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
+        if self._units.left_early:  # before main was entered again: `_finish` does what is left
             self._end_loop(total)
             return
         self._checks.begins_loop()
@@ -290,7 +297,7 @@ class Run:
                 break
             self._looping = number
             self._world.scope = Scope.OUTSIDE
-            reseed(self.batch.seed, "before", number)
+            reseed(self._batch.seed, "before", number)
             try:
                 yield number
             except GeneratorExit:
@@ -316,18 +323,19 @@ class Run:
         """``late``: code that follows the loop has run already, and nobody knew that the loop was over."""
         self._looping, self._checks.loop_over = None, True
         self._world.scope = Scope.AFTER
-        reseed(self.batch.seed, "after", total)
+        reseed(self._batch.seed, "after", total)
         self._units.loop_over(late=late)
 
-    def log(self, **values: float | str) -> None:
-        """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first."""
+    def log(self, **values: object) -> None:
+        """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first. Numbers, also of numpy
+        and tensors with one element, are printed as numbers; everything else as its text."""
         self._units.report_log(log_values(values))
 
     def expect(self, seconds: float) -> None:
         """The next thing takes long (a compilation, a download): do not call it a hang before ``seconds`` have passed."""
         self._units.expect(seconds)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Used by `rackrun.elastic` when ``main`` has returned."""
         if self._open and not self._units.draining:
             if self._world.scope is not Scope.AFTER:  # who still holds its iterator kept the loop open
@@ -343,7 +351,7 @@ class Run:
             self._run_at_end(self._open, after=0)
         self._units.finish()
 
-    def leaves(self, error: BaseException | None) -> bool:
+    def _leaves(self, error: BaseException | None) -> bool:
         """Used by `rackrun.elastic` when ``main`` has returned or raised: whether it is to be entered again, whatever has come of it."""
         if self._units.leaving:
             if error is not None and not isinstance(error, Reenter):
@@ -351,7 +359,7 @@ class Run:
             return True
         return isinstance(error, Exception) and self._units.lost_before_steps
 
-    def let_go(self) -> Carried:
+    def _let_go(self) -> Carried:
         """Used by `rackrun.elastic`: end what this run has begun, but for what is carried into the next."""
         for loader in self._loaders:
             loader.close()
@@ -360,7 +368,7 @@ class Run:
         return self._units.let_go()
 
     # -- used by the loader
-    def current_step(self) -> Step:
+    def _current_step(self) -> Step:
         """The step in hand; raises `StepError` outside step functions and phases."""
         step = self._units.step_in_hand
         if step is None:
@@ -369,23 +377,19 @@ class Run:
             )
         return step
 
-    @property
-    def checks(self) -> ScriptChecks:
-        return self._checks
-
-    def batch_of(self, step: int) -> StepBatch:
+    def _batch_of(self, step: int) -> StepBatch:
         return self._units.batch_of(step)
 
-    def my_shards(self) -> list[Shard]:
+    def _my_shards(self) -> list[Shard]:
         dp_rank, dp_size = self._data_coordinate()
         if self._batches.scale is None:
-            return self.batch.shards_of(dp_rank, dp_size, shares=self._world.deals.shares)
+            return self._batch.shards_of(dp_rank, dp_size, shares=self._world.deals.shares)
         step = self._units.step_in_hand
         number = self._units.passed.step + 1 if step is None else int(step)
-        return self.batch.shards_of(dp_rank, dp_size, self.batch_of(number).shards)
+        return self._batch.shards_of(dp_rank, dp_size, self._batch_of(number).shards)
 
-    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
-        shards = self.batch_of(int(step)).shards
+    def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
+        shards = self._batch_of(int(step)).shards
         self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=shards)
 
     # -- helpers

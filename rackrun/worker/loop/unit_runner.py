@@ -399,8 +399,8 @@ class UnitRunner:
         self._page.progress()
         self._world.own_time.next_pass()
         self._world.meetings.next_pass(last=last)
-        step.weigh(*((0.0, 0.0) if shard.ghost else (1.0 / shards, dp_size / shards)))
-        step.last_given = last
+        step._weigh(*((0.0, 0.0) if shard.ghost else (1.0 / shards, dp_size / shards)))
+        step._last_given = last
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)
             if not self._counts_again:
@@ -408,11 +408,11 @@ class UnitRunner:
         if self._exact is not None:
             self._exact.next_shard(step, shard, dp_size)
         self._state.synchronise_gradients(last)
-        reseed(self._seed, "shard", step.at.step, shard.index)
+        reseed(self._seed, "shard", step._at.step, shard.index)
 
     def _may_be_left(self, *, updates_next: bool = False) -> None:
         """A place at which a step that will not count is left."""
-        if self.step_in_hand is not None and not self.step_in_hand.at.phase and not self._world.updated:
+        if self.step_in_hand is not None and not self.step_in_hand._at.phase and not self._world.updated:
             self._undo.at_place(updates_next=updates_next)
 
     # -- one attempt
@@ -487,31 +487,31 @@ class UnitRunner:
             self._discard(step)
 
     def _start(self, step: Step, name: str = "") -> None:
-        if step.at.phase:
+        if step._at.phase:
             self._settle()  # a phase may change parameters
         self._logs.clear()
         self._delivered.clear()
         self._reached_gate = self._nobody_is_whole = self._stirred = False
         self._not_put_back = []
         self._gradients_checked = True
-        step.ask_loss = None if step.at.phase else self._ask_loss
+        step._ask_loss = None if step._at.phase else self._ask_loss
         self._counts_again = False
         self.step_in_hand = step
-        self._begin_undo(step.at)
-        if self._exact is not None and not step.at.phase:
+        self._begin_undo(step._at)
+        if self._exact is not None and not step._at.phase:
             self._exact.begin(step)
         self._late.begin_unit()
         self._parts.begin_unit()
-        self._world.begin_unit(phase=bool(step.at.phase))
+        self._world.begin_unit(phase=bool(step._at.phase))
         work = self._begin_batch(step)
         self._world.stages.reached("noted")
-        if step.at.phase:
+        if step._at.phase:
             self._page.name_unit(name)
-            self._page.enter(Activity.PHASE, step.at, *self._pace.allowance(self._phase(step.at, name)))
+            self._page.enter(Activity.PHASE, step._at, *self._pace.allowance(self._phase(step._at, name)))
         else:
             allowed = self._pace.step_allowance(copying_bytes=self._copying_bytes, work=work)
-            self._page.enter(Activity.STEP, step.at, *allowed)
-        reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
+            self._page.enter(Activity.STEP, step._at, *allowed)
+        reseed(self._seed, "unit", step._at.step, step._at.phase, self._world.rank)
 
     def _begin_undo(self, at: Position) -> None:
         """The first step since the run began or was resumed shows what a script is like: until then nothing is taken for granted."""
@@ -542,14 +542,14 @@ class UnitRunner:
     def batch_of(self, step: int) -> StepBatch:
         """While a step is in hand its batch stays what it was when the attempt began."""
         held, batch = self.step_in_hand, self._batch
-        return batch if held is not None and batch is not None and held.at.step == step else self._batches.of(step)
+        return batch if held is not None and batch is not None and held._at.step == step else self._batches.of(step)
 
     def _begin_batch(self, step: Step) -> float:
         """Returns how many times the usual work a rank may have."""
-        self._batch = batch = self._batches.of(step.at.step)
+        self._batch = batch = self._batches.of(step._at.step)
         step.samples, step.lr_factor = batch.samples_before, batch.lr_factor
         step.batch_size = batch.shards * self._batches.plan.micro_batch
-        if self._batches.scale is None or step.at.phase:
+        if self._batches.scale is None or step._at.phase:
             return 1.0
         self._world.order.add(f"{batch}")  # whoever has another is found at the gate
         return self._batches.work(batch, self._world.size)
@@ -583,11 +583,11 @@ class UnitRunner:
 
     def _before_closure(self, call: int) -> None:
         assert self.step_in_hand is not None, "in optimizer.step()"
-        self._counts_again = self.step_in_hand.loss_is_old = call > 0
+        self._counts_again = self.step_in_hand._loss_is_old = call > 0
 
     def _after_closure(self, call: int) -> None:
         assert self.step_in_hand is not None, "in optimizer.step()"
-        self._counts_again = self.step_in_hand.loss_is_old = False
+        self._counts_again = self.step_in_hand._loss_is_old = False
         if call == 0:
             self._before_update(self.step_in_hand)
 
@@ -608,14 +608,14 @@ class UnitRunner:
         self._gradients_checked = trains
         if trains:
             self._undo.check_gradients()
-        if step.at.phase:
+        if step._at.phase:
             self._world.updated = True
             return
         if self._late_gate:
             self._complete(step)
-            mine = offered(step.at, self._world.order, GateSums(*[0.0] * len(GateSums._fields)))
+            mine = offered(step._at, self._world.order, GateSums(*[0.0] * len(GateSums._fields)))
             complete(mine, loss=self._let_device_come())
-            step.early_loss = self._world.sum_before_gate(step.at, mine).loss
+            step._early_loss = self._world.sum_before_gate(step._at, mine).loss
             self._world.updated = True
         else:
             self._pass_gate()
@@ -626,16 +626,16 @@ class UnitRunner:
         """What is computed of gradients and loss, before an optimizer changes anything."""
         self._world.passes_over()
         self._settle()
-        if step.at.phase:
+        if step._at.phase:
             self._loss = 0.0
             return
         self._undo.before_update()
         self._not_put_back = self._undo.not_put_back()
-        self._corruption.before_gate(step.at, last=step.at.step == self._last_step)
+        self._corruption.before_gate(step._at, last=step._at.step == self._last_step)
         if self._exact is not None:
             self._loss = self._exact.settle(step)
         else:
-            self._loss = Readback(step.local_loss)
+            self._loss = Readback(step._local_loss)
 
     def _let_device_come(self) -> float:
         """The one wait for a device in a step. Returns what this rank offers to the gate as its loss. Raises `Abandoned`."""
@@ -646,27 +646,27 @@ class UnitRunner:
         step = self.step_in_hand
         assert step is not None, "a gate belongs to a unit"
         self._reached_gate = True
-        if not self._world.updated or step.at.phase:
+        if not self._world.updated or step._at.phase:
             self._complete(step)
         self._replicas.unique.exchange()
-        part = Readback(step.local_loss if self._nan.on else None)
+        part = Readback(step._local_loss if self._nan.on else None)
         ids = self._delivered_ids()
-        self._page.seal_ledger(step.at, ids)
+        self._page.seal_ledger(step._at, ids)
         sums = GateSums(
             loss=0.0,
             samples=float(len(ids)),
             ids_digest=_ids_digest(ids),
             # A checkpoint is of a step: told in a phase, the world does one more step.
-            draining=float(self._world.drain and not (step.at.phase and self._durable is not None)),
+            draining=float(self._world.drain and not (step._at.phase and self._durable is not None)),
             snapshot_cost_s=self._snapshots.cost_s,
             step_s=self._pace.median_s,
             changed_late=float(self._replicas.changed_late),
             mirroring=float(self._page.mirroring),
             mirrored=float(self._page.mirrored >= 0),
             writing=float(self._durable is not None and self._durable.writing),
-            cut_short=float(self._durable is not None and self._durable.cut_short(step.at.step)),
-            ahead=float(self._recorded.any_after(step.at)),
-            pausing=float(self._world.pausing and self._replicas.known(step.at)),
+            cut_short=float(self._durable is not None and self._durable.cut_short(step._at.step)),
+            ahead=float(self._recorded.any_after(step._at)),
+            pausing=float(self._world.pausing and self._replicas.known(step._at)),
             dealt=float(self._world.deals.heard_next),
             not_finite=0.0,
             tried=0.0,
@@ -674,7 +674,7 @@ class UnitRunner:
             torn=float(bool(self._not_put_back)),
             stirred=float(bool(self._undo.changed_between)),
         )
-        mine = offered(step.at, self._world.order, sums)
+        mine = offered(step._at, self._world.order, sums)
         complete(
             mine, loss=self._let_device_come()
         )  # from here until the optimizer's first kernel it has nothing to do
@@ -682,7 +682,7 @@ class UnitRunner:
             not_finite, tried = self._nan.offers(step, part.value())
             complete(mine, not_finite=not_finite, tried=tried)
         self._world.stages.reached("entered")
-        self._world.pass_gate(step.at, mine, self._refuses)
+        self._world.pass_gate(step._at, mine, self._refuses)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:
         """The same on all ranks that see the gate's sums. Raises `StepError` when the script has broken a rule on all of them."""
@@ -780,7 +780,7 @@ class UnitRunner:
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
         if step is not None and torn:
-            unit = f"step {step.at.step}" if not step.at.phase else f"a phase after step {step.at.step}"
+            unit = f"step {step._at.step}" if not step._at.phase else f"a phase after step {step._at.step}"
             leave(
                 self._world.rank,
                 f"changed {_listed(torn)} in {unit}, which broke, and has no copy to put back. "

@@ -175,7 +175,7 @@ class ScriptChecks:
         """A micro-batch of it, now."""
         reading.taken += 1
         if self._step is not None:
-            self._weight_reads = self._step.weight_reads
+            self._weight_reads = self._step._weight_reads
 
     def draws(self, reading: Reading, name: str, generator: Any) -> None:
         """The data set has drawn from its ``generator``; None: in a process of the loader's."""
@@ -192,7 +192,7 @@ class ScriptChecks:
     def read_through(self, reading: Reading) -> None:
         reading.over = True
         if self._step is not None:
-            self._weight_reads = self._step.weight_reads
+            self._weight_reads = self._step._weight_reads
 
     # -- told by torch
     @property
@@ -202,7 +202,7 @@ class ScriptChecks:
     def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """As `calls.Listener.backward`."""
         step = self._step
-        if step is None or not self._readings or step.weight_reads > self._weight_reads:
+        if step is None or not self._readings or step._weight_reads > self._weight_reads:
             return None  # weighted by hand, as far as anybody can tell
         if self._steps >= _LOOKED_AT_STEPS and self._steps & (self._steps - 1):
             return None
@@ -282,10 +282,10 @@ class ScriptChecks:
                 )
 
     def _check_weighted(self, step: Step, optimizer: Any) -> None:
-        if any(reading.over for reading in self._readings) and step.weight_reads > self._weight_reads:
+        if any(reading.over for reading in self._readings) and step._weight_reads > self._weight_reads:
             return  # the gradients themselves were weighted
         line = ""
-        if step.local_loss is None and not step.weight_reads:
+        if step._local_loss is None and not step._weight_reads:
             line = user_line()
         of_shards = self._stray_of_shards
         parameters = _with_gradients(optimizer) if self._strays or of_shards is not None else []

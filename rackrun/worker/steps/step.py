@@ -21,15 +21,15 @@ class Step:
     """``int(step)`` is its number, from 0; ``step.attempt`` counts the attempts at it, from 0."""
 
     def __init__(self, at: Position, attempt: int, world: World) -> None:
-        self.at, self.attempt = at, attempt
+        self._at, self.attempt = at, attempt
         self._weight = 0.0
         self.shards: tuple[int, ...] = ()
         """The micro-batches delivered so far: their places in the global batch."""
-        self.local_loss: torch.Tensor | None = None
-        self.shard_losses: dict[int, torch.Tensor] | None = None
-        """Micro-batch -> its part of ``local_loss``, where the loss is reduced exactly."""
+        self._local_loss: torch.Tensor | None = None
+        self._shard_losses: dict[int, torch.Tensor] | None = None
+        """Micro-batch -> its part of ``_local_loss``, where the loss is reduced exactly."""
         self._gradient_scale = 1.0
-        self.weight_reads = 0
+        self._weight_reads = 0
         """How often `weight` or `gradient_scale` was asked for: a script that weights its gradients itself does."""
         self.samples = 0
         """That all steps before this one have had, together: where a schedule by samples stands."""
@@ -37,40 +37,40 @@ class Step:
         """Samples in the global batch of this step."""
         self.lr_factor = 1.0
         """By what all learning rates are multiplied in this step's ``optimizer.step()``: not 1 with ``batch="scale_lr"`` only."""
-        self.early_loss: float | None = None
+        self._early_loss: float | None = None
         """What `loss` is, while the gate is still to come: in a step of several parts."""
-        self.last_given = False
+        self._last_given = False
         """The current micro-batch is this rank's last of the step."""
-        self.is_whole = False
+        self._is_whole = False
         """Its loss has been given to `scale`, too: nothing is left to be added to `loss`."""
-        self.ask_loss: Callable[[], None] | None = None
+        self._ask_loss: Callable[[], None] | None = None
         """Called when `loss` is read before any ``optimizer.step()``, of a step that is whole: sees that it is known."""
-        self.loss_is_old = False
+        self._loss_is_old = False
         """A closure is called again, with other weights."""
         self._world = world
 
     def __int__(self) -> int:
-        return self.at.step
+        return self._at.step
 
     __index__ = __int__
 
     def __repr__(self) -> str:
-        return f"<step {self.at.step}, attempt {self.attempt}>"
+        return f"<step {self._at.step}, attempt {self.attempt}>"
 
     @property
     def weight(self) -> float:
         """What the current micro-batch counts in the global batch (1 / number of micro-batches): 0 for a ghost.
         The weighted sum of the micro-batches' mean losses, over all ranks, is the mean over the global batch."""
-        self.weight_reads += 1
+        self._weight_reads += 1
         return self._weight
 
     @property
     def gradient_scale(self) -> float:
         """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by; with ``reduction="exact"``, ``weight``."""
-        self.weight_reads += 1
+        self._weight_reads += 1
         return self._gradient_scale
 
-    def weigh(self, weight: float, gradient_scale: float) -> None:
+    def _weigh(self, weight: float, gradient_scale: float) -> None:
         """Of the micro-batch that is about to be given."""
         self._weight, self._gradient_scale = weight, gradient_scale
 
@@ -86,15 +86,15 @@ class Step:
         factor, share = self._gradient_scale, self._weight
         if weight is not None and share:
             factor, share = factor / share * weight, weight
-        self.is_whole |= self.last_given
+        self._is_whole |= self._last_given
         part = loss.detach().double() * share
-        self.local_loss = part if self.local_loss is None else self.local_loss + part
-        if self.shard_losses is not None and self._weight:
-            known = self.shard_losses.get(self.shards[-1])
-            self.shard_losses[self.shards[-1]] = part if known is None else known + part
+        self._local_loss = part if self._local_loss is None else self._local_loss + part
+        if self._shard_losses is not None and self._weight:
+            known = self._shard_losses.get(self.shards[-1])
+            self._shard_losses[self.shards[-1]] = part if known is None else known + part
         weighted = loss * factor
         if torch.compiler.is_compiling():
-            self.weight_reads += 1
+            self._weight_reads += 1
         else:
             mark_weighted(weighted)
         return weighted
@@ -107,15 +107,15 @@ class Step:
     def loss(self) -> float:
         """The mean loss over the global batch, the same on every rank. Known after the last micro-batch's `backward`, also in a step
         that skips ``optimizer.step()``, as a GradScaler does. Raises `StepError` before."""
-        if self.loss_is_old:
+        if self._loss_is_old:
             raise StepError(
                 "step.loss was read in a further call of the closure of optimizer.step(closure): it is that of the first call.",
                 remedy="add up the loss over the ranks in the closure (dist.all_reduce), and return that.",
             )
-        if self.early_loss is None and not self._world.unit_passed and self.is_whole and self.ask_loss is not None:
-            self.ask_loss()
-        if self.early_loss is not None:
-            return self.early_loss
+        if self._early_loss is None and not self._world.unit_passed and self._is_whole and self._ask_loss is not None:
+            self._ask_loss()
+        if self._early_loss is not None:
+            return self._early_loss
         if not self._world.unit_passed:
             raise StepError(
                 "step.loss was read before the last micro-batch of the step was given to step.backward().",

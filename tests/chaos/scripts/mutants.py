@@ -67,7 +67,7 @@ def a_rank_leaves_an_update_out() -> None:
 
     def before(original: Any, self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
         original(self, optimizer, args, kwargs)
-        if self._world.rank == 1 and self.step_in_hand.at.step == ONE_STEP + 2:  # the last one
+        if self._world.rank == 1 and self.step_in_hand._at.step == ONE_STEP + 2:  # the last one
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None

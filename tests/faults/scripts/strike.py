@@ -116,7 +116,7 @@ class Striker:
         spare = units.waiting_spare and world._plan is None
         if (fault.rank is None) is not spare or fault.rank not in {None, ANYONE, world.rank}:
             return False
-        step = units.step_in_hand.at.step if units.step_in_hand is not None else world.passed.step
+        step = units.step_in_hand._at.step if units.step_in_hand is not None else world.passed.step
         return fault.step in {None, step} and (not fault.after or self._has_struck(fault.after))
 
     def _has_struck(self, name: str) -> bool:

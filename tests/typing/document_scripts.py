@@ -1,0 +1,108 @@
+"""The Python of README.md and docs/ as whole scripts: each block with what it leaves out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Block", "blocks", "whole"]
+
+_OPENS, _CLOSES = "```python", "```"
+
+_BEFORE = {
+    "README.md: import rackrun, torch": """
+        from typing import Any
+        from torch import Tensor, nn
+        from torch.utils.data import TensorDataset
+        class GPT(nn.Module):
+            def __init__(self, config: dict[str, int]) -> None: ...
+        config: dict[str, int] = {}
+        dataset = TensorDataset()
+        def loss_of(model: nn.Module, batch: Any) -> Tensor: ...
+        def evaluate() -> None: ...
+        """,
+    "api.md: @run.step": """
+        from typing import cast
+        import rackrun
+        import torch
+        run = cast(rackrun.Run, None)
+        data: list[torch.Tensor] = []
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor: ...
+        """,
+    'api.md: writer = run.main_only(lambda: SummaryWriter("runs"))': """
+        from typing import cast
+        import types
+        import rackrun
+        run = cast(rackrun.Run, None)
+        framework = types.ModuleType("framework")
+        class SummaryWriter:
+            def __init__(self, folder: str) -> None: ...
+        """,
+    'api.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, reduction="exact")': "import rackrun",
+    "api.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, batch=rackrun.ScaleLR": "import rackrun",
+    "chaos.md: from rackrun.chaos import": "",
+    "checkpoint.md: import torch": "",
+    "checkpoint_cli.md: import json": """
+        import torch
+        model = torch.nn.Linear(1, 1)
+        """,
+    'gpu_kit.md: @check("B12"': "from benchmarks.gpu.registry import Context, Found, check",
+    "policies.md: from rackrun.policy import": "",
+    "providers.md: from rackrun.provider import": "",
+    "topology.md: rack = FakeRack.create": """
+        from pathlib import Path
+        from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, build
+        from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch
+        from rackrun.topology.model.rack_file import read_rack_file
+        folder = Path()
+        """,
+    "topology.md: board = Board": """
+        from pathlib import Path
+        from rackrun.topology.model.mesh import Mesh
+        from rackrun.topology.model.rack_file import read_rack_file
+        from rackrun.topology.placement.arrays import Board
+        from rackrun.topology.placement.objective import Fitness
+        from rackrun.topology.placement.rank_assignment import place
+        """,
+}
+"""Page and how the block begins -> what stands before it. A block that is not named here fails the test: say what makes it whole."""
+
+_AFTER = {
+    "@rackrun.elastic(": "def main(run: rackrun.Run) -> None: ...",
+    "from rackrun.provider import": "from rackrun.provider import Provider\nprovider: Provider = Shelf()",
+}
+"""How a block begins -> what stands behind it."""
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    """Of its first line of Python, from 1."""
+    text: str
+
+    @property
+    def first(self) -> str:
+        return self.text.partition("\n")[0]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The blocks of ``page`` that are marked as Python."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        if line.strip() == _OPENS:
+            end = lines.index(_CLOSES, number)
+            yield Block(page, number + 2, "\n".join(lines[number + 1 : end]) + "\n")
+
+
+def whole(block: Block) -> str | None:
+    """It with what it leaves out; None where `_BEFORE` does not name it."""
+    mine = f"{block.page.name}: {block.first}"
+    before = next((text for start, text in _BEFORE.items() if mine.startswith(start)), None)
+    if before is None:
+        return None
+    after = next((text for start, text in _AFTER.items() if block.first.startswith(start)), "")
+    return re.sub(r"^ {8}", "", before, flags=re.MULTILINE) + "\n" + block.text + after + "\n"
