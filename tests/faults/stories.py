@@ -90,8 +90,8 @@ _IN_ANY_UNIT: dict[str, Plot] = {
     "before the update": lost("before the update"),
     "after the update": lost("after the update"),
     "at the end of the step": lost("end of the step"),
-    "before it tells of its commit": lost("before reports.Reports.committed"),
-    "after it told of its commit": lost("after units.UnitRunner._committed"),
+    "before it tells of its commit": lost("before report"),
+    "after it told of its commit": lost("after commit"),
     "between steps": lost("between steps"),
     "in an evaluation": lost("evaluation"),
     "at the end of an evaluation": lost("evaluation reduced"),
@@ -127,7 +127,7 @@ def lost_when_it_had_finished(at: Chapter, *, also: bool) -> tuple[Fault, ...]:
     until = at.struck("lost")
     there = "after the loop"
     other = at.fault("held back", there, other=1, then="wait", until=until, delay_ms=500)
-    lost = at.fault("lost", "before world.World.wait_released")
+    lost = at.fault("lost", "before release")
     return (lost, other, at.fault("lost too", there, other=1, after=at.struck("held back"))) if also else (lost, other)
 
 
@@ -140,30 +140,30 @@ def then(name: str, place: str, *, other: int = 0, **more: object) -> Plot:
 
 
 _IN_ANY_RECOVERY: dict[str, Plot] = {
-    "a survivor, told that the world breaks": then("survivor", "after world.World.on_break", other=1),
-    "a survivor, told of the plan": then("survivor", "before world.World.on_plan", other=2),
-    "the newcomer, before it takes its place": then("newcomer", "before rejoin.Rejoin._take_place", rank=ANYONE),
-    "a survivor, before it builds groups": then("survivor", "before builder.build_communicator", other=3),
-    "a survivor that has built groups": then("survivor", "after builder.build_communicator", other=1),
-    "the newcomer, before it builds groups": then("newcomer", "before builder.build_communicator"),
-    "a survivor that has all it needs": then("survivor", "after rejoin.Rejoin._restore", other=2),
+    "a survivor, told that the world breaks": then("survivor", "after break", other=1),
+    "a survivor, told of the plan": then("survivor", "before plan", other=2),
+    "the newcomer, before it takes its place": then("newcomer", "before place", rank=ANYONE),
+    "a survivor, before it builds groups": then("survivor", "before group", other=3),
+    "a survivor that has built groups": then("survivor", "after group", other=1),
+    "the newcomer, before it builds groups": then("newcomer", "before group"),
+    "a survivor that has all it needs": then("survivor", "after restore", other=2),
     "the newcomer, in its first step": then("newcomer", "backward"),
 }
 
 IN_A_RECOVERY: dict[str, dict[str, Plot]] = {
     "ddp": {
         **_IN_ANY_RECOVERY,
-        "a source, before it sends": then("source", "before restore._send", other=3),
-        "a source that has sent": then("source", "after restore._send", other=1),
-        "the newcomer, before it receives": then("newcomer", "before restore._receive"),
-        "the newcomer that has received": then("newcomer", "after restore._receive"),
+        "a source, before it sends": then("source", "before send", other=3),
+        "a source that has sent": then("source", "after send", other=1),
+        "the newcomer, before it receives": then("newcomer", "before receive"),
+        "the newcomer that has received": then("newcomer", "after receive"),
     },
     "fsdp": {
         **_IN_ANY_RECOVERY,
-        "a survivor, before it goes back": then("survivor", "before snapshot.Snapshots.load", other=3),
-        "a survivor that has gone back": then("survivor", "after snapshot.Snapshots.load", other=1),
-        "the newcomer, before it gets its snapshot": then("newcomer", "before snapshot.Snapshots.load"),
-        "the newcomer that has its snapshot": then("newcomer", "after snapshot.Snapshots.load"),
+        "a survivor, before it goes back": then("survivor", "before load", other=3),
+        "a survivor that has gone back": then("survivor", "after load", other=1),
+        "the newcomer, before it gets its snapshot": then("newcomer", "before load"),
+        "the newcomer that has its snapshot": then("newcomer", "after load"),
     },
 }
 

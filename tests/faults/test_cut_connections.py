@@ -156,10 +156,10 @@ CUTS = [
 IN_A_RECOVERY = [
     cut("before", "backward", 0, 4),
     Fault(name="lost", place="backward", rank=1, step=7),
-    cut("parking", "before world.World.wait_plan", 0, after="lost"),
+    cut("parking", "before await_plan", 0, after="lost"),
     # The others need not wait for rank 0 to come there: on a device, each comes when its own has returned.
-    Fault(name="ahead", place="before world.World.join", rank=2, after="lost", then="wait", until="done parking"),
-    cut("joining", "before world.World.join", 2, after="ahead"),
+    Fault(name="ahead", place="before join", rank=2, after="lost", then="wait", until="done parking"),
+    cut("joining", "before join", 2, after="ahead"),
     cut("after", "backward", 3, 10, after="cut joining"),
 ]
 

@@ -36,7 +36,7 @@ CLOCK = "clock"
 """No place of the script: a thread strikes, ``delay_ms`` after the fault named by ``after`` did."""
 IN_COLLECTIVE, IN_GATE = "in a collective", "in the gate's collective"
 """While the main thread waits for its peers: have one of them ``wait`` for this fault's mark, or nobody may be waited for."""
-PLACES_INSIDE = [path.removeprefix("worker.") for path in FUNCTIONS.values() if path.startswith("worker.")]
+PLACES_INSIDE = {name: path for name, path in FUNCTIONS.items() if path.startswith("worker.")}
 """Functions of rackrun.worker with two places each: ``before NAME``, ``after NAME``."""
 WAIT_S = 60.0
 
@@ -86,10 +86,10 @@ class Striker:
         if not self._faults:
             return
         wanted = {fault.place for fault in self._faults}
-        for name in PLACES_INSIDE:
+        for name, path in PLACES_INSIDE.items():
             if wanted & {f"before {name}", f"after {name}"}:
                 surround(
-                    f"worker.{name}",
+                    path,
                     functools.partial(self.here, f"before {name}"),
                     functools.partial(self.here, f"after {name}"),
                 )
