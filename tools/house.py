@@ -23,14 +23,26 @@ from pathlib import Path
 from statistics import mean
 
 HERE = Path(__file__).resolve().parents[1]
-PACKAGES = ("agent", "chaos", "checkpoint", "coordinator", "core", "ctl", "launch", "link", "topology", "worker")
+PACKAGES = (
+    "agent",
+    "chaos",
+    "checkpoint",
+    "coordinator",
+    "core",
+    "ctl",
+    "launch",
+    "link",
+    "protocol",
+    "topology",
+    "worker",
+)
 
 
 class Module:
     """One file of ``rackrun``, under its name as a module."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.name = name
+        self.name, self.is_package = name, path.name == "__init__.py"
         self.text = path.read_text(encoding="utf-8")
         self.tree = ast.parse(self.text)
 
@@ -125,7 +137,7 @@ def figures(tree: Path) -> dict[str, str]:
 
 
 def _rooms(modules: list[Module]) -> str:
-    rooms = Counter(module.name.rpartition(".")[0] for module in modules)
+    rooms = Counter(module.name.rpartition(".")[0] for module in modules if not module.is_package)
     (where, most), *_ = rooms.most_common(1)
     return f"{most} ({where}); more than 10 in {sum(count > 10 for count in rooms.values())} of {len(rooms)}"
 
