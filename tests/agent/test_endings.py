@@ -33,7 +33,7 @@ time.sleep(600)
 HEARTBEATS = """
 import os, threading, time
 from rackrun.protocol.ids import Position
-from rackrun.link import boot
+from rackrun.protocol import boot
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 page = HeartbeatPage(boot.current().page_fd)
 def tick():
@@ -253,7 +253,7 @@ async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig):
         """
         import sys, time
         from rackrun.protocol.events import WorkerReady
-        from rackrun.link import boot
+        from rackrun.protocol import boot
         from rackrun.link.channel import WorkerChannel
         me = boot.current()
         channel = WorkerChannel(me.channel_fd)
@@ -327,7 +327,7 @@ async def test_a_worker_that_speaks_nonsense_is_killed(rig):
     await rig.start(
         """
         import os, time
-        from rackrun.link import boot
+        from rackrun.protocol import boot
         os.write(boot.current().channel_fd, bytes([255] * 100))
         time.sleep(600)
         """

@@ -39,7 +39,7 @@ from tests.agent.nasty_fillers import DAEMON, KINDS
 SPARE = """
 import os, time
 from rackrun.protocol.events import WorkerReady
-from rackrun.link import boot
+from rackrun.protocol import boot
 from rackrun.link.channel import WorkerChannel
 me = boot.current()
 channel = WorkerChannel(me.channel_fd)

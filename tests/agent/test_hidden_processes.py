@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LOOKS = """
 import os, signal, subprocess, sys
-from rackrun.agent import proc
+from rackrun.agent.host import proc
 try:
     open("/proc/1/stat").close()
     print("visible")

@@ -207,7 +207,7 @@ async def test_messages_come_in_order_and_before_the_end(rig):
         from rackrun.protocol.events import WorkerReady
         from rackrun.protocol.ids import Position
         from rackrun.protocol.wire import Logged, UnitCommitted
-        from rackrun.link import boot
+        from rackrun.protocol import boot
         from rackrun.link.channel import WorkerChannel
         me = boot.current()
         channel = WorkerChannel(me.channel_fd)
@@ -233,7 +233,7 @@ async def test_messages_come_in_order_and_before_the_end(rig):
 async def test_commands_reach_the_workers_they_name_and_no_other(rig):
     await rig.start(
         """
-        from rackrun.link import boot
+        from rackrun.protocol import boot
         from rackrun.link.channel import WorkerChannel
         me = boot.current()
         channel = WorkerChannel(me.channel_fd)
@@ -390,7 +390,7 @@ async def test_preloads_that_leave_threads_mean_fresh_interpreters(rig, monkeypa
     script = rig.script(
         """
         import os, sys
-        from rackrun.link import boot
+        from rackrun.protocol import boot
         print("fresh", "threaded" not in sys.modules, boot.current().rank, os.environ["RANK"], sys.argv[1:], flush=True)
         raise ValueError("told")
         """
@@ -451,7 +451,7 @@ async def test_snapshots_outlive_their_worker(rig):
     joined = await rig.start(
         """
         import os, signal
-        from rackrun.link import boot
+        from rackrun.protocol import boot
         from rackrun.link.heartbeat_page import Activity, HeartbeatPage
         from rackrun.protocol.ids import Position
         me = boot.current()

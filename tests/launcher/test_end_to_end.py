@@ -119,7 +119,7 @@ def test_a_killed_rank_starts_all_again_and_is_named(run_rackrun: Callable[..., 
 
 UNBUILT = """
 import os
-from rackrun.worker import builder
+from rackrun.worker.membership import communicator_builder as builder
 build, times = builder.build_communicator, int(os.environ["UNBUILT"])
 def without_memory(*given):
     if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < times:

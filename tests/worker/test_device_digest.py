@@ -143,7 +143,7 @@ def test_many_at_once_have_the_digests_that_they_have_alone(monkeypatch: pytest.
 
 INTERPRETED = """
 import torch
-from rackrun.worker import device_digest as d
+from rackrun.worker.tensors import device_digest as d
 from rackrun.worker.tensors.device_digest_triton import load
 device = torch.device("cpu")
 kernel = load(device, d.factors(d.BLOCK_WORDS, device), d._sums_by_torch)

@@ -96,8 +96,8 @@ def test_one_value_that_is_not_finite_is_seen(bad: float) -> None:
 
 INTERPRETED = """
 import math, torch
-from rackrun.worker import fixed_point_triton
-from rackrun.worker import fixed_point_kernel
+from rackrun.worker.exact import fixed_point_triton
+from rackrun.worker.exact import fixed_point_c as fixed_point_kernel
 from rackrun.worker.exact.fixed_point import Whole, fixed_point
 from rackrun.worker.exact.parameter_segments import Factors, Segments
 
