@@ -51,7 +51,11 @@ IMPURE_CALLS = {"open", "print", "input", "id", "hash", "exec", "eval"}
 
 def imports(tree: ast.AST) -> list[str]:
     found = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    return found + [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name if name in PURE else node.module or "" for name in modules]
+    return found
 
 
 def is_set(node: ast.expr) -> bool:
