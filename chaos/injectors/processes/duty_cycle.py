@@ -1,6 +1,7 @@
-"""``python -m rackrun.chaos.injectors.processes.duty_cycle SHARE PID:STARTED...``: lets them run for ``SHARE`` of the time, in short turns.
+"""Let processes run for only a share of the time, by stopping and waking them in short turns.
 
-It begins when a line comes on its input, and ends, with all awake, when its input does.
+Run as ``python -m rackrun.chaos.injectors.processes.duty_cycle SHARE PID:STARTED...``. It begins when a line comes on
+its standard input; when the input ends, it wakes all processes and exits.
 """
 
 from __future__ import annotations
