@@ -1,4 +1,4 @@
-"""What ``rackctl chaos`` prints of runs, campaigns and soaks."""
+"""Print the results of runs, campaigns and soaks for ``rackctl chaos``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = ["plain", "render", "render_soak", "render_sums"]
 
 
 def plain(sums: Sums) -> dict[str, object]:
+    """Return the sums of a campaign as plain values, for JSON."""
     runs = {
         family: {
             f"{label}, {NAMES[holds].lower()}": count
