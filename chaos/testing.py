@@ -90,10 +90,10 @@ class Chaos:
     All take the script (relative to the test's folder, or to where pytest was started) and
 
     - ``plan``: a plan, a part of one, a YAML or JSON file, or nothing: one is drawn from ``--chaos-seed``;
-    - ``ranks``, ``spares``, ``trays``: the size of the job, on this machine; ``args``: the script's arguments; ``options``:
-      further options of rackrun; ``env``: variables added to this process's environment;
+    - ``ranks``, ``spares``, ``trays``: the size of the job, on this machine; ``args``: the script's arguments;
+      ``options``: further options of rackrun; ``env``: variables added to this process's environment;
     - ``limit_s``: the seconds that each run may take;
-    - ``may_differ``: patterns of names of untracked state that does not influence the training (a plot's list, a cache).
+    - ``may_differ``: patterns of names of untracked state that does not influence the training (a plot, a cache).
     """
 
     seed: int
