@@ -1,4 +1,4 @@
-"""The table of `rackctl plan swap`."""
+"""Print the table of `rackctl plan swap`."""
 
 from __future__ import annotations
 
