@@ -177,7 +177,8 @@ class _Walk:
                     self.value(f"{name}.{inner}", vars(module)[inner], depth + 1)
 
     def value(self, path: str, value: Any, depth: int = 0) -> None:
-        """Record ``value`` under ``path`` if it is plain or told as a whole; otherwise follow what it contains."""
+        """Record ``value`` under ``path`` if it is plain or has a digest as a whole; otherwise follow what it
+        contains."""
         if isinstance(value, _PLAIN):
             self._tell(path, told(value, self._folder))
             return

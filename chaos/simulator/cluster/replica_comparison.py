@@ -28,7 +28,7 @@ _MAJORITY = 3
 
 @dataclass(slots=True)
 class Comparing:
-    """What one rank remembers about comparisons."""
+    """The memory of one rank for comparisons."""
 
     good: int | None = None
     """The last unit after which it knows that all replicas were equal."""
