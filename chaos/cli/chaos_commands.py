@@ -218,7 +218,7 @@ def campaign(
             sums=sums,
         )
     except Exception:
-        render_sums(Console(markup=False, emoji=False), sums)  # what is known is not lost with who has failed
+        render_sums(Console(markup=False, emoji=False), sums)  # the sums so far, even after a failure
         raise
     except KeyboardInterrupt:
         interrupted = True

@@ -204,7 +204,7 @@ def _version(package: str) -> str:
 def _output(*command: str) -> str:
     """Return the output of a command, or "" if it fails or does not exist."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # somebody may be at work there
+        env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # the repository may be in use
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=env)
         return found.stdout.strip()
     return ""

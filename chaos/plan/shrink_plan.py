@@ -25,7 +25,7 @@ def fewest(parts: list[P], best: T, fails: Callable[[list[P]], T | None], tries:
     """Leave out halves, then quarters and so on down to single parts, as long as the rest still fails.
 
     ``fails`` returns the failure, or None if the parts do not fail. ``best`` is the failure of ``parts``. ``fails`` is
-    called about ``tries`` times at most. Returns the parts that are left, and their failure.
+    called ``tries`` times at most. Returns the parts that are left, and their failure.
     """
     size = max(len(parts) // 2, 1)
     while parts and tries > 0:

@@ -80,12 +80,16 @@ Eight recoveries without a step between them stop a job, and all losses might co
 
 
 class Label(StrEnum):
+    """What is known before a run about its end."""
+
     SURVIVABLE = "survivable"
     BEYOND = "beyond"
     UNCLEAR = "unclear"
 
 
 class Judgement(NamedTuple):
+    """A label, and the reason for it."""
+
     label: Label
     because: str
 

@@ -70,6 +70,7 @@ class Tracer:
         return pid, tid
 
     def slice(self, track: tuple[int, int], name: str, begin_us: int, end_us: int, **args: object) -> None:
+        """Add a slice of at least 1 us to a track; ``args`` are shown when it is selected."""
         pid, tid = track
         more = {"args": args} if args else {}
         self.events.append(

@@ -86,6 +86,7 @@ class Sums:
     wrong: list[Line] = field(default_factory=list)
 
     def add(self, line: Line) -> None:
+        """Count one run."""
         self.seeds += 1
         self.faults += line.struck
         self.seconds += line.seconds
@@ -195,7 +196,7 @@ def run_campaign(  # noqa: PLR0913 - all but three have a default
         try:
             wait([pool.submit(work) for _ in range(jobs)])
         except KeyboardInterrupt as error:
-            trouble.append(error)  # those that run end first, and are told
+            trouble.append(error)  # the runs under way end first, and are reported
     if trouble:
         raise trouble[0]
     return sums

@@ -86,6 +86,8 @@ _BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "gr
 
 
 class Drawn(NamedTuple):
+    """A drawn job, its plan, and the end that is known for it."""
+
     layout: Layout
     wrap: str
     """``ddp`` or ``fsdp``."""

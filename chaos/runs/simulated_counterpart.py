@@ -51,7 +51,7 @@ def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
         faults_s=600.0,
         must_survive=plan.expect == "survives",
     )
-    Simulation(job)  # raises for what it has no model of
+    Simulation(job)  # raises Unsupported for a fault without a model
     return job
 
 

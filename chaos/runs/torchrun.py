@@ -225,6 +225,7 @@ class _Torchrun(Job):
         return ["-m", "torch.distributed.run", *arguments]
 
     def sight(self) -> Sight | None:
+        """Return what the reports of the script and the processes show."""
         for path in self.told.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))

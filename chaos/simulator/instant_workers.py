@@ -109,6 +109,7 @@ class Crowd:
         return self.workers[rank]
 
     def killed(self, worker: Worker) -> WorkerExited:
+        """Return the event of a worker's death by SIGKILL."""
         slot, incarnation, step = worker.slot, worker.incarnation, Step(self.done + 1)
         return WorkerExited(
             at_ms=self.at_ms, slot=slot, incarnation=incarnation, signal=9, step=step, snapshots=self.sealed
@@ -151,6 +152,7 @@ class Crowd:
         ]
 
     def finished(self) -> list[WorkerFinished]:
+        """Return the events that say that all ranks have finished."""
         return [
             WorkerFinished(at_ms=self.at_ms, slot=one.slot, incarnation=one.incarnation)
             for one in self._in_no_order(self.workers)

@@ -19,6 +19,7 @@ PERIOD_S = 0.05
 
 
 def main() -> int:
+    """Stop and wake the processes in turns until the standard input ends."""
     share = float(sys.argv[1])
     processes = [Process(*map(int, text.split(":"))) for text in sys.argv[2:]]
     if not sys.stdin.buffer.readline():

@@ -86,6 +86,7 @@ def differences(evidence: Evidence) -> list[Untracked]:
 
 
 def remedy_for(found: list[Untracked]) -> str:
+    """Return what to do about untracked values that differ, naming the first."""
     name = found[0].name
     owner = name.partition(".")[0].partition("[")[0]
     keep = (

@@ -149,6 +149,7 @@ class Failures:
         return found
 
     def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:
+        """See `Source.again`."""
         process, turn = self._processes[strike.source], strike.turn + 1
         draw = stream(self._seed, process.name, strike.unit, turn)
         at_s = since_s + process.wait(0.0, draw.expovariate(1.0), self._factor(strike.source, strike.unit))

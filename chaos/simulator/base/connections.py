@@ -51,6 +51,7 @@ class Wire:
     _waiting: deque[object] = field(default_factory=deque)
 
     def send(self, message: object) -> None:
+        """Send a message, which arrives after the latency or, while the connection is cut, once it heals."""
         if self.closed:
             return
         if self._waiting or self.is_cut():

@@ -13,6 +13,8 @@ __all__ = ["SimCosts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimCosts:
+    """Durations in seconds of virtual time."""
+
     step_s: float = 1.0
     """The computing of a unit on one rank, without waits."""
     gate_s: float = 0.001

@@ -127,6 +127,7 @@ class Truth:
         self.announced = generation
 
     def planned(self, plan: Plan, *, launch: bool) -> None:
+        """Check a new plan of the core. ``launch``: a world begins with it."""
         must(plan.generation not in self.plans, "two plans of one generation")
         must(plan.generation >= self.announced, "a plan of an older generation")
         self.announced = plan.generation

@@ -51,6 +51,7 @@ class Agent:
         self._broken = 0
 
     def join(self) -> None:
+        """Connect to the coordinator, and report the tray."""
         if self.sim.crashes("agent: joining", self):
             return
         self.link = self.sim.coordinator.accept(self)
@@ -74,6 +75,7 @@ class Agent:
         self.sim.engine.after(seconds * self.drift, self.do, do, *args)
 
     def do(self, do: Callable[..., None], *args: object) -> None:
+        """Call ``do`` now, or when the agent goes on if it is stopped; never if it has ended."""
         if not self.alive:
             return
         if self.paused:
@@ -90,6 +92,7 @@ class Agent:
         self.look_at_link()
 
     def go_on(self) -> None:
+        """Go on after a stop, and do what has piled up meanwhile."""
         self.own_pause -= 1
         if self.paused or not self.alive:
             return

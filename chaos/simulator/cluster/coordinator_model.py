@@ -134,6 +134,7 @@ class Coordinator:
         return Link(self.sim, agent)
 
     def hear(self, link: Link, message: object) -> None:
+        """Receive a message of an agent; while the coordinator is stopped, it waits."""
         if self._asleep is not None:
             self._asleep.append((link, message))
         elif isinstance(message, Gone):
@@ -184,6 +185,7 @@ class Coordinator:
             self._asleep = deque()
 
     def wake(self) -> None:
+        """Go on after a stop, with all that has arrived meanwhile."""
         asleep, self._asleep = self._asleep or deque(), None
         for one in asleep:
             if isinstance(one, tuple):
@@ -193,6 +195,7 @@ class Coordinator:
 
     # -- events
     def submit(self, event: Event) -> None:
+        """Give an event to the core, after those that are waiting, and carry out the commands that follow."""
         if self._asleep is not None:
             self._asleep.append(event)
             return

@@ -138,6 +138,7 @@ class Injectors:
         self._crashes.clear()
 
     def crash(self, point: str, who: Process | Agent) -> bool:
+        """End ``who`` at a named point if a fault says so. Returns whether it has ended."""
         for at, (fault, victim, seen) in enumerate(self._crashes):
             if fault.point == point and victim is who:
                 seen.append(1)

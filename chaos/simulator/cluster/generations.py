@@ -103,6 +103,7 @@ class Era:
 
     # -- gates
     def enter(self, process: Process, *, pausing: bool, draining: bool) -> None:
+        """A member enters the gate of its next unit."""
         unit, rank = process.passed + 1, process.its_rank
         self.takes_part(process, rank)
         gate = self._gates.setdefault(unit, _Gate(unit=unit))

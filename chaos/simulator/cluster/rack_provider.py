@@ -46,6 +46,7 @@ class Provider:
         return [tray for trays in self._trays.values() for tray in trays]
 
     def provide(self, command: RequestRack | ReleaseRack) -> None:
+        """Answer a command of the core."""
         if isinstance(command, RequestRack):
             self._request(command)
         else:  # the provider takes all of it, even if workers are still there

@@ -71,6 +71,7 @@ class Difference:
     """Flaws that no state may have any more."""
 
     def event(self, of: Process) -> ReplicasDiffer:
+        """Return the difference as the event that ``of`` reports."""
         return ReplicasDiffer(
             slot=of.slot,
             incarnation=of.incarnation,  # type: ignore[arg-type]

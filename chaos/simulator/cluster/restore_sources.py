@@ -60,6 +60,7 @@ class Memory:
         return self.kept.get((tray, owner), {})
 
     def forget_tray(self, tray: TrayId) -> None:
+        """Drop everything that a tray kept."""
         if any(of[0] == tray for of in self.kept):
             self._sim.marks.sometimes("a snapshot was lost with its tray")
         self.kept = {key: found for key, found in self.kept.items() if key[0] != tray}

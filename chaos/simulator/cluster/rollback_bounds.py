@@ -68,6 +68,7 @@ class Rollbacks:
             self._told[tray, owner][1].pop(int(event.step), None)
 
     def planned(self, plan: Plan) -> None:
+        """Check a new plan: if it rolls back, no newer step may have been available to every rank."""
         if plan.rollback is None:
             return
         limit, life = int(plan.committed.step), self._sim.life(int(plan.generation))

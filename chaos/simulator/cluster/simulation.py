@@ -137,6 +137,7 @@ class Simulation:
 
     # -- from start to end
     def run(self) -> Outcome:
+        """Simulate the job to its end. An invariant that does not hold is in the outcome, and is not raised."""
         violation = ""
         try:
             self._run()
@@ -276,6 +277,7 @@ class Simulation:
 
     # -- what happens in it
     def planned(self, plan: Plan, *, launch: bool) -> None:
+        """Take in a new plan of the core: check it, and make its generation. ``launch``: a world begins with it."""
         before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         self.truth.planned(plan, launch=launch)
         era = self.eras[plan.generation] = Era(self, plan)
@@ -312,6 +314,7 @@ class Simulation:
             self.stir()
 
     def poisoned(self, process: Process) -> bool:
+        """End the process if it computes a unit with a poisoned sample. Returns whether it has ended."""
         unit = process.passed + 1
         if unit in self.injectors.poison and process.rank == unit % self.eras[process.generation].world:
             process.end(code=1, bug="train.py:7")
@@ -360,6 +363,7 @@ class Simulation:
                 self._carry_out(self.conductor.confirm(order.number, took=took, detail=detail))
 
     def scene(self) -> Scene:
+        """Return the state of the job, as faults resolve their targets from it."""
         newest = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         ranks = {(m.slot, int(m.incarnation)): int(m.rank) for m in newest.members} if newest else {}
         places = []

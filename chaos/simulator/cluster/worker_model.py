@@ -142,6 +142,7 @@ class Process:
             self.do(do, *args) if not self.paused else self._backlog.append((self._due, (turn, do, *args)))
 
     def do(self, do: Callable[..., None], *args: object) -> None:
+        """Call ``do`` now, or when the process goes on if it is stopped; never if it has ended."""
         if not self.alive:
             return
         if self.paused:
@@ -154,6 +155,7 @@ class Process:
         self.silent_ns = self.sim.engine.now_ns
 
     def go_on(self) -> None:
+        """Go on after a stop, and do what has piled up meanwhile."""
         self.own_pause -= 1
         if self.paused or not self.alive:
             return
@@ -173,6 +175,7 @@ class Process:
 
     # -- its beginning and its end
     def start(self) -> None:
+        """Start, which takes until the worker stands at its first step."""
         costs, draw = self.sim.costs, self.sim.draw["starts"]
         late_s = 0.0
         if self.sim.buggify("worker: a slow start"):
@@ -242,6 +245,7 @@ class Process:
         self.sim.stir()
 
     def dies(self) -> None:
+        """End the process without a report."""
         if self.alive:
             self.state = "dead"
             era = self.sim.eras.get(self.generation)
@@ -268,6 +272,7 @@ class Process:
         era.enter(self, pausing=pausing, draining=draining)
 
     def see(self, generation: int) -> None:
+        """See the gate that was entered pass: apply the unit, and save what is due."""
         era = self.sim.eras[generation]
         gate = era.sees(self)
         if gate is None or self.entered_in != generation or self.generation != generation:

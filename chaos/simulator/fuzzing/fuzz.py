@@ -38,6 +38,7 @@ class Tally:
     """Seed -> the invariant that did not hold."""
 
     def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
         self.seeds += 1
         self.core_events += outcome.core_events
         self.marks.update(outcome.marks)
@@ -47,6 +48,7 @@ class Tally:
             self.exits[str(outcome.stopped.exit_code)] += 1
 
     def merge(self, other: Tally) -> None:
+        """Add the results of another tally."""
         self.seeds += other.seeds
         self.core_events += other.core_events
         self.exits.update(other.exits)

@@ -1,4 +1,4 @@
-"""A proxy between the agents and the coordinator, which makes their connections slow, broken or lossy.
+"""A proxy between the agents and the coordinator, which makes their connections slow or breaks them.
 
 Run as ``python -m rackrun.chaos.testbed.network.link_proxy ADDRESS PORT TRAY...``: it listens on one port for each tray
 and forwards to the coordinator at ``ADDRESS:PORT``. Its first line of output is `Ports`. Each line of JSON on its input
@@ -114,6 +114,7 @@ class _Pair:
         """Whether bytes of the connection have been dropped."""
 
     async def run(self) -> None:
+        """Forward bytes in both directions until either end closes."""
         self._way.pairs.add(self)
         try:
             async with asyncio.TaskGroup() as both:
