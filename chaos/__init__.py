@@ -1,7 +1,8 @@
-"""Break it on purpose, and prove that nothing was lost: faults, plans, oracles, the simulator, the planner, reports.
+"""Break a training job on purpose and prove that nothing was lost: faults, plans, oracles, simulator, planner, reports.
 
-What is exported is what tests of a script need: plans are built from faults, targets and `seq par every burst flip_flop swizzle heal quiet`, read
-and written, drawn from a seed, and carried out (`run_plan` -> `Summary`, `explain`). The pytest fixture ``chaos`` puts them together
+The names exported here are what a test of a training script needs. Plans are built from faults, targets and `seq par
+every burst flip_flop swizzle heal quiet`; they can be read, written, drawn from a seed, and carried out (`run_plan`
+returns a `Summary`, which `explain` puts into words). The pytest fixture ``chaos`` combines all of this
 (`rackrun.chaos.pytest_plugin`).
 """
 
@@ -118,7 +119,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    "inprocess.step_probe",  # first: scripts that train import nothing else of this
+    "inprocess.step_probe",  # first: a training script imports this module and no other of the package
     "faults.fault_types",
     "base.errors",
     "plan.builders",
@@ -129,10 +130,11 @@ _MODULES = (
     "runs.run_plan",
 )
 
-if not TYPE_CHECKING:  # for a type checker there is no other name than those above
+if not TYPE_CHECKING:  # a type checker must see no names but those above
 
     def __getattr__(name: str) -> object:
-        # workers, the simulator and pytest import modules of this package; none of them is to load the others
+        # Workers, the simulator and pytest import single modules of this package; none of these imports may load the
+        # others.
         if name in __all__:
             for module in map(import_module, (f"rackrun.chaos.{module}" for module in _MODULES)):
                 if name in module.__all__:

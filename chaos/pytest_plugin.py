@@ -1,11 +1,12 @@
-"""The pytest plugin: the fixture ``chaos`` breaks a training script on purpose, and fails where something was lost.
+"""The pytest plugin: the fixture ``chaos`` breaks a training script on purpose, and fails the test if anything was
+lost.
 
 ::
 
     def test_a_lost_rank_costs_nothing(chaos):
         chaos.survives("train.py", plan=inject(Kill(), one("rank"), step=6), ranks=3, spares=1, args=["--steps", 12])
 
-It is there wherever rackrun is installed, so it imports nothing before a test asks for the fixture.
+The fixture exists wherever rackrun is installed, so this module imports nothing before a test asks for it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def _chaos_references(_chaos_folder: Path) -> References:
 
 @pytest.fixture
 def chaos(request: pytest.FixtureRequest, _chaos_folder: Path, _chaos_references: References) -> Chaos:
-    """``chaos.survives("train.py", plan=..., ranks=4, spares=1, args=[...])``; ``stops``, ``repeats``, ``run``."""
+    """Break a training script on purpose: ``chaos.survives("train.py", plan=..., ranks=4, spares=1, args=[...])``.
+
+    The other methods are ``stops``, ``repeats`` and ``run``; see `rackrun.chaos.testing.Chaos`.
+    """
     from rackrun.chaos.testing import Chaos
 
     node = request.node

@@ -1,6 +1,6 @@
-"""What the pytest fixture ``chaos`` is: a script is run with the faults of a plan, and fails its test where it is not the same training.
+"""The pytest fixture ``chaos``: runs a script with a plan's faults, and fails the test if the training is not the same.
 
-The run without faults is shared: by all runs of a session that have the same script (its text), command and environment.
+The run without faults is shared by all runs of a session with the same script (its text), command and environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Chaos", "Job", "References"]
 
 _SIZES = ("--trays", "--rack", "--nproc", "--spares")
 FIRST_LIMIT_S = 600.0
-"""How long a run without faults may take, where nothing is said."""
+"""Seconds that a run without faults may take by default."""
 
 
 class _Without(NamedTuple):
@@ -46,7 +46,7 @@ class _Without(NamedTuple):
 
 
 class Job(TypedDict, total=False):
-    """See `Chaos`."""
+    """The options of a job; see `Chaos`."""
 
     ranks: int
     spares: int
@@ -60,7 +60,7 @@ class Job(TypedDict, total=False):
 
 @dataclass
 class References:
-    """Of a session."""
+    """The runs without faults of a session."""
 
     folder: Path
     _known: dict[tuple[str, int], _Without | UsageError] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class References:
     def get(
         self, script: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None, *, turn: int = 0
     ) -> _Without:
-        """The ``turn``-th run of it; what has failed once is not tried again. Raises `UsageError`."""
+        """Return the ``turn``-th run without faults; one that failed is not tried again. Raises `UsageError`."""
         key = _key(script, command, env), turn
         if key not in self._known:
             folder = self.folder / f"{key[0]}-{turn}"
@@ -85,42 +85,46 @@ class References:
 
 @dataclass
 class Chaos:
-    """``chaos``: ``survives``, ``stops`` and ``repeats`` fail the test, and say why; ``run`` only tells.
+    """The fixture. ``survives``, ``stops`` and ``repeats`` fail the test and say why; ``run`` only returns the result.
 
     All take the script (relative to the test's folder, or to where pytest was started) and
 
     - ``plan``: a plan, a part of one, a YAML or JSON file, or nothing: one is drawn from ``--chaos-seed``;
-    - ``ranks``, ``spares``, ``trays``: the job, on this machine; ``args``: of the script; ``options``: more of rackrun's; ``env``: beyond this
-      process's;
-    - ``limit_s``: so long may each run take;
-    - ``may_differ``: names of what is not tracked and goes into no training (a list for a plot, a cache), as patterns.
+    - ``ranks``, ``spares``, ``trays``: the size of the job, on this machine; ``args``: the script's arguments;
+      ``options``: further options of rackrun; ``env``: variables added to this process's environment;
+    - ``limit_s``: the seconds that each run may take;
+    - ``may_differ``: patterns of names of untracked state that does not influence the training (a plot, a cache).
     """
 
     seed: int
-    """Of the session: ``--chaos-seed``."""
+    """The seed of the session: ``--chaos-seed``."""
     folder: Path
     references: References
     near: Path
-    """Where the test is."""
+    """The folder of the test."""
     test: str
-    """Its name, for pytest."""
+    """The test's id in pytest."""
     tell: Callable[[str], None] = lambda _text: None
     _runs: int = 0
 
     def survives(
         self, script: str | Path, *, plan: Plan | Part | str | Path | None = None, **job: Unpack[Job]
     ) -> Summary:
-        """It ends well, with the losses, samples and weights that it has without faults, bit for bit, and leaves nothing behind."""
+        """Fail the test unless the job ends well with the same losses, samples and weights as without faults.
+
+        They are compared bit for bit, and nothing may be left behind.
+        """
         return self._judged(
             self.run(script, plan=plan, expect="survives", **job), f"{script} does not survive this plan."
         )
 
     def stops(self, script: str | Path, *, plan: Plan | Part | str | Path, **job: Unpack[Job]) -> Summary:
-        """It stops, with a reason and a remedy: the plan takes more than can be survived."""
+        """Fail the test unless the job stops with a reason and a remedy, because the plan takes more than can be
+        survived."""
         return self._judged(self.run(script, plan=plan, expect="stops", **job), f"{script} does not stop as it should.")
 
     def repeats(self, script: str | Path, **job: Unpack[Job]) -> None:
-        """Two runs without faults are the same, bit for bit: what everything else here rests on."""
+        """Fail the test unless two runs without faults are the same bit for bit, on which all other checks rely."""
         try:
             path = self._find(script)
             job = _whole(job, spares=0)
@@ -142,7 +146,10 @@ class Chaos:
         expect: Literal["survives", "stops"] | None = None,
         **job: Unpack[Job],
     ) -> Summary:
-        """What a run with the plan's faults came to, whatever that is. The test fails only for what cannot be run at all."""
+        """Run the script with the plan's faults, and return the result, whatever it is.
+
+        The test fails only if the run is impossible.
+        """
         out = self.folder / str(self._runs)
         self._runs += 1
         job = _whole(job, spares=1)

@@ -1,1 +1,1 @@
-"""What all of chaos builds on: errors, random streams, the job's command."""
+"""The base of all chaos modules: errors, random streams, the job's command and its size."""

@@ -1,11 +1,11 @@
-"""Errors of chaos plans and of what runs them.
+"""The errors of chaos plans, and of the tools that run them.
 
 ::
 
     UsageError
-    +-- PlanError        a plan that cannot be read, or means nothing: exit code 2
-    +-- PlannerError     what `rackctl plan` is asked cannot be: exit code 2
-    +-- Unsupported      this machine, or this job, cannot have that fault: exit code 2, with a remedy; never skipped in silence
+    +-- PlanError        a plan cannot be read or makes no sense: exit code 2
+    +-- PlannerError     `rackctl plan` is asked something impossible: exit code 2
+    +-- Unsupported      this machine or this job cannot have the fault: exit code 2, with a remedy; never a silent skip
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["NoTarget", "PlanError", "PlannerError", "Unsupported"]
 
 
 class PlanError(UsageError):
-    """A plan that cannot be read, or means nothing."""
+    """A chaos plan cannot be read or makes no sense."""
 
 
 class PlannerError(UsageError):
-    """A fleet, a rate, a cost or a trace that cannot be planned with."""
+    """The planner cannot work with a fleet, a rate, a cost or a trace."""
 
 
 class Unsupported(UsageError):
-    """A fault that this machine or this job cannot have."""
+    """This machine or this job cannot have a fault."""
 
 
 class NoTarget(Exception):
-    """Nothing in the job is what a target says, at this moment. The run's verdict is *unknown* then, never *true*."""
+    """No subject in the job matches a target at this moment. The run's verdict is then *unknown*, never *true*."""

@@ -1,4 +1,4 @@
-"""A command as the harness is given it: the launcher's options, the script, its arguments."""
+"""Read the command of a job under test: the launcher's options, the script, the script's arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ _WITHOUT_PY = ("-m", "--module", "--no-python", "--run-path")
 
 
 def options_of(command: Sequence[str]) -> list[str]:
-    """What stands before the script."""
+    """Return the words of the command before the script."""
     return list(takewhile(lambda word: not word.endswith(".py"), command))
 
 
 def option(command: Sequence[str], name: str) -> str | None:
-    """What is said of one that takes a value, with ``-`` or ``_``, with ``=`` or a space. "": it is there, and says nothing."""
+    """Return the value of the option ``name``, or None if the command does not have it.
+
+    The option may be spelled with ``-`` or ``_`` and be followed by ``=`` or a space. "" is returned if it has no
+    value.
+    """
     options = options_of(command)
     for index, word in enumerate(options):
         said, equals, value = word.partition("=")
@@ -30,7 +34,7 @@ def option(command: Sequence[str], name: str) -> str | None:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raises `UsageError` for one that cannot be compared with itself."""
+    """Raise `UsageError` for a command whose runs cannot be compared with each other."""
     options = options_of(command)
     if not command or (len(options) == len(command) and not set(_WITHOUT_PY) & {*map(_dashed, command)}):
         raise UsageError("there is no script to run.", remedy="give rackrun's options and the script after --.")
@@ -45,18 +49,19 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def check_script(command: Sequence[str]) -> None:
-    """Raises `UsageError` where the script is not there, before anything starts."""
+    """Raise `UsageError` if the script does not exist, before anything starts."""
     script = next((word for word in command if word.endswith(".py")), None)
     if script is not None and "{" not in script and not Path(script).is_file():
         raise UsageError(f"there is no script {script}.", remedy="name it as seen from here, after rackrun's options.")
 
 
 def arguments(command: Sequence[str], folder: Path) -> list[str]:
-    """For a run in ``folder``, with our hooks in the workers."""
+    """Return the command's words for a run in ``folder``, with the chaos hooks preloaded in the workers."""
     return preloading([word.replace("{out}", str(folder.resolve())) for word in command], HOOKS)
 
 
 def preloading(words: list[str], module: str) -> list[str]:
+    """Return the words with ``module`` added to those that ``--preload`` names."""
     for index, word in enumerate(words):
         if word == "--preload" and index + 1 < len(words):
             return [*words[: index + 1], f"{words[index + 1]},{module}", *words[index + 2 :]]

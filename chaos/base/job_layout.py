@@ -1,4 +1,7 @@
-"""How big a job is, and what it may lose, as far as its command says so: what a plan is held against before anything starts."""
+"""Derive from a job's command how large the job is and what it may lose, before anything starts.
+
+A plan is judged against this layout.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,31 @@ __all__ = ["Layout", "layout_of", "rack_of"]
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a job, and what it may lose."""
+
     trays: int = 1
     slots: int
-    """Of a tray."""
+    """Slots per tray."""
     spares: int = 0
     sharded: bool | None = None
-    """Shards have no replica (FSDP2). None: nobody knows before the script runs."""
+    """Whether state is sharded without replicas (FSDP2); None if that is unknown before the script runs."""
     checkpoints: bool = False
     copies: str = "mirror"
-    """What other trays keep of snapshots."""
+    """The value of ``--snapshot-copies``: what other trays keep of snapshots."""
     starts_over: bool = False
-    """When the last copy of some state is lost."""
+    """Whether the job starts again from the beginning when the last copy of some state is lost."""
     max_restarts: int = 3
-    """Of the world, and of each tray's agent."""
+    """The most restarts of the world, and of each tray's agent."""
     shrinks: bool = True
     rack: str = ""
-    """A rack file that describes its trays, where agents are to ask a driver for GPUs."""
+    """A rack file that describes the trays, for jobs whose agents ask a driver for GPUs; "" for none."""
 
     @property
     def ranks(self) -> int:
         return self.trays * self.slots - self.spares
 
     def options(self) -> list[str]:
-        """As ``rackrun`` is given them."""
+        """Return the options of ``rackrun`` that give a job this layout."""
         words = ["--rack", self.rack] if self.rack else ["--nproc-per-node", str(self.slots)]
         words += ["--spares", str(self.spares)]
         words += ["--trays", str(self.trays)] if self.trays > 1 and not self.rack else []
@@ -52,14 +57,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rack_of(command: Sequence[str]) -> Topology | None:
-    """That the command names; None: none, or it cannot be read."""
+    """Return the rack that the command names, or None if it names none or the file cannot be read."""
     file = option(command, "--rack")
     if not file:
         return None
     try:
         return read_rack_file(Path(file).expanduser())
     except (OSError, UsageError):
-        return None  # who starts the job says so, with the line
+        return None  # the launcher reports the error, with its line
 
 
 def _on_rack(file: str, spares: int) -> Layout | None:
@@ -76,8 +81,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def layout_of(command: Sequence[str], *, on_rack: bool = False) -> Layout | None:
-    """Of rackrun's options, a script and its arguments. None: they do not say how big it is (several hosts, ``auto``) or what it survives (a rack file, a policy
-    of its own), so nothing can be judged before it runs. ``on_rack``: only how big it is, also where a rack file whose trays are alike says it."""
+    """Derive the layout from rackrun's options, a script and its arguments.
+
+    Returns None if the options do not say how large the job is (several hosts, ``auto``) or what it survives (a rack
+    file, a policy of its own); nothing can then be judged before the run. With ``on_rack`` only the size counts, and a
+    rack file whose trays are all alike gives it.
+    """
     options = options_of(command)
     parser = _Parser(add_help=False, allow_abbrev=False)
     add = parser.add_argument

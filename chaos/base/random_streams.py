@@ -1,6 +1,6 @@
-"""Named streams of random numbers, all from one seed: a fault more in a plan does not move those of the others.
+"""Named streams of random numbers from one seed, so that a fault added to a plan does not change the others' numbers.
 
-A stream is a function of the seed and its name alone, so that any process can draw from it without asking another.
+A stream depends on the seed and its name alone, so any process can draw from it without asking another.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ __all__ = ["stream"]
 
 
 def stream(seed: int, *name: str | int) -> random.Random:
-    """The stream called ``name``."""
+    """Return the stream that the seed and ``name`` determine."""
     text = "/".join(str(part) for part in (seed, *name))
     return random.Random(hashlib.blake2b(text.encode(), digest_size=16).digest())

@@ -1,1 +1,1 @@
-"""``rackctl chaos``."""
+"""The commands of ``rackctl chaos``."""

@@ -1,4 +1,4 @@
-"""Many runs on one page: the tally of a campaign (`rackrun.chaos.runs.campaign`), a line for each seed."""
+"""Write the HTML page of a campaign: the tally of `rackrun.chaos.runs.campaign`, one cell for each seed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from rackrun.errors import UsageError
 __all__ = ["read_lines", "tally_line", "write_overview"]
 
 WRONG = 200
-"""Told in full; of more, only their number."""
+"""The most runs that are shown in full; beyond, only their number is given."""
 CELLS = 20_000
 _FAMILIES = {name_of(kind): kind.family.value for kind in all_faults()}
 _CLASS = {True: "holds", False: "fails", None: "unknown"}
 
 
 def write_overview(tally: Path, path: Path) -> list[Line]:
-    """Raises `UsageError` when ``tally`` is none, or ``path`` cannot be written."""
+    """Write the page to ``path``, and return the lines of the tally.
+
+    Raises `UsageError` when ``tally`` is no tally, or ``path`` cannot be written.
+    """
     command, lines = read_lines(tally)
     wrong = sorted((line for line in lines if line.holds is not True), key=lambda line: line.holds is None)
     cells = [[line.seed, _CLASS[line.holds], _hint(line)] for line in lines[:CELLS]]
@@ -51,7 +54,7 @@ def write_overview(tally: Path, path: Path) -> list[Line]:
 
 
 def read_lines(tally: Path) -> tuple[tuple[str, ...], list[Line]]:
-    """Its command, and its lines by seed."""
+    """Return the campaign's command, and its lines by seed. Raises `UsageError` if there is none yet."""
     lines = sorted(read_tally(tally), key=lambda line: line.seed)
     if not tally.stat().st_size:
         raise UsageError(f"{tally} is empty: no seed has been run yet.", remedy="run rackctl chaos campaign first.")
@@ -59,7 +62,7 @@ def read_lines(tally: Path) -> tuple[tuple[str, ...], list[Line]]:
 
 
 def tally_line(lines: Sequence[Line]) -> str:
-    """For a log."""
+    """Return the campaign's result in one line, for a log."""
     counts = Counter(line.holds for line in lines)
     told = ", ".join(f"{counts[holds]} {NAMES[holds]}" for holds in (True, False, None) if counts[holds])
     return f"chaos: {len(lines)} runs, {sum(line.struck for line in lines)} faults: {told or 'none'}"
@@ -115,7 +118,7 @@ def _wrong(tally: Path, wrong: Sequence[Line]) -> str:
 
 
 def _families(lines: Sequence[Line]) -> str:
-    """A run counts for each family that it has."""
+    """Return the table of runs by family of faults. A run counts for each family that it has."""
     known = {(line.label, line.holds) for line in lines}
     labels = sorted({label for label, _ in known}, key=lambda label: (label != "survivable", label))
     columns = [(label, holds) for label in labels for holds in (True, False, None) if (label, holds) in known]

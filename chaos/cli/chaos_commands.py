@@ -45,8 +45,11 @@ UNKNOWN, INTERRUPTED = 3, 130
 
 
 class _OfAJob(TyperCommand):
-    """Says what to do where ``--`` was left out, which makes rackrun's options this command's. What fails in the harness itself is no verdict on
-    the job."""
+    """A command that takes a job's command after ``--``.
+
+    It explains what to do where ``--`` was left out, since rackrun's options would then be taken for this command's. An
+    error of the harness itself becomes an internal error, so that it is not taken for a verdict on the job.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -215,7 +218,7 @@ def campaign(
             sums=sums,
         )
     except Exception:
-        render_sums(Console(markup=False, emoji=False), sums)  # what is known is not lost with who has failed
+        render_sums(Console(markup=False, emoji=False), sums)  # the sums so far, even after a failure
         raise
     except KeyboardInterrupt:
         interrupted = True
@@ -444,7 +447,7 @@ def _outside(
 
 
 def _new(name: str) -> Path:
-    """A folder that is not there yet."""
+    """Return a folder below ``chaos-report`` that does not exist yet."""
     first = Path("chaos-report") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     more = (first.with_name(f"{first.name}-{number}") for number in count(2))
     return first if not first.exists() else next(folder for folder in more if not folder.exists())

@@ -1,4 +1,4 @@
-"""What ``rackctl chaos`` prints of runs, campaigns and soaks."""
+"""Print the results of runs, campaigns and soaks for ``rackctl chaos``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = ["plain", "render", "render_soak", "render_sums"]
 
 
 def plain(sums: Sums) -> dict[str, object]:
+    """Return the sums of a campaign as plain values, for JSON."""
     runs = {
         family: {
             f"{label}, {NAMES[holds].lower()}": count
@@ -35,6 +36,7 @@ def plain(sums: Sums) -> dict[str, object]:
 
 
 def render_sums(console: Console, sums: Sums) -> None:
+    """Print the sums of a campaign, and a line for each run that was false or unknown."""
     table = Table(box=None, pad_edge=False)
     table.add_column("faults")
     columns = [(label, holds) for label in ("survivable", "beyond") for holds in (True, False, None)]
@@ -50,6 +52,7 @@ def render_sums(console: Console, sums: Sums) -> None:
 
 
 def render_soak(console: Console, soak: Soak) -> None:
+    """Print the result of a soak, with the time lost at each stage."""
     kept = (
         "unknown: too few steps without faults"
         if soak.kept is None
@@ -78,6 +81,7 @@ def render_soak(console: Console, soak: Soak) -> None:
 
 
 def render(console: Console, summary: Summary) -> None:
+    """Print the verdicts, strikes and recoveries of one run."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for verdict in summary.verdicts:
         table.add_row(verdict.oracle, NAMES[verdict.holds], Text(verdict.because))

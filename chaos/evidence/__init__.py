@@ -1,1 +1,1 @@
-"""What a run has left, and what it says."""
+"""Collect what a run has left behind, and describe it."""

@@ -1,4 +1,7 @@
-"""What a run came to, in plain words: what is wrong, and what to do. For who tests a script, and does not know the oracles."""
+"""Explain the result of a run in plain words: what is wrong, and what to do about it.
+
+The reader tests a training script and does not know the oracles.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["explain", "last_words"]
 
 _SAME = ("losses", "samples", "weights", "untracked")
-"""One cause, as a rule: it is told once."""
+"""Oracles that usually fail for one cause, which is reported once."""
 
 
 def explain(summary: Summary) -> str:
-    """Several lines; "" where all is as the plan expects."""
+    """Return several lines that explain the run, or "" if everything is as the plan expects."""
     if summary.holds is True:
         return ""
     wrong = {verdict.oracle: verdict.because for verdict in summary.verdicts if verdict.holds is False}
@@ -34,7 +37,10 @@ def explain(summary: Summary) -> str:
 
 
 def last_words(folder: Path, trace: Trace) -> str:
-    """Of a run that failed: what its result says, and the last line of its output that is not ours; each with a space before it."""
+    """Return why a run failed: its result's reason, and the last line of its output that is not rackrun's.
+
+    Each is preceded by a space.
+    """
     lines = [line.strip() for line in (folder / "stderr.txt").read_text(errors="replace").splitlines() if line.strip()]
     users = [line for line in lines if not line.startswith("rackrun:")]
     said = [line for line in users if "rror" in line] or users

@@ -1,8 +1,9 @@
-"""``history.jsonl``: what happened in a run with faults, a line each, on one clock: seconds since the harness started the job.
+"""Read and write ``history.jsonl``: the entries of a run with faults, one a line, in seconds since the job's start.
 
-The harness writes while it goes on, so that what it knew survives it. When the job has ended, `rackrun.chaos.report` adds what the
-job's own journal tells of the strikes (``"by": "job"``), and puts all in order. ``type`` is as in Jepsen's histories: *invoke*, then *ok*
-or *fail*, or *info* where neither can be said. ``cause`` is the ``id`` of another line: from the first step afterwards back to the strike.
+The harness writes each entry at once, so that its knowledge survives it. When the job has ended, `rackrun.chaos.report`
+adds what the job's own journal says about the strikes (``"by": "job"``), and sorts all entries. ``type`` is as in
+Jepsen's histories: *invoke*, then *ok* or *fail*, or *info* where neither can be said. ``cause`` is the ``id`` of
+another entry; these links lead from the first step after a recovery back to the strike.
 
 ::
 
@@ -57,17 +58,19 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, tag_field="what", forbid
 
 # -- the harness
 class Started(_Entry, frozen=True, kw_only=True, tag="started"):
+    """The harness has started the job."""
+
     pid: int
-    """Of the launcher."""
+    """The launcher's process id."""
     format: int = 1
     monotonic_s: float = 0.0
-    """The host's monotonic clock when ``at_s`` was 0: the journal has the same clock."""
+    """The host's monotonic clock when ``at_s`` was 0; the journal uses the same clock."""
     wall_s: float = 0.0
-    """Unix time then."""
+    """Unix time when ``at_s`` was 0."""
 
 
 class Placed(_Entry, frozen=True, kw_only=True, tag="placed"):
-    """A slot, when somebody was first seen in it."""
+    """A worker was seen in this slot for the first time."""
 
     slot: str
     tray: str
@@ -76,44 +79,52 @@ class Placed(_Entry, frozen=True, kw_only=True, tag="placed"):
 
 
 class Committed(_Entry, frozen=True, kw_only=True, tag="committed"):
-    """Seen by the harness, which looks every 20 ms: the journal knows better."""
+    """The harness has seen that a step is committed. It looks every 20 ms; the journal is more precise."""
 
     step: int
 
 
 class Strike(_Entry, frozen=True, kw_only=True, tag="strike"):
+    """The harness has ordered a strike."""
+
     strike: int
-    """Its number."""
+    """The number of the strike in the run."""
     fault: dict[str, Any]
-    """As in a plan."""
+    """The fault, as in a plan."""
     whom: tuple[str, ...]
     slots: tuple[tuple[str, int], ...] = ()
-    """Slot and incarnation of all who are struck."""
+    """Slot and incarnation of every worker that is struck."""
 
 
 class Begun(_Entry, frozen=True, kw_only=True, tag="begun"):
-    """The injector has done what it can do; whether it has taken effect, `Confirmed` says."""
+    """The injector has done its part; `Confirmed` says whether the strike has taken effect."""
 
     strike: int
 
 
 class Confirmed(_Entry, frozen=True, kw_only=True, tag="confirmed"):
+    """Whether a strike has taken effect; ``took`` is None if nobody will ever know."""
+
     strike: int
     took: bool | None
     detail: str
     struck_s: float | None = None
-    """When it struck, which is a little after the order to (`Strike`); None: the injector cannot know."""
+    """When it struck, a little after the order to strike (`Strike`); None if the injector cannot know."""
 
 
 class TakenBack(_Entry, frozen=True, kw_only=True, tag="taken back"):
+    """A fault that lasts has been taken back."""
+
     strike: int
 
 
 class Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
+    """The job has ended."""
+
     exit_code: int | None
-    """None: it was killed, because it did not end."""
+    """The launcher's exit code; None if the job did not end and was killed."""
     left: tuple[str, ...]
-    """Processes that outlived it."""
+    """Processes that outlived the job."""
 
 
 # -- the job, from its journal
@@ -121,28 +132,32 @@ class Noticed(_Entry, frozen=True, kw_only=True, tag="noticed"):
     """The first event of the core that a strike explains."""
 
     event: str
-    """`rackrun.protocol.events`"""
+    """The event's name in `rackrun.protocol.events`."""
     where: str
-    """Slot or tray; "" of neither."""
+    """The slot or tray that the event concerns; "" if it concerns neither."""
     how: str
     inferred: bool = False
-    """Tied to the strike by its time alone."""
+    """Whether the event is linked to the strike by its time alone."""
 
 
 class Decided(_Entry, frozen=True, kw_only=True, tag="decided"):
+    """The core has chosen a rung."""
+
     generation: int
     rung: str
     reason: str
 
 
 class Planned(_Entry, frozen=True, kw_only=True, tag="planned"):
+    """The core has planned a new generation."""
+
     generation: int
     world_size: int
     committed: int
     """The last step that counts."""
     rollback: int | None
     members: dict[str, str]
-    """Rank -> slot, of those who have joined in this generation."""
+    """Rank -> slot, for the members that joined in this generation."""
 
 
 class Resumed(_Entry, frozen=True, kw_only=True, tag="resumed"):
@@ -152,7 +167,7 @@ class Resumed(_Entry, frozen=True, kw_only=True, tag="resumed"):
 
 
 class Recovered(_Entry, frozen=True, kw_only=True, tag="recovered"):
-    """Every rank has committed a unit since: the recovery is over."""
+    """Every rank has committed a unit since it resumed, so the recovery is over."""
 
     generation: int
     step: int
@@ -165,7 +180,7 @@ class Overtaken(_Entry, frozen=True, kw_only=True, tag="overtaken"):
 
 
 class Told(_Entry, frozen=True, kw_only=True, tag="told"):
-    """A notice of the coordinator."""
+    """The coordinator has issued a notice."""
 
     text: str
 
@@ -191,16 +206,16 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Entry)
 
 
 class History:
-    """Written line by line, each there before anything else is done."""
+    """Write a history line by line; each line is flushed at once."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._lines = file, 0
         self._strikes: dict[int, str] = {}
         self._open: dict[int, None] = {}
-        """Strikes that nobody has confirmed, nor denied."""
+        """Strikes that are neither confirmed nor denied yet."""
 
     def tell(self, what: str, at_s: float, **more: object) -> None:
-        """``more``: the fields of the entry that ``what`` names."""
+        """Write the entry named ``what``. ``more`` holds its other fields."""
         self._lines += 1
         number, name, type_ = more.get("strike"), f"h{self._lines}", "info"
         cause = self._strikes.get(number) if isinstance(number, int) else None
@@ -215,13 +230,16 @@ class History:
         self._file.flush()
 
     def give_up(self, at_s: float) -> None:
-        """The job is over: of what is not confirmed nobody will ever know."""
+        """Record for every strike without an outcome that none will ever be known, because the job is over."""
         for number in list(self._open):
             self.tell("confirmed", at_s, strike=number, took=None, detail="nobody knows: the job ended first")
 
 
 def read_history(path: Path) -> list[Entry]:
-    """Raises `UsageError`. Of a harness that was killed, a last line may be torn: it is left out."""
+    """Read a history. Raises `UsageError`.
+
+    A last line that is incomplete because the harness was killed is left out.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -233,19 +251,19 @@ def read_history(path: Path) -> list[Entry]:
         try:
             found.append(_decoder.decode(line))
         except msgspec.MsgspecError as error:
-            if number == len(lines):  # no line feed after it
+            if number == len(lines):  # the last line, incomplete: no line feed follows it
                 break
             raise UsageError(f"{path}:{number}: {error}.", remedy="was it written by another version?") from error
     return found
 
 
 def write_history(path: Path, entries: Iterable[Entry]) -> None:
-    """Whole, or the one before stays."""
+    """Write a history. The file at ``path`` is replaced as a whole, or stays as it was."""
     partial = path.with_name(f".{path.name}.part")
     partial.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
     partial.replace(path)
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of a line."""
+    """Return the JSON Schema of a line."""
     return msgspec.json.schema(Entry)

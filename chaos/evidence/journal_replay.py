@@ -1,4 +1,5 @@
-"""A journal told once more: the core is a pure function of its configuration and its events, so the same commands must come."""
+"""Replay a journal: the core is a pure function of its configuration and events, so it must give the same commands
+again."""
 
 from __future__ import annotations
 
@@ -19,16 +20,21 @@ __all__ = ["Replayed", "replay"]
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a replay."""
+
     events: int = 0
     commands: int = 0
     difference: str = ""
-    """The first one; "": it said the same."""
+    """The first difference between the journal and the replay; "" if there is none."""
     unknown: str = ""
-    """Why it cannot be known."""
+    """Why the journal could not be compared; "" if it could."""
 
 
 def replay(journal: Path) -> Replayed:
-    """Where the journal breaks off (its writer was killed) the commands that follow from its last event may be missing."""
+    """Feed the events of a journal to the core, and compare the commands.
+
+    If the journal breaks off because its writer was killed, commands that follow from its last event may be missing.
+    """
     try:
         with open_journal(journal) as (connection, meta):
             if int(meta.get("rows_lost", 0)):
@@ -46,7 +52,7 @@ def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool) -
     heard = "the beginning"
     for cause, kind, body in connection.execute("SELECT cause, kind, body FROM events ORDER BY id"):
         if kind == "command":
-            if not cause:  # the launcher has ended the job without asking
+            if not cause:  # the launcher has ended the job without asking the core
                 break
             told = expected.pop(0) if expected else "nothing"
             commands += 1
@@ -73,7 +79,7 @@ def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool) -
 
 
 def _event(body: str) -> Event:
-    """JSON has no NaN: a loss that was none stands there as null."""
+    """Decode an event. JSON has no NaN, so a loss that was NaN is null in the journal."""
     try:
         event: Event = msgspec.json.decode(body, type=Event)
     except msgspec.ValidationError:

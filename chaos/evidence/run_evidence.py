@@ -1,4 +1,4 @@
-"""What a run has left: what it computed, as its journal and its ranks tell it, and how it ended. Oracles judge by it."""
+"""Collect what a run has left for the oracles: what it computed, by its journal and its ranks, and how it ended."""
 
 from __future__ import annotations
 
@@ -30,66 +30,70 @@ __all__ = ["Evidence", "Gate", "Trace", "Verdict", "began_wall_s", "read_trace"]
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):
-    """What the world agreed on when it committed a step or a phase, exact."""
+    """What the world agreed on when it committed a step or a phase, exactly."""
 
     loss: float
     samples: float
     digest: float
-    """Of their ids."""
+    """The digest of the samples' ids."""
 
 
 @dataclass
 class Trace:
-    """One run."""
+    """What one run has computed and recorded."""
 
     gates: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """(step, phase) -> its `Gate`, bit for bit."""
+    """(step, phase) -> its `Gate`, as bytes."""
     samples: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Step -> rank -> ids that it counted; a rank whose agent was lost may be missing from its last steps."""
+    """Step -> rank -> ids of the samples it counted. The last steps may lack a rank whose agent was lost."""
     contradictions: list[str] = field(default_factory=list)
-    """Steps that were computed again, with another result."""
+    """Steps that were computed again with another result."""
     held: dict[str, str] = field(default_factory=dict)
-    """Rank -> digest of all that it held at its end."""
+    """Rank -> digest of all tracked state at its end."""
     witness: list[Held] = field(default_factory=list)
-    """What ranks held before every step, by step and rank, where the run was looked at step by step."""
+    """The state of the ranks before every step, by step and rank, if the run went step by step."""
     ends: dict[int, End] = field(default_factory=dict)
-    """Rank -> what its script reached at its end besides."""
+    """Rank -> the untracked state that its script reached at its end."""
     recoveries: list[Recovery] = field(default_factory=list)
     plans: list[WorldPlan] = field(default_factory=list)
-    """In the order in which they were on disk."""
+    """The plans of the generations, in the order in which they were written to disk."""
     result: Result | None = None
-    """As the launcher wrote it."""
+    """The launcher's ``result.json``."""
     began_wall_s: float | None = None
-    """When its coordinator began: all ``*_ms`` are counted from there."""
+    """Unix time at which the coordinator's clock was 0; all ``*_ms`` are counted from there."""
     goodput: Goodput | None = None
     replayed: Replayed = field(default_factory=lambda: Replayed(unknown="there is no journal"))
-    """Its events, told to the core once more."""
+    """The result of replaying its events."""
 
     unpersisted: tuple[str, ...] = ()
-    """Orders to break or to resume a generation that were carried out and are not on disk."""
+    """Breaks or resumes of a generation that were carried out and are not on disk."""
     snapshot_gap: int | None = None
-    """Steps between two snapshots that a rank had at once, when it told of them: the fewest that there were. None: nobody told of two."""
+    """The smallest distance in steps between two snapshots that one rank reported together; None if no rank reported
+    two."""
     damaged: tuple[int, ...] = ()
     """Generations in which a snapshot was found damaged."""
     last_commit_ms: float | None = None
-    """When the last rank to tell of it had committed the last unit, on its coordinator's clock."""
+    """When the last rank reported the commit of the last unit, in ms on the coordinator's clock."""
     began_monotonic_s: float | None = None
-    """When its coordinator began, on the host's monotonic clock."""
+    """The host's monotonic clock when the coordinator began."""
     exact: bool | None = None
-    """What it computes does not depend on the number of ranks (``reduction="exact"``); None: nobody has said."""
+    """Whether results are independent of the number of ranks (``reduction="exact"``); None if no rank has
+    reported it."""
 
     @property
     def steps(self) -> int:
+        """The number of different steps that were committed."""
         return len({step for step, phase in self.gates if not phase})
 
     @property
     def last_step(self) -> int | None:
-        """That was committed; None: none was."""
+        """The last committed step, or None."""
         return max((step for step, _ in self.gates), default=None)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(step, ranks): from that step on the world had so many, as its plans say."""
+        """The sizes of the world: (step, ranks) for each step from which on the number of ranks was another, by the
+        plans."""
         found: list[tuple[int, int]] = []
         for plan in self.plans:
             begins = (plan.committed.step if plan.rollback is None else plan.rollback) + 1
@@ -100,41 +104,46 @@ class Trace:
 
     @property
     def resized(self) -> tuple[int, int] | None:
-        """(step, ranks): the first step of a world with another number of ranks than that which began, and that number."""
+        """The first step that ran with another number of ranks than the first world, and that number; None if there is
+        none."""
         return self.sizes[1] if len(self.sizes) > 1 else None
 
 
 @dataclass(frozen=True)
 class Evidence:
+    """Everything that the oracles judge a run by."""
+
     plan: Plan
     reference: Trace
     trace: Trace
     ended: Ended
     limit_s: float
-    """It was killed after that."""
+    """The time limit, after which the run was killed."""
     records: tuple[Record, ...]
     nobody: tuple[str, ...]
-    """Strikes that had no target."""
+    """Strikes that found no subject."""
     undone: str
-    """Why the plan was not carried out to its end; "": it was."""
+    """Why the plan was not carried out completely; "" if it was."""
     killed_coordinator: bool = False
     places: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Strike -> the slots that it struck."""
     began_wall_s: float | None = None
-    """When the run with faults was started: `Record.at_s` is counted from there."""
+    """Unix time when the run with faults was started; `Record.at_s` is counted from there."""
     began_monotonic_s: float | None = None
-    """The same moment on the host's monotonic clock, which is one for all its processes."""
+    """The same moment on the host's monotonic clock, which all its processes share."""
     struck_s: dict[int, float] = field(default_factory=dict)
-    """Strike -> when it struck, as `Record.at_s` is counted, where the injector knows."""
+    """Strike -> when it struck, counted as `Record.at_s`, where the injector knows."""
     again: Trace | None = None
-    """A second run without faults, where there was a difference to be explained."""
+    """A second run without faults, made when there was a difference to explain."""
     may_differ: tuple[str, ...] = ()
-    """Names of what is not tracked and need not be the same, as patterns: ``history``, ``*.cache``."""
+    """Patterns of names of untracked state that may differ: ``history``, ``*.cache``."""
     late_s: float = 0.0
-    """At the most, of the harness, which wants to look at the job every 20 ms: how busy the machine was."""
+    """The longest that the harness was late for a look at the job (due every 20 ms), which shows how busy the machine
+    was."""
 
     def came_late(self, record: Record) -> bool:
-        """It struck when all that is committed in the run without faults had been: no training was left that it could have harmed."""
+        """Whether the strike came after everything was committed that the reference commits, so that it could do no
+        harm."""
         trace = self.trace
         if trace.last_commit_ms is None or self.began_monotonic_s is None or trace.began_monotonic_s is None:
             return False
@@ -144,9 +153,11 @@ class Evidence:
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What one oracle says about a run, and why."""
+
     oracle: str = ""
     holds: bool | None
-    """None: unknown."""
+    """Whether the run is right; None if that is unknown."""
     because: str
 
 
@@ -155,7 +166,11 @@ def gate_of(data: bytes) -> Gate:
 
 
 def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
-    """``run``: its ``--out-dir``. What is not there is empty. ``whole``: also what only a run with faults is judged by."""
+    """Read what a run has left.
+
+    ``run`` is its ``--out-dir``, ``inside`` the folder of the chaos hooks. Whatever is missing is left empty. With
+    ``whole`` the journal is also replayed and its goodput read, which only a run with faults is judged by.
+    """
     trace = Trace(result=read_json(run / "result.json", Result))
     if (inside / "held").is_dir():
         trace.held = {path.name: path.read_text() for path in (inside / "held").iterdir() if not path.suffix}
@@ -172,7 +187,8 @@ def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
 
 
 def _unpersisted(journal: sqlite3.Connection) -> tuple[str, ...]:
-    """A generation is on disk before anyone is told of it."""
+    """Return the breaks and resumes in the journal that are not on disk, where a generation has to be before it is
+    announced."""
     on_disk = set(journal.execute("SELECT stage, generation FROM generations"))
     query = "SELECT name, body FROM events WHERE kind = 'command' AND name IN ('BreakGeneration', 'ResumeGeneration')"
     missing = []
@@ -194,7 +210,10 @@ def _read_snapshots(journal: sqlite3.Connection, trace: Trace) -> None:
 
 
 def began_wall_s(journal: sqlite3.Connection) -> float | None:
-    """Unix time at which the coordinator's clock was at 0: every event was written down a moment after it came. None: there was none."""
+    """Return the Unix time at which the coordinator's clock was 0, or None if the journal has no events.
+
+    Every event was written a moment after it came, so the smallest difference of the two clocks is the best estimate.
+    """
     found = journal.execute("SELECT min(wall - at_ms / 1e3) FROM events WHERE kind = 'event'").fetchone()[0]
     return None if found is None else float(found)
 
@@ -222,7 +241,7 @@ def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
         "SELECT step, phase, gate, generation FROM units ORDER BY generation"
     ):
         if not gate or not eras.counts(Position(step, phase), generation):
-            continue  # without a gate: a rank's last words, about a unit before the last one
+            continue  # a unit without a gate: a rank's last report, about a unit before the last one
         agreed = bytes(gate[:24])
         if (
             former := trace.gates.setdefault((step, phase), agreed)

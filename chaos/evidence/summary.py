@@ -1,4 +1,4 @@
-"""What is said of a run with faults when it is over: ``summary.json``, for machines and for the reports."""
+"""Read and write ``summary.json``: the result of a run with faults, for programs and for the reports."""
 
 from __future__ import annotations
 
@@ -36,52 +36,52 @@ NAME = "summary.json"
 
 
 class StrikeTold(msgspec.Struct, frozen=True, kw_only=True):
-    """One strike, and what the job made of it."""
+    """One strike, and how the job responded to it."""
 
     number: int = 0
-    """In the run, from 0: ``strike`` in ``history.jsonl``."""
+    """The number of the strike in the run, from 0; ``strike`` in ``history.jsonl``."""
     fault: str
     family: str = ""
     whom: tuple[str, ...]
     slots: tuple[str, ...] = ()
-    """Where that was when it was struck."""
+    """The slots of what was struck."""
     step: int
-    """The newest that was committed when it struck; -1: none."""
+    """The newest committed step at the strike; -1 if there was none."""
     at_s: float
-    """When it was ordered, since the run was started."""
+    """When the strike was ordered, in seconds since the run was started."""
     struck_s: float | None = None
-    """When it struck, where the injector knows; else `at_s` counts."""
+    """When it struck, if the injector knows; otherwise `at_s` counts."""
     took: bool | None
-    """None: nobody knows, the job ended first."""
+    """Whether it took effect; None if the job ended before that was known."""
     detail: str
     """What confirmed it, or why it did not take effect."""
     back_s: float | None = None
     """When it was taken back."""
     noticed: str = ""
-    """What the coordinator was told, or saw, first of it: ``WorkerExited: SIGKILL``."""
+    """The coordinator's first event about it: ``WorkerExited: SIGKILL``."""
     inferred: bool = False
-    """That is tied to the strike by its time alone: it names nobody who was struck."""
+    """Whether that event is linked to the strike by its time alone: it names nothing that was struck."""
     detect_s: float | None = None
-    """Seconds from the strike until that."""
+    """Seconds from the strike to that event."""
     decide_s: float | None = None
-    """From the strike until the new generation was planned."""
+    """Seconds from the strike to the plan of the new generation."""
     recover_s: float | None = None
-    """From the strike until every rank of the new world had committed a unit."""
+    """Seconds from the strike until every rank of the new world had committed a unit."""
     generation: int | None = None
-    """That came of it; None: none did."""
+    """The generation that followed from it; None if none did."""
     rung: str = ""
     first_step: int | None = None
-    """The first that the new world committed."""
+    """The first step that the new world committed."""
     taken_over: tuple[str, ...] = ()
-    """``rank 2: tray-00/2 -> tray-00/4``."""
+    """The ranks that changed their slot: ``rank 2: tray-00/2 -> tray-00/4``."""
 
 
 class FaultTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """All strikes of one fault together, by nearest rank: with fewer than 100, the 99th percentile is the largest."""
+    """The times of all strikes of one fault, by nearest rank: below 100 strikes, the 99th percentile is the largest."""
 
     fault: str
     strikes: int
-    """That took effect."""
+    """The number of strikes that took effect."""
     detected: int
     detect_s_p50: float | None
     detect_s_p99: float | None
@@ -91,45 +91,47 @@ class FaultTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run was made with, and on."""
+    """The software and the machine of a run."""
 
     rackrun: str = ""
     python: str = ""
     torch: str = ""
     commit: str = ""
-    """Of the working directory, as git describes it; "": it is in no repository."""
+    """The commit of the working directory, as git describes it; "" if it is in no repository."""
     system: str = ""
     machine: str = ""
     processors: int = 0
-    """That this process may use."""
+    """The number of processors that this process may use."""
     memory_bytes: int = 0
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run with faults."""
+
     format: int = FORMAT
     plan: str
     seed: int
     expect: str
     holds: bool | None
-    """All oracles; None: unknown."""
+    """Whether all oracles hold; None if that is unknown."""
     verdicts: tuple[Verdict, ...]
     strikes: tuple[StrikeTold, ...]
     recoveries: tuple[str, ...]
-    """As ``rackctl report`` tells them."""
+    """The recoveries, in the words of ``rackctl report``."""
     faults: tuple[FaultTimes, ...] = ()
-    """By the name of the fault."""
+    """The times of the strikes, by the name of the fault."""
     steps: int
-    """Different ones that were committed."""
+    """The number of different steps that were committed."""
     reference_steps: int = 0
     seconds: float
     reference_seconds: float
     exit_code: int | None = None
-    """None: it did not end, and was killed."""
+    """The exit code; None if the run did not end and was killed."""
     because: str = ""
-    """Why it ended, as it says."""
+    """The run's own reason for its end."""
     remedy: str = ""
     goodput: Goodput | None = None
-    """Where the time went; None: no journal, or no step in it."""
+    """Where the time went; None if there is no journal or no step in it."""
     reference_goodput: Goodput | None = None
     host: Host = Host()
     began: str = ""
@@ -139,13 +141,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The folder of the run without faults."""
     out: str
     may_differ: tuple[str, ...] = ()
-    """What was said to go into no training (``--may-differ``)."""
+    """Names of untracked state that may differ (``--may-differ``)."""
     diagnosis: str = ""
-    """What the first difference is, and what it comes from; "": there is none, or nobody has asked."""
+    """What the first difference is, and its cause; "" if there is none or none was looked for."""
 
 
 def read_summary(folder: Path) -> Summary:
-    """Raises `UsageError` when there is none, or it is of another version."""
+    """Read the summary of a run. Raises `UsageError` if there is none or it has another format."""
     path = folder / NAME
     try:
         data = path.read_bytes()
@@ -163,18 +165,19 @@ def read_summary(folder: Path) -> Summary:
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
-    """Whole, or the one before stays."""
+    """Write the summary. The file is replaced as a whole, or stays as it was."""
     partial = folder / f".{NAME}.part"
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n")
     partial.replace(folder / NAME)
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of ``summary.json``."""
+    """Return the JSON Schema of ``summary.json``."""
     return msgspec.json.schema(Summary)
 
 
 def host_facts() -> Host:
+    """Return the versions of the software and the facts about the machine."""
     return Host(
         rackrun=rackrun.__version__,
         python=sys.version.split()[0],
@@ -199,15 +202,15 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """ "" when it fails, or is not there."""
+    """Return the output of a command, or "" if it fails or does not exist."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # somebody may be at work there
+        env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # the repository may be in use
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=env)
         return found.stdout.strip()
     return ""
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """By nearest rank; None of nothing."""
+    """Return the quantile ``share`` (0 to 1) of the values by nearest rank; None if there are none."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)] if ordered else None

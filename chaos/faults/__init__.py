@@ -1,1 +1,1 @@
-"""Faults as values: their kinds, targets, and what is wrong with one."""
+"""Faults as values: the kinds of fault, their targets, and the check that a fault makes sense."""

@@ -1,6 +1,6 @@
-"""Named points in the code of workers, agents and the coordinator, where they can be made to crash, and that plans can wait for.
+"""Named points in the code of workers, agents and the coordinator at which a process can crash or a plan can wait.
 
-Each is before or after a function: ``gate.before``, ``gate.after``.
+Each point is before or after one function: ``gate.before``, ``gate.after``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORKER = {
     "load": "worker.snapshots.shard_snapshots:Snapshots.load",
     "restore": "worker.loop.join_generation:Rejoin._restore",
 }
-"""In a step, after it, in a comparison of replicas, and in a recovery, in that order."""
+"""Functions of a worker: in a step, after it, in a comparison of replicas, and in a recovery, in that order."""
 _AGENT = {
     "agent_start": "agent.tray.tray:Tray._start",
     "agent_fork": "agent.tray.tray:Tray._bring_up",
@@ -47,8 +47,8 @@ _AGENT = {
     "agent_keep": "agent.snapshots.mirror:Copies.keep",
     "agent_stop": "agent.tray.tray:Tray.stop",
 }
-"""It starts a worker, tells of its end, passes a break or a plan on to workers and their answers back, has a snapshot copied, keeps
-another's, and leaves."""
+"""Functions of an agent: start a worker, report its end, pass a break or a plan on to workers and their answers back,
+have a snapshot copied, keep another tray's snapshot, and leave."""
 _COORDINATOR = {
     "coordinator_joined": "coordinator.shell.driver:Driver.joined",
     "coordinator_lost": "coordinator.shell.driver:Driver.lost",
@@ -59,10 +59,11 @@ _COORDINATOR = {
     "coordinator_close": "coordinator.server.http_server:Server.close",
 }
 FUNCTIONS = {**_WORKER, **_AGENT, **_COORDINATOR}
-"""Module, below ``rackrun``, and function."""
+"""Name of a function in points -> its module (below ``rackrun``) and its qualified name, as ``module:function``."""
 
 
 def _both_sides(functions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return ``NAME.before`` and ``NAME.after`` for each name."""
     return tuple(f"{name}.{side}" for name in functions for side in ("before", "after"))
 
 
@@ -70,13 +71,18 @@ POINTS = _both_sides(FUNCTIONS)
 
 
 def points_of(kind: Subjects) -> tuple[str, ...]:
-    """Those that a process of this kind can come to."""
+    """Return the points that a process of this kind can reach."""
     of = {Subjects.RANK: _WORKER, Subjects.SPARE: _WORKER, Subjects.AGENT: _AGENT, Subjects.COORDINATOR: _COORDINATOR}
     return _both_sides(of.get(kind, {}))
 
 
 def surround(path: str, before: Callable[[], object], after: Callable[[], object]) -> None:
-    """Have these called whenever the function ``path`` (of `FUNCTIONS`) is, in this process and those that it forks."""
+    """Replace the function at ``path`` (a value of `FUNCTIONS`) by one that calls ``before``, the original, then
+    ``after``.
+
+    The replacement applies to this process and to those that it forks. ``after`` is not called when the original
+    raises.
+    """
     name, _, function = path.partition(":")
     *outer, last = function.split(".")
     owner: Any = importlib.import_module(f"rackrun.{name}")

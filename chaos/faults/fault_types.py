@@ -1,7 +1,10 @@
-"""What can go wrong, as values. A fault says *what*; where it strikes is a `rackrun.chaos.faults.targets.Target`, when a trigger of the plan.
+"""The kinds of fault, as values. A fault says *what* goes wrong.
 
-A fault that lasts is taken back by its injector after ``for_s`` seconds, or, where that is None, when the plan heals.
-What each takes on a machine is in `rackrun.chaos.injectors`; what of it there is in virtual time, in `rackrun.chaos.simulator`.
+A `rackrun.chaos.faults.targets.Target` says where a fault strikes, and a trigger of the plan says when.
+
+A fault that lasts is taken back by its injector after ``for_s`` seconds or, where ``for_s`` is None, when the plan
+heals. `rackrun.chaos.injectors` carries faults out on a real machine; `rackrun.chaos.simulator` models them in virtual
+time.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ __all__ = [
 
 
 class Family(StrEnum):
-    """What a swarm switches on and off as one."""
+    """A group of related faults, which a generator of random plans switches on or off together."""
 
     PROCESS = "process"
     HANG = "hang"
@@ -62,25 +65,27 @@ class Subjects(StrEnum):
     """A worker that trains."""
     SPARE = "spare"
     AGENT = "agent"
-    """Of a tray; its workers die with it."""
+    """The agent of a tray; its workers die with it."""
     TRAY = "tray"
-    """All processes of it, at once."""
+    """All processes of a tray, at once."""
     RACK = "rack"
     COORDINATOR = "coordinator"
-    """Where the launcher hosts it, both."""
+    """The coordinator; where the launcher hosts it, coordinator and launcher are one process."""
     STORAGE = "storage"
-    """Where checkpoints are written."""
+    """The file system to which checkpoints are written."""
 
 
 class _Fault(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="fault", forbid_unknown_fields=True, omit_defaults=True
 ):
+    """The base of all faults."""
+
     family: ClassVar[Family]
     strikes: ClassVar[tuple[Subjects, ...]]
     lasts: ClassVar[bool] = False
-    """It goes on until it is taken back, and is gone without a trace then."""
+    """The fault goes on until it is taken back, and then leaves no trace."""
     loses: ClassVar[bool] = False
-    """A process that it strikes does not come back by itself."""
+    """A process struck by this fault does not come back by itself."""
 
 
 _WORKERS = (Subjects.RANK, Subjects.SPARE)
@@ -89,7 +94,7 @@ _PROCESSES = (*_WORKERS, Subjects.AGENT, Subjects.TRAY, Subjects.RACK)
 
 # -- processes
 class Kill(_Fault, frozen=True, kw_only=True, tag="kill"):
-    """A signal that ends it; a tray's or a rack's processes all at once."""
+    """A signal ends the process; the processes of a tray or a rack get it all at once."""
 
     family = Family.PROCESS
     strikes = (*_PROCESSES, Subjects.COORDINATOR)
@@ -98,7 +103,7 @@ class Kill(_Fault, frozen=True, kw_only=True, tag="kill"):
 
 
 class Raise(_Fault, frozen=True, kw_only=True, tag="raise"):
-    """An exception in the step function."""
+    """The step function raises an exception of the built-in class ``error``."""
 
     family = Family.PROCESS
     strikes = (Subjects.RANK,)
@@ -107,7 +112,7 @@ class Raise(_Fault, frozen=True, kw_only=True, tag="raise"):
 
 
 class ExhaustMemory(_Fault, frozen=True, kw_only=True, tag="exhaust_memory"):
-    """It allocates until the kernel ends it, in a memory cgroup of its own."""
+    """The process allocates memory until the kernel kills it, in a memory cgroup of its own."""
 
     family = Family.PROCESS
     strikes = _WORKERS
@@ -115,7 +120,10 @@ class ExhaustMemory(_Fault, frozen=True, kw_only=True, tag="exhaust_memory"):
 
 
 class CrashAt(_Fault, frozen=True, kw_only=True, tag="crash_at"):
-    """It exits in the code, the ``nth`` time that it comes to the named point (`rackrun.chaos.faults.crash_points`), or, if that has been, the next."""
+    """The process exits when it reaches ``point`` (`rackrun.chaos.faults.crash_points`) for the ``nth`` time.
+
+    If it has already been there that often, it exits the next time.
+    """
 
     family = Family.PROCESS
     strikes = (*_WORKERS, Subjects.AGENT, Subjects.COORDINATOR)
@@ -125,7 +133,7 @@ class CrashAt(_Fault, frozen=True, kw_only=True, tag="crash_at"):
 
 
 class Return(_Fault, frozen=True, kw_only=True, tag="return"):
-    """No fault: a tray that was lost is started again."""
+    """Not a fault: an agent is started again for a tray that was lost."""
 
     family = Family.HARDWARE
     strikes = (Subjects.TRAY,)
@@ -133,7 +141,8 @@ class Return(_Fault, frozen=True, kw_only=True, tag="return"):
 
 # -- hangs and slowness
 class Pause(_Fault, frozen=True, kw_only=True, tag="pause"):
-    """SIGSTOP, then SIGCONT: who was given up meanwhile wakes up, and must do no harm."""
+    """The processes get SIGSTOP, and SIGCONT at the end. Whoever was given up meanwhile wakes up again and must do no
+    harm."""
 
     family = Family.HANG
     strikes = (*_PROCESSES, Subjects.COORDINATOR)
@@ -142,7 +151,7 @@ class Pause(_Fault, frozen=True, kw_only=True, tag="pause"):
 
 
 class HoldGil(_Fault, frozen=True, kw_only=True, tag="hold_gil"):
-    """No Python runs in it; its native threads do."""
+    """The process holds the GIL for ``for_s`` seconds: no Python code runs in it, but its native threads do."""
 
     family = Family.HANG
     strikes = _WORKERS
@@ -150,7 +159,7 @@ class HoldGil(_Fault, frozen=True, kw_only=True, tag="hold_gil"):
 
 
 class DelayCollective(_Fault, frozen=True, kw_only=True, tag="delay_collective"):
-    """It comes late to its next collective."""
+    """The rank enters its next collective ``for_s`` seconds late."""
 
     family = Family.HANG
     strikes = (Subjects.RANK,)
@@ -158,7 +167,7 @@ class DelayCollective(_Fault, frozen=True, kw_only=True, tag="delay_collective")
 
 
 class Slow(_Fault, frozen=True, kw_only=True, tag="slow"):
-    """It gets only ``share`` of a processor."""
+    """The processes get only the share ``share`` (between 0 and 1) of a processor."""
 
     family = Family.SLOW
     strikes = (*_WORKERS, Subjects.TRAY)
@@ -169,7 +178,7 @@ class Slow(_Fault, frozen=True, kw_only=True, tag="slow"):
 
 # -- hardware
 class Xid(_Fault, frozen=True, kw_only=True, tag="xid"):
-    """The GPU's driver reports an error; see `rackrun.topology` for what each means."""
+    """The GPU's driver reports the Xid error ``code``; `rackrun.topology` says what each code means."""
 
     family = Family.HARDWARE
     strikes = (Subjects.RANK, Subjects.SPARE)
@@ -179,9 +188,12 @@ class Xid(_Fault, frozen=True, kw_only=True, tag="xid"):
 
 
 class GpuFails(_Fault, frozen=True, kw_only=True, tag="gpu_fails"):
-    """The GPU's driver says this of it when it is asked. ``lost``, ``reset``, ``reboot``, ``drain_p2p``: as the words are; ``row``: a row of its
-    memory waits for a reset; ``sram``: too many errors there; ``ecc``: one error that was corrected, which means nothing; ``link``: an NVLink is
-    down; ``fabric``: its registration is gone."""
+    """The GPU's driver answers queries about the GPU with an error or a bad state.
+
+    ``lost``, ``reset``, ``reboot`` and ``drain_p2p`` are the driver's own words. ``row``: a remapped memory row waits
+    for a reset. ``sram``: the SRAM has too many errors. ``ecc``: one error was corrected, which has no consequences.
+    ``link``: an NVLink is down. ``fabric``: the GPU's registration with the fabric is gone.
+    """
 
     family = Family.HARDWARE
     strikes = (Subjects.RANK, Subjects.SPARE)
@@ -191,7 +203,7 @@ class GpuFails(_Fault, frozen=True, kw_only=True, tag="gpu_fails"):
 
 
 class Preempt(_Fault, frozen=True, kw_only=True, tag="preempt"):
-    """SIGTERM to the tray's agent; after ``notice_s`` it is killed, if it is still there."""
+    """The tray's agent gets SIGTERM; if it is alive after ``notice_s`` seconds, the tray's processes are killed."""
 
     family = Family.HARDWARE
     strikes = (Subjects.TRAY,)
@@ -201,8 +213,12 @@ class Preempt(_Fault, frozen=True, kw_only=True, tag="preempt"):
 
 # -- the network
 class Partition(_Fault, frozen=True, kw_only=True, tag="partition"):
-    """``isolated``: nobody reaches it. ``one_way``: it hears, and is not heard. ``from_coordinator``: it reaches its peers only.
-    ``from_peers``: it reaches the coordinator only. ``loud``: connections are refused, instead of falling silent."""
+    """The network between a tray or a rack and the others is cut.
+
+    ``isolated``: no traffic in either direction. ``one_way``: it receives, but what it sends is lost.
+    ``from_coordinator``: it reaches only its peers. ``from_peers``: it reaches only the coordinator. ``loud``:
+    connections are refused instead of falling silent.
+    """
 
     family = Family.NETWORK
     strikes = (Subjects.TRAY, Subjects.RACK)
@@ -213,8 +229,13 @@ class Partition(_Fault, frozen=True, kw_only=True, tag="partition"):
 
 
 class Link(_Fault, frozen=True, kw_only=True, tag="link"):
-    """Between an agent and the coordinator. ``lost``: share of packets. ``reset``: connections are, those that come too. ``half_open``: the
-    coordinator's side has closed, and the agent does not learn of it. ``replies_lost``: the agent is heard, and what it is told is lost."""
+    """The link between an agent and the coordinator is bad.
+
+    ``latency_s`` and ``jitter_s``: delay in seconds, fixed and random. ``lost``: the share of packets that is lost.
+    ``bytes_per_s``: the bandwidth. ``reset``: connections are reset, new ones included. ``half_open``: the
+    coordinator's side is closed and the agent does not learn of it. ``replies_lost``: what the agent sends arrives,
+    what is sent to it is lost.
+    """
 
     family = Family.NETWORK
     strikes = (Subjects.AGENT,)
@@ -231,7 +252,7 @@ class Link(_Fault, frozen=True, kw_only=True, tag="link"):
 
 # -- storage and corruption
 class DiskFull(_Fault, frozen=True, kw_only=True, tag="disk_full"):
-    """There is no room for more than what is there."""
+    """The file system has no room for anything beyond what it holds already."""
 
     family = Family.STORAGE
     strikes = (Subjects.STORAGE,)
@@ -240,8 +261,11 @@ class DiskFull(_Fault, frozen=True, kw_only=True, tag="disk_full"):
 
 
 class DiskFails(_Fault, frozen=True, kw_only=True, tag="disk_fails"):
-    """``call`` ends in ``error``; with "slow" it takes ``slow_s`` longer, or until it is taken back; with "torn" half of what is written
-    gets there, and nobody is told."""
+    """A file call on checkpoint storage fails: ``call`` ends with ``error``.
+
+    With "slow" the call takes ``slow_s`` seconds longer, or until the fault is taken back. With "torn" only half of the
+    data is written, and the call succeeds.
+    """
 
     family = Family.STORAGE
     strikes = (Subjects.STORAGE,)
@@ -253,7 +277,7 @@ class DiskFails(_Fault, frozen=True, kw_only=True, tag="disk_fails"):
 
 
 class FlipBit(_Fault, frozen=True, kw_only=True, tag="flip_bit"):
-    """One bit, at a place that is drawn when it strikes."""
+    """One bit is flipped, at a place drawn when the fault strikes."""
 
     family = Family.CORRUPTION
     strikes = (Subjects.RANK, Subjects.STORAGE)
@@ -262,7 +286,7 @@ class FlipBit(_Fault, frozen=True, kw_only=True, tag="flip_bit"):
 
 # -- clocks, control, data
 class StepClock(_Fault, frozen=True, kw_only=True, tag="step_clock"):
-    """Its wall clock jumps. Nothing may change."""
+    """The wall clock of the process jumps by ``by_s`` seconds. This must change nothing."""
 
     family = Family.CLOCK
     strikes = (Subjects.AGENT, Subjects.COORDINATOR)
@@ -272,7 +296,7 @@ class StepClock(_Fault, frozen=True, kw_only=True, tag="step_clock"):
 
 
 class Duplicate(_Fault, frozen=True, kw_only=True, tag="duplicate"):
-    """A second one starts beside it."""
+    """A second process of the same kind is started beside the first."""
 
     family = Family.CONTROL
     strikes = (Subjects.COORDINATOR, Subjects.AGENT)
@@ -281,7 +305,7 @@ class Duplicate(_Fault, frozen=True, kw_only=True, tag="duplicate"):
 
 
 class PoisonBatch(_Fault, frozen=True, kw_only=True, tag="poison_batch"):
-    """One sample raises, or turns the loss into NaN, wherever it is computed."""
+    """One sample raises, or turns the loss into NaN, on whichever rank computes it."""
 
     family = Family.DATA
     strikes = (Subjects.RANK,)
@@ -313,9 +337,10 @@ Fault = (
 
 
 def all_faults() -> tuple[type[_Fault], ...]:
+    """Return the classes of all faults."""
     return Fault.__args__
 
 
 def name_of(fault: Fault | type[_Fault]) -> str:
-    """As plans call it: ``kill``."""
+    """Return the fault's name in plans: ``kill``."""
     return str(fault.__struct_config__.tag)

@@ -1,6 +1,7 @@
-"""Where a fault strikes, as a symbol: it is resolved when the fault strikes, from what the job is then, and recorded.
+"""Where a fault strikes, as a symbol that is resolved from the state of the job at the moment of the strike.
 
-A run is repeated from the record (`Exactly`), where the same symbol may mean another rank.
+What the symbol resolved to is recorded. A run is repeated from that record (`Exactly`), because the same symbol may
+mean another rank the next time.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = [
 ]
 
 NAMELESS = (Subjects.COORDINATOR, Subjects.STORAGE)
-"""There is one of each."""
+"""Kinds of which a job has exactly one, so that no name is needed."""
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """One thing that is struck. ``name``: of a rank its number, of a spare its slot, of an agent its tray."""
+    """One thing that a fault strikes. ``name`` is a rank's number, a spare's slot, or the tray of an agent."""
 
     kind: Subjects
     name: str = ""
@@ -49,47 +50,54 @@ class _Target(msgspec.Struct, frozen=True, tag_field="who", forbid_unknown_field
 
 
 class Exactly(_Target, frozen=True, tag="exactly"):
-    """These, by name."""
+    """The subjects with these names."""
 
     kind: Subjects
     names: tuple[str, ...] = ("",)
 
 
 class One(_Target, frozen=True, tag="one"):
+    """One subject of this kind, drawn at random."""
+
     of: Subjects
 
 
 class Several(_Target, frozen=True, tag="several"):
+    """``count`` subjects of this kind, drawn at random."""
+
     of: Subjects
     count: int
 
 
 class Minority(_Target, frozen=True, tag="minority"):
-    """As many as can be, but fewer than half."""
+    """The largest number of subjects that is fewer than half of this kind, drawn at random."""
 
     of: Subjects
 
 
 class Majority(_Target, frozen=True, tag="majority"):
-    """As few as can be, but more than half."""
+    """The smallest number of subjects that is more than half of this kind, drawn at random."""
 
     of: Subjects
 
 
 class NeighbourOf(_Target, frozen=True, tag="neighbour_of"):
-    """Another of the same kind, in the same NVLink clique; of a rank or a spare, on the same tray if there is one."""
+    """Another subject of the same kind in the same NVLink clique as ``whom``.
+
+    For a rank or a spare, one on the same tray is preferred.
+    """
 
     whom: Target
 
 
 class BuddyOf(_Target, frozen=True, tag="buddy_of"):
-    """Who keeps the copies of its snapshots: of a tray, and of a rank, another tray's."""
+    """The subject that keeps the snapshots of ``whom``: another tray, or for a rank a rank on that other tray."""
 
     whom: Target
 
 
 class Last(_Target, frozen=True, tag="last"):
-    """Whatever of this kind was struck last."""
+    """The subject of this kind that was struck last."""
 
     of: Subjects
 
@@ -99,31 +107,31 @@ Target = Exactly | One | Several | Minority | Majority | NeighbourOf | BuddyOf |
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A slot and who is in it."""
+    """A slot and the worker in it."""
 
     slot: str
     tray: str
     clique: str
     rack: str
     rank: int | None
-    """None: a spare that waits."""
+    """The rank that the worker holds; None for a spare that waits."""
     incarnation: int = 0
-    """Of the worker in the slot: another one has another."""
+    """The incarnation of the worker in the slot; each new worker there has another number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The job when a fault is to strike."""
+    """The state of the job at the moment when a fault is to strike."""
 
     places: tuple[Place, ...]
-    """Of those that live."""
+    """The slots whose workers are alive."""
     buddies: dict[str, str] = field(default_factory=dict)
     """Tray -> the tray that keeps its snapshots."""
     struck: tuple[Subject, ...] = ()
-    """So far, oldest first."""
+    """The subjects struck so far, oldest first."""
 
     def names(self, kind: Subjects) -> list[str]:
-        """Of all that there are of it, in order."""
+        """Return the names of all subjects of this kind that exist now, in order."""
         match kind:
             case Subjects.RANK:
                 return [str(rank) for rank in sorted(p.rank for p in self.places if p.rank is not None)]
@@ -139,7 +147,7 @@ class Scene:
                 assert_never(kind)
 
     def of(self, subject: Subject) -> list[Place]:
-        """The slots that it is, or has."""
+        """Return the slots that ``subject`` occupies or contains; empty for the coordinator and the storage."""
         match subject.kind:
             case Subjects.RANK:
                 return [p for p in self.places if str(p.rank) == subject.name]
@@ -154,11 +162,14 @@ class Scene:
 
 
 def resolve(target: Target, scene: Scene, draw: random.Random) -> tuple[Subject, ...]:
-    """Who that is now. Raises `NoTarget` when there is nobody, `PlanError` when there can never be."""
+    """Return the subjects that ``target`` means now, drawing from ``draw`` where the choice is random.
+
+    Raises `NoTarget` when there is no such subject now, and `PlanError` when there can never be one.
+    """
     match target:
         case Exactly(kind, names):
             there = scene.names(kind)
-            back = Subjects.TRAY, Subjects.AGENT, Subjects.SPARE  # they may be lost now, and be meant for all that
+            back = Subjects.TRAY, Subjects.AGENT, Subjects.SPARE  # these may be lost now and still be meant
             for name in names:
                 if name not in there and kind not in back:
                     raise NoTarget(f"there is no {Subject(kind, name)} now ({', '.join(there) or 'none'})")

@@ -1,4 +1,4 @@
-"""What of a strike means nothing, in any job: numbers that are none, targets that name nobody, errors that there are not."""
+"""Check that a fault and its target make sense in any job: finite numbers, named targets, exceptions that exist."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rackrun.chaos.faults.targets import NAMELESS, BuddyOf, Exactly, NeighbourOf
 __all__ = ["Nonsense", "nonsense_of", "not_finite"]
 
 Nonsense = tuple[str, str]
-"""What it is, and what to do about it."""
+"""What is wrong, and what to do about it."""
 _KEEPERS = (Subjects.RANK, Subjects.TRAY, Subjects.AGENT)
 
 
 def nonsense_of(fault: Fault, target: Target) -> Nonsense | None:
-    """None: there is nothing to say against it."""
+    """Return what is wrong with the fault or its target, or None if nothing is."""
     return not_finite(fault) or _of_fault(fault) or _of_target(target)[1]
 
 
 def not_finite(value: msgspec.Struct) -> Nonsense | None:
+    """Return a complaint about the first field that is infinite or NaN, or None."""
     for name in value.__struct_fields__:
         number = getattr(value, name)
         if isinstance(number, float) and not math.isfinite(number):
@@ -49,6 +50,7 @@ def _of_fault(fault: Fault) -> Nonsense | None:
 
 
 def _can_be_raised(name: str) -> bool:
+    """Whether ``name`` is a built-in exception that can be made from one text."""
     kind = getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return False
@@ -60,7 +62,7 @@ def _can_be_raised(name: str) -> bool:
 
 
 def _of_target(target: Target) -> tuple[Subjects, Nonsense | None]:
-    """Its kind, too."""
+    """Return the kind of the target's subjects, and what is wrong with the target, or None."""
     match target:
         case Exactly(kind, names):
             return kind, _of_names(kind, names)

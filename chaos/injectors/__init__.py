@@ -1,4 +1,4 @@
-"""What faults take on a machine. Each writes down first how it is taken back, then strikes, then confirms that it took effect."""
+"""Carry faults out on this machine. Every injector first records how to undo its fault, then strikes, then confirms."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ __all__ = ["Injected", "Missed", "Outcome", "inject", "refusal"]
 
 
 def refusal(fault: Fault, kind: Subjects) -> tuple[str, str] | None:  # noqa: PLR0911 - one for each reason
-    """Why a real job cannot have ``fault`` at a ``kind``, and what to do about it; None: it can."""
+    """Return why a real job cannot have ``fault`` at a subject of this kind, and what to do about it; None if
+    it can."""
     match fault:
         case Xid() | GpuFails():
             return driver_refusal()
@@ -72,7 +73,11 @@ def refusal(fault: Fault, kind: Subjects) -> tuple[str, str] | None:  # noqa: PL
 
 
 def inject(strike: Strike, scene: Scene, job: Job, seed: Callable[[], int]) -> Injected:  # noqa: PLR0911 - one for each kind
-    """Begin it. Raises `Missed` when there is nobody to strike, ``OSError`` when the machine refuses."""
+    """Begin a strike, and return its handle.
+
+    ``seed`` returns the seed for what the fault draws at random. Raises `Missed` when there is nothing to strike, and
+    ``OSError`` when the machine refuses.
+    """
     fault = strike.fault
     match fault:
         case Return():

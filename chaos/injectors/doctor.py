@@ -1,4 +1,7 @@
-"""What this machine can inject, and what not, and why. A plan with a fault that it cannot refuses to start."""
+"""Find out which faults this machine can inject, and why not the others.
+
+A plan with a fault that cannot be injected here refuses to start.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +51,18 @@ _EXAMPLES: dict[str, dict[str, object]] = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether this machine can inject one kind of fault."""
+
     fault: str
     family: str
     can: bool
     how: str
-    """Or why not."""
+    """How the fault is injected or, if it cannot be, why not."""
     remedy: str = ""
 
 
 def examine() -> list[Finding]:
-    """One for each fault."""
+    """Return one finding for each kind of fault."""
     found = []
     machine = _machine()
     for kind in all_faults():
@@ -75,7 +80,10 @@ def examine() -> list[Finding]:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises `Unsupported` for a fault that a real job on this machine cannot have, `PlanError` for a point that there is not."""
+    """Check that a real job on this machine can have every fault of the plan.
+
+    Raises `Unsupported` for a fault that it cannot have, and `PlanError` for a point that does not exist.
+    """
     if machine := _machine():
         raise Unsupported(f"{machine[0]}.", remedy=f"{machine[1]}.")
     for point in plan.watch:
@@ -94,6 +102,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _machine() -> tuple[str, str] | None:
+    """Return why no fault at all can be injected here, and what to do about it; None if faults can be injected."""
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return "processes cannot be held on to by pidfd here", "use Linux 5.3 or newer"
     if not Path("/proc/self/maps").is_file():

@@ -1,1 +1,1 @@
-"""What is loaded into a job's own processes: faults, and what records the state."""
+"""Modules that are loaded into a job's own processes: faults, and recorders of the state."""

@@ -1,6 +1,7 @@
-"""Samples that are poison, wherever they are computed. Installed by `rackrun.chaos.inprocess.inprocess_faults`.
+"""Make samples raise, or make their loss NaN, on whichever rank computes them.
 
-``poison/SAMPLE`` says what a sample does (``raises``, ``nan``), to all processes alike: it is the data that is bad, not a rank.
+``poison/SAMPLE`` says what a sample does (``raises``, ``nan``), for all processes alike: the data is bad, not a rank.
+The hooks are installed by `rackrun.chaos.inprocess.inprocess_faults`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ __all__ = ["Poison", "install_data"]
 
 
 class Poison:
+    """The poisoned samples of a job."""
+
     def __init__(self, hooks: _Hooks, folder: Path) -> None:
         self._hooks, self._folder = hooks, folder / "poison"
         self._folder.mkdir(exist_ok=True)
 
     def choose(self, step: int, ids: list[int]) -> None:
-        """One of these is poison from now on, if there is an order for this process."""
+        """If there is an order for this process, poison one of the samples ``ids`` from now on."""
         if order := self._hooks.take(lambda fault: isinstance(fault, PoisonBatch)):
             assert isinstance(order.fault, PoisonBatch)
             sample = random.Random(order.seed).choice(ids)
@@ -38,7 +41,7 @@ class Poison:
             self._hooks.tell(order, f"sample {sample} {what}, from step {step} on")
 
     def among(self, ids: list[int]) -> tuple[int, str] | None:
-        """Sample, and what it does."""
+        """Return the first poisoned sample among ``ids``, and what it does; None if there is none."""
         for sample in ids:
             with contextlib.suppress(FileNotFoundError):
                 return sample, (self._folder / str(sample)).read_text()
@@ -46,12 +49,13 @@ class Poison:
 
 
 def install_data(hooks: _Hooks, folder: Path) -> None:
+    """Hook the beginning of each micro-batch and the scaling of its loss."""
     from rackrun.worker.loop.run import Run
     from rackrun.worker.steps.step import Step
 
     poison, begin, scale = Poison(hooks, folder), Run._begin_shard, Step.scale
     spoilt: set[Step] = set()
-    """Whose micro-batch in hand has a sample that makes it NaN."""
+    """The steps whose current micro-batch has a sample that makes the loss NaN."""
 
     def hooked_begin(self: Run, step: Step, shard: Any, *, last: bool, ids: Any) -> None:
         begin(self, step, shard, last=last, ids=ids)

@@ -1,7 +1,8 @@
-"""File calls of checkpoints that fail, in the process that makes them. Installed by `rackrun.chaos.inprocess.inprocess_faults`.
+"""Make the file calls of checkpoints fail, in the process that makes them.
 
-``storage/NUMBER.json`` says which call fails how, to all processes alike, for as long as it is there. `rackrun.checkpoint.durable.files.Files`
-is where all calls of durable checkpoints go through; what a script writes itself is not touched.
+``storage/NUMBER.json`` says which call fails and how, for all processes alike, for as long as the file exists. All
+calls of durable checkpoints go through `rackrun.checkpoint.durable.files.Files`; files that a script writes itself are
+not affected. The hooks are installed by `rackrun.chaos.inprocess.inprocess_faults`.
 """
 
 from __future__ import annotations
@@ -24,23 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["BadFiles", "install_files"]
 
 _CALLS = {"write": "write", "fsync": "fsync", "rename": "rename", "link": "rename", "pread": "read"}
-"""Of `Files`, by the call that a plan names. Names are given by links where there are some."""
+"""Method of `Files` -> the call that a plan names. A file may get its name by a link, so that counts as a rename."""
 
 _SLICE_S = 0.02
 
 
 class BadFiles:
+    """The file calls that fail now."""
+
     def __init__(self, hooks: _Hooks, folder: Path) -> None:
         self._hooks, self._folder = hooks, folder / "storage"
         self._folder.mkdir(exist_ok=True)
         self._told: set[int] = set()
 
     def strike(self, call: str, of: Callable[..., Any], files: Files, *args: Any) -> Any:
-        """In place of ``of(files, *args)``. Raises the ``OSError`` that the plan names."""
+        """Call ``of(files, *args)`` with the faults that are in force for ``call``. Raises the ``OSError`` that the
+        plan names."""
         for order in self._orders(call):
             assert isinstance(order.fault, DiskFails)
             if order.fault.error == "torn" and not _is_shard(args[0]):
-                continue  # records are read back at once, from where a torn one would be whole still
+                continue  # records are read back at once, when a really torn one would still be read whole
             if order.number not in self._told:
                 self._told.add(order.number)
                 self._hooks.tell(order, f"{call}: {order.fault.error}, first in process {os.getpid()}")
@@ -61,6 +65,7 @@ class BadFiles:
         return of(files, *args)
 
     def _orders(self, call: str) -> list[Order]:
+        """Return the orders in force for this call."""
         from rackrun.chaos.inprocess.inprocess_faults import Order
 
         found = []
@@ -75,6 +80,7 @@ class BadFiles:
 
 
 def install_files(hooks: _Hooks, folder: Path) -> None:
+    """Hook the methods of `Files`."""
     bad = BadFiles(hooks, folder)
     for name, call in _CALLS.items():
         _hook(bad, name, call)

@@ -1,10 +1,19 @@
-"""Faults from inside a process of a job. Imported there by ``rackrun --preload rackrun.chaos.inprocess.inprocess_faults``; without ``RACKRUN_CHAOS_INSIDE`` it does nothing.
+"""Carry out faults inside the processes of a job, where this module is preloaded.
 
-``RACKRUN_CHAOS_INSIDE`` is a folder. Injectors put ``orders/PID/NUMBER`` there; the process takes one at the place that it is for, writes
-``done/NUMBER-PID`` first, and carries it out. ``points/NAME`` grows by a byte whenever anybody comes to that point, of those in
-``RACKRUN_CHAOS_POINTS``. What strikes whoever comes to it lies in ``storage/`` and ``poison/``. At its end each rank writes a digest of
-all that it holds to ``held/RANK``, and what its script reaches besides to ``ends/RANK.json`` (`rackrun.chaos.inprocess.state_recorder`); the launcher, at its start, how it starts each agent to ``agents/TRAY``. With ``RACKRUN_CHAOS_STEP_BY_STEP``
-each rank writes what it holds before every step, and waits there for the harness (`rackrun.chaos.inprocess.state_recorder`).
+It is imported by ``rackrun --preload rackrun.chaos.inprocess.inprocess_faults``, and does nothing without
+``RACKRUN_CHAOS_INSIDE``, which names a folder:
+
+- ``orders/PID/NUMBER``: an order that an injector has written for one process. At the place in the code that the order
+  is for, the process removes it, writes ``done/NUMBER-PID``, and only then carries it out.
+- ``points/NAME``: grows by a byte whenever a process reaches that point, for the points in ``RACKRUN_CHAOS_POINTS``.
+- ``storage/`` and ``poison/``: orders for every process that comes to the place.
+- ``held/RANK``: written at the end, a digest of all tracked state of the rank.
+- ``ends/RANK.json``: written at the end, what the rank's script reaches besides
+  (`rackrun.chaos.inprocess.state_recorder`).
+- ``agents/TRAY``: written by the launcher at its start, how it starts each agent.
+
+With ``RACKRUN_CHAOS_STEP_BY_STEP`` each rank records its state before every step and waits there for the harness
+(`rackrun.chaos.inprocess.state_recorder`).
 """
 
 from __future__ import annotations
@@ -49,36 +58,39 @@ __all__ = ["CRASHED", "FOLDER", "POINTS", "Order", "Struck"]
 FOLDER, POINTS = "RACKRUN_CHAOS_INSIDE", "RACKRUN_CHAOS_POINTS"
 Inside = Raise | HoldGil | DelayCollective | CrashAt | FlipBit | ExhaustMemory | PoisonBatch | DiskFails
 CRASHED = 77
-"""Exit code of a process that has crashed at a point."""
+"""Exit code of a process that crashed at a point."""
 MEMORY_BYTES = 64 << 20
-"""What a process may allocate, in a group of its own, before the kernel ends it."""
+"""Bytes that a process may allocate, in a cgroup of its own, before the kernel kills it."""
 
 
 class Order(msgspec.Struct, frozen=True):
+    """A fault that one process, or every process that comes to the place, has to carry out."""
+
     number: int
-    """Of the strike."""
+    """The number of the strike."""
     fault: Inside
     seed: int
-    """Of what is drawn when it strikes."""
+    """The seed of what the fault draws at random when it strikes."""
 
 
 class Struck(msgspec.Struct, frozen=True):
-    """What an order has come to."""
+    """The report of a process that it carries out an order."""
 
     detail: str
     at_s: float
-    """The host's monotonic clock."""
+    """When it began, on the host's monotonic clock."""
 
 
 class _Hooks:
-    """In each process of the job that is forked after the import, and that trains."""
+    """The places in the code at which orders are carried out, in every process of the job that trains."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._visits: dict[str, int] = {}
 
     def take(self, wanted: Callable[[Inside], bool]) -> Order | None:
-        """An order for this process; nobody gets it again."""
+        """Take an order for this process whose fault is ``wanted``, so that it is carried out once; None if there is
+        none."""
         orders = self._folder / "orders" / str(os.getpid())
         if not orders.is_dir():
             return None
@@ -91,7 +103,7 @@ class _Hooks:
         return None
 
     def tell(self, order: Order, detail: str) -> None:
-        """Before it is done: some do not come back from it."""
+        """Report that ``order`` is being carried out. Call it first: some faults end the process."""
         path = self._folder / "done" / f"{order.number}-{os.getpid()}"
         partial = path.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(Struck(detail, time.monotonic())))
@@ -99,7 +111,7 @@ class _Hooks:
 
     # -- places
     def in_step(self, units: UnitRunner) -> None:
-        """At the beginning of an attempt."""
+        """Carry out an order at the beginning of an attempt of a step."""
         if order := self.take(
             lambda fault: isinstance(fault, Raise | HoldGil | ExhaustMemory) or _flips(fault, "parameters")
         ):
@@ -116,13 +128,14 @@ class _Hooks:
                     self.tell(order, f"allocates in step {at}")
                     taken = [
                         b"\1" * (1 << 20) for _ in range(4 * MEMORY_BYTES >> 20)
-                    ]  # not for ever: the group may be gone
+                    ]  # bounded, since the cgroup may be gone
                     del taken
                 case _:
                     tensors = [p for module in units._state.modules.values() for p in module.parameters()]
                     self.flip(tensors, order, f"of the parameters in step {at}")
 
     def before_update(self, units: UnitRunner) -> None:
+        """Carry out an order before the first optimizer step of a step, when the gradients are complete."""
         if units.step_in_hand is None:
             return
         if order := self.take(lambda fault: _flips(fault, "gradients")):
@@ -136,12 +149,14 @@ class _Hooks:
             self.flip(gradients, order, f"of the gradients in step {units.step_in_hand._at.step}")
 
     def in_collective(self) -> None:
+        """Carry out an order before a collective."""
         if order := self.take(lambda fault: isinstance(fault, DelayCollective)):
             assert isinstance(order.fault, DelayCollective)
             self.tell(order, f"late by {order.fault.for_s} s")
             time.sleep(order.fault.for_s)
 
     def at_point(self, point: str) -> None:
+        """Count a visit of ``point``, and crash if an order says so."""
         with (self._folder / "points" / point).open("ab") as file:
             file.write(b".")
         self._visits[point] = nth = self._visits.get(point, 0) + 1
@@ -150,6 +165,7 @@ class _Hooks:
             os._exit(CRASHED)
 
     def at_end(self, units: UnitRunner) -> None:
+        """Write a digest of the rank's tracked state, once it has finished."""
         state, rank = units._state, units._world.rank
         digest = hashlib.sha256(state.encode_plain())
         for name, tensor in sorted(state.tensors().items()):
@@ -159,12 +175,14 @@ class _Hooks:
         partial.rename(partial.with_suffix(""))
 
     def flip(self, tensors: Sequence[torch.Tensor], order: Order, where: str) -> None:
+        """Flip one random bit in one of ``tensors``, in place, and report it. Only local, contiguous tensors
+        are hit."""
         import torch
 
         draw = random.Random(order.seed)
         local = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors]
         chosen = draw.choice([tensor for tensor in local if tensor.numel() and tensor.is_contiguous()])
-        flat = chosen.data.view(-1).view(torch.uint8)  # .data: as a fault would do it, seen by no version counter
+        flat = chosen.data.view(-1).view(torch.uint8)  # .data: no version counter sees the write
         byte, bit = draw.randrange(flat.numel()), draw.randrange(8)
         flat[byte] ^= 1 << bit
         self.tell(order, f"bit {bit} of byte {byte} {where}")
@@ -182,6 +200,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _install(folder: Path, points: list[str]) -> None:
+    """Hook the places in the code of this process and of those that it forks."""
     from rackrun.chaos.inprocess.data_faults import install_data
     from rackrun.chaos.inprocess.file_faults import install_files
     from rackrun.worker.loop import unit_runner as units
@@ -226,7 +245,7 @@ def _install(folder: Path, points: list[str]) -> None:
         )
     if os.environ.get(STEP_BY_STEP) == "1":
         _hook_witness(Witness(folder))
-    _hook_ends(Ends(folder))  # the outermost: it is given the user's function
+    _hook_ends(Ends(folder))  # the outermost hook: it is given the user's function
 
 
 def _hook_ends(ends: Ends) -> None:
@@ -244,7 +263,7 @@ def _hook_ends(ends: Ends) -> None:
     def looked_at(self: Any, total: int) -> Iterator[int]:
         try:
             yield from steps(self, total)
-        finally:  # also where the loop is left early
+        finally:  # also when the loop is left early
             if not (self._units.leaving or self._world.broken):
                 caller = sys._getframe(1)
                 of_steps = caller.f_code is run.Steps.__next__.__code__
@@ -292,7 +311,7 @@ def _hook_launcher(folder: Path) -> None:
         init(self, configs)
         for config in configs:
             path = folder / "agents" / config.tray
-            path.touch(0o600)  # it holds the job's token
+            path.touch(0o600)  # the file holds the job's token
             path.write_bytes(msgspec.json.encode(config))
 
     LocalAgents.__init__ = hooked_init  # type: ignore[method-assign]

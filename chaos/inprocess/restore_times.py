@@ -1,6 +1,7 @@
-"""How long each rank took to get its state back, as it measures itself: the coordinator sees groups and state only together.
+"""Measure in each rank how long it took to restore its state; the coordinator sees only rebuild and restore together.
 
-A line in ``restores`` of the folder inside: rank, generation, and the host's monotonic clock at the begin and at the end.
+Each restore adds a line to ``restores`` in the folder: rank, generation, and the host's monotonic clock at the
+beginning and at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ NAME = "restores"
 
 
 class Restored(NamedTuple):
+    """One restore of one rank: when it began and ended, by the host's monotonic clock."""
+
     rank: int
     generation: int
     began_s: float
@@ -24,7 +27,7 @@ class Restored(NamedTuple):
 
 
 def watch_restores(folder: Path) -> None:
-    """In a worker, before it trains."""
+    """Hook the restore in a worker, before it trains."""
     from rackrun.worker.loop.join_generation import Rejoin
 
     restore = Rejoin._restore
@@ -34,13 +37,14 @@ def watch_restores(folder: Path) -> None:
         restore(self, plan, fresh=fresh)
         line = f"{self._world.rank} {plan.generation} {began_s:.6f} {time.monotonic():.6f}\n"
         with contextlib.suppress(OSError), (folder / NAME).open("ab", buffering=0) as file:
-            os.write(file.fileno(), line.encode())  # in one piece, beside the other ranks'
+            os.write(file.fileno(), line.encode())  # one write, so that lines of several ranks do not mix
 
     Rejoin._restore = watched  # type: ignore[method-assign]
 
 
 def read_restores(folder: Path) -> list[Restored]:
-    """In the order in which they ended. Empty when nobody had to; what a full disk has cut off is left out."""
+    """Return all restores, in the order in which they ended; empty if there were none. Incomplete lines are
+    left out."""
     try:
         words = [line.split() for line in (folder / NAME).read_text().splitlines()]
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""What ranks hold, by name: written in the workers of a run, read by who compares it.
+"""Record the state of the ranks by name: written by the workers of a run, read by the harness that compares runs.
 
-``FOLDER/ends/RANK.json`` is an `End`, of every run: what the script of a rank reached behind its last step and nobody tracks. Where a run is looked at
-step by step, ``FOLDER/witness/RANK-PID.jsonl`` has a `Held` for each attempt of a step, and one for the end. It is also where a worker waits until the
-harness has seen the step before, so that what a plan does after a step is done there: ``FOLDER/go`` is the last step that may begin.
+``FOLDER/ends/RANK.json`` is an `End`, written in every run: the state that the rank's script reaches after its last
+step and that is not tracked. In a step-by-step run, ``FOLDER/witness/RANK-PID.jsonl`` has a `Held` for each attempt of
+a step, and one for the end. In such a run a worker also waits before each step until the harness has seen the step
+before, so that what a plan does after a step is done there: ``FOLDER/go`` holds the last step that may begin.
 """
 
 from __future__ import annotations
@@ -27,40 +28,44 @@ __all__ = ["FREE", "STEP_BY_STEP", "End", "Ends", "Held", "Witness", "let_go_on"
 
 STEP_BY_STEP = "RACKRUN_CHAOS_STEP_BY_STEP"
 FREE = 2**53
-"""In ``go``: wait for nobody."""
+"""The content of ``go`` with which no step waits."""
 _WAIT_S = 0.002
 _OF_OPTIMIZER = re.compile(r"([^/]+)/state/(\d+)/(\d+)/(.+)")
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rank, before a step."""
+    """The state of a rank before a step."""
 
     step: int
-    """At the end: the number of steps."""
+    """The step; at the end, the number of steps."""
     rank: int
     world: int
-    """How many ranks there are."""
+    """The number of ranks."""
     pid: int
     attempt: int = 0
     tracked: dict[str, str] = {}
-    """Name -> value, or digest: of all that ``run.track`` was given."""
+    """Name -> value or digest, for all state that ``run.track`` was given."""
     reached: dict[str, str] = {}
-    """The same of what else the step function reaches (`rackrun.chaos.inprocess.untracked_state`)."""
+    """The same for all other state that the step function reaches (`rackrun.chaos.inprocess.untracked_state`)."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank, when its loop has ended."""
+    """The untracked state of a rank when its loop has ended."""
 
     rank: int
     world: int
     since: int
-    """The first step that its process has done; -1: none."""
+    """The first step that this process has done; -1 if it has done none."""
     reached: dict[str, str]
-    """As `Held` has it, from the step function and from the variables of the functions around the loop."""
+    """Name -> value or digest, for what the step function and the variables of the functions around the loop reach."""
 
 
 class Ends:
-    """In a worker: looks when the loop ends, and writes when the rank has finished, which is when its number is its last."""
+    """The recorder of `End` in a worker.
+
+    It reads the state when the loop ends and writes it when the rank has finished, because the rank's number is final
+    then.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,12 +74,13 @@ class Ends:
         self._reached: dict[str, str] = {}
 
     def began(self, step: int, body: Callable[..., Any]) -> None:
-        """A step of this process; ``body`` as `Witness.write` has it."""
+        """Note that this process begins a step. ``body``: as in `Witness.write`."""
         self._since = step if self._since < 0 else self._since
         self._body = body
 
     def look(self, state: TrackedState, frame: types.FrameType | None) -> None:
-        """``frame``: of whoever asks ``run.steps`` for the next step."""
+        """Read what the script reaches now. ``frame``: that of the caller which asks ``run.steps`` for the next
+        step."""
         from rackrun.chaos.inprocess.untracked_state import frames_of_script, reached
 
         try:
@@ -86,6 +92,7 @@ class Ends:
         self._reached = found
 
     def write(self, rank: int, world: int) -> None:
+        """Write what was read as the `End` of this rank."""
         end = End(rank=rank, world=world, since=self._since, reached=self._reached)
         partial = self._folder / "ends" / f"{rank}.part"
         partial.write_bytes(msgspec.json.encode(end))
@@ -93,20 +100,24 @@ class Ends:
 
 
 class Witness:
-    """In a worker."""
+    """The recorder of `Held` in a worker, for step-by-step runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._body: Callable[..., Any] | None = None
-        """Of the last step."""
+        """The body of the last step."""
 
     def wait(self, step: int) -> None:
-        """Until the harness lets it begin, between two steps."""
+        """Wait, between two steps, until the harness lets ``step`` begin."""
         while step > _read_go(self._folder):
             time.sleep(_WAIT_S)
 
     def write(self, units: UnitRunner, step: int, body: Callable[..., Any] | None = None, attempt: int = 0) -> None:
-        """``body``: calls the user's step function, with its arguments (`rackrun.worker.loop.run`); at the end it is that of the last step."""
+        """Record the state of this rank before ``step``.
+
+        ``body`` calls the user's step function with its arguments (`rackrun.worker.loop.run`); at the end, where it is
+        None, that of the last step is used.
+        """
         from rackrun.chaos.inprocess.untracked_state import reached
 
         self._body = body or self._body
@@ -126,14 +137,14 @@ class Witness:
 
 
 def let_go_on(folder: Path, step: int) -> None:
-    """Steps up to this one may begin."""
+    """Let the workers of a step-by-step run begin all steps up to ``step``."""
     partial = folder / "go.part"
     partial.write_text(str(step))
     partial.replace(folder / "go")
 
 
 def read_witness(folder: Path) -> list[Held]:
-    """Of a run, by step and rank. A process that was killed has left half a line, perhaps."""
+    """Return the records of a run, by step, rank and attempt. A half-written line of a killed process is left out."""
     found: list[Held] = []
     for path in sorted((folder / "witness").glob("*.jsonl")):
         whole = path.read_bytes().rpartition(b"\n")[0]
@@ -142,7 +153,7 @@ def read_witness(folder: Path) -> list[Held]:
 
 
 def read_ends(folder: Path) -> dict[int, End]:
-    """Rank -> its end, of a run."""
+    """Return rank -> its `End`, for a run."""
     paths = sorted((folder / "ends").glob("*.json"))
     return {end.rank: end for end in (msgspec.json.decode(path.read_bytes(), type=End) for path in paths)}
 
@@ -154,7 +165,11 @@ def _read_go(folder: Path) -> int:
 
 
 def _known(state: TrackedState) -> Iterable[object]:
-    """Tensors and torch's own objects that are kept as a whole; what is the user's is looked into, for ``state_dict`` may leave some of it out."""
+    """Return the objects that are tracked as a whole: tensors and torch's own objects.
+
+    Tracked objects of the user's are not among them but are looked into, because their ``state_dict`` may leave
+    something out.
+    """
     from torch.amp import GradScaler
 
     scalers = [other for other in state.others.values() if isinstance(other, GradScaler)]
@@ -162,7 +177,7 @@ def _known(state: TrackedState) -> Iterable[object]:
 
 
 def _called(body: Callable[..., Any] | None) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """A step function, and what it is given besides the step."""
+    """Return the user's step function, and what it is called with besides the step, by name."""
     if body is None:
         return None, {}
     inside = inspect.getclosurevars(body).nonlocals
@@ -176,6 +191,7 @@ def _called(body: Callable[..., Any] | None) -> tuple[Callable[..., Any] | None,
 
 
 def _tracked(units: UnitRunner) -> dict[str, str]:
+    """Return the tracked state of this rank: readable name -> value or digest. State of rackrun's own is left out."""
     from rackrun.chaos.inprocess.untracked_state import told
 
     state = units._state
@@ -198,10 +214,11 @@ def _tracked(units: UnitRunner) -> dict[str, str]:
     plain: dict[str, Any] = msgspec.msgpack.decode(state.encode_plain(), strict=False)
     for path, value in _flat("", plain):
         found.setdefault(readable(path), told(value))
-    return {name: found[name] for name in sorted(found) if not name.startswith("rackrun.")}  # what is our own
+    return {name: found[name] for name in sorted(found) if not name.startswith("rackrun.")}  # rackrun's own state
 
 
 def _flat(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of nested dicts and lists, each with its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         return [(path, value)]

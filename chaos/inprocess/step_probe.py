@@ -1,4 +1,6 @@
-"""What a training script tells of its steps where no coordinator does: one line in a script that torchrun starts.
+"""Record the steps of a training script that torchrun starts, where no coordinator does.
+
+The script needs one line:
 
 ::
 
@@ -6,8 +8,8 @@
     ...
     report_step(rank=rank, step=step, loss=loss.item(), samples=ids)   # after optimizer.step()
 
-Without ``RACKRUN_CHAOS_TOLD`` in the environment, which `rackctl chaos run --launcher torchrun` sets, it does nothing. Imports neither torch nor the
-rest of rackrun's runtime.
+The function does nothing without ``RACKRUN_CHAOS_TOLD`` in the environment, which `rackctl chaos run --launcher
+torchrun` sets. The module imports neither torch nor the rest of rackrun's runtime.
 """
 
 from __future__ import annotations
@@ -25,19 +27,22 @@ FOLDER = "RACKRUN_CHAOS_TOLD"
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank has finished a step. ``at_s``: Unix time."""
+    """The record of a step that a rank has finished. ``at_s`` is Unix time."""
 
     rank: int
     step: int
     loss: str
-    """As `float.hex` has it: every bit."""
+    """The loss as `float.hex` writes it, so that every bit is kept."""
     samples: tuple[int, ...] = ()
     at_s: float
     pid: int
 
 
 def report_step(*, rank: int, step: int, loss: float, samples: Sequence[int] = ()) -> None:
-    """In one write, so that a rank that is killed leaves whole lines or none."""
+    """Record that this rank has finished a step, with its loss and the ids of its samples.
+
+    The record is a single write, so a rank that is killed leaves a whole line or none.
+    """
     folder = os.environ.get(FOLDER, "")
     if folder:
         told = Told(
@@ -51,7 +56,7 @@ def report_step(*, rank: int, step: int, loss: float, samples: Sequence[int] = (
 
 
 def read_told(folder: Path) -> list[Told]:
-    """In the order of time."""
+    """Return the records of all ranks in ``folder``, in the order of time. Incomplete lines are left out."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
     return sorted(
         (msgspec.json.decode(line, type=Told) for line in lines if line.endswith(b"\n")), key=lambda told: told.at_s

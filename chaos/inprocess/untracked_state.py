@@ -1,10 +1,11 @@
-"""What a script reaches and nobody tracks: what a process that takes over does not get from anywhere.
+"""Find the state that a training script reaches but does not track, which a process that takes over does not get.
 
-Values by name, as text: ``normaliser.mean`` -> ``0.25``; large ones as a digest. The walk begins at the step function and at the frames of the
-script that stand around its loop: local variables, closures, the globals that their code names, and from there attributes, keys and places,
-attributes of classes and functions, and the locals of generators that are half consumed. Objects of torch, numpy, the standard library and of
-programs that only show something (progress bars, loggers) are not looked into, but for those that hold state of the script's: modules, schedulers, optimizers,
-scalers, random generators, namespaces, partial functions.
+The result maps names to values as text: ``normaliser.mean`` -> ``0.25``; large values appear as a digest. The walk
+begins at the step function and at the script's frames around its loop: local variables, closures, and the globals that
+their code names. From there it follows attributes, keys and items, attributes of classes and functions, and the locals
+of generators that are half consumed. It does not look into objects of torch, numpy, the standard library, and libraries
+that only display something (progress bars, loggers), except those that hold state of the script's: modules, schedulers,
+optimizers, scalers, random generators, namespaces, partial functions.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ __all__ = ["frames_of_script", "reached", "told"]
 LOOKED_AT_MAX = 20_000
 DEPTH_MAX = 8
 SPREAD_MAX = 16
-"""Longer lists and dictionaries are one digest."""
+"""Lists and dictionaries longer than this are reported as one digest."""
 CHARS_MAX = 60
 _NOT_THE_USERS = {"torch", "numpy", "rackrun", "msgspec", "torchvision", "triton", "pytest", "_pytest"}
 _NOT_THE_USERS |= {"tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "mlflow", "loguru", "absl", "typer", "click"}
-"""These show what a script does: what they hold goes into no training."""
+"""Libraries that display what a script does; nothing that they hold influences the training."""
 _NOT_THE_USERS |= set(sys.stdlib_module_names)
 _NOT_THE_USERS.discard("__main__")
 _OF_ANY_MODULE = set(vars(nn.Module()))
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), np.generic, range, itertools.count)
 _PLAIN += (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date, pathlib.PurePath)
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
-"""Of the standard library, and made to hold what is a script's."""
+"""Classes of the standard library that are made to hold a script's own values."""
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
 _ITERABLES: list[Any] = [[], (), "", b"", range(1), {}, {}.values(), {}.items(), set(), reversed([])]
 _ITERATORS = tuple(type(iter(one)) for one in _ITERABLES)
@@ -66,10 +67,14 @@ def reached(
     frames: Sequence[types.FrameType] = (),
     folder: str = "",
 ) -> dict[str, str]:
-    """From ``function``, what it is given, and the variables of ``frames``; without the ``tracked`` tensors and objects. It calls nothing of the user's. ``folder``: of
-    this run; where a text names it, ``{out}`` stands instead."""
+    """Return name -> value or digest, for all untracked state that the step function can reach.
+
+    The walk starts from ``function``, its ``arguments``, and the variables of ``frames``; it skips the ``tracked``
+    tensors and objects and calls no code of the user's. ``folder`` is that of this run: a text that contains it shows
+    ``{out}`` instead, so that two runs can be compared.
+    """
     walk = _Walk({id(one) for one in tracked}, folder=folder)
-    with contextlib.suppress(RuntimeError, ReferenceError):  # a thread of the user's changes what is looked at
+    with contextlib.suppress(RuntimeError, ReferenceError):  # a user's thread may change an object now
         walk.function(function, 0)
         for name, value in arguments.items():
             walk.value(name, value)
@@ -79,7 +84,10 @@ def reached(
 
 
 def frames_of_script(frame: types.FrameType | None) -> list[types.FrameType]:
-    """Those of the script from ``frame`` outwards to the function that rackrun has called. Modules are none: they are reached by name."""
+    """Return the script's frames, from ``frame`` outwards to the function that rackrun called.
+
+    Frames of module bodies are left out, because their variables are reached by name.
+    """
     found = []
     while frame is not None and frame.f_globals.get("__name__") != "rackrun.worker.loop.main_entry":
         if _is_users(frame.f_globals.get("__name__")) and frame.f_code.co_name != "<module>":
@@ -89,7 +97,10 @@ def frames_of_script(frame: types.FrameType | None) -> list[types.FrameType]:
 
 
 def told(value: Any, folder: str = "") -> str:
-    """A plain value or a tensor, such that equal ones are told alike, bit for bit. ``folder`` as in `reached`."""
+    """Return a plain value or a tensor as text, such that values that are equal bit for bit give the same text.
+
+    ``folder``: as in `reached`.
+    """
     if isinstance(value, torch.Tensor):
         return _tensor_told(value.detach())
     if isinstance(value, np.ndarray):
@@ -106,7 +117,7 @@ def _tensor_told(tensor: torch.Tensor) -> str:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     what = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
     if local.layout is not torch.strided or local.is_meta or local.is_quantized:
-        return f"{what} {local.layout}"  # its bits are not looked at
+        return f"{what} {local.layout}"  # its bits are not read
     if local.numel() == 1:
         return repr(local.item())
     plain = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
@@ -120,9 +131,10 @@ class _Walk:
         self._tracked, self._left, self._folder = tracked, left, folder
         self._classes: set[type] = set()
         self._seen: dict[int, object] = {}
-        """Held, so that no number is used twice."""
+        """Objects seen so far, by id; held so that no id is used again."""
 
     def function(self, function: Any, depth: int) -> None:
+        """Follow the closure, the attributes and the named globals of a function."""
         function = getattr(function, "__func__", function)
         if id(function) in self._seen or depth > DEPTH_MAX:
             return
@@ -141,12 +153,13 @@ class _Walk:
         self._globals(code, function.__globals__, depth)
 
     def frame(self, frame: types.FrameType) -> None:
+        """Follow the local variables and the named globals of a frame."""
         for name, value in frame.f_locals.items():
             self.value(name, value)
         self._globals(frame.f_code, frame.f_globals, 0)
 
     def _globals(self, code: types.CodeType, of: Mapping[str, Any], depth: int) -> None:
-        """Those that ``code`` names."""
+        """Follow the globals that ``code`` names."""
         names = list(dict.fromkeys(_names(code)))
         for name in names:
             if name in of:
@@ -157,13 +170,15 @@ class _Walk:
                     self.value(name, value, depth)
 
     def _module(self, name: str, module: types.ModuleType, names: list[str], depth: int) -> None:
-        """Of a module of the user's, what is asked of it."""
+        """Follow the attributes of a user's module that the code names."""
         if _is_users(module.__name__):
             for inner in names:
                 if inner in vars(module):
                     self.value(f"{name}.{inner}", vars(module)[inner], depth + 1)
 
     def value(self, path: str, value: Any, depth: int = 0) -> None:
+        """Record ``value`` under ``path`` if it is plain or has a digest as a whole; otherwise follow what it
+        contains."""
         if isinstance(value, _PLAIN):
             self._tell(path, told(value, self._folder))
             return
@@ -208,7 +223,7 @@ class _Walk:
                 return
 
     def _class(self, kind: type, depth: int) -> None:
-        """Of the user's: what stands in the class itself, and what its methods name."""
+        """Follow the attributes of a user's class, and what its methods name."""
         for base in kind.__mro__:
             if not _is_users(base.__module__) or base in self._classes:
                 continue
@@ -254,7 +269,8 @@ class _Walk:
 
 
 def _held_by(value: Any) -> dict[str, Any] | None:
-    """What an object of torch's or the standard library's holds of a script's; None: it is none of those."""
+    """Return the state of a script's that an object of torch's or the standard library's holds; None for any other
+    object."""
     match value:
         case functools.partial():
             return {"func": value.func, "args": value.args, "keywords": value.keywords}
@@ -277,7 +293,7 @@ def _held_by(value: Any) -> dict[str, Any] | None:
 
 
 def _as_one(value: Any) -> str | None:
-    """What is told by a digest of the whole; None: it is looked into."""
+    """Return the digest of an object that is recorded as a whole; None if the walk has to look into it."""
     match value:
         case torch.Tensor() | np.ndarray():
             return told(value)
@@ -299,7 +315,7 @@ def _as_one(value: Any) -> str | None:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Of globals and attributes, those in functions that it has inside, too."""
+    """Yield the names of globals and attributes in ``code`` and in the functions defined inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -317,6 +333,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _is_users(module: str | None) -> bool:
+    """Whether a module is the user's, rather than of a library that the walk does not look into."""
     return module is not None and module.partition(".")[0] not in _NOT_THE_USERS
 
 

@@ -1,4 +1,4 @@
-"""Who says whether a run was right: each looks at one thing, and says *true*, *false*, or that it cannot know."""
+"""The oracles: each judges one aspect of a run as *true*, *false* or *unknown*."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ ORACLES: dict[str, Callable[[Evidence], Verdict]] = {
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
+    """Return the verdict of every oracle about a run."""
     return [msgspec.structs.replace(of(evidence), oracle=name) for name, of in ORACLES.items()]
 
 
 def overall(verdicts: list[Verdict]) -> bool | None:
-    """One that is wrong is enough; none may be unknown."""
+    """Return False if any verdict is false, else None if any is unknown, else True."""
     if any(verdict.holds is False for verdict in verdicts):
         return False
     return None if any(verdict.holds is None for verdict in verdicts) else True

@@ -1,1 +1,1 @@
-"""Plans: their values, how they are drawn and made smaller, when each fault is due."""
+"""Chaos plans: their values, how plans are drawn and made smaller, and when each fault is due."""

@@ -1,4 +1,6 @@
-"""Plans in Python, as short as they are told::
+"""Functions that build a chaos plan in Python.
+
+::
 
     make_plan(
         inject(Kill(), one("rank"), step=6),
@@ -8,7 +10,8 @@
         slots=1,
     )
 
-Each is the value of `rackrun.chaos.plan.definition` or `rackrun.chaos.faults.targets` of the same name; what means nothing is refused by `make_plan`.
+Each function returns the value of the same name in `rackrun.chaos.plan.definition` or `rackrun.chaos.faults.targets`.
+`make_plan` refuses a plan that makes no sense.
 """
 
 from __future__ import annotations
@@ -73,7 +76,10 @@ def make_plan(
     trays: int | None = None,
     name: str = "",
 ) -> Plan:
-    """``parts``, one after another. ``slots``, ``trays``: never more than that gone at once. Raises `PlanError`."""
+    """Return a plan that runs ``parts`` one after another. Raises `PlanError` if the plan makes no sense.
+
+    ``slots`` and ``trays`` limit how many of each may be lost at the same time.
+    """
     if not parts:
         raise PlanError("the plan has no parts.", remedy="give it at least one.")
     whole = parts[0] if len(parts) == 1 else Seq(parts=parts)
@@ -92,8 +98,12 @@ def inject(
     time_s: float | None = None,
     plus_s: float = 0.0,
 ) -> Inject:
-    """``fault`` once, at ``target``: when ``step`` is committed, when some process comes to ``point`` for the ``nth`` time, ``time_s`` after the
-    first step, or else when its turn has come; ``plus_s`` later. Raises `PlanError` for more than one of these."""
+    """Return a part that strikes ``target`` once with ``fault``.
+
+    The strike is due when ``step`` is committed, when processes have reached ``point`` ``nth`` times, or ``time_s``
+    seconds after the first step; without any of these, when the part's turn comes. ``plus_s`` delays it by that many
+    seconds. Raises `PlanError` if more than one moment is given, or ``plus_s`` with ``point`` or ``time_s``.
+    """
     if sum(at is not None for at in (step, point, time_s)) > 1:
         raise PlanError("a fault strikes at one moment.", remedy="give one of step, point and time_s.")
     if step is not None:
@@ -108,83 +118,94 @@ def inject(
 
 
 def seq(*parts: Part) -> Seq:
-    """One after another: the next begins when the turn of the one before is over; that of a fault with ``for_s``, when it has been taken back."""
+    """Return a part that runs ``parts`` one after another: each begins when the turn of the one before is over.
+
+    The turn of a fault with ``for_s`` is over when the fault has been taken back.
+    """
     return Seq(parts=parts)
 
 
 def par(*parts: Part) -> Par:
-    """All at the same time."""
+    """Return a part that runs all ``parts`` at the same time."""
     return Par(parts=parts)
 
 
 def every(mean_s: float, part: Part, times: int | None = None) -> Every:
-    """``part`` again and again, after times that are ``mean_s`` on average; ``times``, or until the job ends."""
+    """Return a part that repeats ``part``, ``times`` times or until the job ends, with waits of ``mean_s`` seconds on
+    average."""
     return Every(mean_s=mean_s, part=part, times=times)
 
 
 def burst(times: int, within_s: float, part: Part) -> Burst:
-    """``part`` so many ``times``, at random moments ``within_s`` seconds."""
+    """Return a part that runs ``part`` ``times`` times, at random moments within ``within_s`` seconds."""
     return Burst(times=times, within_s=within_s, part=part)
 
 
 def flip_flop(fault: Fault, target: Target, *, on_s: float, off_s: float, times: int = 1) -> FlipFlop:
-    """A fault that lasts is there for ``on_s``, and not for ``off_s``, ``times``."""
+    """Return a part in which a fault that lasts is in force for ``on_s`` and absent for ``off_s`` seconds, ``times``
+    times."""
     return FlipFlop(fault=fault, target=target, on_s=on_s, off_s=off_s, times=times)
 
 
 def swizzle(fault: Fault, target: Target, *, over_s: float) -> Swizzle:
-    """A fault that lasts strikes its subjects one by one, and is taken back in another order."""
+    """Return a part in which a fault that lasts strikes its subjects one by one and is taken back in another order.
+
+    Each of the two phases takes ``over_s`` seconds.
+    """
     return Swizzle(fault=fault, target=target, over_s=over_s)
 
 
 def heal() -> Heal:
-    """All that lasts is taken back."""
+    """Return a part that takes back every fault in force."""
     return Heal()
 
 
 def quiet(steps: int) -> Quiet:
-    """Nothing, until so many more steps, or the job's last, are committed."""
+    """Return a part that strikes nothing until ``steps`` more steps, or the job's last step, are committed."""
     return Quiet(steps=steps)
 
 
 # -- to whom
 def one(of: Kind) -> One:
-    """A random one, of those there are when the fault strikes."""
+    """Return a target: one random subject of this kind, among those that exist at the moment of the strike."""
     return One(_kind(of))
 
 
 def several(of: Kind, count: int) -> Several:
-    """So many random ones."""
+    """Return a target: ``count`` random subjects of this kind."""
     return Several(_kind(of), count)
 
 
 def minority(of: Kind) -> Minority:
-    """As many as can be, but fewer than half."""
+    """Return a target: the largest number of random subjects of this kind that is fewer than half."""
     return Minority(_kind(of))
 
 
 def majority(of: Kind) -> Majority:
-    """As few as can be, but more than half."""
+    """Return a target: the smallest number of random subjects of this kind that is more than half."""
     return Majority(_kind(of))
 
 
 def exactly(kind: Kind, *names: str | int) -> Exactly:
-    """These: ranks by number, spares by slot, trays and agents by tray; the coordinator has no name."""
+    """Return a target: the subjects with these names.
+
+    Ranks are named by number, spares by slot, trays and agents by tray; the coordinator has no name.
+    """
     return Exactly(_kind(kind), _names(names))
 
 
 def last(of: Kind) -> Last:
-    """The one that was struck last."""
+    """Return a target: the subject of this kind that was struck last."""
     return Last(_kind(of))
 
 
 def neighbour_of(whom: Target) -> NeighbourOf:
-    """Another one in the same NVLink clique, on the same tray if there is one."""
+    """Return a target: another subject of the same kind in the same NVLink clique, on the same tray if there is one."""
     return NeighbourOf(whom)
 
 
 def buddy_of(whom: Target) -> BuddyOf:
-    """Who keeps its snapshots."""
+    """Return a target: the subject that keeps the snapshots of ``whom``."""
     return BuddyOf(whom)
 
 

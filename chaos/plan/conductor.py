@@ -1,10 +1,11 @@
-"""Who says what is to be broken now: a plan as a pure machine, for real runs and for those in virtual time.
+"""Carry out a chaos plan as a pure state machine, for real runs and for simulated ones.
 
-It is told what can be seen of the job (`See`), and what has become of its orders; it answers with orders. It draws all
-that is random from streams of the plan's seed, which are named by the part of the plan, so the same sights give the same orders.
+The conductor is given what can be seen of the job (`See`) and the outcome of each of its orders; it returns new orders.
+Everything random comes from streams of the plan's seed, each named by the part of the plan that draws from it, so the
+same observations give the same orders.
 
-Every order is recorded, with where it struck in the end; `Conductor.resolved` is the record as a plan, which repeats the run
-as far as steps and times can.
+Every order is recorded together with what it struck. `Conductor.resolved` returns this record as a plan, which repeats
+the run as exactly as steps and times allow.
 """
 
 from __future__ import annotations
@@ -44,23 +45,25 @@ from rackrun.chaos.plan.definition import (
 __all__ = ["TARGET_PATIENCE_S", "Conductor", "Order", "Record", "See", "Strike", "TakeBack"]
 
 TARGET_PATIENCE_S = 10.0
-"""A strike waits so long for somebody whom it can strike: a spare that still starts, a rank that is being replaced."""
+"""How many seconds a strike waits for a subject, such as a spare that still starts or a rank that is being replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class See:
-    """What can be seen of the job."""
+    """An observation of the job."""
 
     now_s: float
     step: int
-    """The newest committed; -1: none."""
+    """The newest committed step; -1 if there is none."""
     scene: Scene
     points: dict[str, int] = field(default_factory=dict)
-    """How often each named point was come to."""
+    """How many times each named point has been reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
+    """An order: strike these subjects with this fault."""
+
     number: int
     fault: Fault
     subjects: tuple[Subject, ...]
@@ -68,8 +71,10 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class TakeBack:
+    """An order: take a fault back."""
+
     number: int
-    """Of the strike."""
+    """The number of the strike to take back."""
 
 
 Order = Strike | TakeBack
@@ -77,22 +82,24 @@ Order = Strike | TakeBack
 
 @dataclass(slots=True)
 class Record:
-    """One strike."""
+    """The record of one strike."""
 
     strike: Strike
     step: int
     plus_s: float
-    """Since that step was seen committed."""
+    """Seconds since the commit of that step was seen."""
     at_s: float
     took: bool | None = None
-    """None: not known yet."""
+    """Whether the strike took effect; None while that is not known."""
     detail: str = ""
     back_s: float | None = None
-    """When it was taken back."""
+    """When the fault was taken back, on the clock of `See.now_s`; None if it was not."""
 
 
 @dataclass(slots=True)
 class _Wait:
+    """What a script waits for: a condition, and the time at which to check it again if nothing happens before."""
+
     until: Callable[[], bool]
     wake_s: float | None = None
 
@@ -101,13 +108,15 @@ _Script = Iterator[_Wait]
 
 
 class Conductor:
+    """The state machine that carries out one plan."""
+
     def __init__(self, plan: Plan, *, last_step: int | None = None) -> None:
-        """``last_step``: the job's, where it is known; no `Quiet` lasts beyond it."""
+        """``last_step`` is the job's last step, where it is known; no `Quiet` waits beyond it."""
         self.plan = plan
         self._last_step = math.inf if last_step is None else last_step
         self.records: list[Record] = []
         self.nobody: list[str] = []
-        """Strikes that had no target."""
+        """Strikes that found no subject, each as a text."""
         self._orders: list[Order] = []
         self._tasks: list[tuple[_Script, _Wait]] = []
         self._seen: See | None = None
@@ -116,14 +125,14 @@ class Conductor:
         self._whole = Scene(())
         self._struck: list[Subject] = []
         self._reached: set[str] = set()
-        """Names of parts that have struck, or had nobody to strike."""
+        """Names of the parts that have struck or found no subject."""
         self._dying: dict[str, int] = {}
-        """Slot -> the incarnation that was struck, until it is seen gone."""
+        """Slot -> the incarnation that was struck there, until that worker is seen to be gone."""
         self._start(self._perform(plan.plan, ""))
 
-    # -- what it is told
+    # -- input
     def see(self, seen: See) -> list[Order]:
-        """Orders that follow from this, in order."""
+        """Take in an observation, and return the orders that follow from it, in order."""
         if self._seen is None or seen.step > self._seen.step:
             self._step_s = seen.now_s
         if self._started_s is None and seen.step >= 0:
@@ -136,7 +145,8 @@ class Conductor:
         return self._advance()
 
     def confirm(self, number: int, *, took: bool, detail: str = "") -> list[Order]:
-        """What has become of a strike. ``took``: it has taken effect."""
+        """Take in the outcome of strike ``number``, and return the orders that follow. ``took``: the strike has taken
+        effect."""
         record = self.records[number]
         record.took, record.detail = took, detail
         if not took:
@@ -146,24 +156,32 @@ class Conductor:
 
     @property
     def done(self) -> bool:
-        """The plan has been carried out."""
+        """Whether the plan has been carried out completely."""
         return not self._tasks
 
     @property
     def owes(self) -> bool:
-        """It has not been carried out; where it goes on for as long as the job does: some part has not come to its turn even once."""
+        """Whether the plan still has to strike.
+
+        An endless plan still has to strike as long as some part of it has not had its turn even once.
+        """
         waits = not (is_endless(self.plan) and self._reached.issuperset(_strikes_of(self.plan.plan, "")))
         return waits and not self.done
 
     @property
     def wake_s(self) -> float | None:
-        """When it wants to see the job next, if nothing happens before. What was to come until then and has not, comes with what happens."""
+        """The time at which the conductor needs its next observation if nothing happens before; None if there is no
+        such time.
+
+        Moments that have passed already are ignored: what was due then follows with the next observation.
+        """
         now_s = -math.inf if self._seen is None else self._seen.now_s
         moments = [wait.wake_s for _, wait in self._tasks if wait.wake_s is not None and wait.wake_s > now_s]
         return min(moments, default=None)
 
     def resolved(self) -> Plan:
-        """What was done, with its targets by name: every strike once more after as many steps."""
+        """Return the plan of what was done: every strike that took effect, with its subjects by name and at the same
+        step."""
         parts: list[Part] = []
         for record in self.records:
             if record.took is False:
@@ -180,7 +198,7 @@ class Conductor:
 
     # -- carrying it out
     def _start(self, script: _Script) -> Callable[[], bool]:
-        """Returns whether it has ended, to be asked later."""
+        """Run ``script`` beside the others, and return a function that says whether it has ended."""
         running = [True]
 
         def to_its_end() -> _Script:
@@ -191,6 +209,7 @@ class Conductor:
         return lambda: not running[0]
 
     def _advance(self) -> list[Order]:
+        """Run every script as far as its conditions allow, and return the orders that this produced."""
         moved = True
         while moved:
             moved = False
@@ -207,7 +226,7 @@ class Conductor:
         return orders
 
     def _perform(self, part: Part, name: str) -> _Script:
-        """``name`` is the part's, for its streams."""
+        """Carry out ``part``. ``name`` is the part's place in the plan, which names its random streams."""
         match part:
             case Inject(fault=fault, target=target, when=when):
                 yield from self._until(when)
@@ -275,7 +294,7 @@ class Conductor:
             self._take_back(record)
 
     def _strike(self, fault: Fault, target: Target, name: str) -> Generator[_Wait, None, Record | None]:
-        """Returns its record; None: there was nobody to strike."""
+        """Strike, and return the record; None if there was no subject."""
         draw = stream(self.plan.seed, name, "target")
         subjects: tuple[Subject, ...] = ()
         patient_until_s = self._now() + TARGET_PATIENCE_S
@@ -303,7 +322,10 @@ class Conductor:
         return record
 
     def _resolve(self, target: Target, draw: random.Random, *, last: bool = True) -> tuple[Subject, ...] | None:
-        """None: there is nobody yet. Where this is the ``last`` look, that is told, and ()."""
+        """Return the subjects of ``target``, or None if there are none yet.
+
+        If ``last`` is true and there are none, this is noted in `nobody` and the result is empty.
+        """
         seen = self._sight()
         scene = Scene(seen.scene.places, seen.scene.buddies, tuple(self._struck))
         try:
@@ -315,6 +337,7 @@ class Conductor:
             return ()
 
     def _within_budget(self, fault: Fault, subjects: tuple[Subject, ...]) -> bool:
+        """Whether this strike, with all that is lost or disturbed already, stays within the plan's budget."""
         budget, seen = self.plan.budget, self._sight()
         if isinstance(fault, Return) or not (fault.loses or fault.lasts):
             return True
@@ -329,6 +352,7 @@ class Conductor:
         return slots and (budget.trays is None or len(whole - left) <= budget.trays)
 
     def _in_force(self) -> list[Record]:
+        """Return the strikes of lasting faults that have not been taken back."""
         return [r for r in self.records if r.strike.fault.lasts and r.took is not False and r.back_s is None]
 
     def _places(self, subjects: tuple[Subject, ...]) -> list[Place]:
@@ -384,7 +408,7 @@ class Conductor:
 
 
 def _strikes_of(part: Part, name: str) -> Iterator[str]:
-    """Names of the parts of it that strike, as `Conductor` gives them."""
+    """Yield the names that `Conductor` gives to the parts of ``part`` that strike."""
     match part:
         case Inject() | Swizzle():
             yield name
@@ -401,8 +425,10 @@ def _strikes_of(part: Part, name: str) -> Iterator[str]:
 
 
 def _until_taken_back(fault: Fault) -> Fault:
+    """Return the fault without ``for_s``, so that it lasts until it is taken back."""
     return msgspec.structs.replace(fault, for_s=None) if getattr(fault, "for_s", None) is not None else fault
 
 
 def _moments(within_s: float, count: int, draw: random.Random) -> list[float]:
+    """Return ``count`` random moments between 0 and ``within_s`` seconds, in order."""
     return sorted(draw.uniform(0, within_s) for _ in range(count))

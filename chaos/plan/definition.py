@@ -1,20 +1,24 @@
-"""Plans: what is to go wrong, when, and what the job may make of it. Values that are written as YAML or JSON, and compared.
+"""Chaos plans as values: what goes wrong, when, and how the job must end. Plans are written as YAML or JSON.
 
 ::
 
     format: 1
     seed: 7
-    expect: survives                   # or: stops, where it is beyond what the job can survive
-    budget: {slots: 2}                 # never more than that gone at once; what would exceed it waits
+    expect: survives                   # or: stops, where the plan is beyond what the job can survive
+    budget: {slots: 2}                 # never more than that lost at once; a strike that would exceed it waits
     plan:
       do: seq
       parts:
         - {do: inject, when: {at: step, step: 20}, fault: {fault: kill}, target: {who: one, of: rank}}
-        - {do: every, mean_s: 15, times: 4, part: {do: inject, fault: {fault: pause, for_s: 4}, target: {who: one, of: tray}}}
+        - do: every
+          mean_s: 15
+          times: 4
+          part: {do: inject, fault: {fault: pause, for_s: 4}, target: {who: one, of: tray}}
         - {do: heal}
         - {do: quiet, steps: 50}
 
-A trigger is as reproducible as what it counts: a point in the code first, then a step, then time.
+A trigger is only as reproducible as what it counts: points in the code are the most reproducible, then steps, then
+time.
 """
 
 from __future__ import annotations
@@ -71,27 +75,30 @@ class _Trigger(
 
 
 class Now(_Trigger, frozen=True, kw_only=True, tag="now"):
-    """When the part's turn comes, or ``plus_s`` later."""
+    """The strike is due when its part's turn comes, or ``plus_s`` seconds later."""
 
     plus_s: float = 0.0
 
 
 class AtStep(_Trigger, frozen=True, kw_only=True, tag="step"):
-    """When ``step`` is the newest that is committed, or a later one; ``plus_s`` into the step that follows. -1: at the start."""
+    """The strike is due ``plus_s`` seconds after ``step``, or a later step, is the newest committed one.
+
+    A ``step`` of -1 is the start of the job.
+    """
 
     step: int
     plus_s: float = 0.0
 
 
 class AtPoint(_Trigger, frozen=True, kw_only=True, tag="point"):
-    """When some process comes to a named point for the ``nth`` time since the start."""
+    """The strike is due when the job's processes have reached a named point ``nth`` times since the start."""
 
     point: str
     nth: int = 1
 
 
 class AtTime(_Trigger, frozen=True, kw_only=True, tag="time"):
-    """So long after the first committed step, on a wall, or in virtual time."""
+    """The strike is due ``s`` seconds after the first committed step, in wall-clock time or in virtual time."""
 
     s: float
 
@@ -105,8 +112,10 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", forbid_un
 
 
 class Inject(_Part, frozen=True, kw_only=True, tag="inject"):
-    """One fault. Of several subjects, all are struck at once. Its turn is over when that has taken effect, and, where the fault lasts
-    ``for_s``, has been taken back."""
+    """One strike: ``fault`` hits all subjects of ``target`` at once.
+
+    The part's turn is over when the fault has taken effect and, if it lasts ``for_s`` seconds, has been taken back.
+    """
 
     fault: Fault
     target: Target
@@ -114,19 +123,22 @@ class Inject(_Part, frozen=True, kw_only=True, tag="inject"):
 
 
 class Seq(_Part, frozen=True, kw_only=True, tag="seq"):
-    """One after another: the next begins when the turn of the one before is over."""
+    """The parts run one after another: each begins when the turn of the one before is over."""
 
     parts: tuple[Part, ...]
 
 
 class Par(_Part, frozen=True, kw_only=True, tag="par"):
-    """All at the same time."""
+    """All parts begin at the same time; the turn is over when the turns of all are."""
 
     parts: tuple[Part, ...]
 
 
 class Every(_Part, frozen=True, kw_only=True, tag="every"):
-    """Again and again, after times that are exponentially distributed, ``mean_s`` on average; ``times``, or until the job ends."""
+    """The part runs ``times`` times, or until the job ends.
+
+    The waits before each run are exponentially distributed, ``mean_s`` seconds on average.
+    """
 
     mean_s: float
     part: Part
@@ -134,7 +146,7 @@ class Every(_Part, frozen=True, kw_only=True, tag="every"):
 
 
 class Burst(_Part, frozen=True, kw_only=True, tag="burst"):
-    """``times``, at random moments within ``within_s``."""
+    """The part runs ``times`` times, beginning at random moments within ``within_s`` seconds."""
 
     times: int
     within_s: float
@@ -142,7 +154,7 @@ class Burst(_Part, frozen=True, kw_only=True, tag="burst"):
 
 
 class FlipFlop(_Part, frozen=True, kw_only=True, tag="flip_flop"):
-    """A fault that lasts is there for ``on_s``, and not for ``off_s``, ``times``."""
+    """A fault that lasts is in force for ``on_s`` seconds, then absent for ``off_s`` seconds, ``times`` times."""
 
     fault: Fault
     target: Target
@@ -152,7 +164,10 @@ class FlipFlop(_Part, frozen=True, kw_only=True, tag="flip_flop"):
 
 
 class Swizzle(_Part, frozen=True, kw_only=True, tag="swizzle"):
-    """A fault that lasts strikes its subjects one by one, and is taken back from them in another order, each within ``over_s``."""
+    """A fault that lasts strikes its subjects one by one and is then taken back from them in another order.
+
+    Each of the two phases takes ``over_s`` seconds.
+    """
 
     fault: Fault
     target: Target
@@ -160,11 +175,12 @@ class Swizzle(_Part, frozen=True, kw_only=True, tag="swizzle"):
 
 
 class Heal(_Part, frozen=True, kw_only=True, tag="heal"):
-    """All that lasts is taken back."""
+    """Every fault in force is taken back."""
 
 
 class Quiet(_Part, frozen=True, kw_only=True, tag="quiet"):
-    """Nothing happens until so many more steps, or the job's last, are committed: the job must get on by itself."""
+    """Nothing is struck until ``steps`` more steps, or the job's last step, are committed: the job must go on by
+    itself."""
 
     steps: int
 
@@ -173,29 +189,35 @@ Part = Inject | Seq | Par | Every | Burst | FlipFlop | Swizzle | Heal | Quiet
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How much may be gone at the same time. What would exceed it waits until something is back."""
+    """How many slots and trays may be lost at the same time. A strike that would exceed this waits until something is
+    back."""
 
     slots: int | None = None
     trays: int | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A chaos plan: what goes wrong, and how the job has to end."""
+
     plan: Part
     seed: int = 0
     expect: Literal["survives", "stops"] = "survives"
-    """``survives``: it must end as the run without faults, bit for bit. ``stops``: it must stop, with a reason and a remedy."""
+    """``survives``: the job must end as the run without faults does, bit for bit. ``stops``: it must stop with a reason
+    and a remedy."""
     budget: Budget = Budget()
     name: str = ""
     rollback_max: int | None = None
-    """So many committed steps may be computed again at the most, each time that all go back to a snapshot. None: what follows from how often they are
-    taken, as ranks tell of it."""
+    """The most committed steps that may be computed again in one rollback to a snapshot.
+
+    None: the limit follows from how often the ranks report that snapshots are taken.
+    """
     watch: tuple[str, ...] = ()
-    """Points that are counted, besides those that it names."""
+    """Points that are counted in addition to those that the plan names."""
     format: int = FORMAT
 
 
 def parts_of(part: Part) -> Iterator[Part]:
-    """It, and all that it is made of, in the order of the text."""
+    """Yield ``part`` and all parts within it, in the order of the text."""
     yield part
     match part:
         case Seq(parts=parts) | Par(parts=parts):
@@ -210,14 +232,14 @@ def parts_of(part: Part) -> Iterator[Part]:
 
 
 def faults_of(plan: Plan) -> Iterator[Fault]:
-    """Whatever it may strike with."""
+    """Yield the fault of every strike in the plan."""
     for part in parts_of(plan.plan):
         if isinstance(part, Inject | FlipFlop | Swizzle):
             yield part.fault
 
 
 def is_endless(plan: Plan) -> bool:
-    """It goes on for as long as the job does."""
+    """Whether the plan goes on for as long as the job runs."""
     return any(isinstance(part, Every) and part.times is None for part in parts_of(plan.plan))
 
 
@@ -225,7 +247,7 @@ _INVALID = re.compile(r"Invalid (?:enum )?value '(.+)' - at `.*\.(\w+)`")
 
 
 def _remedy_of(error: str) -> str:
-    """What may stand there instead."""
+    """Return a remedy for a validation error: the words that may stand in that place."""
     if ".names[" in error:
         return "names are text: put numbers in quotes, as in names: ['0']."
     found = _INVALID.search(error)
@@ -240,7 +262,7 @@ def _remedy_of(error: str) -> str:
 
 # -- reading and writing
 def read_plan(path: Path) -> Plan:
-    """YAML or JSON. Raises `PlanError`, with the place of what is wrong."""
+    """Read a plan from a YAML or JSON file. Raises `PlanError`, which names the place of the mistake."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -256,7 +278,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_from(raw: object, where: str = "the plan") -> Plan:
-    """Out of plain values. Raises `PlanError`."""
+    """Build a plan from plain values (dicts, lists, texts, numbers). Raises `PlanError`."""
     try:
         plan = msgspec.convert(raw, Plan)
     except msgspec.ValidationError as error:
@@ -266,17 +288,17 @@ def plan_from(raw: object, where: str = "the plan") -> Plan:
 
 
 def write_plan(plan: Plan) -> str:
-    """As YAML, which `read_plan` reads back as the same plan."""
+    """Return the plan as YAML, from which `read_plan` makes an equal plan."""
     return str(yaml.safe_dump(msgspec.to_builtins(plan), sort_keys=False, width=120))
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of a plan."""
+    """Return the JSON Schema of a plan."""
     return msgspec.json.schema(Plan)
 
 
 def check(plan: Plan, where: str = "the plan") -> None:
-    """Raises `PlanError` for what means nothing, in any job."""
+    """Check that the plan makes sense in any job. Raises `PlanError` if it does not."""
 
     def refuse(what: str, remedy: str) -> None:
         raise PlanError(f"{where}: {what}.", remedy=remedy)
@@ -332,7 +354,7 @@ def _check_trigger(when: Trigger, refuse: Any) -> None:
 
 
 def _check_budget(part: Inject | FlipFlop | Swizzle, budget: Budget, refuse: Any) -> None:
-    """What would exceed it waits, and this would for ever."""
+    """Refuse a strike that alone exceeds the budget: it would wait forever."""
     kind, fault = kind_of(part.target), part.fault
     if kind in (Subjects.COORDINATOR, Subjects.STORAGE, Subjects.RACK) or not (fault.loses or fault.lasts):
         return
@@ -349,7 +371,7 @@ def _check_budget(part: Inject | FlipFlop | Swizzle, budget: Budget, refuse: Any
 
 
 def kind_of(target: Target) -> Subjects:
-    """What a target's subjects are."""
+    """Return the kind of the target's subjects."""
     match target:
         case Exactly(kind=kind):
             return kind

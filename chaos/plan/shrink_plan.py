@@ -1,4 +1,7 @@
-"""Smaller plans that fail still: fewer faults first, then simpler ones, then shorter ones. Whether a plan fails is asked of somebody else."""
+"""Make a failing plan smaller: fewer faults first, then simpler ones, then shorter ones.
+
+A function of the caller's decides whether a candidate plan still fails.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ FOR_S_MIN = 0.25
 
 
 def fewest(parts: list[P], best: T, fails: Callable[[list[P]], T | None], tries: int) -> tuple[list[P], T]:
-    """Leave out halves, then quarters, ... then single ones, as long as that fails still. ``best`` is what came of ``parts``; so many ``tries`` at
-    most. Returns what is left, and what came of it."""
+    """Leave out halves, then quarters and so on down to single parts, as long as the rest still fails.
+
+    ``fails`` returns the failure, or None if the parts do not fail. ``best`` is the failure of ``parts``. ``fails`` is
+    called ``tries`` times at most. Returns the parts that are left, and their failure.
+    """
     size = max(len(parts) // 2, 1)
     while parts and tries > 0:
         for at in range(0, len(parts), size):
@@ -40,8 +46,11 @@ def fewest(parts: list[P], best: T, fails: Callable[[list[P]], T | None], tries:
 
 
 def shrink(plan: Plan, best: T, fails: Callable[[Plan], T | None], tries: int = 200) -> tuple[Plan, T]:
-    """The smallest that is found, and what came of it. ``plan`` fails, with ``best``. The same answers of ``fails`` lead the same way, so who remembers
-    them can stop and go on later."""
+    """Return the smallest failing plan that was found, and its failure.
+
+    ``plan`` is known to fail with ``best``. ``fails`` returns the failure of a plan, or None. The same answers of
+    ``fails`` lead to the same candidates, so a caller that stores the answers can stop and continue later.
+    """
     whole = plan.plan
     parts: list[Part] = list(whole.parts) if isinstance(whole, Par | Seq) else [whole]
     holds = Seq if isinstance(whole, Seq) else Par
@@ -73,7 +82,8 @@ def shrink(plan: Plan, best: T, fails: Callable[[Plan], T | None], tries: int = 
 
 
 def _simpler(part: Part) -> Iterator[Part]:
-    """Each is simpler than ``part`` by one thing, so that no way leads back to it."""
+    """Yield variants of ``part`` that are simpler in one respect, so that no sequence of variants leads back to
+    ``part``."""
     if not isinstance(part, Inject):
         return
     for fault in _simpler_faults(part.fault, part.target.kind if isinstance(part.target, Exactly) else None):

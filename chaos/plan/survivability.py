@@ -1,8 +1,9 @@
-"""Whether a job can survive a plan, judged before anything starts: *survivable*, *beyond*, or *unclear*.
+"""Judge before a run whether a job can survive a plan: *survivable*, *beyond*, or *unclear*.
 
-Only what is certain gets one of the first two labels. *Survivable*: whatever the moments at which the faults strike, spares, free slots and
-copies of the state are left for all of them, and the job must end with the bits that it has without faults. *Beyond*: it cannot go on, and must
-stop with a reason. What depends on the moment, or is promised by nobody, is *unclear*: such a plan runs as it says itself.
+Only certain cases get one of the first two labels. *Survivable*: at whatever moments the faults strike, enough spares,
+free slots and copies of the state are left for all of them, and the job must end with the same bits as without faults.
+*Beyond*: the job cannot go on and must stop with a reason. *Unclear*: the result depends on the moment of the strikes,
+or nothing guarantees it; for such a plan, its own ``expect`` counts.
 """
 
 from __future__ import annotations
@@ -64,43 +65,50 @@ __all__ = [
 ]
 
 SHORT_S = 0.7
-"""Nobody is given up who stands still for so long: rackrun looks after a second."""
+"""A worker that stands still for this many seconds is not given up: rackrun begins to look after one second."""
 SHORT_TRAY_S = 10.0
-"""Nor a tray, or the coordinator: their lease is 15 s."""
+"""A tray or coordinator that stands still for this many seconds is not given up: the lease is 15 s."""
 BEGUN_STEPS = 10
-"""A job that has committed fewer begins again by itself when all is lost."""
+"""A job that has committed fewer steps than this starts again from the beginning by itself when all is lost."""
 _STRIKES_A_SLOT = 3
-"""A slot that has failed so often stays out."""
+"""A slot that has failed this often is not used again."""
 _LOSSES_MAX = 7
-"""Eight recoveries without a step are too many, and all might come at once."""
+"""The most losses that are certainly survivable.
+
+Eight recoveries without a step between them stop a job, and all losses might come at once.
+"""
 
 
 class Label(StrEnum):
+    """What is known before a run about its end."""
+
     SURVIVABLE = "survivable"
     BEYOND = "beyond"
     UNCLEAR = "unclear"
 
 
 class Judgement(NamedTuple):
+    """A label, and the reason for it."""
+
     label: Label
     because: str
 
 
 class _Toll(NamedTuple):
-    """What one strike takes."""
+    """What one strike takes from the job."""
 
     workers: int = 0
-    """At the most, for as long as others take to start in their slots."""
+    """The most workers lost, each for as long as another worker takes to start in its slot."""
     slots: int = 0
-    """At the most, for good."""
+    """The most slots lost for good."""
     trays: int = 0
-    """At the most."""
+    """The most trays lost."""
     surely: bool = True
-    """No less, and all at once."""
+    """The strike takes exactly these numbers, all at once, rather than at most these."""
 
 
 def judge_plan(plan: Plan, layout: Layout) -> Judgement:
-    """By what the plan may take, and what the job has."""
+    """Compare what the plan may take with what the job has, and return the label with its reason."""
     strikes = list(_strikes(plan.plan, 1))
     for fault, target, _, _ in strikes:
         if why := _ends(fault, kind_of(target)):
@@ -123,7 +131,7 @@ def judge_plan(plan: Plan, layout: Layout) -> Judgement:
 
 
 def check_budget(plan: Plan, layout: Layout | None) -> None:
-    """Raises `PlanError` for a plan that expects what cannot be. ``layout``: None is not judged."""
+    """Raise `PlanError` if the plan expects an end that is impossible. A ``layout`` of None is not judged."""
     if layout is None:
         return
     label, because = judge_plan(plan, layout)
@@ -140,7 +148,7 @@ def check_budget(plan: Plan, layout: Layout | None) -> None:
 
 
 def check_targets(plan: Plan, *, ranks: int, spares: int, trays: int | None) -> None:
-    """Raises `PlanError` for a target that such a job never has."""
+    """Raise `PlanError` if the plan names a target that a job of this size never has."""
     there = {
         Subjects.RANK: [str(rank) for rank in range(ranks)],
         Subjects.TRAY: [f"tray-{tray:02d}" for tray in range(trays or 1)],
@@ -179,7 +187,7 @@ _Struck: TypeAlias = tuple[Fault, Target, Trigger | None, int | None]
 
 
 def _strikes(part: Part, times: int | None) -> Iterator[_Struck]:
-    """Each with its trigger, and how often it comes; None: nobody knows."""
+    """Yield each strike with its trigger and the number of times it comes; None: the number is unknown."""
     match part:
         case Inject(fault=fault, target=target, when=when):
             yield fault, target, when, times
@@ -197,7 +205,7 @@ def _strikes(part: Part, times: int | None) -> Iterator[_Struck]:
 
 
 def _ends(fault: Fault, kind: Subjects) -> str:
-    """Why no job survives it."""
+    """Return why no job survives this fault, or an empty text."""
     if kind is Subjects.COORDINATOR and fault.loses:
         return "the coordinator and the launcher are one process, and nobody takes its place"
     if isinstance(fault, PoisonBatch) and fault.how == "raises":
@@ -206,7 +214,7 @@ def _ends(fault: Fault, kind: Subjects) -> str:
 
 
 def _unsure(fault: Fault, kind: Subjects, times: int | None, *, alone: bool) -> str:
-    """Why nobody can know."""
+    """Return why the result of this fault is unknown, or an empty text."""
     if times is None:
         return f"{name_of(fault)} comes again for as long as the job runs"
     match fault:
@@ -225,7 +233,10 @@ def _unsure(fault: Fault, kind: Subjects, times: int | None, *, alone: bool) -> 
 
 
 def _alike(strikes: list[_Struck], layout: Layout) -> str:
-    """The same error of two ranks in one step is taken for the script's, which stops the job."""
+    """Return why several strikes may look like an error of the script, or an empty text.
+
+    The same error on two ranks in one step is taken for the script's own error, which stops the job.
+    """
     crashes: Counter[str] = Counter()
     for fault, target, _, times in strikes:
         crash = _trace_of(fault)
@@ -237,7 +248,8 @@ def _alike(strikes: list[_Struck], layout: Layout) -> str:
 
 
 def _trace_of(fault: Fault) -> str:
-    """How a rank's end looks afterwards: a signal, an exception, an exit code."""
+    """Return what the end of a rank looks like afterwards: a signal, an exception, or an exit code; empty if none
+    applies."""
     match fault:
         case Kill(signal=signal):
             return signal
@@ -250,6 +262,7 @@ def _trace_of(fault: Fault) -> str:
 
 
 def _toll(fault: Fault, target: Target, layout: Layout) -> _Toll:
+    """Return the most that one strike of ``fault`` at ``target`` can take."""
     kind = kind_of(target)
     if kind in (Subjects.COORDINATOR, Subjects.STORAGE):
         return _Toll()
@@ -276,6 +289,7 @@ def _short(for_s: float | None, than_s: float) -> bool:
 
 
 def _count(target: Target, layout: Layout) -> int:
+    """Return how many subjects ``target`` has in a job of this layout."""
     match target:
         case Exactly(names=names):
             return len(names)
@@ -304,7 +318,7 @@ def _takes_all(toll: _Toll, layout: Layout) -> bool:
 
 
 def _all_lost(toll: _Toll, when: Trigger | None, layout: Layout, *, alone: bool) -> Judgement:
-    """One strike that may take all ranks. Snapshots outlive a worker where its agent does."""
+    """Judge a single strike that may take all ranks. Snapshots outlive a worker whose agent lives on."""
     what = "every tray is lost" if toll.trays else "every rank is lost"
     if not toll.surely or not alone or (not toll.trays and (layout.sharded is not False or layout.ranks < 2)):
         return Judgement(Label.UNCLEAR, f"{what}, perhaps")

@@ -1,4 +1,4 @@
-"""Plans for a job of which only its size and its steps are known, drawn from a seed. All of them are such that the job survives them."""
+"""Draw, from a seed, chaos plans that a job survives, knowing only its number of steps and spares."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _IN_A_STEP = tuple(point for point in POINTS if point.partition(".")[0] in ("gat
 
 
 def draw_plan(seed: int, *, steps: int, spares: int, name: str = "") -> Plan:
-    """For a job of ``steps`` with so many ``spares``: as many ranks are lost as there are spares for them, at most three, and one stands still for
-    a moment, or comes late, all in the first two thirds. Raises `PlanError` for fewer than 4 steps."""
+    """Draw a plan for a job of ``steps`` steps with ``spares`` spares.
+
+    As many ranks are lost as there are spares, at most three. One more rank stands still for a moment or is late. All
+    strikes come in the first two thirds of the steps. Raises `PlanError` for fewer than 4 steps.
+    """
     if steps < 4:
         raise PlanError(
             f"the script has {steps} steps, too few to draw a plan for.", remedy="let it train for 4 or more."
@@ -36,7 +39,10 @@ def draw_plan(seed: int, *, steps: int, spares: int, name: str = "") -> Plan:
 
 
 def _losing(draw: random.Random) -> list[Fault]:
-    """All different: the same error twice at one step is the script's, not the hardware's."""
+    """Return faults that lose a rank, all different.
+
+    The same error on two ranks in one step would be taken for an error of the script, not of the hardware.
+    """
     found: list[Fault] = [
         Kill(),
         Kill(signal=draw.choice(["SEGV", "ABRT", "BUS"])),

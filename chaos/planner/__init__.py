@@ -1,1 +1,4 @@
-"""How many spares, where, which policy, how often a checkpoint: answered by simulating months of a job with the core's own policy and placement."""
+"""Plan a job's fleet by simulating months of it with the core's own policy and placement.
+
+The planner answers how many spares to keep and where, which policy to use, and how often to save a checkpoint.
+"""

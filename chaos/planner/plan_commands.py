@@ -317,7 +317,7 @@ def swap(  # noqa: PLR0913, PLR0917 - one argument for each option
 
 
 def _console() -> Console:
-    """A file or a pipe has room for the tables."""
+    """Return the console; a file or a pipe gets a width that has room for the tables."""
     return Console(markup=False, emoji=False) if sys.stdout.isatty() else Console(width=140, markup=False, emoji=False)
 
 

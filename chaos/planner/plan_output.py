@@ -1,4 +1,4 @@
-"""What `rackctl plan` shows to people."""
+"""Print the results of `rackctl plan` for people."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _BAR = 24
 
 
 def render_grid(console: Console, found: Grid) -> None:
+    """Print the grid: one line for each number of spares that was tried."""
     _say(
         console,
         f"{found.gpus} GPUs in {found.racks} racks, {found.days:g} days, {len(found.seeds)} seeds; "
@@ -27,7 +28,7 @@ def render_grid(console: Console, found: Grid) -> None:
 
 
 def render_survey(console: Console, found: Survey) -> None:
-    """What follows the grid."""
+    """Print what follows the grid."""
     best = found.best
     _say(console, "")
     _say(
@@ -56,6 +57,7 @@ def render_survey(console: Console, found: Survey) -> None:
 
 
 def render_prediction(console: Console, found: Prediction) -> None:
+    """Print the predicted throughput of a small job."""
     _say(console, f"keeps {found.kept} of its throughput without faults{_beside(found.formula, found.kept.mean)}")
     _say(
         console,
@@ -131,7 +133,8 @@ def _compared(console: Console, title: str, compared: Iterable[Compared]) -> Non
 
 
 def _tornado(console: Console, found: Survey) -> None:
-    """Half and twice of each assumption: a bar from the one goodput to the other, the present one marked."""
+    """Print the goodput with half and twice each assumption, as a bar between the two, with the present goodput
+    marked."""
     if not found.tornado:
         return
     table = Table(box=None, pad_edge=False)

@@ -1,7 +1,7 @@
-"""A small job with a plan of kills, predicted: so that a real soak can be held against it.
+"""Predict a small job whose ranks are killed at a given rate, so that a real soak can be compared with it.
 
-Ranks are killed as ``rackctl chaos`` kills them: a process at a time, on hardware that is fine. A spare takes over, and another starts in
-its place.
+Ranks are killed as ``rackctl chaos`` kills them: one process at a time, on hardware that is in order. A spare takes
+over, and a new spare starts in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Kills", "Prediction", "predict"]
 
 
 class Kills:
-    """One rank at a time, each rank as likely. As a `rackrun.chaos.planner.inputs.failures.Source`."""
+    """Kills of one rank at a time, each rank as likely. A `rackrun.chaos.planner.inputs.failures.Source`."""
 
     def __init__(self, ranks: int, every_s: float, horizon_s: float, seed: int, *, even: bool) -> None:
         self._ranks, self._every_s, self._horizon_s, self._seed, self._even = ranks, every_s, horizon_s, seed, even
@@ -47,15 +47,17 @@ class Kills:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """The prediction for a job."""
+
     kept: Spread
-    """Of the throughput without faults."""
+    """The share of the throughput without faults that is kept."""
     wall: Spread
     """Productive time over wall time (ETTR), from the first step on."""
     kills: float
-    """A run's, in the mean."""
+    """The mean number of kills in a run."""
     rungs: dict[str, float]
     formula: Formula
-    """Beside ``kept``."""
+    """The closed form for ``kept``."""
     guessed: tuple[str, ...]
 
 
@@ -70,8 +72,10 @@ def predict(
     policy: str = "",
     even: bool = False,
 ) -> Prediction:
-    """Of ``ranks`` whole replicas (DDP) on one tray. ``every_s``: seconds from one kill to the next, in the mean; ``even``: always so many.
-    Raises PlannerError."""
+    """Predict a job of ``ranks`` whole replicas (DDP) on one tray.
+
+    ``every_s``: the mean seconds from one kill to the next; ``even``: always exactly as many. Raises PlannerError.
+    """
     if ranks < 1 or spares < 0 or not every_s > 0 or not 0 < horizon_s < math.inf or not seeds:
         raise PlannerError(
             f"{ranks} ranks, {spares} spares, a kill every {every_s} s for {horizon_s} s cannot be predicted.",

@@ -1,16 +1,17 @@
-"""What people are shown of a run with faults: made from what it has left in its folder, as often as they like.
+"""Reports of a run with faults, made from what it has left in its folder, as often as wanted.
 
-::
+==============================  ===========================================================================
+`analysis.journal_timeline`     a job's journal, on the clock of the harness
+`analysis.slot_occupancy`       which worker was in which slot, and when
+`analysis.recovery_chains`      strike -> noticed -> decided -> planned -> resumed -> first step afterwards
+`analysis.report_data`          everything that a report is made of
+`analysis.downsample`           less of everything of which there is too much
+`plots`                         the values in the plots
+`chrome_trace`                  trace.json, for Perfetto
+`html_page`                     report.html
+`run_text`                      one line, and Markdown
+`write_reports`                 all of these, in the folder of a run
+==============================  ===========================================================================
 
-    reading    a job's journal, on the clock of the harness
-    seats      who sat in which slot, and when
-    chains     strike -> noticed -> decided -> planned -> resumed -> first step afterwards
-    material   all that a report is made of
-    thin       less, where there is too much of it
-    figures    what the plots show
-    trace      trace.json, for Perfetto
-    page       report.html
-    words      one line, and Markdown
-    overview   many runs, on one page
-    write      all of these, in the folder of a run
+The page of a campaign is made by `rackrun.chaos.cli.campaign_page`.
 """

@@ -1,17 +1,20 @@
-"""``trace.json``: a run with faults as Chrome trace events, for https://ui.perfetto.dev or any reader of that format.
+"""Write ``trace.json``: a run with faults as Chrome trace events, for https://ui.perfetto.dev or any reader of the
+format.
 
-Processes of the trace are the job, its racks, its trays and its ranks; times are microseconds since the harness started the job.
+The processes of the trace are the job, its racks, its trays and its ranks; times are microseconds since the harness
+started the job.
 
-=========  ============================================================================================================
-``job``    recoveries (a bar each, with its stages in it), what the coordinator noticed and decided, generations, notices,
-           and the newest committed step as a counter
-``rack``   what struck the whole rack
-``tray``   what struck the tray, its agent or its slots; a track for each slot: who sat in it
-``ranks``  a track for each rank: its steps and phases, and in the first one after a recovery how it got its state back
-=========  ============================================================================================================
+=========  =========================================================================================================
+``job``    recoveries (a bar each, with its stages in it), what the coordinator noticed and decided, generations,
+           notices, and the newest committed step as a counter
+``rack``   strikes on the whole rack
+``tray``   strikes on the tray, its agent or its slots; a track for each slot, with the workers in it
+``ranks``  a track for each rank: its steps and phases and, in the first one after a recovery, its restore
+=========  =========================================================================================================
 
-Arrows lead from a fault to its detection, to the decision, and to the first step afterwards of a rank that was lost, or of rank 0. Where there
-are more than `STEP_SLICES` steps times ranks, those away from faults are merged, and say how many they are.
+Arrows lead from a fault to its detection, to the decision, and to the first step afterwards of a rank that was lost, or
+of rank 0. Where there are more than `STEP_SLICES` steps times ranks, those away from faults are merged, and say how
+many they are.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ UnitKey = tuple[int, int, int]
 
 
 class Tracer:
-    """Collects events. A track is a process and a thread of the trace."""
+    """A collector of trace events. A track is a process and a thread of the trace."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -57,7 +60,8 @@ class Tracer:
         self._meta(pid, 0, "process_sort_index", sort_index=pid)
 
     def track(self, pid: int, name: str) -> tuple[int, int]:
-        """Made when it is first named; shown in that order."""
+        """Return the track of this name, which is made at the first call. Tracks are shown in the order in which they
+        were made."""
         tid = self._tracks.get((pid, name))
         if tid is None:
             tid = self._tracks[pid, name] = 1 + sum(of == pid for of, _ in self._tracks)
@@ -66,6 +70,7 @@ class Tracer:
         return pid, tid
 
     def slice(self, track: tuple[int, int], name: str, begin_us: int, end_us: int, **args: object) -> None:
+        """Add a slice of at least 1 us to a track; ``args`` are shown when it is selected."""
         pid, tid = track
         more = {"args": args} if args else {}
         self.events.append(
@@ -80,7 +85,7 @@ class Tracer:
         self.events.append({"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at_us, "args": {name: value}})
 
     def arrow(self, name: str, points: Sequence[tuple[tuple[int, int], int]]) -> None:
-        """``points``: tracks and moments in slices there, in time."""
+        """Draw an arrow. ``points``: tracks, and moments within slices there, in the order of time."""
         if len(points) < 2:
             return
         self._flows += 1
@@ -91,7 +96,10 @@ class Tracer:
             self.events.append({**event, **more})
 
     def write(self, path: Path, **about: object) -> None:
-        """Sorted by time, and of what begins together the longest first, so that what is inside comes after what is around it."""
+        """Write the trace, with its events sorted by time.
+
+        Of events that begin together the longest comes first, so that a slice comes before those within it.
+        """
         self.events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0)))
         partial = path.with_name(f".{path.name}.part")
         with partial.open("wb") as file:
@@ -105,6 +113,7 @@ class Tracer:
 
 
 def write_trace(material: Material, path: Path) -> None:
+    """Write the trace of a run to ``path``."""
     tracer = Tracer()
     tracer.process(JOB, f"job: {material.summary.plan or 'a plan'}")
     shown: dict[int, tuple[tuple[int, int], int]] = {}
@@ -126,6 +135,7 @@ def write_trace(material: Material, path: Path) -> None:
 
 
 def us(at_s: float) -> int:
+    """Return seconds as whole microseconds, at least 0."""
     return max(0, round(at_s * 1e6))
 
 
@@ -137,7 +147,7 @@ def _ranks(job: Recorded) -> int:
 def _draw_ranks(
     tracer: Tracer, job: Recorded, chains: Sequence[Chain], detail: Detail
 ) -> dict[int, tuple[tuple[int, int], int]]:
-    """Returns for each strike (by its number) where its first step afterwards ends."""
+    """Draw the ranks. Returns, for each strike (by its number), where its first step afterwards ends."""
     tracer.process(RANKS, "ranks")
     wanted = {chain.strike.strike: unit for chain in chains if (unit := _first_unit(chain)) is not None}
     ends: dict[UnitKey, tuple[tuple[int, int], int]] = dict.fromkeys(wanted.values(), (NOWHERE, 0))
@@ -165,7 +175,7 @@ def _first_unit(chain: Chain) -> UnitKey | None:
 def _noting(
     units: Iterator[RankUnit], ends: dict[UnitKey, tuple[tuple[int, int], int]], track: tuple[int, int]
 ) -> Iterator[RankUnit]:
-    """Where those end that are in ``ends``."""
+    """Pass the units on, and note in ``ends`` where those end that are its keys."""
     for unit in units:
         key = (unit.rank, unit.step, unit.generation)
         if key in ends and not unit.phase:
@@ -180,7 +190,8 @@ def _draw_unit(
     reached_us: int,
     restores: dict[tuple[int, int], Span],
 ) -> int:
-    """Returns where it ends. A commit that is told late cannot begin before the last one has ended."""
+    """Draw a unit, and return where it ends. A commit that was reported late cannot begin before the last one has
+    ended."""
     if isinstance(one, Block):
         begin_us, end_us = max(us(one.from_s), reached_us), us(one.last.at_s)
         slowest_ms = round(one.slowest_s * 1e3, 3)
@@ -233,7 +244,7 @@ def _draw_seats(tracer: Tracer, track: tuple[int, int], seats: Sequence[Seat]) -
 def _draw_faults(
     tracer: Tracer, places: Sequence[Placed], chains: Sequence[Chain]
 ) -> list[list[tuple[tuple[int, int], int]]]:
-    """Returns for each strike where its arrow begins."""
+    """Draw the faults. Returns for each strike where its arrow begins."""
     racks = {rack: RACKS + index for index, rack in enumerate(sorted({place.rack for place in places}))}
     trays = {tray: TRAYS + index for index, tray in enumerate(sorted({place.tray for place in places}))}
     rack_of = {place.slot: place.rack for place in places}
@@ -260,7 +271,7 @@ def _draw_faults(
 
 
 def _fault_ends(chain: Chain) -> float:
-    """Of one that lasts: when it was taken back; of another: when it was noticed."""
+    """Return the end of a fault: when it was taken back, if it lasts; otherwise when it was noticed."""
     return max(chain.back_s or chain.noticed_s or chain.at_s, chain.at_s + 1e-3)
 
 
@@ -306,7 +317,7 @@ def _after(at_s: float, end_s: float | None) -> float:
 
 
 def _draw_recoveries(tracer: Tracer, job: Recorded, chains: Sequence[Chain]) -> None:
-    """One for each generation, however many strikes have led to it."""
+    """Draw one recovery for each generation, however many strikes have led to it."""
     drawn: dict[int, Chain] = {}
     for chain in chains:
         if chain.recovery is not None and stages_of(chain, job):

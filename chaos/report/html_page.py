@@ -1,4 +1,7 @@
-"""``report.html``: one file that needs nothing else. Words and tables are HTML; plots are drawn by ``page.js`` from the values beside them."""
+"""Write ``report.html``, a single file that needs no other.
+
+Words and tables are HTML; ``page.js`` draws the plots from the values in the page.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ _WORD = {True: "true", False: "FALSE", None: "unknown"}
 
 
 def write_page(material: Material, path: Path) -> None:
+    """Write the page of a run to ``path``."""
     summary = material.summary
     parts = [
         _banner(summary),
@@ -52,9 +56,9 @@ def write_page(material: Material, path: Path) -> None:
 
 
 def document(title: str, parts: Iterable[str], figures: Figure) -> str:
-    """A whole page. ``figures``: name -> values, for the plots that `figure` has made room for."""
+    """Return a whole page. ``figures``: name -> values, for the plots that `figure` has made room for."""
     css, js = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    values = msgspec.json.encode(figures).decode().replace("<", "\\u003c")  # nothing in it can end the element
+    values = msgspec.json.encode(figures).decode().replace("<", "\\u003c")  # the values cannot end the element
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -67,7 +71,7 @@ def document(title: str, parts: Iterable[str], figures: Figure) -> str:
 
 
 def figure(name: str, title: str, caption: str, more: str = "") -> str:
-    """Room for a plot."""
+    """Return the HTML for a plot, which is drawn in the browser."""
     return (
         f'<section><h2>{escape(title)}</h2><figure data-plot="{name}"><div class="plot"></div>'
         f'<figcaption>{escape(caption)}<span class="said"></span></figcaption></figure>{more}</section>'
@@ -75,7 +79,7 @@ def figure(name: str, title: str, caption: str, more: str = "") -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """``rows`` are HTML already. ``numbers``: columns that stand to the right."""
+    """Return a table. ``rows`` are HTML already. ``numbers``: the columns that are aligned to the right."""
 
     def cells(row: Sequence[str], kind: str) -> str:
         return "".join(
@@ -126,7 +130,7 @@ def _happened(summary: Summary) -> str:
 
 
 def _why(summary: Summary) -> str:
-    """Of its lines, those that are indented are facts."""
+    """Return the diagnosis as HTML; its indented lines are facts."""
     lines = summary.diagnosis.splitlines()
     facts = [line.strip() for line in lines if line.startswith(" ")]
     before, *after = [f"<p>{escape(line)}</p>" for line in lines if not line.startswith(" ")]

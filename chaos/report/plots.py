@@ -1,4 +1,7 @@
-"""What the plots of a report show, as plain values for its page. Where there is too much it is thinned, and each figure says how."""
+"""Compute the values in a report's plots, as plain values for its page.
+
+Where there are too many values they are thinned, and each figure says how.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from rackrun.coordinator.report.run_report import Goodput
 __all__ = ["figures_of"]
 
 POINTS = 1_000
-"""Of a curve: more than a screen has columns."""
+"""The most points of a curve: more than a screen has columns."""
 BARS = 16
 DIFFERENCES = 200
 
@@ -26,7 +29,7 @@ Figure = dict[str, Any]
 
 
 def figures_of(material: Material) -> Figure:
-    """Name of the plot -> its values."""
+    """Return the name of each plot -> its values."""
     return {
         "losses": losses(material.job, material.reference, material.chains),
         "progress": progress(material.job, material.reference, material.chains),
@@ -37,8 +40,11 @@ def figures_of(material: Material) -> Figure:
 
 
 def losses(job: Recorded | None, reference: Recorded | None, chains: Sequence[Chain]) -> Figure:
-    """Of steps only. ``curves``: [first step, last step, smallest, largest]; the difference is judged by bits, step by step, before
-    anything is thinned."""
+    """Return the losses of the steps, without phases.
+
+    ``curves``: [first step, last step, smallest, largest]. The difference is judged by bits, step by step, before
+    anything is thinned.
+    """
     mine = job.losses() if job is not None else {}
     theirs = reference.losses() if reference is not None else {}
     steps = sorted(step for step, phase in mine.keys() | theirs.keys() if not phase)
@@ -81,7 +87,7 @@ def _curve(gates: dict[tuple[int, int], bytes]) -> list[list[float]]:
 
 
 def progress(job: Recorded | None, reference: Recorded | None, chains: Sequence[Chain]) -> Figure:
-    """[seconds, step] whenever a step was committed, in both runs; a rollback goes down."""
+    """Return [seconds, step] for each commit of a step, in both runs; a rollback goes down."""
     return {
         "curves": {"reference": _commits(reference), "faulted": _commits(job)},
         "faults": [[round(c.at_s, 3), round(c.until_s, 3), c.fault, c.strike.strike] for c in chains],
@@ -96,7 +102,7 @@ def _commits(job: Recorded | None) -> list[list[float]]:
 
 
 def waterfall(job: Recorded | None, chains: Sequence[Chain]) -> Figure:
-    """A bar for each strike from which the job had to recover, the longest ones first where there are more than `BARS`."""
+    """Return a bar for each strike that needed a recovery; where there are more than `BARS`, the longest ones."""
     bars: list[Figure] = []
     for chain in chains:
         stages = stages_of(chain, job) if job is not None else []
@@ -117,7 +123,7 @@ def waterfall(job: Recorded | None, chains: Sequence[Chain]) -> Figure:
 
 
 def goodput(faulted: Goodput | None, reference: Goodput | None) -> Figure:
-    """Seconds: [what, ...] of both runs. They add up to the wall time."""
+    """Return the seconds of both runs by what they were spent on. They add up to the wall time."""
 
     def parts(of: Goodput | None) -> list[list[Any]]:
         if of is None:
@@ -140,7 +146,8 @@ def goodput(faulted: Goodput | None, reference: Goodput | None) -> Figure:
 
 
 def rack_map(places: Sequence[Placed], job: Recorded | None, chains: Sequence[Chain]) -> Figure:
-    """Racks, their trays, their slots: who sat there at the start and at the end, what struck, who took over."""
+    """Return the racks with their trays and slots: the ranks there at the start and at the end, strikes, and
+    takeovers."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     if job is not None and job.plans:

@@ -1,4 +1,4 @@
-"""A run with faults in words: one line for a log, Markdown for a build's summary, and sentences for a page."""
+"""Describe a run with faults in words: one line for a log, Markdown for a build's summary, sentences for a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 50
 
 
 def duration(seconds: float | None) -> str:
-    """``4.2 ms``, ``0.32 s``, ``2 min 5 s``; – of None."""
+    """Return seconds as a text: ``4.2 ms``, ``0.32 s``, ``2 min 5 s``; "–" for None."""
     if seconds is None:
         return "–"
     if not seconds:
@@ -25,6 +25,7 @@ def duration(seconds: float | None) -> str:
 
 
 def one_line(summary: Summary) -> str:
+    """Return the run's result in one line, for a log."""
     parts = [
         f"chaos {NAMES[summary.holds]}",
         f"{summary.plan or 'plan'}, seed {summary.seed}",
@@ -43,7 +44,7 @@ def one_line(summary: Summary) -> str:
 
 
 def sentence(summary: Summary) -> str:
-    """Is anything lost?"""
+    """Return one sentence that says whether anything is lost."""
     wrong = [one for one in summary.verdicts if one.holds is False]
     if wrong:
         return f"Not as the plan expects: {wrong[0].oracle}: {wrong[0].because}."
@@ -61,7 +62,7 @@ def sentence(summary: Summary) -> str:
 
 
 def story(one: StrikeTold) -> str:
-    """Of one strike."""
+    """Return what happened to one strike, in sentences."""
     whom = ", ".join(one.whom)
     where = f" ({', '.join(one.slots)})" if one.slots and whom not in one.slots else ""
     struck_s = one.at_s if one.struck_s is None else one.struck_s
@@ -89,7 +90,7 @@ def story(one: StrikeTold) -> str:
 
 
 def next_steps(summary: Summary) -> list[str]:
-    """What whoever reads this may want to do."""
+    """Return what a reader of the report may want to do next."""
     found = []
     if summary.remedy:
         found.append(f"The job itself says: {summary.remedy}")
@@ -122,7 +123,7 @@ _LOOK = {
 
 
 def markdown(summary: Summary) -> str:
-    """For a build's summary page."""
+    """Return Markdown for a build's summary page."""
     lines = [
         f"### chaos: {NAMES[summary.holds]}, {summary.plan or 'plan'}, seed {summary.seed}",
         "",

@@ -1,5 +1,7 @@
-"""JSON Schemas of what a run with faults leaves for machines, from the types themselves. ``python -m rackrun.chaos.report.schemas FOLDER``
-writes them."""
+"""Write the JSON Schemas of a run's ``summary.json`` and ``history.jsonl``, derived from their types.
+
+Run as ``python -m rackrun.chaos.report.schemas FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ __all__ = ["schemas"]
 
 
 def schemas() -> dict[str, bytes]:
-    """File name -> its text."""
+    """Return the name of each schema file -> its text."""
     found = {"chaos_summary.json": summary.schema(), "chaos_history.json": history.schema()}
     return {
         name: msgspec.json.format(msgspec.json.encode(of, order="deterministic"), indent=1) + b"\n"

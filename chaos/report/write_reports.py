@@ -1,4 +1,4 @@
-"""All reports of a run with faults, in its folder: completed history and summary, ``trace.json``, ``report.html``, ``report.md``."""
+"""Write all reports of a run into its folder: history and summary, ``trace.json``, ``report.html``, ``report.md``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["make_report", "report_on"]
 
 
 def report_on(out: Path, summary: Summary, tell: Callable[[str], None]) -> Summary:
-    """At the end of a run: its verdict stands, whatever becomes of its report. Returns the completed summary."""
+    """Write the reports at the end of a run, and return the completed summary.
+
+    A failure of the reports is passed to ``tell`` and changes nothing in the run's verdict.
+    """
     write_summary(out, summary)
     try:
         made = make_report(out)
@@ -33,8 +36,10 @@ def report_on(out: Path, summary: Summary, tell: Callable[[str], None]) -> Summa
 
 
 def make_report(out: Path) -> Summary:
-    """From what ``out`` holds. Raises `UsageError` when that is no run with faults, or cannot be written; the same files come out however often it
-    is called."""
+    """Write all reports from what ``out`` holds; each call writes the same files.
+
+    Raises `UsageError` when ``out`` holds no run with faults, or cannot be written.
+    """
     material = read_material(out)
     try:
         write_history(out / "history.jsonl", material.history)

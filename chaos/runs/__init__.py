@@ -1,1 +1,1 @@
-"""Runs of a job under faults: one plan, a campaign, a soak."""
+"""Run a job under faults: one plan, a campaign of many, or a soak."""

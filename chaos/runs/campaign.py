@@ -1,11 +1,12 @@
-"""Many runs, each drawn from its seed, judged, and told in one line of a tally. What the tally has already is not run again.
+"""Run many plans, each drawn from its seed, and keep a tally with one line for each. Seeds in the tally are not run
+again.
 
 ::
 
     TALLY                 JSON lines: `Head`, then a `Line` for each seed
     TALLY.runs/ racks/               rack files of jobs whose GPUs fail
                 references/NAME/     runs without faults: one for all seeds that compute the same
-                seed-000012/         kept only of what was not as it must be: as `rackrun.chaos.runs.run_plan` leaves it
+                seed-000012/         kept only if the run was not right: as `rackrun.chaos.runs.run_plan` leaves it
 """
 
 from __future__ import annotations
@@ -46,43 +47,46 @@ _DRAWN_OPTIONS = (
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of a tally."""
+
     campaign: int = FORMAT
     command: tuple[str, ...]
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """What a seed came to."""
+    """The result of one seed."""
 
     seed: int
     label: str
-    """As `rackrun.chaos.plan.survivability.Label` has it."""
+    """The `rackrun.chaos.plan.survivability.Label` of the plan."""
     holds: bool | None
     faults: tuple[str, ...]
     struck: int
-    """Faults that took effect."""
+    """The number of faults that took effect."""
     layout: str
-    """``2x2-2 ddp exact``: trays x slots - spares; + disk: with checkpoints."""
+    """``2x2-2 ddp exact``: trays x slots - spares; "+ disk": with checkpoints."""
     recoveries: int
     steps: int
     seconds: float
     because: str
-    """How it ended."""
+    """How the job ended."""
     wrong: dict[str, str] = {}
-    """Oracle -> what it says, of those that do not say *true*."""
+    """Oracle -> its reason, for the oracles that did not say *true*."""
 
 
 @dataclass
 class Sums:
-    """By family of faults; a run counts for each family that it has."""
+    """The sums of a campaign, by family of faults; a run counts for each family that it has."""
 
     runs: Counter[tuple[str, str, bool | None]] = field(default_factory=Counter)
-    """(family, label, holds)"""
+    """(family, label, holds) -> the number of runs."""
     seeds: int = 0
     faults: int = 0
     seconds: float = 0.0
     wrong: list[Line] = field(default_factory=list)
 
     def add(self, line: Line) -> None:
+        """Count one run."""
         self.seeds += 1
         self.faults += line.struck
         self.seconds += line.seconds
@@ -100,7 +104,7 @@ _FAMILIES = {name_of(kind): kind.family.value for kind in all_faults()}
 
 
 class _Same(NamedTuple):
-    """What decides about the bits: who computes the same is compared with the same run."""
+    """What determines the bits of a run: jobs that are equal in this are compared with the same reference."""
 
     ranks: int
     wrap: str
@@ -109,7 +113,7 @@ class _Same(NamedTuple):
 
 
 class _References:
-    """Made when somebody needs them; meanwhile others who need the same wait."""
+    """The runs without faults, each made when it is first needed; other runs that need the same one wait meanwhile."""
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._folder, self._command = folder, command
@@ -117,7 +121,7 @@ class _References:
         self._lock = threading.Lock()
 
     def of(self, drawn: Drawn) -> Twin:
-        """Raises `UsageError` when the script fails without faults."""
+        """Return the reference of a drawn job. Raises `UsageError` when the script fails without faults."""
         same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
         alone = Layout(slots=same.ranks)
         command = _command(self._command, alone, same)
@@ -144,9 +148,13 @@ def run_campaign(  # noqa: PLR0913 - all but three have a default
     flags: Sequence[str] = FLAGS,
     sums: Sums | None = None,
 ) -> Sums:
-    """The sums of the whole tally, with what was there before. ``command``: rackrun's options that hold for all, the script, its arguments;
-    ``{wrap}``, ``{reduction}`` and ``{flags}`` in it become what is drawn, the flags from ``flags``. ``limit_s``: no seed is begun after that. ``jobs``: so many side by side.
-    ``sums``: they grow here, so that they are known also where this is interrupted, or fails. Raises `UsageError`."""
+    """Run the seeds that are not in the tally yet, and return the sums of the whole tally.
+
+    ``command``: rackrun's options that hold for all runs, the script, its arguments; ``{wrap}``, ``{reduction}`` and
+    ``{flags}`` in it become what is drawn, the flags from ``flags``. ``limit_s``: no seed is begun after that many
+    seconds. ``jobs``: how many runs go on at a time. ``sums`` is updated in place, so that the sums are known even if
+    the campaign is interrupted or fails. Raises `UsageError`.
+    """
     for word in command:
         if word.replace("_", "-").partition("=")[0] in _DRAWN_OPTIONS:
             raise UsageError(f"{word} is drawn by the campaign.", remedy="leave it out.")
@@ -188,14 +196,15 @@ def run_campaign(  # noqa: PLR0913 - all but three have a default
         try:
             wait([pool.submit(work) for _ in range(jobs)])
         except KeyboardInterrupt as error:
-            trouble.append(error)  # those that run end first, and are told
+            trouble.append(error)  # the runs under way end first, and are reported
     if trouble:
         raise trouble[0]
     return sums
 
 
 def read_tally(path: Path, command: Sequence[str] | None = None) -> list[Line]:
-    """Raises `UsageError` for a tally of another command, or of something else."""
+    """Return the lines of a tally; empty if there is none. Raises `UsageError` for a tally of another command or
+    another file."""
     if not path.exists() or not path.stat().st_size:
         return []
     try:
@@ -214,7 +223,7 @@ def read_tally(path: Path, command: Sequence[str] | None = None) -> list[Line]:
 
 
 def _open_tally(tally: Path) -> None:
-    """Cuts off a line that was being written. Raises `UsageError`."""
+    """Remove an incomplete last line. Raises `UsageError` if the tally cannot be written."""
     writable(tally.absolute().parent, option="--tally")
     try:
         whole = tally.read_bytes().rpartition(b"\n") if tally.exists() else (b"", b"", b"")
@@ -234,7 +243,7 @@ def _append(path: Path, command: Sequence[str], line: Line) -> None:
 def _one(drawn: Drawn, seed: int, command: Sequence[str], references: _References, runs: Path) -> Line:
     reference = references.of(drawn)
     out = runs / f"seed-{seed:06}"
-    shutil.rmtree(out, ignore_errors=True)  # of a campaign that was ended in the middle
+    shutil.rmtree(out, ignore_errors=True)  # left by a campaign that was interrupted
     same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
     words = _command(command, drawn.layout, same)
     summary = run_plan(drawn.plan, words, out=out, reference=reference)

@@ -1,6 +1,7 @@
-"""A job and a plan out of a seed, for campaigns of real runs: what the machine can inject, and whose end is known beforehand.
+"""Draw a job and a plan from a seed, for campaigns of real runs.
 
-A fault that gets an injector is drawn from then on: `VARIANTS` names all that there are, and the doctor says which can be had.
+Only faults that this machine can inject are drawn, and only plans whose end is known in advance. A fault that gets an
+injector is drawn from then on: `VARIANTS` lists all faults, and the doctor says which of them can be had here.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from rackrun.errors import UsageError
 __all__ = ["FLAGS", "STEPS", "VARIANTS", "Drawn", "draw_flags", "draw_run"]
 
 STEPS = 40
-"""As many a script should do, each of some tens of milliseconds: faults strike after steps 2 to 14."""
+"""The number of steps that a script should do, each of some tens of milliseconds: faults strike after steps 2 to 14."""
 _LAST_STEP = 12
 _BEYOND = 0.25
 _TRIES, _TRIES_EACH = 200, 60
@@ -69,9 +70,9 @@ RANK, SPARE, AGENT, TRAY, RACK = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, 
 COORDINATOR, STORAGE = Subjects.COORDINATOR, Subjects.STORAGE
 
 SHAPES = ((1, 3, 1), (1, 4, 1), (1, 4, 2), (1, 5, 2), (2, 2, 2), (3, 1, 1), (3, 2, 2), (4, 1, 2), (2, 2, 0))
-"""Trays, slots of each, spares."""
+"""Trays, slots of each tray, spares."""
 _ON_A_RACK = ((5, 1, 1), (5, 1, 2))
-"""The same, of jobs whose GPUs fail."""
+"""The same, for jobs whose GPUs fail."""
 _RACK_FILE = """format: 1
 name: {trays} trays of {slots}
 racks:
@@ -80,33 +81,39 @@ racks:
 """
 _IN_STEPS = ("gate.before", "gate.after", "commit.before", "commit.after", "report.before")
 _IN_AGENTS = ("agent_pass.before", "agent_pass.after", "agent_tell.before", "agent_report.after")
-"""Where agents come to in a recovery."""
+"""Points that agents reach in a recovery."""
 _BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "group.before", "group.after")
 
 
 class Drawn(NamedTuple):
+    """A drawn job, its plan, and the end that is known for it."""
+
     layout: Layout
     wrap: str
-    """``ddp``, ``fsdp``"""
+    """``ddp`` or ``fsdp``."""
     reduction: str
-    """``fast``, ``exact``"""
+    """``fast`` or ``exact``."""
     plan: Plan
     label: Label
     because: str
     faults: tuple[str, ...]
-    """Their names, in order."""
+    """The names of the plan's faults, in order."""
     flags: str = ""
-    """What the script has besides, with commas between them (`FLAGS`)."""
+    """What the script has besides, separated by commas (`FLAGS`)."""
 
 
 FLAGS = ("average", "random", "workers", "batchnorm", "early_scheduler", "two_optimizers", "skip")
-"""What real scripts have, and a script of a campaign is told to have by ``{flags}``: see ``examples/chaos/small.py``."""
+"""Features of real scripts that a campaign's script can be told to have by ``{flags}``: see
+``examples/chaos/small.py``."""
 _FLAGS_MAX = 3
 
 
 def draw_flags(seed: int, allowed: Sequence[str] = FLAGS, *, reduction: str = "fast") -> str:
-    """None to three of them: a stream of its own, so that the run of a seed stays what it was. A world that may go on with fewer ranks (``exact``) has no
-    statistics of each rank's own: those of who left are gone."""
+    """Draw up to three features of the script.
+
+    They have a random stream of their own, so that the rest of a seed's run does not change. A world that may go on
+    with fewer ranks (``exact``) has no statistics per rank (``batchnorm``), because those of a rank that left are lost.
+    """
     draw = stream(seed, "script flags")
     usual = [flag for flag in allowed if flag != "batchnorm" or reduction == "fast"]
     return ",".join(sorted(draw.sample(usual, min(draw.randint(0, _FLAGS_MAX), len(usual)))))
@@ -117,7 +124,7 @@ def _one_of(draw: random.Random, *targets: Target) -> Target:
 
 
 def _gpu_fails(draw: random.Random) -> tuple[Fault, Target]:
-    """Where there is such a fault."""
+    """Draw a GPU failure, for jobs that can have one."""
     says = draw.choice(["lost", "reset", "reboot", "row", "sram", "ecc", "link"])
     fault: Fault = msgspec.convert({"fault": "gpu_fails", "says": says, "for_s": 2.0}, Fault)
     return fault, One(RANK)
@@ -179,7 +186,7 @@ VARIANTS: dict[str, Callable[[random.Random], tuple[Fault, Target]]] = {
     "duplicate": lambda d: (Duplicate(for_s=20.0), One(d.choice([COORDINATOR, AGENT]))),
     "poison_batch": lambda _: (PoisonBatch(), One(RANK)),
 }
-"""Of each fault, what may be drawn of it."""
+"""Name of a fault -> a function that draws one variant of it, with its target."""
 _OF_FAMILY = {
     family.value: [
         name
@@ -195,8 +202,12 @@ _NEEDS_A_RACK = ("xid", "gpu_fails")
 
 
 def draw_run(seed: int, *, racks: Path | None = None, allowed: Callable[[Plan, Layout], bool] | None = None) -> Drawn:
-    """The run of this seed. ``racks``: where rack files may be written; without it no GPU fails. ``allowed``: which plans can be carried out in
-    which jobs here; default: what `check_run` lets pass. Another machine, or a fault more, may draw other runs."""
+    """Draw the run of a seed.
+
+    ``racks``: the folder for rack files; without it no GPU fails. ``allowed``: whether a plan can be carried out in a
+    job here; by default, whether `check_run` accepts it. Another machine, or an additional fault, may lead to other
+    runs.
+    """
     draw = stream(seed, "campaign")
     allowed = allowed or _here
     beyond = draw.random() < _BEYOND
@@ -218,7 +229,7 @@ def _here(plan: Plan, layout: Layout) -> bool:
 
 
 def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path | None) -> Drawn | None:
-    """Survivable, or None. ``wanted``: families of faults, of which all are there."""
+    """Draw a survivable plan with one fault of each family in ``wanted``; None if the draw is not survivable."""
     parts: list[Part] = []
     for family in wanted:
         if family == _RECOVERY:
@@ -263,7 +274,7 @@ def _rack_file(racks: Path, trays: int, slots: int) -> str:
 
 
 def _in_a_recovery(draw: random.Random) -> Part:
-    """A rank is lost, and while the others recover from that another fault strikes one of them."""
+    """Draw two faults: a rank is lost, and a second fault strikes while the others recover."""
     first = Inject(
         fault=Kill(),
         target=One(RANK),
@@ -273,7 +284,7 @@ def _in_a_recovery(draw: random.Random) -> Part:
         kind = draw.choice([RANK, RANK, AGENT])
         point = draw.choice(_BY_SURVIVORS if kind is RANK else _IN_AGENTS)
         armed = Inject(fault=CrashAt(point=point), target=One(kind), when=AtStep(step=1))
-        if kind is RANK:  # whoever is killed is another
+        if kind is RANK:  # another rank is killed than the armed one
             first = msgspec.structs.replace(first, target=NeighbourOf(Last(RANK)))
         return Par(parts=(armed, first))
     second: Fault = Pause(for_s=1.5) if draw.random() < 0.25 else Kill(signal=draw.choice(["KILL", "SEGV"]))
@@ -285,7 +296,7 @@ def _in_a_recovery(draw: random.Random) -> Part:
 
 
 def _beyond(seed: int, draw: random.Random) -> Drawn | None:
-    """It has to stop."""
+    """Draw a plan that the job cannot survive; None if the draw is not certain to stop it."""
     step = draw.randint(BEGUN_STEPS, _LAST_STEP + 2)
     when = AtStep(step=step, plus_s=round(0.05 * draw.random(), 3))
     wrap, reduction = draw.choice(["ddp", "fsdp"]), draw.choice(["fast", "exact"])
@@ -314,14 +325,14 @@ def _beyond(seed: int, draw: random.Random) -> Drawn | None:
 
 
 def _told(layout: Layout, wrap: str, reduction: str, plan: Plan, wanted: Label) -> Drawn | None:
-    """None: it is not what was wanted, or some fault would have nobody to strike."""
+    """Return the drawn run; None if it has another label than wanted, or a fault would have no subject."""
     kinds = [
         part.target.of for part in parts_of(plan.plan) if isinstance(part, Inject) and isinstance(part.target, One)
     ]
     if SPARE in kinds and not layout.spares:
         return None
     if layout.sharded is not True and FlipBit(of="snapshot") in faults_of(plan):
-        return None  # replicas need none
+        return None  # replicas need no snapshot
     label, because = judge_plan(plan, layout)
     if label is not wanted:
         return None

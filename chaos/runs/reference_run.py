@@ -1,6 +1,6 @@
-"""The run without faults, which one with faults is compared with.
+"""Run a job without faults, as the reference for a run with faults.
 
-``reference.json`` in its folder says of which command it is; `rackrun.chaos.runs.run_plan` says what else is there.
+``reference.json`` in its folder names the command; `rackrun.chaos.runs.run_plan` lists the other files.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ REFERENCE_LIMIT_S = 3600.0
 
 
 class Twin(NamedTuple):
-    """A run without faults, of another command that must compute the same."""
+    """A run without faults of another command, which must compute the same."""
 
     folder: Path
     command: Sequence[str]
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
-    """``reference.json``"""
+    """The content of ``reference.json``."""
 
     command: tuple[str, ...]
     seconds: float
     monotonic_s: float = 0.0
-    """The host's clock when it was started."""
+    """The host's monotonic clock when the run was started."""
     step_by_step: bool = False
 
 
@@ -48,7 +48,10 @@ def run_reference(
     step_by_step: bool = False,
     limit_s: float | None = None,
 ) -> Trace:
-    """The run without faults. Raises `UsageError` when it fails, does not end in ``limit_s`` (an hour), or commits nothing."""
+    """Run the job without faults, and return what it computed.
+
+    Raises `UsageError` when it fails, does not end within ``limit_s`` seconds (an hour by default), or commits no step.
+    """
     check_script(command)
     make_folder(folder)
     with Job(folder, arguments(command, folder), env=env, step_by_step=step_by_step) as job:
@@ -78,7 +81,7 @@ def run_reference(
 
 
 def read_reference(folder: Path, command: Sequence[str], *, step_by_step: bool) -> Reference:
-    """Raises `UsageError` where it is none, or of another command."""
+    """Read the reference in ``folder``. Raises `UsageError` if there is none, or it is of another command."""
     try:
         found = msgspec.json.decode((folder / "reference.json").read_bytes(), type=Reference)
     except (OSError, msgspec.MsgspecError) as error:
@@ -99,14 +102,14 @@ def read_reference(folder: Path, command: Sequence[str], *, step_by_step: bool) 
 
 
 def make_folder(folder: Path) -> None:
-    """For a run. Raises `UsageError` where there was one, or nothing can be written."""
+    """Create the folder of a run. Raises `UsageError` if it holds an earlier run or cannot be written."""
     writable(folder)
     if any(path.name in ("summary.json", "reference", "faulted", "run") for path in folder.iterdir()):
         raise UsageError(f"{folder} holds an earlier run.", remedy="name another --out, or remove that one.")
 
 
 def writable(folder: Path, *, option: str = "--out") -> None:
-    """It is there afterwards. Raises `UsageError`."""
+    """Create ``folder`` if it does not exist, and check that it can be written. Raises `UsageError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".probe").touch()

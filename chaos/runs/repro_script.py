@@ -1,4 +1,4 @@
-"""``repro.sh``: the same again, from any folder, in a shell that knows nothing of the one it was written in."""
+"""Write ``repro.sh``, which repeats a run from any folder and in any shell environment."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import rackrun
 __all__ = ["write_repro"]
 
 _OURS = ("PET_", "RACKRUN_", "OMP_", "MKL_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHONHASHSEED")
-"""Beginnings of the names of what a job may depend on."""
+"""Prefixes of the environment variables that a job may depend on."""
 _NOT = ("RACKRUN_CHAOS_",)
 
 
 def write_repro(
     path: Path, plan: str, command: Sequence[str], *, options: Sequence[str] = (), env: Mapping[str, str]
 ) -> None:
-    """``plan``: a file beside ``path``, which may be moved with it. ``options``: of ``rackctl chaos run``. ``env``: what the job was given beyond
-    the environment of this process, of which only what jobs depend on is written down."""
+    """Write the script to ``path``.
+
+    ``plan`` is the name of a file beside ``path``, so that both can be moved together. ``options`` are those of
+    ``rackctl chaos run``. ``env`` is what the job was given beyond the environment of this process; of the latter, only
+    variables that jobs depend on are written.
+    """
     root = str(Path(rackrun.__file__).resolve().parents[1])
     kept = {name: value for name, value in os.environ.items() if name.startswith(_OURS) and not name.startswith(_NOT)}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, *_absolute(os.environ.get("PYTHONPATH", ""))]))
@@ -37,7 +41,7 @@ def write_repro(
         f"  {shlex.join(command)}",
     ]
     path.write_text("\n".join(lines) + "\n")
-    path.chmod(0o700)  # the environment of a job may be nobody else's business
+    path.chmod(0o700)  # a job's environment may be private
 
 
 def _absolute(text: str) -> list[str]:

@@ -1,15 +1,15 @@
-"""A plan, carried out in a real job, and judged against the same job without faults.
+"""Carry out a plan in a real job, and judge the job against the same job without faults.
 
 ::
 
-    OUT/ plan.yaml        as it was given, with its seed
+    OUT/ plan.yaml        the plan as given, with its seed
          reference/       the run without faults: stdout.txt, stderr.txt, run/ (rackrun's --out-dir), reference.json
-         faulted/         the run with them, the same
+         faulted/         the run with faults, the same files
          history.jsonl    what happened, on the clock of the run with faults
          resolved.json    what was struck, by name: a plan that repeats it
          summary.json     `Summary`
-         again/           a second run without faults, where there was a difference to be explained
-         repro.sh         does it again
+         again/           a second run without faults, where there was a difference to explain
+         repro.sh         runs it again
          report.html, trace.json, report.md      for people (`rackrun.chaos.report`)
 """
 
@@ -64,7 +64,7 @@ __all__ = ["Performance", "StrikeTold", "Summary", "check_run", "run_plan"]
 
 POLL_S = 0.02
 COMPARED = ("losses", "samples", "weights", "untracked")
-"""Oracles that hold a run against the one without faults."""
+"""Oracles that compare a run with the one without faults."""
 
 
 def run_plan(  # noqa: PLR0913 - all but two have a default
@@ -81,11 +81,19 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     may_differ: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Summary:
-    """``command``: rackrun's options, the script, its arguments; ``{out}`` in it becomes the folder of the run. ``reference``: the folder of
-    such a run without faults, else there is one first. ``limit_s``: how long a run may take; default, of the one with faults: a minute, and ten times
-    the reference. ``step_by_step``: what ranks hold is written down before every step, so that the first difference is named, and no step begins before
-    that of the plan which belongs behind the one before it has. ``repeat`` gives a second run without faults, where there is a difference to be
-    explained; default: it is done then. ``may_differ``: names of what is not tracked and goes into no training, as patterns. Raises `UsageError`, before anything is started, for what cannot be; and when the script fails without faults."""
+    """Run the job without faults and with those of ``plan``, compare the two, and write the reports.
+
+    ``command``: rackrun's options, the script, its arguments; ``{out}`` in it becomes the folder of the run.
+    ``reference``: the folder of an earlier run without faults; by default there is one first. ``limit_s``: how many
+    seconds the run with faults may take, by default a minute and ten times the reference. ``step_by_step``: the state
+    of the ranks is recorded before every step, so that the first difference can be named, and a step waits until the
+    strikes that belong after the step before have begun. ``repeat`` returns a second run without faults where there is
+    a difference to explain; by default it is made then. ``may_differ``: patterns of names of untracked state that does
+    not influence the training.
+
+    Raises `UsageError` for an impossible plan or command, before anything is started, and when the script fails without
+    faults.
+    """
     if seed is not None:
         plan = msgspec.structs.replace(plan, seed=seed)
     check_run(plan, command)
@@ -154,7 +162,8 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
 
 
 class Performance:
-    """The run with faults: what is seen goes to the conductor, what it orders to the injectors, what came of it back."""
+    """The run with faults: passes observations to the conductor, its orders to the injectors, and their
+    outcomes back."""
 
     def __init__(
         self,
@@ -174,11 +183,11 @@ class Performance:
         self._out = out
         self._placed: set[str] = set()
         self._under_way: dict[int, Injected] = {}
-        """Strikes of which it is not known yet whether they took effect."""
+        """Strikes whose outcome is not known yet, by number."""
         self._lasting: dict[int, Injected] = {}
-        """Those to be taken back."""
+        """Strikes of faults that last, until they are taken back, by number."""
         self._close: Callable[[], None] = lambda: None
-        """After the job: of what was made for it."""
+        """Frees, after the job, what was made for it."""
         self._sight: Sight | None = None
         self.places: dict[int, tuple[str, ...]] = {}
         self.began_wall_s = 0.0
@@ -186,9 +195,10 @@ class Performance:
         self.struck_s: dict[int, float] = {}
         self.late_s = 0.0
         self.begun_s: dict[int, float] = {}
-        """Strike -> when it was done; finding whom it strikes takes a moment."""
+        """Strike -> when it was injected, in seconds since the job's start. Finding the subjects takes a moment."""
 
     def play(self, limit_s: float) -> Ended:
+        """Start the job, carry the plan out, and return how the job ended; after ``limit_s`` seconds it is killed."""
         with (
             (self._out / "history.jsonl").open("w", encoding="utf-8") as file,
             self._start() as job,
@@ -204,7 +214,7 @@ class Performance:
                 time.sleep(POLL_S)
                 self.late_s = max(self.late_s, time.monotonic() - asked_s - POLL_S)
             self._hear()
-            self._take_all_back()  # helpers of ours: they are not what the job leaves
+            self._take_all_back()  # our helpers are not leftovers of the job
             ended = job.finish(limit_s - job.now_s)
             self._hear()
             self._let_time_pass()
@@ -215,7 +225,7 @@ class Performance:
         return ended
 
     def so_far(self) -> list[str]:
-        """Of a run that was interrupted."""
+        """Return lines that tell what happened up to now, for a run that was interrupted."""
         step = -1 if self._sight is None else self._sight.step
         words = {True: "took effect", False: "took no effect", None: "nobody knows whether it took effect"}
         struck = [
@@ -254,19 +264,22 @@ class Performance:
             self._sight = sight
             for place in sight.scene.places:
                 self._place(place)
-        if self._sight is not None:  # a coordinator that stands still hides the job, and the plan goes on
+        if self._sight is not None:  # a stopped coordinator hides the job, and the plan goes on
             see = See(self._job.now_s, self._sight.step, self._sight.scene, self._job.points())
             self._obey(self.conductor.see(see))
 
     def _let_go_on(self) -> None:
-        """The step after the one that was seen; a job that nothing more is to happen to, or whose coordinator stands still, does not wait."""
+        """Let the step after the one that was seen begin.
+
+        When the plan is done, or the coordinator stands still, all steps may begin.
+        """
         if self.conductor.done or any(self._hides(record) for record in self.conductor.records):
             self._job.let_go_on()
         elif self._sight is not None:
             self._job.let_go_on(self._sight.step + 1)
 
     def _hides(self, record: Record) -> bool:
-        """What is struck cannot be seen."""
+        """Whether the strike hides the job, because its coordinator stands still."""
         of_coordinator = any(subject.kind is Subjects.COORDINATOR for subject in record.strike.subjects)
         return of_coordinator and record.took is not False and record.back_s is None
 
@@ -276,18 +289,19 @@ class Performance:
             self._write("placed", slot=place.slot, tray=place.tray, clique=place.clique, rack=place.rack)
 
     def _hear(self) -> None:
-        """Of what was struck."""
+        """Ask for the outcomes of strikes that are under way."""
         for number, injected in list(self._under_way.items()):
             try:
                 outcome = injected.outcome()
-            except OSError as error:  # what it would be seen by has gone with the job
+            except OSError as error:  # the evidence has gone with the job
                 outcome = Outcome(False, f"nobody knows: {error}")
             if outcome is not None:
                 del self._under_way[number]
                 self._confirm(number, outcome)
 
     def _let_time_pass(self) -> None:
-        """The job is over: what only waited to be taken back needs not be waited for. What was still to be done has nobody to be done to."""
+        """After the job's end, let the conductor finish: no waits are needed, and what is still due finds nothing to
+        strike."""
         if self._sight is None or is_endless(self._plan):
             return
         while (wake_s := self.conductor.wake_s) is not None and not self._under_way:
@@ -303,7 +317,7 @@ class Performance:
                     self._lasting.pop(number).take_back()
                     self._write("taken back", strike=number)
                 case TakeBack():
-                    pass  # with the job
+                    pass  # it goes with the job
 
     def _take_all_back(self) -> None:
         while self._lasting:
@@ -345,7 +359,7 @@ class Performance:
 
 # -- before
 def check_run(plan: Plan, command: Sequence[str]) -> None:
-    """Raises `UsageError` for what cannot be: on this machine, of this command, or at all."""
+    """Raise `UsageError` for a plan or command that is impossible, on this machine or at all."""
     check(plan)
     check_plan(plan)
     layout = layout_of(command)
@@ -372,7 +386,7 @@ def _check_storage(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _points(plan: Plan) -> list[str]:
-    """That it names."""
+    """Return the points that the plan names."""
     named = list(plan.watch)
     for part in parts_of(plan.plan):
         if isinstance(part, Inject):
@@ -383,12 +397,16 @@ def _points(plan: Plan) -> list[str]:
 
 # -- after
 def _diagnosis(evidence: Evidence) -> str:
-    """ "": nothing differs, but for what two runs without faults do not have alike either."""
+    """Return why the runs differ.
+
+    Returns "" if nothing differs, or only what also differs between two runs without faults.
+    """
     found = judge_script(evidence.reference, evidence.trace, evidence.again)
     return str(found or judge_untracked(evidence) or "")
 
 
 def _undone(conductor: Conductor, ended: Ended) -> str:
+    """Return why the plan was not carried out completely, or ""."""
     stops = conductor.plan.expect == "stops" and ended.exit_code != 0
     if stops or not conductor.owes:
         return ""

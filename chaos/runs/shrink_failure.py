@@ -1,8 +1,8 @@
-"""The smallest plan that still fails, of one that has failed with a real job.
+"""Find the smallest plan that still fails, starting from a plan that failed with a real job.
 
 ::
 
-    DIR/ tries.jsonl      which plans were tried, how often, and what was wrong: who is stopped goes on from there
+    DIR/ tries.jsonl      which plans were tried, how often, and what was wrong; a later call continues from it
          reference/       the run without faults, unless there is one beside the plan
          tries/           runs; those that were right are removed
          smallest.json    the smallest plan so far
@@ -35,35 +35,37 @@ __all__ = ["NotFailing", "Reduced", "Try", "reduce_plan"]
 
 
 class NotFailing(UsageError):
-    """There is nothing to reduce."""
+    """The plan does not fail, so there is nothing to reduce."""
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of ``tries.jsonl``."""
+    """A line of ``tries.jsonl``: one plan that was tried."""
 
     key: str
-    """Of the plan."""
+    """The digest of the plan."""
     runs: int
     wrong: tuple[str, ...]
-    """Oracles; (): it was right, or unknown, every time."""
+    """The oracles that were false; empty if every run was right or unknown."""
     diagnosis: str = ""
     out: str = ""
-    """Of the run that failed."""
+    """The folder of the run that failed."""
 
 
 class Reduced(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a reduction."""
+
     plan: Plan
     wrong: tuple[str, ...]
     diagnosis: str
     runs: int
-    """That it took, those of earlier times counted."""
+    """The number of runs it took, including those of earlier calls."""
     simulator: str
-    """What it has said."""
+    """What the simulator found."""
     out: str
 
 
 Play = Callable[[Plan, Path], Summary]
-"""Runs a plan, in a folder that is not there yet."""
+"""Runs a plan in a folder that does not exist yet."""
 
 
 def reduce_plan(  # noqa: PLR0913 - all but two have a default
@@ -80,8 +82,11 @@ def reduce_plan(  # noqa: PLR0913 - all but two have a default
     may_differ: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Reduced:
-    """``plan``: names and steps, as ``resolved.json`` has them. A plan fails when one of ``repeats`` runs is wrong in something in which the first one
-    is. ``reference``: a run of ``command`` without faults. ``play`` takes the place of real runs. Raises `NotFailing`."""
+    """Reduce ``plan``, which strikes by names and steps, as ``resolved.json`` does.
+
+    A plan counts as failing when one of ``repeats`` runs fails an oracle that the first failing run failed.
+    ``reference``: a run of ``command`` without faults. ``play`` replaces real runs. Raises `NotFailing`.
+    """
     if repeats < 1:
         raise UsageError(f"{repeats} repeats prove nothing.", remedy="ask for at least 1.")
     check_plan(plan)
@@ -122,7 +127,7 @@ def reduce_plan(  # noqa: PLR0913 - all but two have a default
 
 
 class _Tries:
-    """Remembers; the same plan is not tried again."""
+    """The plans tried so far; the same plan is never tried twice."""
 
     def __init__(self, out: Path, repeats: int, play: Play, tell: Callable[[str], None]) -> None:
         self._out, self._repeats, self._play, self._tell = out, repeats, play, tell
@@ -134,7 +139,10 @@ class _Tries:
         return sum(one.runs for one in self._known.values())
 
     def fails(self, plan: Plan, like: tuple[str, ...]) -> Try | None:
-        """``like``: oracles, one of which has to be wrong; (): any."""
+        """Try the plan, unless that has been done, and return the failure or None.
+
+        ``like``: a failure counts only if one of these oracles is false; empty: any oracle.
+        """
         key = hashlib.blake2b(msgspec.json.encode((plan, self._repeats)), digest_size=8).hexdigest()
         if key not in self._known:
             try:
@@ -153,7 +161,7 @@ class _Tries:
         count = len(told.get("parts", (told,))) if told["do"] != "heal" else 0
         for turn in range(self._repeats):
             folder = self._out / "tries" / f"{key}-{turn}"
-            shutil.rmtree(folder, ignore_errors=True)  # of who was stopped in it
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted call
             summary = self._play(plan, folder)
             wrong = tuple(verdict.oracle for verdict in summary.verdicts if verdict.holds is False)
             if wrong and (not like or set(like) & set(wrong)):
@@ -167,7 +175,7 @@ class _Tries:
         if not self._log.exists():
             return []
         whole = self._log.read_bytes().rpartition(b"\n")[0]
-        self._log.write_bytes(whole + b"\n" if whole else b"")  # half a line, of who was stopped
+        self._log.write_bytes(whole + b"\n" if whole else b"")  # drops half a line of an interrupted call
         return [msgspec.json.decode(line, type=Try) for line in whole.splitlines()]
 
 

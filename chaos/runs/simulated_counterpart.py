@@ -1,4 +1,7 @@
-"""The simulator's counterpart of a real job and its plan, as far as there is one: what fails there is found in seconds, and is the core's."""
+"""Make the simulator's counterpart of a real job and its plan, as far as there is one.
+
+A failure that the counterpart shows, too, is found in seconds, and lies in the core.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ SEEDS = 20
 
 
 def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
-    """Of ``command``, what says how large the job is. Raises `Unsupported` for what has no model, `PlanError` for a plan without names."""
+    """Return the simulated job for ``command``, whose options say how large it is, with its plan.
+
+    Raises `Unsupported` for what has no model, and `PlanError` for a plan that does not strike by name.
+    """
     layout = layout_of(command, on_rack=True)
     if layout is None:
         raise Unsupported("the command does not say how large the job is.", remedy="reduce it with real runs alone.")
@@ -45,12 +51,15 @@ def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
         faults_s=600.0,
         must_survive=plan.expect == "survives",
     )
-    Simulation(job)  # refuses what it has no model of
+    Simulation(job)  # raises Unsupported for a fault without a model
     return job
 
 
 def reduced_in_simulator(plan: Plan, command: Sequence[str], steps: int) -> tuple[Plan | None, str]:
-    """The smallest plan that fails there in the same job, and what is wrong there; None, and why, where nothing fails or nothing can be said."""
+    """Return the smallest plan that fails in the simulator in the same job, and what is wrong there.
+
+    The plan is None, with the reason, where nothing fails or no counterpart exists.
+    """
     try:
         job = counterpart(plan, command, steps)
     except (Unsupported, PlanError) as error:
@@ -71,14 +80,15 @@ def reduced_in_simulator(plan: Plan, command: Sequence[str], steps: int) -> tupl
 
 
 def _names(command: Sequence[str], of: Layout | Job) -> dict[str, str]:
-    """A tray's name in reality (``tray-00``, or what the rack file calls it) -> in the simulator, where it is ``tray-0``."""
+    """Return the name of each real tray (``tray-00``, or as the rack file names it) -> its name in the simulator,
+    ``tray-0``."""
     rack = rack_of(command)
     real = list(rack.trays) if rack is not None else [f"tray-{index:02d}" for index in range(of.trays)]
     return {name: f"tray-{index}" for index, name in enumerate(real)}
 
 
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """``names`` of trays."""
+    """Return the plan with the trays renamed, also within the names of slots."""
 
     def name_of(name: str) -> str:
         tray, slash, slot = name.rpartition("/") if "/" in name else (name, "", "")

@@ -1,8 +1,8 @@
-"""Faults for as long as one likes, at so many a minute: how much of the throughput without faults is kept, and where the rest went.
+"""Inject faults at a given rate for a given time, and measure how much throughput is kept and where the rest went.
 
-What is without faults is measured in the same run, in the stretches in which all ranks and spares are there and nothing is in force: a machine
-that is slower by the hour does not count as a fault. A slot that is left out because it has lost too many workers is returned to use, as a person
-who has looked at it would.
+The throughput without faults is measured in the same run, in the stretches in which all ranks and spares are there and
+no fault is in force; a machine that slows down over time is thus not counted as a fault. A slot that is left out
+because it has lost too many workers is returned to use, as an operator who has checked it would do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["CALM_STEPS_MIN", "FAULTS", "Soak", "Waterfall", "run_soak", "waterfa
 
 FORMAT = 1
 CALM_STEPS_MIN = 20
-"""So many steps without faults there must have been, to know how long one takes."""
+"""The fewest steps without faults from which the time of a step is known."""
 FAULTS: dict[str, Fault] = {
     "kill": Kill(),
     "segv": Kill(signal="SEGV"),
@@ -48,28 +48,28 @@ _GROUPED = "group.after"
 _RETURN_EVERY_S = 1.0
 _ENDED = (0, 143, -15)
 _LAST_SPARE_S = 60.0
-"""A spare that starts at the end is waited for."""
+"""Seconds to wait at the end for a spare that is starting."""
 _SAME_MS = 30_000.0
-"""A fault that is noticed later than this after a strike is another."""
+"""A fault that is noticed later than this many milliseconds after a strike has another cause."""
 _CLOCK_MS = 100.0
-"""A kill may be noticed before its injector has looked at the clock."""
+"""A kill may be noticed this many milliseconds before its injector has read the clock."""
 
 
 class Waterfall(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that were lost, of all ranks together once."""
+    """Seconds lost, each counted once for all ranks together."""
 
     detect: float = 0.0
-    """From the strike until its first notice."""
+    """From the strike to its first notice."""
     decide: float = 0.0
-    """Until the plan: all have stopped, and one decision is made."""
+    """From the notice to the plan: all ranks have stopped, and one decision is made."""
     regroup: float = 0.0
-    """Until the last group is built."""
+    """From the plan until the last group is built."""
     restore: float = 0.0
-    """Until all ranks compute again."""
+    """From then until all ranks compute again."""
     rework: float = 0.0
-    """What the broken step had done, steps since a rollback, and by how much the first step took longer."""
+    """The work of the broken step, the steps since a rollback, and the extra time of the first step."""
     spares: float = 0.0
-    """By how much steps took longer while a new spare started."""
+    """The extra time of steps while a new spare started."""
     other: float = 0.0
 
     @property
@@ -78,28 +78,30 @@ class Waterfall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Soak(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a soak."""
+
     format: int = FORMAT
     command: tuple[str, ...]
     seed: int
     seconds: float
-    """From the first committed step to the last."""
+    """Seconds from the first committed step to the last."""
     faults: int
     steps: int
     calm_steps: int
     step_s: float | None
-    """Without faults. None: there were too few."""
+    """Seconds of a step without faults; None if there were too few such steps."""
     kept: float | None
-    """Share of the throughput without faults."""
+    """The share of the throughput without faults that was kept."""
     lost_s: Waterfall
     recoveries_s: tuple[float, ...]
-    """Of each, from the fault until all compute again."""
+    """For each recovery, the seconds from the fault until all ranks compute again."""
     spares: tuple[int, int]
-    """At the beginning and at the end."""
+    """The number of spares at the beginning and at the end."""
     ok: bool
-    """It ran to its end, every sample counted once, every fault took effect, and the spares are back."""
+    """Whether the job ran to its end, counted every sample once, met every fault, and has its spares back."""
     trouble: tuple[str, ...] = ()
     interrupted: bool = False
-    """By hand; the rest is of the time until then."""
+    """Whether the soak was interrupted by hand; everything else is about the time until then."""
     out: str
 
 
@@ -114,8 +116,11 @@ def run_soak(
     env: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Soak:
-    """``command``: as of `rackrun.chaos.runs.run_plan.run_plan`; its script has to train for longer than ``minutes``, and is ended at a step. Raises
-    `UsageError`."""
+    """Run a soak.
+
+    ``command``: as for `rackrun.chaos.runs.run_plan.run_plan`; its script has to train for longer than ``minutes``, and
+    is ended at a step. ``per_minute``: how many faults strike, on average. Raises `UsageError`.
+    """
     plan = _plan(faults, per_minute, seed, command)
     check_run(plan, command)
     check_script(command)
@@ -143,7 +148,10 @@ def run_soak(
 
 
 def _plan(names: Sequence[str], per_minute: float, seed: int, command: Sequence[str]) -> Plan:
-    """The faults by turns, each again and again; a strike waits until all spares are back from the one before."""
+    """Return the plan of a soak: the faults in turns, again and again.
+
+    A strike waits until all spares are back from the one before.
+    """
     unknown = [name for name in names if name not in FAULTS]
     if unknown or not names:
         raise UsageError(f"a soak has no faults {', '.join(unknown)!r}.", remedy=f"name some of {', '.join(FAULTS)}.")
@@ -159,7 +167,7 @@ def _plan(names: Sequence[str], per_minute: float, seed: int, command: Sequence[
 
 
 class _Soaking(Performance):
-    """Notes when all are there and nothing is in force, and ends the job when its time is over."""
+    """Records when all workers are there and no fault is in force, and ends the job when the time is over."""
 
     def __init__(
         self,
@@ -176,9 +184,9 @@ class _Soaking(Performance):
         self._returned_s = 0.0
         self._stopped = self._was_calm = False
         self.calm: list[tuple[float, float]] = []
-        """Stretches, Unix time."""
+        """Stretches without faults: begin and end, Unix time."""
         self.grouped: list[float] = []
-        """When the last group of a world was built, Unix time."""
+        """When the last group of a world was built, Unix time, for each world."""
         self.spares = (0, 0)
 
     def _look(self) -> None:
@@ -191,7 +199,7 @@ class _Soaking(Performance):
         self._first_s = now_s if self._first_s is None else self._first_s
         if len(places) > self._whole and not self.conductor.records:
             self._whole, self.spares = len(places), (spares, spares)
-        if not self._stopped:  # afterwards they are dismissed
+        if not self._stopped:  # afterwards, spares are dismissed
             self.spares = (self.spares[0], spares)
         over = now_s - self._first_s > self._seconds
         self._note(now_s, calm=len(places) == self._whole and not self._in_force() and not self._stopped)
@@ -289,7 +297,7 @@ def _account(
 
 
 def _commits(journal: Path) -> dict[int, float]:
-    """Step -> when its last rank had committed it, the last time that it was; in the order of steps."""
+    """Return step -> the time in ms at which its last rank last committed it, in the order of steps."""
     if not journal.exists():
         return {}
     with closing(sqlite3.connect(journal)) as connection:
@@ -310,8 +318,10 @@ def waterfall(
     calm_ms: Sequence[tuple[float, float]],
     step_s: float | None,
 ) -> Waterfall:
-    """Where the time between the first and the last commit went that steps of ``step_s`` do not need. All times on the coordinator's clock,
-    in order."""
+    """Return where the time between the first and the last commit went, beyond what steps of ``step_s`` seconds need.
+
+    All times are in milliseconds on the coordinator's clock, in order.
+    """
     if step_s is None or len(commits_ms) < 2:
         return Waterfall()
     step_ms, lost = step_s * 1e3, dict.fromkeys(Waterfall.__struct_fields__, 0.0)
@@ -340,7 +350,7 @@ def waterfall(
 def _start_of_spare(
     committed_ms: float, commits_ms: Sequence[float], calm_ms: Sequence[tuple[float, float]], step_ms: float
 ) -> float:
-    """From the first good step until all is calm."""
+    """Return the extra milliseconds from the first good step until the next stretch without faults."""
     until = next((begin for begin, _ in calm_ms if begin >= committed_ms), commits_ms[-1])
     first, last = bisect.bisect_left(commits_ms, committed_ms), bisect.bisect_right(commits_ms, until) - 1
     if last <= first:

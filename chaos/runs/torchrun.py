@@ -1,8 +1,9 @@
-"""The same plan against a script that torchrun starts: faults of processes, and what the script told of its steps with them and without.
+"""Carry out a plan against a script that torchrun starts, and compare the steps it reports with and without faults.
 
-torchrun has no spares and no snapshots: when a rank is lost it ends all, and starts all again, as often as ``--max-restarts`` says; where they go on is
-the script's affair. What can be compared with `rackrun.chaos.runs.run_plan` is what anybody sees: steps that were computed again, the time to the next good step,
-losses, samples.
+torchrun has no spares and no snapshots: when a rank is lost it ends all ranks and starts them again, as often as
+``--max-restarts`` says; where they continue is up to the script. The results that can be compared with
+`rackrun.chaos.runs.run_plan` are those visible from outside: steps computed again, the time to the next good step,
+losses, and samples.
 """
 
 from __future__ import annotations
@@ -34,27 +35,31 @@ __all__ = ["Compared", "Outside", "compare", "run_outside", "told_by"]
 FORMAT = 1
 _TRAY = "host"
 _LOGS = "torchelastic_"
-"""A folder that torchrun makes for its logs in each run, and never removes."""
+"""The prefix of a folder that torchrun makes for its logs in each run and never removes."""
 _REFERENCE_LIMIT_S = 3600.0
 ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""torch 2.13: without it a restarted worker reads the gloo addresses of the attempt before, and never gets going again."""
+"""In torch 2.13, a restarted worker without this reads the gloo addresses of the attempt before, and never
+continues."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Two accounts of the same training, one of them with faults."""
+    """The comparison of two runs of the same training, one of them with faults."""
 
     steps: int
-    """That are finished in the end."""
+    """Steps that are finished at the end."""
     steps_without: int
     """The same, without faults."""
     steps_again: int
-    """Finished before a fault, and computed once more."""
+    """Steps that were finished before a fault and computed once more."""
     good_step_s: tuple[float | None, ...]
-    """For each strike: until all ranks had finished a step that nobody had finished before it. None: never."""
+    """For each strike, the seconds until all ranks had finished a step that none had finished before; None: never."""
     same_losses: bool
-    """Of every rank and step that were told, as last told, every bit. (A rank that is lost may not have told its last one.)"""
+    """Whether all losses are the same bit for bit, by the last report of every rank and step.
+
+    A rank that is lost may not have reported its last step.
+    """
     samples_twice: int
-    """Told by two finished steps, or two ranks, more often than without faults."""
+    """Samples that two finished steps or two ranks report, beyond those that do so without faults."""
 
 
 class Outside(Compared, frozen=True, kw_only=True):
@@ -67,9 +72,9 @@ class Outside(Compared, frozen=True, kw_only=True):
     exit_code: int | None
     struck: int
     missed: tuple[str, ...]
-    """Strikes that were not done, or took no effect."""
+    """Strikes that were not carried out or had no effect."""
     left: tuple[str, ...]
-    """Processes that outlived it, and what it has left in temporary folders."""
+    """Processes that outlived the job, and what it has left in temporary folders."""
     seconds: float
     reference_seconds: float
     command: tuple[str, ...]
@@ -77,7 +82,8 @@ class Outside(Compared, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool | None:
-        """It ended well, and computed what it computes without faults. None: the faults did not come."""
+        """Whether the job ended well and computed what it computes without faults; None if the faults did not
+        happen."""
         if self.missed or not self.struck:
             return None
         ended = self.exit_code == 0 and self.steps == self.steps_without and not self.left
@@ -93,7 +99,11 @@ def run_outside(
     env: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Outside:
-    """``command``: torchrun's options, the script, its arguments. The script tells its steps (`rackrun.chaos.inprocess.step_probe`). Raises `UsageError`."""
+    """Run the script under torchrun without and with the faults of ``plan``, and compare.
+
+    ``command``: torchrun's options, the script, its arguments. The script must report its steps
+    (`rackrun.chaos.inprocess.step_probe`). Raises `UsageError`.
+    """
     _check(plan, command)
     check_script(command)
     writable(out)
@@ -139,7 +149,10 @@ def run_outside(
 
 
 def compare(without: Sequence[Told], told: Sequence[Told], struck_s: Sequence[float]) -> Compared:
-    """``told``: in the order of time, as are ``struck_s`` (Unix time)."""
+    """Compare the reports of a run without faults with those of one with faults.
+
+    ``told`` is in the order of time, and so are the strikes ``struck_s`` (Unix time).
+    """
     ranks = {one.rank for one in without}
     last = {(one.rank, one.step): one for one in told}
     expected = {(one.rank, one.step): one for one in without}
@@ -172,7 +185,7 @@ def _twice(told: Iterable[Told]) -> int:
 
 
 def told_by(run: Path) -> list[Told]:
-    """The same of a job of rackrun, out of its journal. ``run``: its ``--out-dir``."""
+    """Return the same reports for a job of rackrun, from its journal. ``run``: its ``--out-dir``."""
     with open_journal(run / "journal.sqlite") as (journal, _):
         began_s = began_wall_s(journal) or 0.0
         samples = {
@@ -199,7 +212,7 @@ def told_by(run: Path) -> list[Told]:
 
 # -- the job
 class _Torchrun(Job):
-    """One host; slot ``host/RANK``."""
+    """A job that torchrun runs on this host; its slots are ``host/RANK``."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
         self.told = folder / "told"
@@ -212,6 +225,7 @@ class _Torchrun(Job):
         return ["-m", "torch.distributed.run", *arguments]
 
     def sight(self) -> Sight | None:
+        """Return what the reports of the script and the processes show."""
         for path in self.told.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))

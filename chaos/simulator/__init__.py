@@ -1,18 +1,21 @@
-"""The core that runs jobs, under virtual time: agents, workers, networks and clocks are models, and no second is waited for.
+"""The core runs whole jobs in virtual time, with models of agents, workers, networks and clocks, and without any
+waiting.
 
-======================  ====================================================================================
-`engine`                the heap of what is to happen, by (time, priority, order)
-`costs`                 what everything takes, in seconds of virtual time
-`coordinator`           the shell: stamps, timers, connections, leases
-`agents`, `workers`     obey the core's commands, and answer with the events that real ones send
-`eras`                  what the workers of one generation do together: building groups, gates
-`memory`                snapshots, copies and parity: what a state is restored from
-`truth`                 what has really happened, and what must hold of it at every step
-`injectors`             faults of `rackrun.chaos.faults.fault_types`, in a model
-`simulation`            one job of one seed, from its start to its end
-`swarm`, `fuzz`         jobs and faults drawn from a seed; many seeds; a reduced plan of one that fails
-======================  ====================================================================================
+==============================  ============================================================================
+`base.virtual_time`             the heap of what is to happen, by (time, priority, order)
+`base.durations`                what everything takes, in seconds of virtual time
+`base.ground_truth`             what has really happened, and what must hold of it at every step
+`cluster.coordinator_model`     the shell: stamps, timers, connections, leases
+`cluster.agent_model`,          they carry out the core's commands, and answer with the events that real
+`cluster.worker_model`          ones send
+`cluster.generations`           what the workers of one generation do together: building groups, gates
+`cluster.restore_sources`       snapshots, copies and parity, from which state is restored
+`cluster.fault_models`          faults of `rackrun.chaos.faults.fault_types`, in a model
+`cluster.simulation`            one job of one seed, from its start to its end
+`fuzzing.draw_job`,             jobs and faults drawn from a seed; many seeds, and a reduced plan of one
+`fuzzing.fuzz`                  that fails
+==============================  ============================================================================
 
-Nothing here reads a clock, and whatever is random is drawn from streams of the seed: a seed is a run. `Simulation.trace` is a hash of all
-that the core was told and has said.
+No module reads a clock, and everything random is drawn from streams of the seed, so a seed determines a run.
+`Simulation.trace` is a hash of everything that the core was given and has returned.
 """

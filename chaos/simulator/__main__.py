@@ -21,7 +21,7 @@ LAST = 12
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """Of the tally's file: what these seeds came to."""
+    """A line of the tally file: the results of a range of seeds."""
 
     start: int
     stop: int
@@ -36,7 +36,7 @@ def _read(path: Path | None) -> dict[tuple[int, int], _Line]:
         return {}
     whole = path.read_bytes().rpartition(b"\n")
     with path.open("r+b") as file:
-        file.truncate(len(whole[0]) + len(whole[1]))  # a last line without an end was being written
+        file.truncate(len(whole[0]) + len(whole[1]))  # cuts off an incomplete last line
     found = [msgspec.json.decode(line, type=_Line) for line in whole[0].splitlines()]
     return {(line.start, line.stop): line for line in found}
 
@@ -80,7 +80,7 @@ def _fuzz(args: argparse.Namespace) -> int:
 
 
 def _tell(seed: int) -> None:
-    """Everything about a seed that fails, with as few faults as fail still."""
+    """Print everything about a seed that fails, with as few faults as still fail."""
     reduced = reduce(seed)
     job, outcome = reduced if reduced is not None else (draw_job(seed), play(seed))
     print(f"\nseed {seed}, {'reduced' if reduced else 'which does not fail by its resolved plan, so whole'}:")
@@ -114,7 +114,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 when nothing was found, 1 when something was."""
+    """Return 0 if no seed failed, 1 if one did."""
     parser = argparse.ArgumentParser(prog="python -m rackrun.chaos.simulator", description=__doc__)
     commands = parser.add_subparsers(required=True)
     fuzz = commands.add_parser("fuzz", help="play many seeds")

@@ -1,4 +1,4 @@
-"""What the core itself costs: processor time of `ControlPlane.handle`, and of nothing else."""
+"""Measure the processor time of the core alone, in `ControlPlane.handle`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ __all__ = ["STORIES", "Cost", "Story", "crowd_of", "measure", "play"]
 
 SLOTS = 4
 TRIES = 5
-"""The fastest counts: what else the machine does only adds to it."""
+"""Runs of each measurement, of which the fastest counts: other work on the machine can only add time."""
 _TIMER = "an old timer"
 AT_ONCE = 16
-"""One rank of so many, where very many are lost at once."""
+"""Where many ranks are lost at once, one rank in this many is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
+    """The processor time of a number of events."""
+
     what: str
     events: int
     cpu_s: float
@@ -37,17 +39,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """Of a job that trains."""
+    """One scenario of a job that trains."""
 
     tell: Callable[[Crowd], None]
     before: Callable[[Crowd], None] = lambda crowd: crowd.train()
-    """Not measured."""
+    """What happens before the measurement."""
     own: bool = False
-    """Each rank's shard is its own."""
+    """Whether each rank's shard is its own, so that no rank has a replica."""
     spares: bool = True
-    """One a tray; else none, and who is lost starts again."""
+    """One spare on each tray; otherwise there are none, and a lost worker starts again."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Of `JobConfig`."""
+    """Fields of `JobConfig`."""
     ends: str = "training"
 
 
@@ -56,7 +58,7 @@ def _one(crowd: Crowd) -> None:
 
 
 def _many(crowd: Crowd) -> None:
-    """Spares start one after the other, in the places of the lost."""
+    """Many ranks are lost at once; the workers that replace them start one after the other in their slots."""
     crowd.settle([crowd.killed(worker) for worker in crowd.workers[::AT_ONCE]])
 
 
@@ -98,7 +100,7 @@ def _with_parity(crowd: Crowd) -> None:
 
 
 def _drain(crowd: Crowd) -> None:
-    """A whole tray; then everybody has new copies elsewhere, and it is empty."""
+    """A whole tray is drained; then all snapshots are copied to other trays, and the tray is empty."""
     tray = tray_of(crowd.rank(0).slot)
     crowd.settle([DrainRequested(at_ms=crowd.at_ms, request="drain", target=tray, wait=True, steps=crowd.done)])
     crowd.train()
@@ -129,7 +131,7 @@ STORIES: Mapping[str, Story] = {
 
 
 def crowd_of(ranks: int, story: Story | None = None, clock: Callable[[], float] = time.process_time) -> Crowd:
-    """It has begun, and trains."""
+    """Return a job of this many ranks that has begun and trains."""
     story = story or STORIES["one is lost and replaced"]
     training = SLOTS - 1 if story.spares else SLOTS
     trays = -(-ranks // training)
@@ -141,7 +143,7 @@ def crowd_of(ranks: int, story: Story | None = None, clock: Callable[[], float] 
 
 
 def play(ranks: int, name: str, clock: Callable[[], float] = time.process_time) -> Cost:
-    """One of `STORIES`."""
+    """Measure one of `STORIES` with this many ranks."""
     story = STORIES[name]
     crowd = crowd_of(ranks, story, clock)
     story.before(crowd)
@@ -153,7 +155,8 @@ def play(ranks: int, name: str, clock: Callable[[], float] = time.process_time) 
 
 
 def measure(ranks: int, *, repeats: int = 20_000, clock: Callable[[], float] = time.process_time) -> list[Cost]:
-    """Of a job of ``ranks``."""
+    """Measure the start, an old timer and all stories for a job of ``ranks``, and return the costs, with their sum
+    last."""
     crowd = min((crowd_of(ranks, clock=clock) for _ in range(TRIES)), key=lambda begun: begun.cpu_s)
     found = [Cost(f"{ranks} ranks begin", crowd.events, crowd.cpu_s)]
     crowd.forget_costs()

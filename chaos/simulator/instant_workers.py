@@ -1,7 +1,7 @@
-"""Very many workers that answer the core at once, in no order: what is measured is the core, and nothing else.
+"""Simulate very many workers that answer the core at once and in random order, so that only the core is measured.
 
-No network, no time between a command and its answer, no faults but those that a story tells of. Events are told in rounds: all answers to the
-commands of one round are the next.
+There is no network, no time between a command and its answer, and no fault except those of a story. Events are given in
+rounds: all answers to the commands of one round are the next round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ __all__ = ["Crowd"]
 
 
 class Crowd:
-    """``config`` without its trays; ``own``: each rank's state is its own, else all are replicas of each other."""
+    """The workers of one job. ``config`` is without the trays.
+
+    ``own``: each rank's state is its own; otherwise all ranks are replicas of each other.
+    """
 
     def __init__(
         self,
@@ -62,17 +65,17 @@ class Crowd:
         self.plan: Plan | None = None
         self.stopped: StopJob | None = None
         self.done = 0
-        """The last step whose gate all have passed."""
+        """The last step whose gate all ranks have passed."""
         self.sealed: tuple[Step, ...] = ()
-        """Steps of which every rank has a snapshot."""
+        """The steps of which every rank has a snapshot."""
         self.at_ms = 0
         self._draw = random.Random(1)
         self._clock = clock
         self.settle([self._joins(TrayId(f"tray-{number:05}")) for number in range(trays)])
 
-    # -- told to the core ------------------------------------------------------------------------------------------
+    # -- input of the core -----------------------------------------------------------------------------------------
     def tell(self, events: Sequence[Event]) -> list[Command]:
-        """The clock is read once for all of them."""
+        """Give the events to the core, and return its commands. The clock is read once for all events."""
         handle = self.core.handle
         out: list[Command] = []
         began = self._clock()
@@ -83,7 +86,7 @@ class Crowd:
         return out
 
     def settle(self, events: Sequence[Event]) -> None:
-        """Until nobody has anything to answer."""
+        """Give the events to the core, and then all answers to its commands, until no answer is left."""
         while events:
             events = self._answers(self.tell(events))
 
@@ -92,13 +95,13 @@ class Crowd:
 
     # -- what happens ----------------------------------------------------------------------------------------------
     def train(self, steps: int = 100) -> None:
-        """They have done so many more."""
+        """Let the ranks do ``steps`` more steps."""
         self.done += steps
         self.at_ms += 100_000
 
     @property
     def workers(self) -> list[Worker]:
-        """By rank."""
+        """The workers that train, by rank."""
         assert self.plan is not None
         return [Worker(member.slot, member.incarnation) for member in self.plan.members]
 
@@ -106,13 +109,15 @@ class Crowd:
         return self.workers[rank]
 
     def killed(self, worker: Worker) -> WorkerExited:
+        """Return the event of a worker's death by SIGKILL."""
         slot, incarnation, step = worker.slot, worker.incarnation, Step(self.done + 1)
         return WorkerExited(
             at_ms=self.at_ms, slot=slot, incarnation=incarnation, signal=9, step=step, snapshots=self.sealed
         )
 
     def copied(self, steps: tuple[Step, ...]) -> list[SnapshotMirrored]:
-        """The next tray has these of everybody, and everybody has them."""
+        """Return the events that say: the next tray has the snapshots of ``steps`` of every rank, and so has the rank
+        itself."""
         assert self.plan is not None
         self.sealed = steps
         found = []
@@ -132,7 +137,7 @@ class Crowd:
         return found
 
     def striped(self, step: Step) -> list[SnapshotStriped]:
-        """All keepers have everybody's stripes of it."""
+        """Return the events that say: all keepers have the stripes of every rank's snapshot of ``step``."""
         assert self.plan is not None
         self.sealed = (step,)
         return [
@@ -147,12 +152,13 @@ class Crowd:
         ]
 
     def finished(self) -> list[WorkerFinished]:
+        """Return the events that say that all ranks have finished."""
         return [
             WorkerFinished(at_ms=self.at_ms, slot=one.slot, incarnation=one.incarnation)
             for one in self._in_no_order(self.workers)
         ]
 
-    # -- what they answer ------------------------------------------------------------------------------------------
+    # -- answers of the workers ------------------------------------------------------------------------------------
     def _joins(self, tray: TrayId) -> TrayJoined:
         return TrayJoined(tray=tray, host=tray, slots=self.slots, store=f"{tray}:1", snapshots=f"{tray}:2", codec=True)
 

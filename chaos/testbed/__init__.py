@@ -1,1 +1,1 @@
-"""The job under test, and what runs beside it."""
+"""The job under test, its environment on this machine, and the processes that run beside it."""

@@ -1,4 +1,4 @@
-"""What a plan starts beside a job's own processes: an agent for a tray, a second coordinator on the same run folder."""
+"""Start extra processes beside a job's own: an agent for a tray, or a second coordinator on the same run folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ __all__ = ["Beside", "Guest"]
 
 @dataclass
 class Guest:
+    """A process that was started beside the job."""
+
     process: Process
     said: Path
-    """What it has printed."""
+    """The file with what the process has printed."""
     _popen: subprocess.Popen[bytes] = field(repr=False)
 
     @property
     def exit_code(self) -> int | None:
-        """None: it lives."""
+        """The exit code, or None while the process lives."""
         return self._popen.poll()
 
     def last_words(self) -> str:
+        """Return the last line that the process has printed."""
         lines = self.said.read_text(errors="replace").splitlines()
         return lines[-1] if lines else "it has said nothing"
 
@@ -34,8 +37,12 @@ class Guest:
 
 
 class Beside:
-    """``python``: what starts a module of it in the job. ``env`` has the job's mark, so that nothing of it outlives the job. ``arguments``: as
-    the launcher's were. ``agents``: the configurations of its agents."""
+    """Starts and keeps the extra processes of one job.
+
+    ``python`` is the command that runs a Python module in the job, ``arguments`` are the launcher's, and ``agents`` is
+    the folder with the configurations of its agents. ``env`` contains the job's mark, so that none of these processes
+    outlives the job.
+    """
 
     def __init__(
         self, folder: Path, python: Sequence[str], arguments: Sequence[str], env: Mapping[str, str], agents: Path
@@ -48,7 +55,7 @@ class Beside:
         return {guest.process.pid for guest in self._guests}
 
     def agent(self, tray: str) -> Guest:
-        """As a batch system starts one. Raises ``OSError`` when there is no such tray."""
+        """Start an agent for ``tray``, as a batch system would. Raises ``OSError`` when there is no such tray."""
         config = os.open(self._agents / tray, os.O_RDONLY)
         try:
             return self._start(["rackrun.agent", f"fd:{config}"], f"agent-{tray}", [config])
@@ -56,15 +63,15 @@ class Beside:
             os.close(config)
 
     def coordinator(self) -> Guest:
-        """As somebody who gives the same command once more."""
+        """Start the same command once more, as a user might, which gives a second coordinator."""
         return self._start(["rackrun", *self._arguments], "coordinator")
 
     def close(self) -> None:
-        """Once nobody lives who has the mark."""
+        """Wait for the processes to end. Call it when no process with the job's mark is alive."""
         for guest in self._guests:
             guest.wait()
         for path in self._agents.iterdir():
-            path.unlink()  # a secret, though void
+            path.unlink()  # secret, though no longer valid
 
     def _start(self, module: Sequence[str], name: str, fds: Sequence[int] = ()) -> Guest:
         path = self._folder / f"{name}-{len(self._guests)}.txt"

@@ -1,4 +1,7 @@
-"""Which plans put a job's trays on hosts of their own (`rackrun.chaos.testbed.network.hosts`), and what a command has to be for that."""
+"""Decide which plans need each tray on a host of its own, and check that a command allows it.
+
+The hosts are those of `rackrun.chaos.testbed.network.hosts`.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,17 @@ _OURS = (
 
 
 def hosts_needed(plan: Plan) -> bool:
+    """Whether the plan has a fault of the network, for which each tray needs a host of its own."""
     return any(isinstance(fault, Partition | Link) for fault in faults_of(plan))
 
 
 def links_needed(plan: Plan) -> bool:
+    """Whether the plan has a bad link, for which a proxy has to stand before the coordinator."""
     return any(isinstance(fault, Link) for fault in faults_of(plan))
 
 
 def check_hosts(plan: Plan, command: Sequence[str]) -> None:
-    """Raises `UsageError` for a plan that needs them, and cannot have them."""
+    """Raise `UsageError` for a plan that needs hosts of its own for the trays and cannot have them."""
     if not hosts_needed(plan):
         return
     for fault in faults_of(plan):
@@ -48,7 +53,10 @@ def check_hosts(plan: Plan, command: Sequence[str]) -> None:
 
 
 def trays_of(command: Sequence[str]) -> tuple[int, list[str]]:
-    """How many there are, and the command without saying so. Raises `UsageError` for one whose trays cannot be on hosts of their own."""
+    """Return the number of trays, and the command without its ``--trays`` option.
+
+    Raises `UsageError` for a command whose trays cannot be on hosts of their own.
+    """
     options = options_of(command)
     trays, rest = "", list(command)
     for index in reversed(range(len(options))):

@@ -1,4 +1,4 @@
-"""A rackrun job under test: started, looked at, and ended with all that it has started, whatever happens."""
+"""Start a rackrun job under test, observe it, and end it with all that it has started, whatever happens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Ended", "Job", "Sight", "checkpoints_in"]
 
 MARK = "RACKRUN_CHAOS_JOB"
 SETTLE_S = 20.0
-"""The kernel may still be tearing down what has died."""
+"""Seconds for the kernel to tear down processes that have died."""
 _ASK_S = 0.5
 _GONE = ("fenced", "exited", "lost")
 _PAGE = "/memfd:rackrun-page-"
@@ -49,27 +49,37 @@ _PAGE = "/memfd:rackrun-page-"
 
 @dataclass(frozen=True, slots=True)
 class Sight:
+    """What can be seen of the job at one moment."""
+
     step: int
-    """The newest committed; -1: none."""
+    """The newest committed step; -1 if there is none."""
     scene: Scene
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """How the job ended."""
+
     exit_code: int | None
-    """As `subprocess` has it; None: it did not end by its deadline, and was killed."""
+    """The exit code as `subprocess` gives it; None if the job did not end by its deadline and was killed."""
     seconds: float
     left: tuple[str, ...]
-    """Processes that still lived when it had exited, and time had passed, what `Remains` has found, and network namespaces; it is all gone now."""
+    """Processes that were still alive some time after the exit, files that `Remains` found, and network namespaces.
+
+    All of them are gone by now.
+    """
 
 
 class Job:
-    """``folder/run`` is its ``--out-dir``. Use it as a context: at its end nothing of the job lives, also when this process is killed.
+    """A job under test, whose ``--out-dir`` is ``folder/run``.
 
-    ``arguments``: rackrun's own options, the script, its arguments. ``points``: those that are counted. ``driver``: of its GPUs. ``own_disk``:
-    its checkpoints lie on a file system of their own (`rackrun.chaos.testbed.machine.private_filesystem`). ``own_clocks``: its processes have wall clocks that can be moved.
-    ``spread``: its trays are on hosts of their own (`rackrun.chaos.testbed.network.hosts`); None: all are this machine's.
-    ``step_by_step``: as `rackrun.chaos.inprocess.state_recorder` has it; the job waits for `let_go_on`.
+    Use it as a context manager: at its end no process of the job is alive, even if this process is killed.
+
+    ``arguments``: rackrun's own options, the script, its arguments. ``points``: the crash points whose visits are
+    counted. ``driver``: the fake driver of its GPUs. ``own_disk``: its checkpoints lie on a file system of their own
+    (`rackrun.chaos.testbed.machine.private_filesystem`). ``own_clocks``: its processes have wall clocks that can be
+    moved. ``spread``: its trays are on hosts of their own (`rackrun.chaos.testbed.network.hosts`); None: all trays are
+    on this machine. ``step_by_step``: each step waits for `let_go_on` (`rackrun.chaos.inprocess.state_recorder`).
     """
 
     def __init__(  # noqa: PLR0913 - all but two have a default
@@ -90,11 +100,11 @@ class Job:
         self.undo = UndoLog(folder / "undo")
         self.hosts: Hosts | None = None
         self.links: Links | None = None
-        self._watcher = Watcher(self.undo.folder)  # before there is anything to be taken back
+        self._watcher = Watcher(self.undo.folder)  # before there is anything to undo
         try:
             self._prepare(arguments, spread, own_disk=own_disk, own_clocks=own_clocks)
         except BaseException:
-            self._watcher.close()  # which takes back what was made
+            self._watcher.close()  # which undoes what was made
             raise
         for name in ("orders", "done", "points", "held", "agents", "witness"):
             (self.inside / name).mkdir(parents=True)
@@ -128,10 +138,10 @@ class Job:
             self.close()
             raise
         self.process = self._launchers[HEAD]
-        """The coordinator's."""
+        """The launcher with the coordinator."""
 
     def _prepare(self, arguments: Sequence[str], spread: Spread | None, *, own_disk: bool, own_clocks: bool) -> None:
-        """What is there before its first process is. Raises `UsageError`, OSError."""
+        """Prepare what has to exist before the job's first process. Raises `UsageError` and OSError."""
         folder = self.folder
         self._remains = Remains(folder, arguments, self.undo)
         self.checkpoints = checkpoints_in(arguments)
@@ -142,10 +152,10 @@ class Job:
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         if spread is not None:
             self.hosts = Hosts(folder / "hosts", [f"tray-{index:02}" for index in range(spread.trays)], self.undo)
-        self.undo.record(EndJob(self._mark, str(self._remains.shared or "")))  # taken back before the hosts are
+        self.undo.record(EndJob(self._mark, str(self._remains.shared or "")))  # undone before the hosts are
 
     def _parts(self, arguments: Sequence[str]) -> Iterator[tuple[str, list[str], dict[str, str]]]:
-        """Host, what Python runs there, and more of its environment, of each launcher."""
+        """Yield for each launcher its host, the words that Python runs, and its additional environment."""
         if self.hosts is None:
             yield HEAD, self._program(arguments), {}
             return
@@ -191,11 +201,11 @@ class Job:
     # -- what can be seen
     @property
     def now_s(self) -> float:
-        """Since it was started."""
+        """Seconds since the job was started."""
         return time.monotonic() - self.started_s
 
     def sight(self) -> Sight | None:
-        """None: its coordinator does not answer, or not yet."""
+        """Return what can be seen of the job; None if its coordinator does not answer, or not yet."""
         own = contextlib.nullcontext() if self.hosts is None else visit(self.hosts.space(HEAD))
         try:
             with own:
@@ -211,32 +221,37 @@ class Job:
         return Sight(int(status["progress"]["position"][0]), Scene(tuple(places), buddies))
 
     def joined(self) -> set[str]:
-        """Trays whose agents the coordinator has taken in; none: it does not answer."""
+        """Return the trays whose agents the coordinator has accepted; empty if it does not answer."""
         try:
             return set(json.loads(ask(self.run, "/api/status", timeout_s=_ASK_S))["trays"])
         except (UsageError, ValueError):
             return set()
 
     def points(self) -> dict[str, int]:
-        """How often each was come to."""
+        """Return how many times each point has been reached."""
         return {path.name: path.stat().st_size for path in (self.inside / "points").iterdir()}
 
     def let_go_on(self, step: int = FREE) -> None:
-        """Steps up to this one may begin, where it goes step by step."""
+        """Let the steps up to ``step`` begin, in a step-by-step run."""
         if self._step_by_step and step != self._may_begin:
             self._may_begin = step
             let_go_on(self.inside, step)
 
     def processes(self) -> list[Process]:
-        """All that live."""
+        """Return all processes of the job that are alive."""
         return marked(self._mark, self._remains.shared)
 
     def launcher(self) -> Process | None:
+        """Return the launcher that hosts the coordinator, or None if it has ended."""
         found = Process.of(self.process.pid) if self.process.poll() is None else None
         return found if found is not None and found.state else None
 
     def agents(self) -> dict[str, Process]:
-        """Tray -> its agent: it maps the pages of all its workers, and one that waits in another's place has none."""
+        """Return tray -> its agent.
+
+        An agent is recognized by the heartbeat pages of its workers, all of which it maps. An agent that waits for a
+        tray to become free has no pages, and is not found.
+        """
         above = {process.pid for process in self._launchers.values()}
         return {
             next(iter(slots)).partition("/")[0]: process
@@ -245,7 +260,8 @@ class Job:
         }
 
     def workers(self) -> dict[str, Process]:
-        """Slot -> its worker. A worker is below its agent's fork server, and maps its own heartbeat page alone."""
+        """Return slot -> its worker. A worker is a child of its agent's fork server, and maps only its own heartbeat
+        page."""
         agents = {process.pid for process in self.agents().values()}
         found = {}
         for process, slots in self._pages().items():
@@ -255,7 +271,7 @@ class Job:
         return found
 
     def tray(self, name: str) -> list[Process]:
-        """All processes of a tray, the agent first."""
+        """Return all processes of a tray, the agent first; empty if it has no agent."""
         agent = self.agents().get(name)
         if agent is None:
             return []
@@ -267,6 +283,7 @@ class Job:
         return found
 
     def _pages(self) -> dict[Process, set[str]]:
+        """Return each process of the job that maps heartbeat pages, with the slots of these pages."""
         found = {}
         for process in self.processes():
             with contextlib.suppress(OSError):
@@ -279,21 +296,21 @@ class Job:
     # -- its end
     @property
     def over(self) -> bool:
-        """On all hosts: those that are cut off have to find out."""
+        """Whether the job's launchers have ended, on all hosts; those that are cut off take time to notice."""
         return all(process.poll() is not None for process in self._launchers.values())
 
     def finish(self, timeout_s: float) -> Ended:
-        """Wait for it, at most ``timeout_s``. None of its processes lives afterwards."""
+        """Wait for the job's end, at most ``timeout_s`` seconds, then end all of its processes."""
         limit_s = self.now_s + timeout_s
         exit_code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             exit_code = self.process.wait(max(0.0, timeout_s))
-            for process in self._launchers.values():  # on other hosts they may have to find out
+            for process in self._launchers.values():  # launchers on other hosts may take time to notice
                 process.wait(max(0.0, limit_s - self.now_s))
         seconds, left = self.now_s, []
         deadline = time.monotonic() + SETTLE_S
         if self.links is not None:
-            self.links.close()  # no process of the job's
+            self.links.close()  # the proxy is no process of the job's
         while exit_code is not None and (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         told: tuple[str, ...] = ()
@@ -303,7 +320,7 @@ class Job:
         return Ended(exit_code, seconds, told + (self.hosts.left() if self.hosts is not None else ()))
 
     def close(self) -> None:
-        """Take back what is in force, and end what lives."""
+        """Undo the faults in force, and end every process of the job."""
         try:
             heal_all(self.undo.folder)
         finally:
@@ -316,19 +333,19 @@ class Job:
             self._watcher.close()
 
     def stop(self) -> None:
-        """As by Ctrl-C."""
+        """End the job as Ctrl-C does."""
         if not self.over:
             self.process.send_signal(signal.SIGTERM)
 
 
 def checkpoints_in(arguments: Sequence[str]) -> Path | None:
-    """What ``--checkpoint-dir`` says, among rackrun's own options."""
+    """Return the value of ``--checkpoint-dir`` among rackrun's own options, or None."""
     value = option(arguments, "--checkpoint-dir")
     return Path(value).absolute() if value else None
 
 
 def _place(one: Mapping[str, Any], rank: int | None, trays: Mapping[str, Mapping[str, Any]]) -> Place:
-    """Where nobody knows of racks and NVLink, a host is one."""
+    """Build the place of one worker. Where racks and NVLink cliques are unknown, a host counts as one."""
     name = one["slot"].partition("/")[0]
     tray = trays.get(name, {})
     host = tray.get("host", "")

@@ -1,1 +1,1 @@
-"""What an injection is."""
+"""The interface of all injectors."""

@@ -1,4 +1,4 @@
-"""What every injector is: it begins at once, and is asked later what has become of it."""
+"""The interface of every injector: a strike begins at once, and its outcome is asked for later."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from rackrun.chaos.testbed.machine.processes import Process
 __all__ = ["CONFIRM_S", "All", "Injected", "Missed", "Outcome", "whom"]
 
 CONFIRM_S = 60.0
-"""Who has not taken effect by then has not: the run's verdict is *unknown*. Machines are busy."""
+"""A strike that has not taken effect after this many seconds has failed, and the run's verdict is *unknown*. Machines
+are busy."""
 
 
 class Outcome(NamedTuple):
+    """Whether a strike took effect, and the detail that shows it."""
+
     took: bool
     detail: str
     struck_s: float | None = None
-    """When it struck, by the host's monotonic clock, where the injector knows: to find whom to strike takes its time too."""
+    """When it struck, by the host's monotonic clock, if the injector knows. Finding the subjects takes time, too."""
 
 
 class Injected(Protocol):
     """A strike that has begun."""
 
     def outcome(self) -> Outcome | None:
-        """None: it is not known yet whether it has taken effect."""
+        """Return the outcome, or None while it is not known whether the strike has taken effect."""
 
     def take_back(self) -> None:
-        """Only of what lasts."""
+        """Undo the fault. Called only for faults that last."""
 
 
 class All:
-    """Several that count as one: it has taken effect when all have."""
+    """Several strikes that count as one: it has taken effect when all have."""
 
     def __init__(self, parts: Sequence[Injected]) -> None:
         self._parts = parts
@@ -55,11 +58,11 @@ class All:
 
 
 class Missed(Exception):
-    """There is nobody to strike."""
+    """There is nothing to strike."""
 
 
 def whom(job: Job, scene: Scene, subjects: tuple[Subject, ...]) -> list[Process]:
-    """The processes of ``subjects``. Raises `Missed`."""
+    """Return the processes of ``subjects``. Raises `Missed` if a subject has none."""
     found: list[Process] = []
     for subject in subjects:
         match subject.kind:

@@ -1,4 +1,7 @@
-"""Faults from inside a process: an order that `rackrun.chaos.inprocess.inprocess_faults` takes there."""
+"""Order a fault inside a process of the job.
+
+The order is a file, which `rackrun.chaos.inprocess.inprocess_faults` takes up in that process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["Ordered"]
 
 
 class Ordered:
-    """It has taken effect when the process says that it begins."""
+    """A fault ordered in each of ``processes``. It has taken effect when every process has reported that it begins."""
 
     def __init__(
         self,
@@ -32,7 +35,7 @@ class Ordered:
     ) -> None:
         self._began_s, self._processes, self._undo = time.monotonic(), processes, undo
         self._done = [inside / "done" / f"{number}-{process.pid}.json" for process in processes]
-        self._patience_s = None if isinstance(fault, CrashAt) else CONFIRM_S  # a point may never be come to
+        self._patience_s = None if isinstance(fault, CrashAt) else CONFIRM_S  # a point may never be reached
         self._records = []
         for process in processes:
             folder = inside / "orders" / str(process.pid)

@@ -1,1 +1,1 @@
-"""Partitions and bad links."""
+"""Injectors of network partitions and bad links."""

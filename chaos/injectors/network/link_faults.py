@@ -1,4 +1,4 @@
-"""The link between an agent and the coordinator, made bad by who stands between them."""
+"""Make the link between an agent and the coordinator bad, by a proxy between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BadLink"]
 
 
 class BadLink:
-    """It has taken effect when bytes or connections of every tray have met it."""
+    """A bad link of each of ``trays``. It has taken effect when bytes or connections of every tray have met it."""
 
     def __init__(self, trays: Sequence[str], fault: Link, number: int, seed: int, links: Links) -> None:
         self._began_s = time.monotonic()
@@ -32,7 +32,7 @@ class BadLink:
         return Outcome(False, f"nothing went over the link of {', '.join(t for t, seen in found.items() if not seen)}")
 
     def take_back(self) -> None:
-        """The proxy is one of the job's processes: what it does ends with it, whoever ends it."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended
+        """Undo the fault. It needs no undo record: the proxy is a process of the job's, and the fault ends with it."""
+        with contextlib.suppress(OSError, ValueError):  # the proxy has ended
             for tray in self._trays:
                 self._links.say(Say(self._number, tray, None))

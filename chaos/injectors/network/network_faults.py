@@ -1,4 +1,4 @@
-"""Faults of the network: which there can be, and who brings them about."""
+"""Decide which network faults a job can have, and begin them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["network_refusal", "strike_network"]
 
 
 def network_refusal(fault: Partition | Link) -> tuple[str, str] | None:
-    """As `rackrun.chaos.injectors.refusal`."""
+    """Return why this machine or a job cannot have the fault, as `rackrun.chaos.injectors.refusal` does."""
     return (_link_refusal(fault) if isinstance(fault, Link) else None) or hosts_here()
 
 
 def strike_network(
     strike: Strike, fault: Partition | Link, scene: Scene, job: Job, seed: Callable[[], int]
 ) -> Injected:
-    """Raises `Missed`, OSError."""
+    """Begin a network fault. Raises `Missed` when a subject has no host, and OSError when the machine refuses."""
     assert job.hosts is not None, "made before the job is, for a plan with such a fault"
     groups = [_trays(subject, scene, job.hosts.trays) for subject in strike.subjects]
     if isinstance(fault, Partition):
@@ -40,6 +40,7 @@ def strike_network(
 
 
 def _trays(subject: Subject, scene: Scene, there: tuple[str, ...]) -> list[str]:
+    """Return the trays of ``subject`` that have hosts, in order. Raises `Missed` if there are none."""
     named = [subject.name] if subject.kind is not Subjects.RACK else {place.tray for place in scene.of(subject)}
     found = sorted(tray for tray in named if tray in there)
     if not found:
@@ -62,5 +63,6 @@ def _link_refusal(fault: Link) -> tuple[str, str] | None:
 
 
 def _bad_bytes(fault: Link) -> bool:
+    """Whether the fault changes bytes or connections, which takes the proxy, rather than only losing packets."""
     slow = fault.latency_s or fault.jitter_s or fault.bytes_per_s is not None
     return bool(slow or fault.reset or fault.half_open or fault.replies_lost)

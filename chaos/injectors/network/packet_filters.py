@@ -1,4 +1,7 @@
-"""The network of the job's hosts (`rackrun.chaos.testbed.network.hosts`): cut, or losing packets."""
+"""Cut the network between the job's hosts, or lose packets on it, by nf_tables rules.
+
+The hosts are those of `rackrun.chaos.testbed.network.hosts`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ __all__ = ["Lossy", "Partitioned"]
 
 
 class _Filtered:
-    """Tables of nf_tables, one in a namespace. It has taken effect when every counter in them has seen a packet."""
+    """Tables of nf_tables, each in one network namespace. The fault has taken effect when every counter in them has
+    seen a packet."""
 
     def __init__(self, hosts: Hosts, undo: UndoLog) -> None:
         self._began_s = time.monotonic()
         self._hosts, self._undo = hosts, undo
         self._tables: list[tuple[str, str, str]] = []
-        """Namespace, family, name."""
+        """Namespace, family and name of each table."""
         self._records: list[int] = []
         self._to_move: dict[str, tuple[str, str]] = {}
-        """Counter -> who has to knock where for it to move."""
+        """Counter -> the hosts between which a connection attempt makes it move: from, to."""
 
     def outcome(self) -> Outcome | None:
         moved: dict[str, int] = {}
@@ -44,7 +48,7 @@ class _Filtered:
             self._undo.heal(record)
 
     def _install(self, space: str, family: str, table: str, chains: str, knocks: dict[str, tuple[str, str]]) -> None:
-        """``knocks``: what counters the chains use, and who moves them."""
+        """Record the undo, then install a table. ``knocks`` names the counters in ``chains`` and what moves each."""
         self._records.append(self._undo.record(RemoveRules(space, family, table)))
         counters = "".join(f"counter {name} {{}}\n" for name in knocks)
         self._hosts.filter(space, f"table {family} {table} {{\n{counters}{chains}}}\n")
@@ -53,7 +57,10 @@ class _Filtered:
 
 
 class Partitioned(_Filtered):
-    """``groups``: trays that still reach each other. Silent: frames are dropped on the switch; loud: refused by the tray itself."""
+    """A partition of the network. Each of ``groups`` is a set of trays that still reach each other.
+
+    A silent partition drops frames on the switch; in a loud one, each tray's own host refuses connections.
+    """
 
     def __init__(
         self, groups: Sequence[Sequence[str]], fault: Partition, number: int, hosts: Hosts, undo: UndoLog
@@ -86,7 +93,7 @@ class Partitioned(_Filtered):
             way = f"{counter}_{'out' if hook == 'output' else 'in'}"
             chains += (
                 f"chain {hook} {{ type filter hook {hook} priority 0; policy accept;\n"
-                f"tcp flags & rst == rst accept\n"  # that is how it is refused
+                f"tcp flags & rst == rst accept\n"  # the packet by which a connection is refused
                 f"ip {end} {{ {there} }} meta l4proto tcp counter name {way} reject with tcp reset\n"
                 f"ip {end} {{ {there} }} drop\n}}\n"
             )
@@ -96,7 +103,10 @@ class Partitioned(_Filtered):
 
 
 class Lossy(_Filtered):
-    """A share of the packets between each tray and the coordinator's host is dropped, at random, in both directions."""
+    """On each link between a tray and the coordinator's host, packets are dropped at random in both directions.
+
+    ``lost`` is the share of packets that is dropped.
+    """
 
     def __init__(self, trays: Iterable[str], lost: float, number: int, hosts: Hosts, undo: UndoLog) -> None:
         super().__init__(hosts, undo)
@@ -111,7 +121,7 @@ class Lossy(_Filtered):
 
 
 def _others(group: Sequence[str], shape: str, hosts: Hosts) -> list[str]:
-    """Whom it does not reach."""
+    """Return the hosts that the group no longer reaches. Raises `Missed` if it has no peers to be cut off from."""
     peers = [tray for tray in hosts.trays if tray not in group]
     if shape == "from_peers" and not peers:
         raise Missed(f"{', '.join(group)} have no peers")

@@ -1,1 +1,1 @@
-"""Signals, slowness, returns and duplicates."""
+"""Injectors for processes: signals, slowness, returns and duplicates."""

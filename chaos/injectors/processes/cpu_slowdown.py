@@ -1,4 +1,5 @@
-"""Less processor time: by the quota of a control group where one can be made, else stopped and woken in short turns."""
+"""Give processes less processor time: by a cgroup quota where one can be set, else by stopping and waking them in
+turns."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _OLD, _NEW = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), "cpu.max"
 
 
 class ByQuota:
-    """All of them together get ``share`` of a processor."""
+    """The processes together get ``share`` of a processor, by the quota of a cgroup."""
 
     def __init__(self, processes: Sequence[Process], share: float, undo: UndoLog, above: Path) -> None:
         self._processes, self._undo = processes, undo
@@ -51,7 +52,10 @@ class ByQuota:
 
 
 class ByTurns:
-    """Each is stopped for the rest of every ``period``. Coarser than a quota, and a stopped process can be seen to be one."""
+    """Each process is stopped for the rest of every period, so that it runs for ``share`` of the time.
+
+    This is coarser than a quota, and a stopped process can be seen to be stopped.
+    """
 
     def __init__(self, processes: Sequence[Process], share: float, undo: UndoLog) -> None:
         self._undo, self._processes = undo, processes
@@ -67,7 +71,7 @@ class ByTurns:
         )
         own = Process.of(self._helper.pid)
         assert own is not None, "not reaped yet"
-        # healed from the last to the first: who stops them has ended before they are woken
+        # Healed from the last to the first: the process that stops them has ended before they are woken.
         self._records = [undo.record(Continue(tuple(processes))), undo.record(EndProcess(own))]
         assert self._helper.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -86,5 +90,6 @@ class ByTurns:
 
 
 def quota_here(pid: int) -> Path | None:
-    """The group in which one for ``pid`` can be made. None: a quota cannot be set here."""
+    """Return the cgroup below which one with a quota can be made for process ``pid``; None if that is not possible
+    here."""
     return room_for(pid, "cpu", _OLD, (_NEW,))

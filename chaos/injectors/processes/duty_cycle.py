@@ -1,6 +1,7 @@
-"""``python -m rackrun.chaos.injectors.processes.duty_cycle SHARE PID:STARTED...``: lets them run for ``SHARE`` of the time, in short turns.
+"""Let processes run for only a share of the time, by stopping and waking them in short turns.
 
-It begins when a line comes on its input, and ends, with all awake, when its input does.
+Run as ``python -m rackrun.chaos.injectors.processes.duty_cycle SHARE PID:STARTED...``. It begins when a line comes on
+its standard input; when the input ends, it wakes all processes and exits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ PERIOD_S = 0.05
 
 
 def main() -> int:
+    """Stop and wake the processes in turns until the standard input ends."""
     share = float(sys.argv[1])
     processes = [Process(*map(int, text.split(":"))) for text in sys.argv[2:]]
     if not sys.stdin.buffer.readline():

@@ -1,4 +1,4 @@
-"""Processes that come: a tray that was given up is taken back; one too many of those of whom one may act."""
+"""Start processes: an agent for a tray that was given up, or a second agent or coordinator beside the first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rackrun.chaos.testbed.machine.undo_log import EndProcess
 __all__ = ["Doubled", "Returned"]
 
 _PATIENCE_S = 240.0
-"""A fresh interpreter that imports torch, on a busy machine."""
+"""Seconds to wait for a fresh interpreter that imports torch on a busy machine."""
 
 
 class Returned:
-    """An agent is started for a tray that has none. It has taken effect when the coordinator has taken it in."""
+    """An agent is started for a tray that has none. It has taken effect when the coordinator has accepted the tray."""
 
     def __init__(self, job: Job, tray: str) -> None:
         if tray in job.joined():
@@ -42,7 +42,10 @@ class Returned:
 
 
 class Doubled:
-    """It has taken effect when it has been answered: told to wait, or refused. One that is neither acts, which others judge."""
+    """A second agent or coordinator. It has taken effect when it has been told to wait or has been refused.
+
+    If neither happens in time, it counts as taken effect, too: the oracles judge what the duplicate does.
+    """
 
     def __init__(self, job: Job, subject: Subject) -> None:
         self._began_s, self._undo = time.monotonic(), job.undo
@@ -52,7 +55,7 @@ class Doubled:
         self._second = (
             job.beside.coordinator() if subject.kind is Subjects.COORDINATOR else job.beside.agent(subject.name)
         )
-        self._record = job.undo.record(EndProcess(self._second.process))  # until then the job's own undo ends it
+        self._record = job.undo.record(EndProcess(self._second.process))  # before, the job's undo would end it
         self._what = str(subject)
 
     def outcome(self) -> Outcome | None:

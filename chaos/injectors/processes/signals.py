@@ -1,4 +1,4 @@
-"""Faults that are signals: processes killed, stopped, told to leave."""
+"""Faults that are signals: kill processes, stop them, ask them to leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Killed", "Paused", "Preempted"]
 
 
 class Killed:
-    """All at once; it has taken effect when all are gone."""
+    """Processes killed by one signal, all at once. It has taken effect when all are gone."""
 
     def __init__(self, processes: Sequence[Process], number: signal.Signals) -> None:
         self._began_s = time.monotonic()
@@ -36,7 +36,7 @@ class Killed:
 
 
 class Paused:
-    """Stopped; it has taken effect when the kernel says so of each."""
+    """Processes stopped by SIGSTOP. It has taken effect when the kernel reports each of them as stopped."""
 
     def __init__(self, processes: Sequence[Process], undo: UndoLog) -> None:
         self._began_s = time.monotonic()
@@ -47,7 +47,8 @@ class Paused:
     def outcome(self) -> Outcome | None:
         if not self._struck:
             return Outcome(False, "gone already")
-        # Who is gone by now got the signal for all that, which nobody can refuse, and was killed in the state.
+        # A process that is gone by now got the signal all the same, which cannot be refused, and was killed while
+        # stopped.
         if all(process.state in ("T", "t", "") for process in self._struck):
             return Outcome(True, f"stopped: {_numbers(self._struck)}", self._began_s)
         late = time.monotonic() - self._began_s > CONFIRM_S
@@ -58,10 +59,10 @@ class Paused:
 
 
 class Preempted:
-    """SIGTERM to the agent, and SIGKILL to all of the tray when the notice is over."""
+    """The agent gets SIGTERM; when the notice is over, all processes of the tray get SIGKILL."""
 
     def __init__(self, processes: Sequence[Process], notice_s: float) -> None:
-        """``processes``: the agent first."""
+        """``processes``: those of the tray, the agent first. ``notice_s``: seconds from SIGTERM to SIGKILL."""
         self._began_s, self._notice_s = time.monotonic(), notice_s
         self._agent, self._processes = processes[0], processes
         self._missed, self._killed = not self._agent.send(signal.SIGTERM), False

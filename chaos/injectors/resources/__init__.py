@@ -1,1 +1,1 @@
-"""Memory, storage, clocks, bits and GPUs."""
+"""Injectors for memory, storage, clocks, bits and GPUs."""

@@ -1,4 +1,4 @@
-"""One bit of what is kept of a job's state, flipped from outside: in memory, and on disk."""
+"""Flip one bit of a job's saved state from outside: in a snapshot in memory, or in a checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Flipped", "checkpoint_bit", "snapshot_bit"]
 
 
 class Flipped:
-    """Tries until there is something to damage."""
+    """A bit flip that is tried again until there is something to damage."""
 
     def __init__(self, flip: Callable[[random.Random], str], seed: int, of: str) -> None:
         self._began_s, self._flip, self._of = time.monotonic(), flip, of
@@ -40,7 +40,10 @@ class Flipped:
 
 
 def snapshot_bit(agent: Process, slot: str, incarnation: int, draw: random.Random) -> str:
-    """In the newest sealed snapshot of the worker in ``slot``, which its agent holds. "": there is none, or it has just been replaced."""
+    """Flip a bit in the newest sealed snapshot of the worker in ``slot``, which its agent holds in memory.
+
+    Returns what was flipped, or "" if there is no snapshot or it has just been replaced.
+    """
     newest = (-1, -1)
     with contextlib.ExitStack() as stack:
         for fd in _descriptors(agent, f"/memfd:rackrun-snapshot-{slot}-{incarnation}-"):
@@ -65,7 +68,8 @@ def snapshot_bit(agent: Process, slot: str, incarnation: int, draw: random.Rando
 
 
 def checkpoint_bit(root: Path, draw: random.Random) -> str:
-    """In a file of the newest checkpoint in ``root``. "": there is none."""
+    """Flip a bit in a file of the newest checkpoint in ``root``. Returns what was flipped, or "" if there is no
+    checkpoint."""
     with contextlib.suppress(OSError, CheckpointError):
         found = [
             one for job in sorted(root.iterdir()) if job.is_dir() for one in DurableStore(root, job.name).generations()
@@ -82,7 +86,7 @@ def checkpoint_bit(root: Path, draw: random.Random) -> str:
             _flip(fd, at, bit)
         finally:
             os.close(fd)
-        if newest.path.is_dir():  # and not on its way out
+        if newest.path.is_dir():  # it was not being deleted meanwhile
             return f"bit {bit} of byte {at} of {path.name}, in the checkpoint of step {newest.step}"
     return ""
 
@@ -93,9 +97,10 @@ def _flip(fd: int, at: int, bit: int) -> None:
 
 
 def _descriptors(process: Process, name: str) -> Iterator[int]:
-    """Of our own, for what ``process`` holds open under names that begin so."""
+    """Yield file descriptors of this process for the files that ``process`` has open under names beginning with
+    ``name``."""
     folder, names = f"/proc/{process.pid}/fd", []
-    with contextlib.suppress(OSError):  # it is gone, and all that it held
+    with contextlib.suppress(OSError):  # the process is gone, with all that it held
         names = sorted(os.listdir(folder), key=int)
     for one in names:
         with contextlib.suppress(OSError):

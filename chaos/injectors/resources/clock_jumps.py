@@ -1,4 +1,4 @@
-"""A wall clock that jumps, of single processes: see `rackrun.chaos.testbed.machine.fake_clock`."""
+"""Make the wall clocks of single processes jump, by `rackrun.chaos.testbed.machine.fake_clock`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["Stepped"]
 
 
 class Stepped:
-    """It has taken effect when each answers to a page that says so."""
+    """Wall clocks that have jumped. It has taken effect when each process reads its clock from the page that
+    says so."""
 
     def __init__(self, processes: Sequence[Process], by_s: float, pages: ClockPages, undo: UndoLog) -> None:
         if not all(pages.mapped_by(process) for process in processes):

@@ -1,4 +1,7 @@
-"""Faults of GPUs, as their driver tells of them: a library of ours that the job's agents ask, on the trays of a rack file."""
+"""Errors of GPUs, as reported by a fake driver that the job's agents load.
+
+The fake driver is a library of our own; it works on the trays of a rack file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ __all__ = ["Reported", "driver_for", "driver_refusal", "said_with"]
 _GPU_IS_LOST, _RESET = 15, 1
 _FALLEN_OFF_THE_BUS = 79
 _READINGS = 3
-"""One that is under way, one from its beginning, and the first moment of the next: then that one has ended."""
+"""Readings to wait for: one under way, a whole one, and the beginning of the next, which shows that the whole one has
+ended."""
 _OF_RESETS = ("RESET_GPU", "WORKFLOW_XID_48", "WORKFLOW_NVLINK_ERR")
 _SAYS: dict[str, dict[str, Says]] = {
     "lost": {"error": _GPU_IS_LOST},
@@ -38,7 +42,10 @@ _REAL = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 def said_with(fault: Xid | GpuFails) -> dict[str, Says]:
-    """What the driver says of the GPU as long as the fault is there. With an Xid of the catalogue that asks for a reset, it does, too."""
+    """Return what the driver answers about the GPU as long as the fault is in force.
+
+    For an Xid whose entry in the catalogue asks for a reset, the driver asks for one, too.
+    """
     if isinstance(fault, GpuFails):
         return _SAYS[fault.says]
     entry = CATALOGUE.get(fault.code)
@@ -48,9 +55,11 @@ def said_with(fault: Xid | GpuFails) -> dict[str, Says]:
 
 
 class Reported:
-    """It has taken effect when each agent has asked: it was handed the Xid, and has read its GPUs once more from their beginning.
+    """GPU errors reported by the fake driver.
 
-    What an Xid has said stays known until the GPU is repaired; what the driver says when it is asked is taken back.
+    They have taken effect when each agent has seen them: it was given the Xid, and has read its GPUs once more from the
+    beginning. An Xid that was reported stays known until the GPU is repaired; what the driver answers to queries is
+    undone.
     """
 
     def __init__(self, rack: FakeRack, slots: Sequence[str], fault: Xid | GpuFails, undo: UndoLog) -> None:
@@ -88,7 +97,7 @@ def _called(fault: Xid | GpuFails) -> str:
 
 
 def driver_refusal() -> tuple[str, str] | None:
-    """Why this machine cannot have a driver of ours."""
+    """Return why this machine cannot have a fake driver, and what to do about it; None if it can."""
     if any(path.exists() for path in _REAL):
         return "there is a real driver, which NCCL and CUDA need", "use a machine without GPUs"
     if shutil.which("gcc") is None:
@@ -100,8 +109,12 @@ def driver_refusal() -> tuple[str, str] | None:
 
 
 def driver_for(plan: Plan, command: Sequence[str], folder: Path | None) -> tuple[FakeRack, dict[str, str]] | None:
-    """The driver of the job's trays, and the environment in which agents find it; None: the plan needs none, or ``folder`` is None, and it was
-    only to be seen whether it can be. Raises `Unsupported`, and what `read_rack_file` raises."""
+    """Return the fake driver of the job's trays, and the environment in which its agents find it; None if none is
+    needed.
+
+    With a ``folder`` of None nothing is made: the call only checks that the driver can be made, and returns None.
+    Raises `Unsupported` if the command names no rack file, and whatever `read_rack_file` raises.
+    """
     strikes = [part.fault for part in parts_of(plan.plan) if isinstance(part, Inject | FlipFlop | Swizzle)]
     if not any(isinstance(fault, Xid | GpuFails) for fault in strikes):
         return None
@@ -118,6 +131,7 @@ def driver_for(plan: Plan, command: Sequence[str], folder: Path | None) -> tuple
 
 
 def _rack_of(command: Sequence[str]) -> str:
+    """Return the value of ``--rack`` in a command, or ""."""
     for index, word in enumerate(command):
         if word == "--rack":
             return "".join(command[index + 1 : index + 2])

@@ -1,6 +1,7 @@
-"""No memory: a control group of its own around a process, which then allocates until the kernel ends it.
+"""Exhaust a process's memory: put it into a cgroup of its own, in which it then allocates until the kernel kills it.
 
-What it had before is not counted in the group, so the limit is a constant: only what it allocates from now on comes up against it.
+Memory that the process had before is not counted in the cgroup, so the limit is a constant: only what it allocates from
+then on counts.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _NO_SWAP = {"memory.swappiness": "0", "memory.memsw.limit_in_bytes": str(MEMORY_
 
 
 class Confined:
-    """It has taken effect when it is gone, and the kernel has counted it as killed for its memory."""
+    """A process that runs out of memory. It has taken effect when it is gone and the kernel has counted an OOM kill."""
 
     def __init__(self, process: Process, order: Callable[[], Injected], undo: UndoLog, above: Path) -> None:
-        """``order``: that it is to allocate, once it is in the group."""
+        """``order`` tells the process to allocate; it is called once the process is in the cgroup ``above / NAME``."""
         self._process, self._undo = process, undo
         self._path = above / new_name()
         self._record = undo.record(RemoveGroup(str(self._path), str(home_of(process.pid, above))))
@@ -35,7 +36,7 @@ class Confined:
         (self._path / limit).write_text(str(MEMORY_BYTES))
         self._events = self._path / events
         for name, value in _NO_SWAP.items():
-            with contextlib.suppress(OSError):  # each kernel has some of them
+            with contextlib.suppress(OSError):  # each kernel has only some of these files
                 if (self._path / name).exists():
                     (self._path / name).write_text(value)
         (self._path / "cgroup.procs").write_text(str(process.pid))
@@ -60,5 +61,6 @@ class Confined:
 
 
 def memory_here(pid: int) -> Path | None:
-    """The group in which one for ``pid`` can be made. None: memory cannot be limited here."""
+    """Return the cgroup below which one with a memory limit can be made for process ``pid``; None if that is impossible
+    here."""
     return room_for(pid, "memory", _OLD, _NEW)

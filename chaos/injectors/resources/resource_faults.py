@@ -1,4 +1,4 @@
-"""Faults of what a job computes with and keeps: memory, clocks, the bits of its state, and where that is stored."""
+"""Faults of what a job computes with and keeps: memory, clocks, the bits of its state, and checkpoint storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = DiskFails | DiskFull | ExhaustMemory | FlipBit | StepClock
 
 
 def state_refusal(fault: State, kind: Subjects) -> tuple[str, str] | None:
-    """As `rackrun.chaos.injectors.refusal`."""
+    """Return why this machine or a job cannot have the fault, as `rackrun.chaos.injectors.refusal` does."""
     match fault:
         case FlipBit(of=of) if (of == "checkpoint") != (kind is Subjects.STORAGE):
             return f"a {kind} has no {of}", "name the storage for a checkpoint, and a rank for all else"
@@ -48,7 +48,7 @@ def state_refusal(fault: State, kind: Subjects) -> tuple[str, str] | None:
 
 
 def strike_state(strike: Strike, fault: State, scene: Scene, job: Job, seed: Callable[[], int]) -> Injected:
-    """As `rackrun.chaos.injectors.inject`."""
+    """Begin one of these faults, as `rackrun.chaos.injectors.inject` does."""
     match fault:
         case DiskFull():
             return Filled(checkpoints_of(job), job.undo)

@@ -1,4 +1,4 @@
-"""Storage that fails: where checkpoints are written."""
+"""Make the storage fail to which checkpoints are written."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ CALLS = {
     "rename": ("EIO", "ENOSPC", "EROFS", "slow"),
     "read": ("EIO", "slow"),
 }
-"""In what each may end."""
+"""File call -> the errors with which it can end."""
 _PROBE_BYTES = 1 << 16
 
 
 def checkpoints_of(job: Job) -> Path:
-    """Raises `Missed`."""
+    """Return the job's checkpoint directory. Raises `Missed` if the job is over or writes no checkpoints."""
     if job.over or job.checkpoints is None:
         raise Missed("there is no job that writes checkpoints")
     return job.checkpoints
 
 
 class Filled:
-    """The file system is as large as what is in it. It has taken effect when the kernel refuses to write more."""
+    """A full file system: its size is set to what is in it. It has taken effect when the kernel refuses to
+    write more."""
 
     def __init__(self, path: Path, undo: UndoLog) -> None:
         self._undo, self._probe = undo, path / ".rackrun-chaos-probe"
         self._used = sizes(path)[1]
-        self._record = undo.record(SetSize(str(path), SIZE_BYTES))  # as it was, also if it is full already
+        self._record = undo.record(SetSize(str(path), SIZE_BYTES))  # undone to full size, even if it is full already
         set_size(path, None)
 
     def outcome(self) -> Outcome:
@@ -56,7 +57,8 @@ class Filled:
 
 
 class Failing:
-    """An order for whoever makes that call; it has taken effect when somebody has come to it."""
+    """Failing file calls. The order holds for every process that makes the call, and has taken effect when one has met
+    it."""
 
     def __init__(self, fault: DiskFails, number: int, inside: Path, undo: UndoLog) -> None:
         self._undo, self._done, self._number = undo, inside / "done", number

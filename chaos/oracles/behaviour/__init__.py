@@ -1,1 +1,1 @@
-"""Whether the job has ended, recovered and accounted for itself as it must."""
+"""Oracles about the job: whether it ended, recovered and reported its time as it must."""

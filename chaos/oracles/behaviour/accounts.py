@@ -1,4 +1,5 @@
-"""Time adds up: what was productive, recovered, done again and anything else is as long as the run was, within a hundredth."""
+"""Oracle: the times reported as productive, startup, recovery, redone and other add up to the run's length
+within 1%."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ SHARE, ROUNDING_S = 0.01, 0.1
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Compare the sum of the reported times with the wall time, and the wall time with the harness's clock."""
     told = evidence.trace.goodput
     if told is None:
         return Verdict(holds=None, because="the journal has no report")

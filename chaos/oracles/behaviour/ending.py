@@ -1,4 +1,4 @@
-"""It ended as the plan expects: well, or with a reason and a remedy."""
+"""Oracle: the job ended as the plan expects, successfully or with a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ __all__ = ["judge"]
 
 
 def _late(evidence: Evidence) -> str:
-    """A strike to which nothing was left but the end itself."""
+    """Return the name of a fault that struck when only the end of the job was left, or ""."""
     late = [record.strike.fault for record in evidence.records if record.took and evidence.came_late(record)]
     return next((name_of(fault) for fault in late if fault.loses or fault.lasts), "")
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge the exit code and the result. A failure after the last commit is unknown, not false."""
     code, result = evidence.ended.exit_code, evidence.trace.result
     if code is None:
         return Verdict(holds=False, because="it did not end")

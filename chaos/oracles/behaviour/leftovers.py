@@ -1,4 +1,7 @@
-"""Nothing of the job outlives it: no process, and with these no port, lock or anonymous memory; no file, folder or control group either."""
+"""Oracle: nothing of the job outlives it, neither processes nor files, folders or control groups.
+
+Ports, locks and anonymous memory end with the processes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge what was found after the end; unknown if the job had to be killed."""
     if evidence.ended.exit_code is None:
         return Verdict(holds=None, because="it was killed, with all that it had started")
     left = evidence.ended.left

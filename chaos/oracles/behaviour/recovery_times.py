@@ -1,4 +1,4 @@
-"""Every loss was seen, decided about and made good within a time that a machine with anything left to do it keeps."""
+"""Oracle: every loss was noticed, decided about and recovered from within a time that a working machine keeps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from rackrun.coordinator.observe.recoveries import Recovery
 __all__ = ["DECIDE_CUT_OFF_S", "DECIDE_S", "DETECT_S", "GOOD_STEP_S", "judge"]
 
 DETECT_S = 10.0
-"""From a kill to its first notice. A hang is seen when its step is late, which only its script knows."""
+"""Seconds from a kill to its first notice. A hang is seen when its step is late, a time that only the script knows."""
 DECIDE_S = 20.0
-"""From there to a plan; more where all wait for somebody to start."""
+"""Seconds from the notice to a plan. It may take longer where all wait for a worker to start."""
 DECIDE_CUT_OFF_S = 75.0
-"""The same where the network was cut: two handshakes of 20 s, and a lease of 15 s, before it is known who is cut off."""
+"""The same where the network was cut.
+
+Two handshakes of 20 s and a lease of 15 s pass before it is known which side is cut off.
+"""
 GOOD_STEP_S = 60.0
-"""From the plan until every rank has committed a step."""
+"""Seconds from the plan until every rank has committed a step."""
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Generous: it finds what hangs on a timeout that should not be in the way, not what is slow."""
+    """Judge the times of all recoveries.
+
+    The limits are generous: they find a recovery that hangs on a timeout, not one that is slow.
+    """
     cut = any(record.strike.fault.family is Family.NETWORK for record in evidence.records)
     decide_s = DECIDE_CUT_OFF_S if cut else DECIDE_S
     found = [text for one in evidence.trace.recoveries if (text := _too_long(one, decide_s))]
@@ -39,6 +45,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _too_long(recovery: Recovery, decide_s: float) -> str:
+    """Return which stage of a recovery took too long, or ""."""
     name = f"generation {recovery.generation}"
     waits = {"wait", "acquire", "restart"} & set(recovery.rungs) or recovery.planned
     if recovery.plan_ms is None or recovery.overtaken:
@@ -53,7 +60,10 @@ def _too_long(recovery: Recovery, decide_s: float) -> str:
 
 
 def _detected(record: Record, evidence: Evidence) -> float | None:
-    """None: it was no kill of a rank, or nobody tells of its loss: the job may have been over."""
+    """Return the seconds from the kill of a rank to its notice.
+
+    Returns None if the strike was no such kill, or the loss was never reported; the job may have been over.
+    """
     kinds = {subject.kind for subject in record.strike.subjects}
     began_s, coordinator_s = evidence.began_wall_s, evidence.trace.began_wall_s
     if not (isinstance(record.strike.fault, Kill) and kinds == {Subjects.RANK} and record.took):

@@ -1,4 +1,5 @@
-"""The coordinator decided what its core decides: the events of its journal, told once more, give the same commands, byte for byte."""
+"""Oracle: the events of the journal, replayed through the core, give the coordinator's commands again, byte for
+byte."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge the result of the replay."""
     found = evidence.trace.replayed
     if found.unknown:
         return Verdict(holds=None, because=found.unknown)

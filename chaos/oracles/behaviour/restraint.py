@@ -1,4 +1,4 @@
-"""Nobody is given up whom nothing has struck, or who was only slow, or stood still for less than a lease."""
+"""Oracle: no rank is given up that nothing has struck, or that was only slow, or stood still for less than a lease."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from rackrun.chaos.plan.survivability import SHORT_S, SHORT_TRAY_S
 __all__ = ["BUSY_S", "judge"]
 
 BUSY_S = 0.3
-"""Where the harness itself was held up for so long, a pause was longer than it was meant to be."""
+"""If the harness itself was late by this many seconds, a pause was longer than planned."""
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge whether each lost rank had been struck by something that justifies giving it up."""
     excused: set[str] = set()
     for record in evidence.records:
         if _concerns_all(record):
@@ -46,17 +47,18 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _concerns_all(record: Record) -> bool:
+    """Whether a strike may justify the loss of any rank."""
     fault, kinds = record.strike.fault, {subject.kind for subject in record.strike.subjects}
     return (
         fault.family is Family.NETWORK
         or isinstance(fault, PoisonBatch)
-        or (isinstance(fault, DiskFails) and fault.call == "read")  # whoever has to begin from a checkpoint cannot
+        or (isinstance(fault, DiskFails) and fault.call == "read")  # a rank cannot restore a checkpoint then
         or (Subjects.COORDINATOR in kinds and not _is_short(record))
     )
 
 
 def _is_short(record: Record) -> bool:
-    """No reason to give anybody up."""
+    """Whether the strike is no reason to give anybody up."""
     on_workers = {subject.kind for subject in record.strike.subjects} <= {Subjects.RANK, Subjects.SPARE}
     lasted_s = None if record.back_s is None else record.back_s - record.at_s
     match record.strike.fault:

@@ -1,4 +1,4 @@
-"""Every strike of the plan was done, and has taken effect: else the run proves nothing."""
+"""Oracle: every strike of the plan was carried out and took effect; otherwise the run proves nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge the records of the strikes. The verdict is true or unknown, never false."""
     missing = list(evidence.nobody)
     for record in evidence.records:
         if not record.took:

@@ -1,4 +1,4 @@
-"""It did not hang."""
+"""Oracle: the job ended within its time limit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge whether the job ended before it was killed."""
     ended = evidence.ended
     if ended.exit_code is None:
         return Verdict(holds=False, because=f"it still ran after {evidence.limit_s:.0f} s, and was killed")

@@ -1,1 +1,1 @@
-"""Whether it is the same training, and where two runs part."""
+"""Oracles about the training: whether it is the same as without faults, and where two runs first differ."""

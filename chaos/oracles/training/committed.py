@@ -1,4 +1,4 @@
-"""What is committed stays so: no plan takes a step back, but where it says that all go back."""
+"""Oracle: a committed step stays committed; no plan takes one back unless it says that all ranks roll back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge the sequence of plans and gates."""
     trace = evidence.trace
     if not trace.plans:
         return Verdict(holds=None, because="the world was never formed")

@@ -1,7 +1,8 @@
-"""Where two runs part, and what that says about the script: which step is the first that differs, what in it, and what it depends on.
+"""Find the first difference between two runs, and what it says about the script.
 
-Everything is compared in the order of training: what ranks hold before step 0, the loss and the samples of step 0, what they hold before step 1, ...
-What is not tracked is never held against a run; it is named where something else differs, as what that may come from.
+Everything is compared in the order of training: the state of the ranks before step 0, the loss and the samples of step
+0, the state before step 1, and so on. Untracked state is never by itself a failure; it is named as a possible cause
+where something else differs.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ NAMED_MAX = 6
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One value that is not the same."""
+    """One value that differs."""
 
     rank: int
     name: str
     mine: str
     theirs: str
-    """In the run that it is compared with; "": it is not there."""
+    """The value in the run that it is compared with; "" if it does not exist there."""
     attempt: int = 0
 
     def __str__(self) -> str:
@@ -36,27 +37,31 @@ class Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first."""
+    """The first difference between two runs."""
 
     step: int
     where: str
-    """``before``: in what ranks hold before the step; ``loss``, ``samples``: of the step; ``world``: another number of ranks."""
+    """Where it is. ``before``: in the state of the ranks before the step; ``loss``, ``samples``: in those of the step;
+    ``world``: in the number of ranks."""
     what: str
     entries: tuple[Entry, ...] = ()
-    """Tracked."""
+    """The tracked values that differ."""
     equal: int | None = None
-    """So many tracked values are equal on all ranks before the step (``before``: the one before it); None: nobody has looked."""
+    """How many tracked values are equal on all ranks before the step (for ``before``: before the previous step).
+
+    None if the state was not recorded.
+    """
     reached: tuple[Entry, ...] = ()
-    """Not tracked, and different before it."""
+    """The untracked values that differ before the step."""
     taken_over: tuple[tuple[int, int], ...] = ()
-    """(step, rank) that another process had begun with until then."""
+    """(step, rank) for each process that took over a rank, with its first step, up to the difference."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong, in plain words."""
 
     kind: str
-    """``not repeatable``, ``untracked``, ``built otherwise``, ``world``, ``unknown``."""
+    """One of ``not repeatable``, ``untracked``, ``built otherwise``, ``world``, ``unknown``."""
     step: int
     what: str
     facts: tuple[str, ...]
@@ -67,7 +72,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnosis | None:
-    """Why ``trace`` is not ``reference``; None: it is, as far as can be seen. ``again``: a second run without faults, if there is one."""
+    """Return why ``trace`` differs from ``reference``, or None if no difference can be seen.
+
+    ``again`` is a second run without faults, if there is one.
+    """
     if again is not None and (found := first_difference(reference, again)) is not None:
         return _not_repeatable(found)
     found = first_difference(reference, trace, noise=_noise(reference, again))
@@ -101,7 +109,8 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
 
 
 def judge_untracked(evidence: Evidence) -> Diagnosis | None:
-    """What a process that took over did not get, where nothing that is compared shows it yet; None: there is no such thing."""
+    """Return what a process that took over did not get, where no compared value shows it yet; None if there is
+    nothing."""
     found = differences(evidence)
     if not found:
         return None
@@ -125,12 +134,12 @@ def judge_untracked(evidence: Evidence) -> Diagnosis | None:
 
 
 def _only_rounded(found: Difference, trace: Trace) -> bool:
-    """It comes with another number of ranks, where nobody promises the same bits."""
+    """Whether the difference follows from another number of ranks, with which the same bits are not promised."""
     return trace.exact is False and trace.resized is not None and found.step >= trace.resized[0]
 
 
 def first_difference(reference: Trace, trace: Trace, noise: frozenset[str] = frozenset()) -> Difference | None:
-    """``noise``: names of what is not tracked that say nothing."""
+    """Return the first difference between two runs, or None. ``noise``: names of untracked values to ignore."""
     both = _Both(reference, trace, noise)
     for step in both.steps:
         if (found := both.before(step) or both.inside(step)) is not None:
@@ -139,7 +148,7 @@ def first_difference(reference: Trace, trace: Trace, noise: frozenset[str] = fro
 
 
 class _Both:
-    """Two runs, side by side."""
+    """Two runs, compared step by step."""
 
     def __init__(self, reference: Trace, trace: Trace, noise: frozenset[str]) -> None:
         self._reference, self._trace, self._noise = reference, trace, noise
@@ -151,7 +160,7 @@ class _Both:
         self.steps = sorted(self._mine.keys() | {step for step, _ in self._gates})
 
     def before(self, step: int) -> Difference | None:
-        """In what ranks hold."""
+        """Return the difference in the tracked state before ``step``, or None."""
         entries = tuple(self._unlike(step, "tracked"))
         if not entries:
             return None
@@ -161,7 +170,7 @@ class _Both:
         return Difference(step, "before", what, entries, self._equal(step - 1), tuple(reached), self._taken_over(step))
 
     def inside(self, step: int) -> Difference | None:
-        """In what the world agreed on."""
+        """Return the difference in what the world agreed on in ``step``, or None."""
         for at in self._gates:
             mine, theirs = self._trace.gates[at], self._reference.gates[at]
             if at[0] != step or mine == theirs:
@@ -178,8 +187,8 @@ class _Both:
         return None
 
     def _another_world(self, step: int) -> str | None:
-        """Than that of the run without faults, in a step."""
-        if not self._mine and self._trace.resized is not None and step >= self._trace.resized[0]:  # nobody has looked
+        """Return how the number of ranks in ``step`` differs from the run without faults, or None."""
+        if not self._mine and self._trace.resized is not None and step >= self._trace.resized[0]:  # not recorded
             begins, size = self._trace.resized
             return f"from step {begins} on it has {size} ranks instead of {self._trace.sizes[0][1]}"
         usual = {held.world for held in self._reference.witness}
@@ -281,7 +290,7 @@ def _some(names: list[str]) -> str:
 
 # -- helpers
 def _unlike(pairs: list[tuple[Held, Held]], field: str, noise: frozenset[str] = frozenset()) -> Iterator[Entry]:
-    """Worlds of another size hold other parts, and are not compared."""
+    """Yield the entries of ``field`` that differ. Worlds of different sizes hold other parts and are not compared."""
     for held, other in pairs:
         if held.world != other.world:
             continue
@@ -292,7 +301,7 @@ def _unlike(pairs: list[tuple[Held, Held]], field: str, noise: frozenset[str] = 
 
 
 def _taken_over(trace: Trace) -> list[tuple[int, int]]:
-    """(step, rank) of the first thing that a process which is not the rank's first has done."""
+    """Return (step, rank) of the first step of every process that is not the first to hold its rank."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     first: dict[int, int] = {}
     for held in trace.witness:
@@ -303,7 +312,7 @@ def _taken_over(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _noise(reference: Trace, again: Trace | None) -> frozenset[str]:
-    """What is not tracked and differs between two runs without faults, though nothing else does."""
+    """Return the names of untracked values that differ between two runs without faults."""
     if again is None:
         return frozenset()
     theirs = {(held.step, held.rank): held for held in reference.witness}
@@ -312,7 +321,7 @@ def _noise(reference: Trace, again: Trace | None) -> frozenset[str]:
 
 
 def _constant(reference: Trace, entries: tuple[Entry, ...]) -> bool:
-    """Whether these never change in the run without faults."""
+    """Whether these values never change in the run without faults."""
     seen: dict[tuple[int, str], set[str]] = {}
     for held in reference.witness:
         for name, value in held.reached.items():

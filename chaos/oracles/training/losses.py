@@ -1,4 +1,4 @@
-"""The loss of every committed step and phase has the bits that it has without faults."""
+"""Oracle: the loss of every committed step and phase has the same bits as without faults."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from rackrun.chaos.evidence.run_evidence import Evidence, Trace, Verdict, gate_o
 __all__ = ["ROUNDING", "judge", "resized_because"]
 
 ROUNDING = 1e-4
-"""Relative: so near is the first step of a world of another size, where state has the same bits and sums over ranks are rounded otherwise."""
+"""The relative tolerance for the first step of a world of another size, whose state has the same bits but whose sums
+are rounded differently."""
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Where it is to stop, of those that it came to. Where the number of ranks has changed and nobody promises the same bits, up to there."""
+    """Compare the gates of all steps and phases with the reference.
+
+    If the plan expects the job to stop, only the steps it reached are compared. If the number of ranks has changed and
+    the same bits are not promised, the verdict is unknown from there on.
+    """
     trace, reference = evidence.trace, evidence.reference
     if trace.contradictions:
         return Verdict(holds=False, because=f"computed again, otherwise: {trace.contradictions[0]}")
@@ -38,7 +43,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def resized_because(trace: Trace) -> str:
-    """Why what follows cannot be held against the run without faults."""
+    """Return why the steps after a resize cannot be compared with the run without faults."""
     assert trace.resized is not None, "asked only where it was"
     step, ranks = trace.resized
     return f'from step {step} on it has {ranks} ranks instead of {trace.sizes[0][1]}, and reduction="fast" rounds sums over them otherwise'

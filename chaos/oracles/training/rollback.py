@@ -1,4 +1,4 @@
-"""Nobody goes back further than to the snapshots that there must be."""
+"""Oracle: a rollback goes back no further than to the snapshots that must exist."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from rackrun.chaos.faults.fault_types import FlipBit
 __all__ = ["INTERVALS", "judge"]
 
 INTERVALS = 3
-"""Two snapshots are kept; a third interval may be on its way to another tray when the first two are lost with theirs."""
+"""The most snapshot intervals of a rollback.
+
+Two snapshots are kept; a third interval may be on its way to another tray when the first two are lost with theirs.
+"""
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """By what the plan says; else by how far apart the snapshots were of which ranks told. A rollback from what was found wrong is of no length."""
+    """Judge the longest rollback by the plan's limit, or by the distance of the snapshots that the ranks reported.
+
+    A rollback because of state found corrupt has no limit.
+    """
     trace, excused = evidence.trace, _excused(evidence)
     backs = [
         (plan.committed.step - plan.rollback, plan)
@@ -37,6 +43,6 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _excused(evidence: Evidence) -> set[int]:
-    """Generations that had to pass a snapshot over: it was damaged."""
+    """Return the generations that had to skip a snapshot because it was damaged."""
     flipped = any(isinstance(record.strike.fault, FlipBit) and record.took for record in evidence.records)
     return {plan.generation for plan in evidence.trace.plans} if flipped else set(evidence.trace.damaged)

@@ -1,4 +1,4 @@
-"""Every committed step counted the samples that it counts without faults, each once."""
+"""Oracle: every committed step counted the same samples as without faults, each once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """By the gates, which tell how many there were and a digest of which; by the ledger, as far as it goes: what a rank told an agent
-    that was lost in the same moment is not in it."""
+    """Compare the gates, which hold the number of samples and a digest of their ids, and then the ledger.
+
+    The ledger may be incomplete: it lacks what a rank reported to an agent that was lost at the same moment.
+    """
     trace, reference, counted = evidence.trace, evidence.reference, 0
     for at, gate in sorted(trace.gates.items()):
         if at in reference.gates and gate[8:] != reference.gates[at][8:]:

@@ -1,6 +1,7 @@
-"""At its end the script of every rank reached what it reaches without faults: averages, counters, copies, whatever `run.track` was not given.
+"""Oracle: at its end every rank's script reached the same untracked values as without faults.
 
-A process that takes over runs the script from its beginning: what is not tracked is as it was built there, and neither a loss nor a weight need show it.
+Such values are averages, counters, copies, and whatever `run.track` was not given. A process that takes over runs the
+script from its beginning: untracked values are as they were built there, and neither a loss nor a weight need show it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ NAMED_MAX = 4
 
 
 class Untracked(msgspec.Struct, frozen=True):
-    """One value that is not the same."""
+    """One untracked value that differs."""
 
     name: str
     rank: int
     since: int
-    """The first step of the process that is this rank now."""
+    """The first step of the process that holds this rank at the end."""
     mine: str
     theirs: str
-    """In what it is compared with; "": it is not there."""
+    """The value in what it is compared with; "" if it does not exist there."""
     where: str = "without faults"
 
     def __str__(self) -> str:
@@ -36,6 +37,7 @@ class Untracked(msgspec.Struct, frozen=True):
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Judge whether any untracked value differs at the end."""
     if evidence.plan.expect == "stops":
         return Verdict(holds=True, because="it was to stop: there are none")
     mine, theirs = evidence.trace.ends, evidence.reference.ends
@@ -55,7 +57,10 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def differences(evidence: Evidence) -> list[Untracked]:
-    """Newcomers first. What two runs without faults do not have alike is left out, where there are two."""
+    """Return the untracked values that differ, those of newcomers first.
+
+    Where there are two runs without faults, what differs between these is left out.
+    """
     theirs, ends = evidence.reference.ends, evidence.trace.ends
     noise = _noise(evidence.reference, evidence.again)
     alike = _alike(theirs)
@@ -68,7 +73,8 @@ def differences(evidence: Evidence) -> list[Untracked]:
                 for name, mine, their in _unlike(end.reached, other.reached)
             ]
             continue
-        # ranks have changed places, and may have had more to do: a newcomer is compared with the oldest, in what all had alike without faults
+        # Ranks have changed places and may have had more to do, so a newcomer is compared with the oldest process, in
+        # the values that were alike on all ranks without faults.
         oldest = min(ends.values(), key=lambda end: (end.since, end.rank))
         found += [
             Untracked(name, rank, end.since, mine, their, f"on rank {oldest.rank}")
@@ -80,6 +86,7 @@ def differences(evidence: Evidence) -> list[Untracked]:
 
 
 def remedy_for(found: list[Untracked]) -> str:
+    """Return what to do about untracked values that differ, naming the first."""
     name = found[0].name
     owner = name.partition(".")[0].partition("[")[0]
     keep = (
@@ -95,7 +102,10 @@ def remedy_for(found: list[Untracked]) -> str:
 
 # -- helpers
 def _unlike(mine: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """A variable that is not bound on one side cannot be read there, so it differs from nothing."""
+    """Yield the values that differ, as (name, mine, theirs).
+
+    A variable that is not bound on one side cannot be read there, so it counts as no difference.
+    """
     bound = {_variable(name) for name in mine} & {_variable(name) for name in theirs}
     for name in dict.fromkeys([*theirs, *mine]):
         if mine.get(name) != theirs.get(name) and _variable(name) in bound:
@@ -107,6 +117,7 @@ def _variable(name: str) -> str:
 
 
 def _noise(reference: Trace, again: Trace | None) -> set[str]:
+    """Return the names of values that differ between two runs without faults."""
     if again is None:
         return set()
     pairs = [(end, again.ends[rank]) for rank, end in reference.ends.items() if rank in again.ends]
@@ -114,7 +125,7 @@ def _noise(reference: Trace, again: Trace | None) -> set[str]:
 
 
 def _alike(ends: dict[int, End]) -> set[str]:
-    """Names of what all ranks of a run have, and have alike."""
+    """Return the names of values that all ranks of a run have, and have alike."""
     first, *others = [end.reached for end in ends.values()]
     return {name for name, value in first.items() if all(other.get(name) == value for other in others)}
 
@@ -124,6 +135,7 @@ def _never_resized(trace: Trace) -> bool:
 
 
 def _may_differ(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a name matches one of the patterns, or is part of a value that does."""
     return any(
         fnmatch.fnmatchcase(name, pattern) or name == pattern or name.startswith((f"{pattern}.", f"{pattern}["))
         for pattern in patterns

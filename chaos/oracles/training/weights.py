@@ -1,4 +1,7 @@
-"""At its end every rank held what it holds without faults: parameters, buffers, optimizers, schedulers, bit for bit."""
+"""Oracle: at its end every rank had the same state as without faults, bit for bit.
+
+The state is parameters, buffers, optimizers and schedulers.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Compare the digests of the ranks' state at the end."""
     if evidence.plan.expect == "stops":
         return Verdict(holds=True, because="it was to stop: there are none")
     mine, theirs = evidence.trace.held, evidence.reference.held
     if not theirs:
         return Verdict(holds=None, because="no rank of the run without faults came to its end")
     same = set(theirs.values())
-    if mine.keys() != theirs.keys() and not (mine and len(same) == 1):  # where all hold the same, any of them tells
+    if mine.keys() != theirs.keys() and not (mine and len(same) == 1):  # equal ranks: one is enough
         missing = ", ".join(sorted(theirs.keys() - mine.keys(), key=int)) or "none"
         return Verdict(
             holds=None, because=f"{len(mine)} ranks at the end, {len(theirs)} without faults; missing: {missing}"

@@ -1,1 +1,1 @@
-"""What the planner makes of simulated runs: formulas, sensitivity, recommendations."""
+"""Analyse simulated runs: closed forms, sensitivity, recommendations."""

@@ -1,4 +1,5 @@
-"""The closed form beside a simulated figure: what it is called, what it says, and where it does not apply, why not."""
+"""Find the closed form that applies to a simulated figure: its name and value or, where it does not apply, the
+reason."""
 
 from __future__ import annotations
 
@@ -15,23 +16,28 @@ from rackrun.chaos.planner.model.job_state import Intervals
 __all__ = ["Formula", "restart_only", "takeovers_only", "whole_share"]
 
 BUSY_MAX = 0.85
-"""Of crews: beyond, what is down at once has little to do with a binomial distribution."""
+"""The load of repair crews above which the number of units that are down is far from a binomial distribution."""
 
 
 class Formula(msgspec.Struct, frozen=True, kw_only=True):
+    """One closed form, applied to a case."""
+
     name: str
     value: float | None
-    """None: it does not apply."""
+    """The value; None if the formula does not apply."""
     why_not: str = ""
 
     def gap(self, simulated: float) -> float | None:
-        """Of the simulated figure from this one, as a share of this one."""
+        """Return by how much the simulated figure differs from this one, as a share of this one; None without a
+        value."""
         return None if not self.value else simulated / self.value - 1
 
 
 def takeovers_only(case: Case, intervals: Intervals, rungs: Mapping[str, float]) -> Formula:
-    """Productive time over wall time when spares answer every failure: a renewal cycle. ``rungs``: how often each was taken, of which only
-    the ratio of moves to swaps is used."""
+    """Return productive time over wall time if spares answer every failure: a renewal cycle.
+
+    ``rungs``: how often each rung was taken; only the ratio of moves to swaps is used.
+    """
     name = "renewal (ETTR)"
     others = sorted(set(rungs) - {"swap", "move"})
     if others:
@@ -52,7 +58,10 @@ def takeovers_only(case: Case, intervals: Intervals, rungs: Mapping[str, float])
 
 
 def restart_only(case: Case, intervals: Intervals) -> tuple[Formula, Formula]:
-    """The same when every failure is answered by a restart from disk: Daly's complete expression, and Meta's estimate."""
+    """Return productive time over wall time if a restart from disk answers every failure.
+
+    The two formulas are Daly's complete expression and Meta's estimate.
+    """
     costs = case.costs
     if why_not := _laws(case):
         return (
@@ -69,7 +78,7 @@ def restart_only(case: Case, intervals: Intervals) -> tuple[Formula, Formula]:
 
 
 def whole_share(case: Case) -> Formula:
-    """The share of time in which enough is in order for all ranks, each group in one rack."""
+    """Return the share of time in which enough hardware is in order for all ranks, with each group in one rack."""
     fleet, job = case.fleet, case.job
     name = "binomial spares"
     trays = [process for process in case.processes if process.domain == "tray" and process.repair_s]
@@ -80,7 +89,7 @@ def whole_share(case: Case) -> Formula:
     rate = sum(process.rate for process in trays)
     repair_s = sum(process.rate * process.repair_s for process in trays) / rate
     waited_s = repair_s
-    for _ in range(50):  # what is down does not fail
+    for _ in range(50):  # a unit that is down does not fail
         waited_s = closed_forms.repair_time(fleet.total_trays / (1 / rate + waited_s), repair_s, case.crews)
         if math.isinf(waited_s):
             break
@@ -92,7 +101,7 @@ def whole_share(case: Case) -> Formula:
     if fleet.gpus % job.group == 0:  # a group fits wherever a tray is free
         need = math.ceil(groups * job.group / fleet.gpus)
         return Formula(name=name, value=closed_forms.rack_ok(fleet.total_trays, need, down))
-    if fleet.rack_gpus < 2 * job.group:  # one in each rack
+    if fleet.rack_gpus < 2 * job.group:  # one group in each rack
         need = math.ceil(job.group / fleet.gpus)
         return Formula(
             name=name, value=closed_forms.all_racks_ok(fleet.racks, fleet.trays, need, down, fleet.racks - groups)
@@ -101,7 +110,7 @@ def whole_share(case: Case) -> Formula:
 
 
 def _hits(case: Case, process: Process) -> float:
-    """Of those that take ranks, a second of training. What is being repaired does not fail."""
+    """Return the rate of failures that take ranks, per second of training. A unit under repair does not fail."""
     share = 1.0 if process.domain == "rack" else case.job.ranks(case.fleet) / case.fleet.total_gpus
     if process.stalls:
         share = 1.0
@@ -109,6 +118,7 @@ def _hits(case: Case, process: Process) -> float:
 
 
 def _laws(case: Case) -> str:
+    """Return why the case's laws of failure are not exponential, or ""."""
     if case.trace:
         return "failures are a trace's"
     special = [one.name for one in case.processes if one.shape != 1 or one.lemons or one.burn_in_s]

@@ -1,4 +1,4 @@
-"""Simulated runs: each case and seed once, on all processors where that is worth a process."""
+"""Simulate each case and seed once, on all processors where that is worth starting processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rackrun.chaos.planner.model.outcome import Outcome
 __all__ = ["Runs"]
 
 _WORTH_A_POOL_S = 4.0
-"""A process takes 1 to 2 s until it can simulate."""
+"""The seconds of work from which processes are started; a process takes 1 to 2 s until it can simulate."""
 
 
 class Runs:
-    """Remembers outcomes. Use it as a context manager: it may own processes."""
+    """The simulated runs, with their outcomes kept. Use it as a context manager, because it may own processes."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -38,7 +38,7 @@ class Runs:
         self._stack.__exit__(kind, error, trace)
 
     def fetch(self, runs: Iterable[tuple[Case, int]]) -> None:
-        """Simulate what is not known yet."""
+        """Simulate those of the runs that have not been simulated yet."""
         due = {key: run for run in runs if (key := _key(*run)) not in self._found}
         while due and self._pool is None:
             key = next(iter(due))
@@ -52,7 +52,7 @@ class Runs:
             self._found.update(zip(due, self._pool.map(_simulate, due.values()), strict=True))
 
     def outcomes(self, case: Case, seeds: Sequence[int]) -> list[Outcome]:
-        """One for each seed."""
+        """Return one outcome for each seed."""
         self.fetch((case, seed) for seed in seeds)
         return [self._found[_key(case, seed)] for seed in seeds]
 

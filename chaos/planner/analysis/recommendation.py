@@ -1,8 +1,9 @@
-"""The question of a planner, answered: how many spares, where; which policy; how often to save; and what the answer hangs on.
+"""Recommend how many spares to keep and where, which policy to use, and how often to save.
 
-1. Every number of spares of a rack and of spare racks, over the same seeds: the grid.
-2. Of the best of these: other policies, other intervals, and each assumption halved and doubled. Costs are halved and doubled by arithmetic
-   (`rackrun.chaos.planner.analysis.sensitivity`), and so are intervals where nothing ever goes back to a save.
+1. The grid: every number of spares per rack and of spare racks is simulated over the same seeds.
+2. The best plan of the grid is simulated with other policies and other intervals, and with each assumption halved and
+   doubled. Costs are halved and doubled by arithmetic (`rackrun.chaos.planner.analysis.sensitivity`), and so are
+   intervals where nothing ever goes back to a save.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ __all__ = ["COSTS", "POLICIES", "Compared", "Grid", "Point", "Survey", "Swing", 
 
 Tell = Callable[[str], None]
 POLICIES = ("", "swap,move,wait,shrink", "shrink", "restart")
-"""What is compared with the policy that was asked for."""
+"""The policies that are compared with the one that was asked for."""
 ADVISED_S_MAX = 3600.0
-"""Between checkpoints on disk, at the most: a site loses its power too, which no model here knows of."""
+"""The most seconds between checkpoints on disk that are advised: a site may lose its power, which no model here
+contains."""
 COSTS = (
     "detect_s",
     "takeover_s",
@@ -42,7 +44,7 @@ COSTS = (
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan."""
+    """One plan of the grid, with its results."""
 
     spares_per_rack: int
     spare_racks: int
@@ -51,28 +53,29 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     gpus: int
     goodput: Spread
-    """Productive GPU-time over all that is paid for."""
+    """Productive GPU-time over all GPU-time that is paid for."""
     wall: Spread
     """Productive time over wall time (ETTR)."""
     whole: Spread
-    """The share of time in which the world was not smaller than whole, and waited for nothing."""
+    """The share of time in which the world had its full size and did not wait."""
     rungs: dict[str, float]
-    """A run's, in the mean."""
+    """How often each rung was taken in a run, on average."""
     where: Where
-    """Seconds of a run, in the mean."""
+    """Where the seconds of a run went, on average."""
     formulas: dict[str, Formula]
-    """By the figure that they stand beside: ``wall``, ``whole``."""
+    """Closed forms by the figure that they belong to: ``wall``, ``whole``."""
     front: bool = False
-    """No other plan of the grid has at least this goodput over wall time for at most this price, and one of them better."""
+    """Whether no other plan has at least this goodput over wall time for at most this price, and is better in one of
+    them."""
 
     @property
     def price(self) -> float:
-        """GPU-hours that are paid for, for each productive one."""
+        """GPU-hours that are paid for, per productive one."""
         return 1 / self.goodput.mean if self.goodput.mean > 0 else float("inf")
 
 
 class Swing(msgspec.Struct, frozen=True, kw_only=True):
-    """What the goodput is when one assumption is another; all else, spares too, stays."""
+    """The goodput with another value of one assumption; everything else stays, the spares included."""
 
     what: str
     low: str
@@ -80,7 +83,7 @@ class Swing(msgspec.Struct, frozen=True, kw_only=True):
     high: str
     high_goodput: float
     simulated: bool = True
-    """False: by arithmetic, with the decisions of the best plan's run."""
+    """False: computed by arithmetic, with the decisions of the best plan's run."""
 
     @property
     def size(self) -> float:
@@ -88,6 +91,8 @@ class Swing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy or interval, to be compared with others."""
+
     what: str
     goodput: Spread
     wall: Spread
@@ -95,7 +100,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """Every number of spares that was tried."""
+    """The results for every number of spares that was tried."""
 
     gpus: int
     racks: int
@@ -105,23 +110,24 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(Grid, frozen=True, kw_only=True):
-    """The grid, and what its best plan hangs on."""
+    """The grid, and what its best plan depends on."""
 
     breaks_a_day: float
-    """Of the best plan."""
+    """How many times a day the best plan's job breaks."""
     advice: str
-    """How often to save."""
+    """How often to save, in words."""
     advised: Intervals
     interval_formulas: dict[str, float]
-    """Seconds of work between two, by formula and level; ``waste``: the share of time that goes into saving and what is done again."""
+    """Seconds of work between two saves, by formula and level; ``waste``: the share of time for saving and for work
+    done again."""
     best: Point
     policies: tuple[Compared, ...]
     intervals: tuple[Compared, ...]
     usual: float
-    """The best plan's goodput with the first seed, with which assumptions are swung."""
+    """The best plan's goodput with the first seed, with which each assumption is varied."""
     tornado: tuple[Swing, ...]
     guessed: tuple[str, ...]
-    """Costs that nobody has measured."""
+    """Costs that were never measured."""
 
 
 def survey(
@@ -135,8 +141,11 @@ def survey(
     tell: Tell = lambda line: None,  # noqa: ARG005
     show: Callable[[Grid], None] = lambda grid: None,  # noqa: ARG005
 ) -> Survey:
-    """``case``: its job's spares are not looked at. ``given``: intervals that are not to be chosen, where they are not 0. ``show`` is called with
-    the grid as soon as it is there. Raises PlannerError before anything is simulated."""
+    """Simulate all plans, and return the grid and what the best plan depends on.
+
+    ``case``: its job's own spares are ignored. ``given``: intervals that are not 0 are used instead of chosen ones.
+    ``show`` is called with the grid as soon as it is complete. Raises PlannerError before anything is simulated.
+    """
     cases = [_given(_with(case, spares_per_rack=each, spare_racks=whole), given) for each in spares for whole in racks]
     for one in cases:
         one.job.ranks(one.fleet)
@@ -175,7 +184,7 @@ def survey(
 
 
 def _fetch_ahead(runs: Runs, case: Case, advised: Intervals, usual: Sequence[Outcome], seeds: Sequence[int]) -> None:
-    """All that is simulated for the best plan, at once, so that no processor waits for the last run of a table."""
+    """Simulate everything that the best plan needs at once, so that no processor waits for the last run of a table."""
     several = [*reversed(_policy_cases(case).values()), *_interval_cases(case, advised, usual).values()]
     single = [one for _, low, high, simulated in _swung(case, usual[0]) if simulated for one in (low[1], high[1])]
     runs.fetch([(one, seed) for one in several for seed in seeds] + [(one, seeds[0]) for one in single])
@@ -230,7 +239,11 @@ def _policies(case: Case, seeds: Sequence[int], runs: Runs) -> tuple[Compared, .
 
 
 def _advice(case: Case, outcomes: Sequence[Outcome]) -> tuple[Intervals, str, dict[str, float]]:
-    """Checkpoints by Daly, for how often the simulated job went back to one; one time more, as nobody knows that it never will."""
+    """Return the advised intervals, the advice in words, and the formulas.
+
+    Checkpoints follow Daly's formula, for the rate at which the simulated job went back to one; one more time is added,
+    since it cannot be known that it never will.
+    """
     now, costs = case.intervals or chosen_intervals(case), case.costs
     times = sum(one.rungs.get("restart", 0) + one.rungs.get("relaunch", 0) for one in outcomes)
     mtbf_s = sum(one.wall_s for one in outcomes) / (times + 1)
@@ -266,7 +279,7 @@ def _tried_intervals(case: Case, advised: Intervals) -> dict[str, Intervals]:
 
 
 def _interval_cases(case: Case, advised: Intervals, usual: Sequence[Outcome]) -> dict[str, Case]:
-    """Those that have to be simulated: none where nothing ever goes back to a save."""
+    """Return the intervals that have to be simulated: none where nothing ever goes back to a save."""
     if not any(one.where.redone for one in usual):
         return {}
     tried = _tried_intervals(case, advised)
@@ -297,7 +310,7 @@ def _compared(what: str, outcomes: Sequence[Outcome], formulas: tuple[Formula, .
 
 
 def _tornado(case: Case, usual: Outcome, seed: int, runs: Runs) -> tuple[Swing, ...]:
-    """Intervals are chosen anew where they were not given."""
+    """Vary each assumption. Intervals that were not given are chosen anew."""
     found = []
     for what, low, high, simulated in _swung(case, usual):
         if simulated:
@@ -319,7 +332,7 @@ def _tornado(case: Case, usual: Outcome, seed: int, runs: Runs) -> tuple[Swing, 
 
 
 def _swung(case: Case, usual: Outcome) -> Iterable[tuple[str, tuple[str, Case], tuple[str, Case], bool]]:
-    """Each assumption, what it is at the low and at the high end, and whether that has to be simulated."""
+    """Yield each assumption, its low and its high value with the case, and whether these have to be simulated."""
     replace = msgspec.structs.replace
     for name in ("mtbf_s", "repair_s"):
         if any(getattr(process, name) for process in case.processes) and not (

@@ -1,4 +1,4 @@
-"""What several seeds come to: the mean, and how far it may be off."""
+"""Statistics over several seeds: the mean and its confidence interval."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 
 
 class Spread(msgspec.Struct, frozen=True):
+    """A mean over seeds."""
+
     mean: float
     half: float | None
-    """Half of the interval in which the mean lies with 95 %; None: one seed tells nothing of it."""
+    """Half of the interval in which the mean lies with 95 %; None for a single seed."""
     seeds: int
 
     def __str__(self) -> str:
@@ -25,7 +27,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Of independent runs, taken for normal."""
+    """Return the mean of independent runs, with its interval for a normal distribution."""
     count = len(values)
     if count < 2:
         return Spread(mean(values), None, count)

@@ -1,4 +1,4 @@
-"""All that a simulation is made of but its seed, and the intervals that go with it."""
+"""Everything that determines a simulation except its seed, and the checkpoint intervals that follow from it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from rackrun.core.policy.choice import parse_policy, parse_weights
 __all__ = ["CHECKPOINT_S", "Case", "chosen_intervals", "rates", "simulate"]
 
 CHECKPOINT_S = 300.0
-"""Between checkpoints on disk, where nothing ever goes back to one: what the runtime does by itself."""
+"""Seconds between checkpoints on disk where nothing ever goes back to one, as the runtime chooses by itself."""
 _RUN_S = 1e6
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that determines a simulation except its seed."""
+
     fleet: Fleet
     job: Job
     costs: PlanCosts = PlanCosts()
     processes: tuple[Process, ...] = ()
     trace: tuple[tuple[float, Strike], ...] = ()
-    """Instead of processes."""
+    """Recorded failures, used instead of processes."""
     horizon_s: float = 30 * 86400.0
     crews: int | None = None
     policy: str = ""
-    """As of ``rackrun --policy``: rungs, ``no-RUNG``, or MODULE:FUNCTION."""
+    """The value of ``rackrun --policy``: rungs, ``no-RUNG``, or MODULE:FUNCTION."""
     weights: str = ""
     intervals: Intervals | None = None
     """None: `chosen_intervals`."""
@@ -46,9 +48,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 < self.horizon_s < math.inf:
             raise PlannerError(f"{self.horizon_s} s are no time to simulate.", remedy="give days above 0.")
-        Crews(self.crews)  # refuses what cannot be
+        Crews(self.crews)  # refuses an impossible number
 
     def source(self, seed: int) -> Source:
+        """Return the source of failures for one seed. Raises PlannerError if nothing ever fails."""
         if self.trace:
             return Trace(self.trace, self.horizon_s)
         if not self.processes:
@@ -57,7 +60,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(case: Case, seed: int, *, shortcut: bool = True, checked: bool = False) -> Outcome:
-    """One run. The same case and seed give the same outcome, in any process."""
+    """Simulate one run. The same case and seed give the same outcome, in any process."""
     rules, name = parse_policy(case.policy)
     return Simulation(
         fleet=case.fleet,
@@ -76,8 +79,11 @@ def simulate(case: Case, seed: int, *, shortcut: bool = True, checked: bool = Fa
 
 
 def chosen_intervals(case: Case) -> Intervals:
-    """Snapshots: as the runtime chooses them. Checkpoints on disk: Daly's interval for those failures that memory does not survive; at
-    least as long as one takes to be written."""
+    """Return the intervals for a case.
+
+    Snapshots are taken as often as the runtime chooses. Checkpoints on disk follow Daly's interval for the failures
+    that memory does not survive, and are at least as far apart as one takes to be written.
+    """
     costs, job = case.costs, case.job
     to_memory, to_disk = rates(case)
     snapshot = 0
@@ -96,7 +102,11 @@ def chosen_intervals(case: Case) -> Intervals:
 
 
 def rates(case: Case) -> tuple[float, float]:
-    """Of failures that strike the job, a second: those that state in memory survives, and those that it does not. A trace's are counted."""
+    """Return the rates of failures that strike the job, per second: those that state in memory survives, and the
+    others.
+
+    The failures of a trace are counted.
+    """
     share = case.job.ranks(case.fleet) / case.fleet.total_gpus
     found = dict.fromkeys(("gpu", "tray", "rack"), 0.0)
     for process in case.processes:

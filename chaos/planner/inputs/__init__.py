@@ -1,1 +1,1 @@
-"""What the planner is given: the fleet, failures, costs, options."""
+"""The inputs of the planner: the fleet, failures, costs, options."""

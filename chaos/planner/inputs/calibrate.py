@@ -1,4 +1,4 @@
-"""Costs from a real run: what its report tells (``rackctl report --json``), and what only its journal does."""
+"""Derive the planner's costs from a real run, by its report (``rackctl report --json``) and its journal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ _REMEDY = "give the out-dir of a run, its journal.sqlite, or what rackctl report
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known about a real run."""
+
     report: Report
     starts_s: tuple[float, ...] = ()
-    """From a worker's start until it was ready; only a journal tells."""
+    """Seconds from each worker's start until it was ready; only a journal has them."""
 
 
 def read_run(path: Path) -> Measured:
-    """A directory, a journal, or a report as JSON. Raises PlannerError, or UsageError for a journal that cannot be read."""
+    """Read a run from its out-dir, its journal, or its report as JSON.
+
+    Raises PlannerError, or UsageError for a journal that cannot be read.
+    """
     journal = path / "journal.sqlite" if path.is_dir() else path
     if journal.suffix == ".sqlite":
         return Measured(report=read_report(journal), starts_s=tuple(_starts(journal)))
@@ -39,7 +44,11 @@ def read_run(path: Path) -> Measured:
 
 
 def calibrated(run: Measured) -> PlanCosts:
-    """What nothing tells stays a guess, and is said to be one (`PlanCosts.guessed`). Raises PlannerError for a run without steps."""
+    """Return the costs that the run shows.
+
+    A cost that it does not show stays a guess, and is named as one (`PlanCosts.guessed`). Raises PlannerError for a run
+    without steps.
+    """
     report = run.report
     if not report.steps or report.goodput.productive_s <= 0:
         raise PlannerError(f"run {report.run_id} has no committed step.", remedy="calibrate from a run that trained.")
@@ -82,13 +91,14 @@ def calibrated(run: Measured) -> PlanCosts:
 
 
 def _seconds(done: Iterable[Recovery], kind: str) -> Iterable[float]:
-    """Those that did not wait for anybody."""
+    """Yield the seconds of the recoveries of this kind that did not wait for a worker or a rack."""
     for one in done:
         if one.kind == kind and "wait" not in one.rungs and "acquire" not in one.rungs and one.seconds is not None:
             yield one.seconds
 
 
 def _starts(journal: Path) -> Iterable[float]:
+    """Yield the seconds from each worker's start until it was ready."""
     with open_journal(journal) as (connection, _):
         rows = connection.execute(
             "SELECT name, at_ms, body FROM events WHERE name IN ('StartWorker', 'WorkerReady') ORDER BY id"

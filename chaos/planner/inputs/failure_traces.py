@@ -1,8 +1,8 @@
-"""Failures that somebody has written down, struck again: a CSV file of ``hours,where,kind,repair_hours``.
+"""Replay recorded failures from a CSV file of ``hours,where,kind,repair_hours``.
 
-``where`` is ``RACK`` or ``RACK/TRAY``, each from 0. ``kind``: ``hardware`` (it is repaired for ``repair_hours``, and cannot be used until
-then), ``process`` (its workers die, the hardware is fine), ``stall`` (nobody dies, the step is done again). Lines may stand in any order;
-empty ones and those that begin with ``#`` are passed over.
+``where`` is ``RACK`` or ``RACK/TRAY``, each counted from 0. ``kind`` is ``hardware`` (repaired for ``repair_hours``,
+and unusable until then), ``process`` (its workers die, the hardware is in order), or ``stall`` (nothing dies, the step
+is done again). Lines may be in any order; empty lines and those that begin with ``#`` are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY = "write hours,where,kind,repair_hours: 12.5,3/17,hardware,6 is tray 17 
 
 
 class Trace:
-    """As a `rackrun.chaos.planner.inputs.failures.Source`."""
+    """The recorded failures. A `rackrun.chaos.planner.inputs.failures.Source`."""
 
     def __init__(self, strikes: Iterable[tuple[float, Strike]], horizon_s: float) -> None:
         self._strikes = [(at_s, strike) for at_s, strike in strikes if at_s < horizon_s]
@@ -36,7 +36,7 @@ class Trace:
 
 
 def read_trace(path: Path, fleet: Fleet) -> list[tuple[float, Strike]]:
-    """Seconds and strikes. Raises PlannerError, with the line."""
+    """Return the failures with their times in seconds, in order. Raises PlannerError, which names the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

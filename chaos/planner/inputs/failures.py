@@ -1,11 +1,13 @@
-"""When something fails: renewal processes of GPUs, trays and racks, each unit with a stream of random numbers of its own.
+"""Draw when something fails: renewal processes of GPUs, trays and racks, with a random stream of its own for each unit.
 
-A *process* strikes units of one domain: a rack's power or its switches take all of it at once. Its law is a hazard: constant
-(exponential), falling or rising with age (Weibull), higher for some units (lemons), or higher at first (burn-in). The time to the next
-failure solves ``H(age + t) = H(age) + E``, with ``H`` the cumulative hazard and ``E`` exponential with mean 1. After a repair a unit is
-new. The mean over all units stays the MTBF that was asked for, lemons or not; not so with burn-in, which adds failures.
+A *process* strikes units of one domain: a rack's power or its switches take the whole rack at once. Its law is a
+hazard: constant (exponential), falling or rising with age (Weibull), higher for some units (lemons), or higher at first
+(burn-in). The time t to the next failure solves ``H(age + t) = H(age) + E``, where ``H`` is the cumulative hazard and
+``E`` is exponential with mean 1. After a repair a unit is new. The mean over all units stays the given MTBF with and
+without lemons; burn-in adds failures.
 
-What strikes when does not depend on spares or policies: with one seed all plans meet the same failures, until a repair differs.
+What strikes when does not depend on spares or policies: with one seed all plans meet the same failures, until a repair
+differs.
 """
 
 from __future__ import annotations
@@ -28,47 +30,52 @@ Domain = Literal["gpu", "tray", "rack", "rank"]
 
 
 class Strike(NamedTuple):
+    """One failure."""
+
     source: int
-    """Which process, in their order."""
+    """The index of the process that struck."""
     domain: Domain
     unit: int
-    """Of the whole fleet, from 0; of the world, where a rank is struck wherever it sits."""
+    """The number of the unit in the whole fleet, from 0; for the domain ``rank``, the rank, wherever it sits."""
     repair_s: float
-    """0: the hardware is fine, and its workers start again."""
+    """The seconds of the repair; 0: the hardware is in order, and its workers start again."""
     stalls: bool = False
-    """Nobody is lost: the step is done again in place."""
+    """Whether nothing is lost, and the step is done again in place."""
     turn: int = 0
-    """How often the process has struck this unit before."""
+    """How many times the process has struck this unit before."""
 
 
 class Source(Protocol):
-    """What strikes in a run."""
+    """A source of failures for one run."""
 
     def begin(self) -> list[tuple[float, Strike]]:
-        """Seconds, and the first strike of each unit that has one before the horizon."""
+        """Return, with its time in seconds, the first failure of each unit that has one before the horizon."""
 
     def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:
-        """The next of the same unit, which has been in order since then."""
+        """Return the next failure of the same unit, which has been in order since ``since_s``; None if there is
+        none."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that strikes the units of one domain."""
+
     name: str
     domain: Literal["gpu", "tray", "rack"]
     mtbf_s: float
-    """Of one unit."""
+    """The mean seconds between failures of one unit."""
     repair_s: float = 0.0
-    """The mean, once a crew is there. 0: nothing has to be repaired."""
+    """The mean seconds of a repair, once a crew is there; 0: nothing has to be repaired."""
     repair_law: Literal["exponential", "fixed"] = "exponential"
     stalls: bool = False
     shape: float = 1.0
-    """Weibull's: below 1 the young fail more often, above 1 the old do; 1 is exponential."""
+    """The shape of the Weibull law: below 1 young units fail more often, above 1 old ones do; 1 is exponential."""
     age_s: float = 0.0
-    """Of all units when the run begins."""
+    """The age of all units when the run begins."""
     lemons: float = 0.0
-    """The share of units that fail so much more often:"""
+    """The share of units that fail ``lemon_factor`` times as often."""
     lemon_factor: float = 1.0
     burn_in_s: float = 0.0
-    """So long a new or repaired unit fails so much more often:"""
+    """For this long, a new or repaired unit fails ``burn_in_factor`` times as often."""
     burn_in_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -93,7 +100,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 / self.mtbf_s
 
     def wait(self, age_s: float, mean: float, factor: float) -> float:
-        """Seconds until the next failure. ``mean``: drawn, exponential with mean 1; ``factor``: of this unit's rate."""
+        """Return the seconds until the next failure of a unit of this age.
+
+        ``mean``: drawn from an exponential law with mean 1. ``factor``: multiplies the rate for this unit.
+        """
         if self.shape != 1:
             scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
             return float(scale * ((age_s / scale) ** self.shape + mean / factor) ** (1 / self.shape)) - age_s
@@ -106,7 +116,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failures:
-    """Those of ``processes`` on ``fleet``, by ``seed``, before ``horizon_s``. Never changes: runs that meet the same failures share it."""
+    """The failures of ``processes`` on ``fleet``, determined by ``seed``, before ``horizon_s`` seconds.
+
+    The object never changes, so runs that meet the same failures can share it.
+    """
 
     def __init__(self, processes: Sequence[Process], fleet: Fleet, seed: int, horizon_s: float) -> None:
         for process in processes:
@@ -136,6 +149,7 @@ class Failures:
         return found
 
     def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:
+        """See `Source.again`."""
         process, turn = self._processes[strike.source], strike.turn + 1
         draw = stream(self._seed, process.name, strike.unit, turn)
         at_s = since_s + process.wait(0.0, draw.expovariate(1.0), self._factor(strike.source, strike.unit))
@@ -160,15 +174,19 @@ class Failures:
 
 @lru_cache(maxsize=8)
 def failures_of(processes: tuple[Process, ...], fleet: Fleet, seed: int, horizon_s: float) -> Failures:
-    """`Failures`, the same for the same arguments: plans that differ in spares or policies meet the same ones."""
+    """Return the `Failures` for these arguments, one object for equal arguments.
+
+    Plans that differ in spares or policies thus meet the same failures.
+    """
     return Failures(processes, fleet, seed, horizon_s)
 
 
 def units(fleet: Fleet, domain: Domain) -> int:
-    """How many there are."""
+    """Return how many units of this domain the fleet has."""
     return {"gpu": fleet.total_gpus, "tray": fleet.total_trays, "rack": fleet.racks}[domain]
 
 
 def slots_of(fleet: Fleet, strike: Strike) -> range:
+    """Return the slots that a failure strikes."""
     size = fleet.total_gpus // units(fleet, strike.domain)
     return range(strike.unit * size, (strike.unit + 1) * size)

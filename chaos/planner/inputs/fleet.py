@@ -1,4 +1,4 @@
-"""The hardware that is paid for, and the job that runs on it."""
+"""The hardware of a fleet, and the job that runs on it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Fleet", "Job", "board_of", "fleet_of"]
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Racks, each one NVLink domain. Slots are numbered through racks, trays and GPUs."""
+    """Racks, each of them one NVLink domain. Slots are numbered through racks, trays and GPUs."""
 
     racks: int
     trays: int = 18
-    """Of a rack."""
+    """Trays per rack."""
     gpus: int = 4
-    """Of a tray."""
+    """GPUs per tray."""
 
     def __post_init__(self) -> None:
         if min(self.racks, self.trays, self.gpus) < 1:
@@ -46,7 +46,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fleet_of(gpus: int, trays: int = 18, gpus_per_tray: int = 4) -> Fleet:
-    """``gpus`` as whole racks; what is left over is not used. Raises PlannerError where that is not even one."""
+    """Return a fleet of whole racks with at most ``gpus`` GPUs. Raises PlannerError if that is less than one rack."""
     if trays < 1 or gpus_per_tray < 1:
         raise PlannerError(
             f"a rack of {trays} trays of {gpus_per_tray} GPUs has no GPU.", remedy="give 1 or more of each."
@@ -61,25 +61,28 @@ def fleet_of(gpus: int, trays: int = 18, gpus_per_tray: int = 4) -> Fleet:
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """How a fleet is used. ``group`` x pipeline stages = ``replica``; data parallelism is over replicas."""
+    """How a job uses a fleet. ``group`` x pipeline stages = ``replica``; data parallelism is over replicas."""
 
     spares_per_rack: int = 0
-    """GPUs of each rack on which no rank begins, at the least."""
+    """The fewest GPUs of each rack on which no rank begins."""
     spare_racks: int = 0
-    """Racks' worth of ranks less than would fit."""
+    """The number of racks by whose ranks the job is smaller than would fit."""
     group: int = 4
     """Ranks that have to share a rack (tp, ep)."""
     replica: int = 64
-    """Ranks of one whole model: who is lost together when the world shrinks."""
+    """Ranks of one whole model, which are lost together when the world shrinks."""
     micro_batches: int = 16
-    """Of one replica in a step, while all are there. After a shrink some have one more, and all wait for those. 0: work can be divided
-    without a rest."""
+    """Micro-batches of one replica in a step, while all replicas are there.
+
+    After a shrink some replicas have one more, and all wait for those. 0: the work can be divided without a remainder.
+    """
     state: Literal["replicas", "mirror", "disk"] = "replicas"
-    """Where a lost rank's state is: with its replicas, live; in snapshots, with a copy on the next tray; nowhere but on disk."""
+    """Where a lost rank's state is: live on its replicas; in snapshots, with a copy on the next tray; or only
+    on disk."""
     exact: bool = False
-    """``reduction="exact"``: a shrink keeps the bits, so it competes by its price."""
+    """Whether ``reduction="exact"`` is used: a shrink keeps the bits, so it competes by its price."""
     min_ranks: int = 1
-    """0: the world never shrinks."""
+    """The fewest ranks; 0: the world never shrinks."""
     wait_for_hardware_s: float = 0.0
     max_restarts: int = 1_000_000
 
@@ -102,7 +105,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def replicas(self, fleet: Fleet) -> int:
-        """How many fit, with the spares held back. Raises PlannerError where none does."""
+        """Return how many replicas fit, with the spares held back. Raises PlannerError if none does."""
         if self.spares_per_rack > fleet.rack_gpus:
             raise PlannerError(
                 f"{self.spares_per_rack} spares of a rack of {fleet.rack_gpus} GPUs.",
@@ -131,7 +134,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=4)
 def board_of(fleet: Fleet) -> Board:
-    """As the placement wants it. 0.7 s for 100,000 GPUs."""
+    """Return the fleet as the placement needs it. Takes 0.7 s for 100,000 GPUs."""
     built, cliques = [], []
     for rack in range(fleet.racks):
         trays = tuple(

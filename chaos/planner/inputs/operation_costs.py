@@ -1,4 +1,7 @@
-"""What everything takes, in seconds, and how each figure came to be known: a file that `rackrun.chaos.planner.inputs.calibrate` writes from a real run."""
+"""What every operation costs, in seconds, with the origin of each figure.
+
+`rackrun.chaos.planner.inputs.calibrate` writes such a file from a real run.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +16,42 @@ __all__ = ["PlanCosts", "read_costs", "write_costs"]
 
 
 class PlanCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times are of the whole job, as all ranks see them. The defaults are guesses for a large job, and said to be so."""
+    """Costs of a whole job, as all its ranks see them. The defaults are guesses for a large job, and are named
+    as such."""
 
     step_s: float = 10.0
-    """Of an undisturbed step, all ranks there."""
+    """An undisturbed step, with all ranks."""
     between_steps_s: float = 0.0
-    """The script's own code, for each step."""
+    """The script's own code between two steps."""
     detect_s: float = 15.0
-    """From a fault until the coordinator knows: the lease of a tray. A process that dies is seen within milliseconds."""
+    """From a fault until the coordinator knows: the lease of a tray. The death of a process is seen within
+    milliseconds."""
     regroup_s: float = 5.0
-    """Nobody is restored: until all compute again."""
+    """Until all ranks compute again, when nothing is restored."""
     takeover_s: float = 20.0
-    """Spares get state and take over: until all compute again."""
+    """Until all ranks compute again, when spares get state and take over."""
     reenter_s: float = 30.0
-    """``main`` is entered again, when a sharded world changes its size. 0 for DDP."""
+    """Entering ``main`` again when a sharded world changes its size; 0 for DDP."""
     first_step_s: float = 0.0
-    """The first step after a recovery takes so much longer."""
+    """How much longer the first step after a recovery takes."""
     start_s: float = 120.0
-    """Of a worker, until it stands at its first step; and of a tray that has come back, until its workers are ready."""
+    """A worker's start until its first step, or a returned tray's until its workers are ready."""
     load_s: float = 120.0
-    """Of a checkpoint on disk, by all ranks."""
+    """Loading a checkpoint from disk, on all ranks."""
     relaunch_s: float = 3600.0
-    """Until somebody starts a stopped job again."""
+    """Until a stopped job is started again by hand."""
     snapshot_s: float = 0.2
-    """What all ranks wait for a snapshot in memory."""
+    """How long all ranks wait for a snapshot in memory."""
     copy_s: float = 5.0
     """From there until its copies are on other trays."""
     checkpoint_s: float = 2.0
-    """What all ranks wait for a checkpoint on disk."""
+    """How long all ranks wait for a checkpoint on disk."""
     write_s: float = 60.0
-    """From there until it is whole on disk."""
+    """From there until it is complete on disk."""
     state_bytes: float = 5e9
-    """Of one rank: only what the policy prices a load with."""
+    """Bytes of state of one rank, with which only the policy prices a load."""
     origin: dict[str, str] = {}
-    """Field -> where its figure is from. A field that is not here is a guess."""
+    """Field -> where its figure is from. A field that is missing here is a guess."""
 
     def __post_init__(self) -> None:
         fields = [name for name in self.__struct_fields__ if name != "origin"]
@@ -62,11 +67,12 @@ class PlanCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise PlannerError(f"there is no cost {', '.join(strange)}.", remedy=f"costs are {', '.join(fields)}.")
 
     def guessed(self) -> list[str]:
+        """Return the names of the costs that are guesses."""
         return [name for name in self.__struct_fields__ if name not in {"origin", *self.origin}]
 
 
 def read_costs(path: Path) -> PlanCosts:
-    """Raises PlannerError."""
+    """Read a file of costs. Raises PlannerError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=PlanCosts)
     except OSError as error:
@@ -80,4 +86,5 @@ def read_costs(path: Path) -> PlanCosts:
 
 
 def write_costs(costs: PlanCosts) -> str:
+    """Return the costs as JSON."""
     return msgspec.json.format(msgspec.json.encode(costs), indent=1).decode() + "\n"

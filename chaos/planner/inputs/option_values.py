@@ -1,4 +1,4 @@
-"""What is written on a command line: durations (``8000h``), lists of numbers (``0,4,8``), factors (``0.02:10``)."""
+"""Parse values on a command line: durations (``8000h``), lists of numbers (``0,4,8``), factors (``0.02:10``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.
 
 
 def duration(text: str, what: str) -> float:
-    """Seconds of ``90s``, ``4h``, ``30d``. ``what``: the option. Raises PlannerError unless it is above 0."""
+    """Return the seconds of a text such as ``90s``, ``4h``, ``30d``.
+
+    ``what`` names the option. Raises PlannerError unless the duration is above 0.
+    """
     found = _seconds(text)
     if found is None or not 0 < found < math.inf:
         raise PlannerError(f"{what} {text!r} is no duration above 0.", remedy="write a number and s, m, h or d: 8000h.")
@@ -21,7 +24,7 @@ def duration(text: str, what: str) -> float:
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:
-    """``0,4,8``, each from 0 and once. Raises PlannerError."""
+    """Return the numbers of a text such as ``0,4,8``, sorted and each once. Raises PlannerError."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise PlannerError(f"{what} {text!r} is no list of numbers from 0.", remedy="write them like 0,4,8.")
@@ -29,7 +32,7 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
 
 
 def pair(text: str, what: str, remedy: str) -> tuple[str, str]:
-    """The two sides of a colon. Raises PlannerError."""
+    """Return the two sides of a colon. Raises PlannerError, with ``remedy``, unless there are two."""
     left, colon, right = text.partition(":")
     if not colon or not left or not right:
         raise PlannerError(f"{what} {text!r} needs two parts and a colon.", remedy=remedy)
@@ -37,7 +40,8 @@ def pair(text: str, what: str, remedy: str) -> tuple[str, str]:
 
 
 def volume(text: str, what: str) -> float:
-    """Bytes of ``12.7GB``, ``512MiB``, ``4000000``. Raises PlannerError unless it is from 0."""
+    """Return the bytes of a text such as ``12.7GB``, ``512MiB``, ``4000000``. Raises PlannerError for any other
+    text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|[kKMGT]i?B)?", text.strip())
     if found is None:
         raise PlannerError(
@@ -49,7 +53,7 @@ def volume(text: str, what: str) -> float:
 
 
 def sizes(text: str, what: str) -> dict[str, int]:
-    """``tp:8,dp:128``, each name once. Raises PlannerError."""
+    """Return the names and sizes of a text such as ``tp:8,dp:128``, each name once. Raises PlannerError."""
     remedy = "write names and numbers: tp:8,dp:128."
     found: dict[str, int] = {}
     for word in filter(None, (one.strip() for one in text.split(","))):
@@ -61,7 +65,7 @@ def sizes(text: str, what: str) -> dict[str, int]:
 
 
 def spell(seconds: float) -> str:
-    """For people: ``2.5 min``."""
+    """Return seconds as a text for people: ``2.5 min``."""
     for name, unit in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= 2 * unit or (name == "s" and seconds >= 1):
             return f"{seconds / unit:.3g} {name}"

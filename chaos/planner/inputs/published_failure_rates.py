@@ -1,5 +1,8 @@
-"""Failure rates that somebody has published. Each counts what interrupted large synchronous jobs, on 8-GPU hosts of other generations
-than a rack of 72: they are a start, until there are figures of one's own."""
+"""Published failure rates of large synchronous jobs, as presets.
+
+Each rate counts what interrupted such jobs, on 8-GPU hosts of other generations than a rack of 72 GPUs. Use them until
+you have figures of your own.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,18 @@ _DAY_S = 86400.0
 
 
 class Preset(NamedTuple):
+    """A published failure rate."""
+
     name: str
     per_gpu_day: float
-    """Interruptions of a GPU a day."""
+    """Interruptions of one GPU a day."""
     title: str
     source: str
     figure: str
-    """What is said there, and how the rate follows."""
+    """What the source says, from which the rate follows."""
 
     def mtbf_s(self, gpus: int) -> float:
-        """Of a unit of so many GPUs."""
+        """Return the mean seconds between failures of a unit of ``gpus`` GPUs."""
         return _DAY_S / (self.per_gpu_day * gpus)
 
 
@@ -62,7 +67,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """Raises PlannerError."""
+    """Return the preset of this name. Raises PlannerError if there is none."""
     if name not in PRESETS:
         raise PlannerError(f"there is no preset {name!r}.", remedy=f"presets are {', '.join(PRESETS)}.")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""Who repairs: so many crews, first come, first served."""
+"""The repair crews: a number of crews, first come, first served."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ __all__ = ["Crews"]
 
 @dataclass(slots=True)
 class Crews:
+    """The repair crews of one fleet."""
+
     count: int | None = None
-    """None: always enough."""
+    """The number of crews; None: always enough."""
     busy: int = 0
     queued_max: int = 0
     _queue: deque[Strike] = field(default_factory=deque)
@@ -24,7 +26,7 @@ class Crews:
             raise PlannerError(f"{self.count} repair crews.", remedy="give --crews 1 or more, or leave it out.")
 
     def take(self, strike: Strike) -> bool:
-        """Whether a crew begins now; else it waits for one."""
+        """Return whether a crew begins this repair now; otherwise it waits for one."""
         if self.count is not None and self.busy >= self.count:
             self._queue.append(strike)
             self.queued_max = max(self.queued_max, len(self._queue))
@@ -33,7 +35,7 @@ class Crews:
         return True
 
     def done(self) -> Strike | None:
-        """A crew is free; what it begins next."""
+        """A crew has finished. Return the repair that it begins next, or None."""
         if self._queue:
             return self._queue.popleft()
         self.busy -= 1

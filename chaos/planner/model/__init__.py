@@ -1,1 +1,1 @@
-"""The simulated fleet and its job."""
+"""Model of the fleet and its job."""

@@ -1,8 +1,11 @@
-"""A job on a fleet, for days, in virtual time: one event for a failure, a repair, a start, the end of a recovery; none for a step,
-a heartbeat, a lease or a snapshot (`rackrun.chaos.planner.model.undisturbed_training` counts those).
+"""Simulate a job on a fleet for days in virtual time.
 
-What is decided is the core's (`rackrun.chaos.planner.model.policy_adapter`), and so is who sits where (`rackrun.chaos.planner.model.fleet_state`). What a recovery
-takes is not simulated but a cost (`rackrun.chaos.planner.inputs.operation_costs`). A failure in the middle of a recovery begins it anew, with fresh facts.
+There is one event for a failure, a repair, a start, and the end of a recovery, and none for a step, a heartbeat, a
+lease or a snapshot (`rackrun.chaos.planner.model.undisturbed_training` counts those). Decisions are the core's own
+(`rackrun.chaos.planner.model.policy_adapter`), and so is the placement of ranks
+(`rackrun.chaos.planner.model.fleet_state`). The length of a recovery is not simulated but a cost
+(`rackrun.chaos.planner.inputs.operation_costs`). A failure in the middle of a recovery begins it anew, with fresh
+facts.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ class _Phase(Enum):
     RECOVERING = "recovering"
     """A plan is made, and is being carried out."""
     WAITING = "waiting"
-    """For spares, on a decision."""
+    """The job waits for spares, by a decision."""
     STOPPED = "stopped"
-    """Somebody has to launch it again."""
+    """The job has to be launched again by hand."""
 
 
 @dataclass(slots=True)
 class Simulation:
+    """One run. Call `run` once."""
+
     fleet: Fleet
     job: Job
     costs: PlanCosts
@@ -51,7 +56,7 @@ class Simulation:
     crews: int | None = None
     shortcut: bool = True
     checked: bool = False
-    """What always holds is looked at after every event."""
+    """Whether the invariants are checked after every event."""
 
     hall: Hall = field(init=False)
     _state: State = field(init=False)
@@ -62,13 +67,13 @@ class Simulation:
     _rungs: dict[str, int] = field(default_factory=dict)
     _phase: _Phase = _Phase.TRAINING
     _since_s: float = 0.0
-    """Of the phase."""
+    """When the phase began."""
     _broken_s: float = 0.0
-    """When the world broke: what is waited counts from here."""
+    """When the world broke, from which the wait is counted."""
     _due_s: float = 0.0
-    """When somebody launches the stopped job again."""
+    """When the stopped job is launched again."""
     _turn: int = 0
-    """Of what is to happen to the job: an older one is not meant any more."""
+    """A counter: what was scheduled for the job in an older turn is dropped."""
     _restarts: int = 0
     _absorbs: int = 0
     _strikes: int = 0
@@ -76,7 +81,7 @@ class Simulation:
     _short_s: float = 0.0
     _over: bool = False
     _due: dict[str, float] = field(default_factory=dict)
-    """What the phase in hand takes, by cost, if nothing interrupts it."""
+    """The seconds of the present phase, by cost, if nothing interrupts it."""
     _charged: dict[str, float] = field(default_factory=dict)
     _gone_since: dict[Strike, float] = field(default_factory=dict)
 
@@ -87,7 +92,7 @@ class Simulation:
         self._crews = Crews(self.crews)
 
     def run(self) -> Outcome:
-        """Once."""
+        """Simulate the run, and return its outcome. It can be called once."""
         for at_s, strike in self.source.begin():
             self._engine.at(round(at_s * NS), self._strike, strike)
         self._engine.at(round(self.horizon_s * NS), self._end, priority=LAST)
@@ -188,7 +193,7 @@ class Simulation:
         self._breaks += 1
 
     def _break(self) -> None:
-        """Something is wrong; soon it is known. Of what strikes until then, all is one decision."""
+        """Something is wrong, which is soon known. All failures until then lead to one decision."""
         if self._phase is _Phase.WAITING:
             self._decide(self._turn)
         elif self._phase is not _Phase.DETECTING or self._broken_s == self._now_s:
@@ -252,7 +257,7 @@ class Simulation:
                 assert_never(rung)
 
     def _recover(self, rollback: int, **seconds: float) -> None:
-        """``seconds``: by cost."""
+        """Roll back ``rollback`` steps and recover. ``seconds``: the time that it takes, by cost."""
         self._state.go_back(rollback)
         self._resume_after(seconds)
 
@@ -268,16 +273,19 @@ class Simulation:
             self._grow()
 
     def _grow(self) -> None:
-        """Replicas that were dropped come back, at a step boundary: nothing is computed again."""
+        """Let replicas that were dropped come back at a step boundary: nothing is computed again."""
         replicas = self.hall.joinable()
         if replicas:
-            self._enter(_Phase.RECOVERING)  # what was trained before is counted as the smaller world's
+            self._enter(_Phase.RECOVERING)  # what was trained before counts for the smaller world
             self.hall.join(replicas)
             self._count("grow")
             self._resume_after({"takeover_s": self.costs.takeover_s, "reenter_s": self.costs.reenter_s})
 
     def _relaunch(self, turn: int) -> None:
-        """By the same command, from the newest checkpoint, with as many replicas as there is room for. With too few, all wait for a repair."""
+        """Start the stopped job again by the same command, from the newest checkpoint, with as many replicas as fit.
+
+        If too few fit, it waits for a repair.
+        """
         if turn == self._turn and self.hall.relaunch():
             self._restarts = 0
             self._count("relaunch")
@@ -289,7 +297,7 @@ class Simulation:
         return self._state.slow(self.hall.replicas, self.hall.full)
 
     def _enter(self, phase: _Phase) -> None:
-        """What has passed since the last change goes to where it belongs."""
+        """Account for the time since the last change of phase, and enter ``phase``."""
         seconds, where = self._now_s - self._since_s, self._where
         match self._phase:
             case _Phase.TRAINING:
@@ -311,7 +319,8 @@ class Simulation:
         self._phase, self._since_s = phase, self._now_s
 
     def _charge(self, seconds: float) -> None:
-        """So long did detection or recovery last: less than was due, where something came in between."""
+        """Charge the time of a detection or recovery to its costs. It is shorter than was due if something came in
+        between."""
         due, self._due = self._due, {}
         total = sum(due.values())
         for name, part in due.items():
@@ -319,7 +328,7 @@ class Simulation:
                 self._charged[name] = self._charged.get(name, 0.0) + seconds * part / total
 
     def _later(self, seconds: float, do: Callable[[int], None]) -> None:
-        """Unless something else comes first."""
+        """Call ``do`` after ``seconds``, unless something else comes first."""
         self._turn += 1
         self._engine.after(seconds, do, self._turn)
 

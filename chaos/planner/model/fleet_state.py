@@ -1,9 +1,11 @@
-"""Which slot is in order, and who sits there. The placement's own rules seat the ranks: `rackrun.topology.placement.rank_assignment` at the start,
-`rackrun.topology.placement.solver` when ranks are lost, as `rackrun.core.placement.seating` asks them.
+"""The state of every slot of the fleet, and which rank sits in it.
 
-Most losses concern one rack that has spares enough. Then nobody else moves (`solver` says why), and each lost rank takes the free slot
-that `rackrun.topology.placement.slot_assignment.preference` names; the solver is asked about all else. ``shortcut=False`` asks it each time: the answers
-are the same, which a test holds.
+The placement's own rules seat the ranks: `rackrun.topology.placement.rank_assignment` at the start,
+`rackrun.topology.placement.solver` when ranks are lost, called as `rackrun.core.placement.seating` calls them.
+
+Most losses concern one rack that has enough spares. Then no other rank moves (`solver` says why), and each lost rank
+takes the free slot that `rackrun.topology.placement.slot_assignment.preference` names; the solver is called for
+everything else. With ``shortcut=False`` it is called each time: the answers are the same, which a test checks.
 """
 
 from __future__ import annotations
@@ -29,41 +31,43 @@ __all__ = ["Hall", "Staff", "Stamps"]
 
 
 class Staff(NamedTuple):
-    """Slots by rank."""
+    """The new slots of ranks, by rank."""
 
     takeovers: dict[int, int]
     uprooted: dict[int, int]
-    """Ranks that live, and move with their group."""
+    """Ranks that are alive and move with their group."""
 
 
 class Stamps(NamedTuple):
-    """(slots,) each."""
+    """Slots, and a stamp for each, both of shape (slots,)."""
 
     slots: Ints
     stamps: Ints
 
 
 class Hall:
+    """All slots of a fleet, and the ranks of its job."""
+
     def __init__(self, fleet: Fleet, job: Job, *, shortcut: bool = True) -> None:
         self.fleet, self.job = fleet, job
         self.board = board_of(fleet)
         self._shortcut = shortcut
         slots = fleet.total_gpus
         self._down = np.zeros(slots, np.int16)
-        """So many repairs are under way, or waited for."""
+        """(slots,): the number of repairs that are under way or waited for."""
         self._ready = np.zeros(slots, bool)
-        """A worker waits there as a spare."""
+        """(slots,): whether a worker waits there as a spare."""
         self._held = np.zeros(slots, bool)
-        """A rank lives there."""
+        """(slots,): whether a living rank is there."""
         self._stamp = np.zeros(slots, np.int64)
-        """Of the last thing that happened there: a start that is overtaken comes to nothing."""
+        """(slots,): a number that changes with every event there, so that a start that was overtaken has no effect."""
         self._beginnings = 0
-        """How often all have started at once: part of each slot's stamp."""
+        """How many times all workers have started at once; a part of each slot's stamp."""
         self._lemons = np.zeros(slots, np.int64)
         self._states: Ints = np.full(slots, int(Fitness.BAD), np.int64)
-        """Usable: where a rank or a spare is."""
+        """(slots,): usable where a rank or a spare is."""
         self.full = job.replicas(fleet)
-        """Replicas of the whole world."""
+        """The number of replicas of the whole world."""
         self.replicas = self.full
         self.lost: dict[int, None] = {}
         self.seats: Ints = _first(fleet, job).copy()
@@ -77,7 +81,7 @@ class Hall:
     # -- what there is
     @property
     def ranks(self) -> int:
-        """Of the world as it is, the lost ones too."""
+        """The number of ranks of the present world, including those that are lost."""
         return len(self.seats)
 
     @property
@@ -90,7 +94,7 @@ class Hall:
 
     @property
     def usable(self) -> int:
-        """Slots in order, whoever is there."""
+        """The number of slots in order, whatever is in them."""
         return len(self._down) - int(np.count_nonzero(self._down))
 
     def tray_of(self, slot: int) -> int:
@@ -101,7 +105,7 @@ class Hall:
 
     # -- what happens
     def strike(self, slots: range, *, hardware: bool) -> list[int]:
-        """Who is there is gone. Returns the ranks among them. ``slots`` are of one rack."""
+        """Take the workers in ``slots``, which belong to one rack, as lost. Returns the ranks among them."""
         at = slice(slots.start, slots.stop)
         found = self._ranks_on(slots)
         self._held[at] = False
@@ -118,16 +122,17 @@ class Hall:
         self._counter.touch(slots[:1])
 
     def in_order(self, slots: range) -> list[int]:
+        """Return those of ``slots`` that need no repair."""
         found: list[int] = (np.flatnonzero(self._down[slots.start : slots.stop] == 0) + slots.start).tolist()
         return found
 
     def stamps(self, slots: Sequence[int]) -> Stamps:
-        """A worker starts on each: for `started`."""
+        """A worker starts in each of ``slots``. Returns what `started` needs."""
         at = np.array(slots, np.int64)
         return Stamps(at, self._stamp[at] + self._beginnings)
 
     def started(self, stamps: Stamps) -> int:
-        """So many of them are spares now."""
+        """The workers have started. Returns how many of them are spares now."""
         slots, before = stamps
         meant = (self._stamp[slots] + self._beginnings == before) & ~self._held[slots] & (self._down[slots] == 0)
         slots = slots[meant]
@@ -138,7 +143,7 @@ class Hall:
 
     # -- who takes over
     def staff(self) -> Staff | None:
-        """For all lost ranks; None when spares are too few, or in the wrong racks."""
+        """Return new slots for all lost ranks; None when there are too few spares, or they are in the wrong racks."""
         usable = self._counted().usable
         question = self._question(self._states, usable)
         if self._shortcut:
@@ -156,7 +161,7 @@ class Hall:
         return Staff({rank: int(seats[rank]) for rank in self.lost}, uprooted)
 
     def take(self, staff: Staff) -> list[int]:
-        """Slots that are left by it: workers start there."""
+        """Seat the ranks as ``staff`` says. Returns the slots that they left, in which workers start."""
         left = [int(self.seats[rank]) for rank in staff.uprooted]
         self._leave(left)
         moving = staff.takeovers | staff.uprooted
@@ -173,11 +178,14 @@ class Hall:
 
     # -- fewer, and more again
     def hit(self) -> list[int]:
-        """Replicas with a lost rank."""
+        """Return the replicas with a lost rank."""
         return sorted({rank // self.job.replica for rank in self.lost})
 
     def drop(self, replicas: Collection[int]) -> list[int]:
-        """The others go on, under new numbers. Returns the slots of those that lived: workers start there."""
+        """Drop ``replicas``; the others go on under new numbers.
+
+        Returns the slots of the dropped ranks that were alive, in which workers start.
+        """
         rows = self.seats.reshape(-1, self.job.replica)
         going = np.zeros(len(rows), bool)
         going[list(replicas)] = True
@@ -191,13 +199,14 @@ class Hall:
         return freed
 
     def joinable(self) -> int:
-        """So many replicas could come back now: their groups find spares, each group in one rack."""
+        """Return how many replicas could come back now: those whose groups find spares, each group in one rack."""
         room = self.full - self.replicas
         if room <= 0 or self.lost:
             return 0
         return min(room, self._groups_that_fit(self._counted().ready) * self.job.group // self.job.replica)
 
     def join(self, replicas: int) -> None:
+        """Let this many replicas join, in slots of spares."""
         of_rack = self._ready.reshape(self.fleet.racks, -1)
         wanted = replicas * self.job.replica
         taken: list[int] = []
@@ -217,16 +226,19 @@ class Hall:
 
     # -- from nothing
     def may_begin(self) -> bool:
-        """All ranks of the world as it is find a slot."""
+        """Whether all ranks of the present world find a slot."""
         return self._groups_that_fit(self._counted().in_order) * self.job.group >= self.ranks
 
     def begin_again(self) -> None:
-        """Every rank starts once more, on its own slot where that is in order; all other workers do too."""
+        """Start every rank again, in its own slot where that is in order, and all other workers, too."""
         states = self._in_order()
         self._all_start(solve(self._question(states, self._counted().in_order)), states)
 
     def relaunch(self) -> int:
-        """As many replicas as fit now, all where the size is fixed; 0: too few do, and nothing has changed."""
+        """Seat as many replicas as fit now, or all of them where the size is fixed, and return how many.
+
+        Returns 0, and changes nothing, if too few fit.
+        """
         groups = self._groups_that_fit(self._counted().in_order)
         replicas = min(self.full, groups * self.job.group // self.job.replica)
         enough = replicas * self.job.replica >= self.job.min_ranks if self.job.min_ranks else replicas == self.full
@@ -238,7 +250,7 @@ class Hall:
         return 0
 
     def check(self) -> None:
-        """What always holds."""
+        """Check the invariants."""
         held = np.flatnonzero(self._held)
         assert not (self._ready[held]).any(), "a spare where a rank sits"
         assert not (self._down[held]).any(), "a rank on what is broken"
@@ -253,7 +265,7 @@ class Hall:
             assert (counted == which.reshape(self.fleet.racks, -1).sum(1)).all(), "slots of a rack are miscounted"
 
     def _near(self, question: Question) -> dict[int, int] | None:
-        """Each lost rank's slot in its own rack; None when a rack has too few."""
+        """Return a slot in its own rack for each lost rank; None when a rack has too few spares."""
         by_rack: dict[int, list[int]] = {}
         for rank in sorted(self.lost):
             by_rack.setdefault(int(self.seats[rank]) // self.fleet.rack_gpus, []).append(rank)
@@ -273,7 +285,8 @@ class Hall:
         return found
 
     def _question(self, states: Ints, usable: Ints) -> Question:
-        """``usable``, (racks,): how many slots of each ``states`` calls so."""
+        """Return the question for the solver. ``usable``, (racks,): how many slots of each rack are usable by
+        ``states``."""
         known = None
         if self._shortcut and self.job.group > 1:
             lost = np.array(sorted(self.lost), np.int64)
@@ -281,7 +294,7 @@ class Hall:
         return Question(self.board, self._mesh(self.replicas), states, self._lemons, previous=self.seats, known=known)
 
     def _all_start(self, seats: Ints, states: Ints) -> None:
-        """Spares are there when the ranks are: they start together. ``states``: who is in order is usable."""
+        """Start all ranks in ``seats`` and all spares together. ``states``: every slot in order is usable."""
         self.seats, self._states = seats.copy(), states
         self.lost.clear()
         self._held[:] = False
@@ -301,7 +314,7 @@ class Hall:
         self._counter.touch(slots)
 
     def _ranks_on(self, slots: range) -> list[int]:
-        """Who lives there, in the order of slots. ``slots`` are of one rack."""
+        """Return the living ranks in ``slots``, which belong to one rack, in the order of slots."""
         groups = np.flatnonzero(self._homes == self.board.clique[slots.start])
         ranks = (groups[:, None] * self.job.group + np.arange(self.job.group)).ravel()
         seats = self.seats[ranks]
@@ -312,11 +325,14 @@ class Hall:
         return self._counter.counts(self._states, self._ready, self._down)
 
     def _found_homes(self) -> Ints:
-        """Cliques of the board are racks, in their order."""
+        """Return the rack of each group. The board's cliques are racks, in their order."""
         return self.board.clique[self.seats[:: self.job.group]]
 
     def _groups_that_fit(self, slots: Ints) -> int:
-        """On so many slots of each rack, each group in one. The solver finds room for so many, and for no more."""
+        """Return how many groups fit if each rack has this many slots and each group is in one rack.
+
+        The solver finds room for exactly as many.
+        """
         return int((slots // self.job.group).sum())
 
     def _mesh(self, replicas: int) -> Mesh:

@@ -1,4 +1,4 @@
-"""How far the job is, and where its state lies: live, in snapshots, on disk."""
+"""The progress of the job, and where its state lies: live, in snapshots, on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Intervals", "State"]
 
 
 class Intervals(msgspec.Struct, frozen=True, kw_only=True):
-    """In steps; 0: never. Snapshots are taken only where state has no live replica (``mirror``)."""
+    """Intervals in steps; 0: never. Snapshots are taken only where state has no live replica (``mirror``)."""
 
     snapshot: int
     checkpoint: int
@@ -32,26 +32,31 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class State:
+    """The progress and the state of one job."""
+
     fleet: Fleet
     job: Job
     costs: PlanCosts
     intervals: Intervals
     where: Where
     steps: int = 0
-    """Committed."""
+    """The number of committed steps."""
     snapshot: int = 0
-    """The newest is of the state after so many steps; 0 is where everybody began."""
+    """The number of steps after which the newest snapshot was taken; 0 is the beginning."""
     checkpoint: int = 0
     _gone: dict[int, None] = field(default_factory=dict)
-    """Trays whose memory is gone since the newest snapshot."""
+    """Trays whose memory was lost since the newest snapshot."""
 
     def slow(self, replicas: int, full: int) -> float:
-        """By what a step takes longer with so many replicas: some have a micro-batch more, and all wait for those."""
+        """Return how many times as long a step takes with ``replicas`` of ``full`` replicas.
+
+        Some replicas have one micro-batch more, and all wait for those.
+        """
         share = self.job.micro_batches
         return full / replicas if not share else math.ceil(share * full / replicas) / share
 
     def train(self, seconds: float, slow: float) -> None:
-        """Nothing disturbs it for so long."""
+        """Train without disturbance for ``seconds``. ``slow``: how many times as long a step takes."""
         costs, where = self.costs, self.where
         pace = Pace(
             step_s=costs.step_s * slow + costs.between_steps_s,
@@ -77,7 +82,8 @@ class State:
         self._gone[tray] = None
 
     def rollback(self, hall: Hall) -> int | None:
-        """Steps to go back for those that are lost, with state from memory. None: some of it is nowhere there."""
+        """Return how many steps back the state in memory is for the ranks that are lost; None if some of it is lost,
+        too."""
         if not hall.lost:
             return 0
         if self.job.state == "disk" or len(hall.lost) == hall.ranks:
@@ -89,18 +95,23 @@ class State:
         return self.steps - self.snapshot if copies else None
 
     def go_back(self, steps: int) -> None:
+        """Take back this many steps, which have to be done again."""
         self.steps -= steps
         self.where.productive -= steps * self.costs.step_s
         self.where.between -= steps * self.costs.between_steps_s
         self.where.redone += steps * (self.costs.step_s + self.costs.between_steps_s)
 
     def from_disk(self) -> None:
+        """Go back to the newest checkpoint on disk."""
         self.go_back(self.steps - self.checkpoint)
         self.snapshot = self.checkpoint
         self._gone.clear()
 
     def _holder(self, tray: int, hall: Hall) -> int:
-        """Who keeps its copies: the next tray in order that was there (`rackrun.core.members.rack.RackMachine.mirrors`)."""
+        """Return the tray that keeps a tray's copies.
+
+        It is the next tray in order that was there (`rackrun.core.members.rack.RackMachine.mirrors`).
+        """
         for after in range(1, self.fleet.total_trays):
             other = (tray + after) % self.fleet.total_trays
             if other in self._gone or not hall.is_down(other):

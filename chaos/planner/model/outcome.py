@@ -1,4 +1,4 @@
-"""What a simulated run came to."""
+"""The outcome of a simulated run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ __all__ = ["Outcome", "Where"]
 
 
 class Where(msgspec.Struct, kw_only=True):
-    """Where the wall time went, in seconds; they add up to it."""
+    """Where the wall time went, in seconds; the fields add up to it."""
 
     productive: float = 0.0
-    """Steps that count, at the time that they take in the whole world."""
+    """Steps that count, at the time that they take in the full world."""
     between: float = 0.0
     """The script's own code between steps."""
     slowed: float = 0.0
-    """What steps took longer in a smaller world."""
+    """The additional time of steps in a smaller world."""
     saving: float = 0.0
     redone: float = 0.0
     """Steps that a rollback took back."""
     broken: float = 0.0
-    """Of steps, or of saving, that did not end."""
+    """Steps, or saves, that were broken off."""
     detecting: float = 0.0
     recovering: float = 0.0
     waiting: float = 0.0
@@ -31,25 +31,28 @@ class Where(msgspec.Struct, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of one run."""
+
     wall_s: float
     gpus: int
     ranks: int
-    """Of the whole world."""
+    """Ranks of the full world."""
     steps: int
     where: Where
     strikes: int
-    """Of all units, used or not."""
+    """Failures of all units, used or not."""
     breaks: int
-    """How often the world stood still for one."""
+    """How many times a failure stopped the world."""
     rungs: dict[str, int]
-    """What was done; ``grow`` too."""
+    """How often each rung was taken, and ``grow``."""
     events: int
     short_s: float
-    """Time that the world was smaller than whole."""
+    """Seconds for which the world was smaller than its full size."""
     queued_max: int
-    """Repairs that waited for a crew."""
+    """The most repairs that waited for a crew at the same time."""
     charged: dict[str, float] = {}
-    """Seconds of recoveries that each cost (a field of `PlanCosts`) accounts for: what `rackrun.chaos.planner.analysis.sensitivity` scales."""
+    """Seconds of recoveries by cost (a field of `PlanCosts`), which `rackrun.chaos.planner.analysis.sensitivity`
+    scales."""
 
     @property
     def wall_goodput(self) -> float:
@@ -58,5 +61,5 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def goodput(self) -> float:
-        """Productive GPU-time over all GPU-time that is paid for, spares and broken ones too."""
+        """Productive GPU-time over all GPU-time that is paid for, including spares and broken GPUs."""
         return self.wall_goodput * self.ranks / self.gpus

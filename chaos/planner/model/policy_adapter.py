@@ -1,4 +1,7 @@
-"""The core's own policy, asked as the core asks it: a `ClusterView` of what the simulation knows, priced and chosen by `rackrun.core.policy.choice`."""
+"""Ask the core's own policy as the core does, with a `ClusterView` of what the simulation knows.
+
+`rackrun.core.policy.choice` prices the rungs and chooses.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ Policy = Callable[[Failure, ClusterView], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What the hall does not know."""
+    """Facts for a decision that the fleet's state does not contain."""
 
     step: int
     step_s: float
-    """In the world as it is."""
+    """Seconds of a step in the present world."""
     rollback: int | None
-    """Steps that are computed again if state comes from memory; None: some of it is nowhere."""
+    """Steps that are computed again if state comes from memory; None: some state is lost there."""
     checkpoint_age_s: float
     waited_s: float
     restarts_left: int
@@ -48,6 +51,8 @@ class Situation:
 
 @dataclass(slots=True)
 class Brain:
+    """The policy of one run."""
+
     costs: PlanCosts
     rules: Rules = field(default_factory=Rules)
     weights: Weights = field(default_factory=Weights)
@@ -58,17 +63,20 @@ class Brain:
 
     @property
     def asks_who_takes_over(self) -> bool:
-        """Whether `decide` looks at its ``staff`` at all: an order of rungs may have none in which somebody takes over, or all wait for it."""
+        """Whether `decide` reads its ``staff`` at all.
+
+        An order of rungs may contain none in which spares take over or are waited for.
+        """
         if self.function is not None:
             return True
         return any(allows(self.rules, rung) for rung in (Rung.SWAP, Rung.MOVE, Rung.ACQUIRE, Rung.WAIT))
 
     def repaired(self, seconds: float) -> None:
-        """A tray was gone for so long: what the core measures."""
+        """Note that a tray was gone for ``seconds``, which the core measures, too."""
         self._repairs_s.append(seconds)
 
     def decide(self, hall: Hall, staff: Staff | None, now: Situation) -> Decision:
-        """What is done now about the ranks that are lost."""
+        """Decide what to do about the ranks that are lost."""
         self.decisions += 1
         failure = self._failure(hall)
         view = self._view(hall, staff, now)

@@ -1,4 +1,4 @@
-"""How many slots of each rack are usable, ready and in order: counted anew only in racks where something has changed."""
+"""Count the slots of each rack that are usable, ready and in order, anew only in racks where something has changed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RackCounts(NamedTuple):
-    """(racks,) each: how many slots of each rack are so."""
+    """Slots of each rack, by state; each array has the shape (racks,)."""
 
     usable: Ints
-    """A rank or a spare is there."""
+    """Slots with a rank or a spare."""
     ready: Ints
-    """A spare is there."""
+    """Slots with a spare."""
     in_order: Ints
 
 
 class RackCounter:
-    """Each rack is one clique of ``board``, and all are of one size."""
+    """The counter of one fleet. Each rack is one clique of ``board``, and all have one size."""
 
     def __init__(self, board: Board) -> None:
         racks = len(board.cliques)
@@ -37,19 +37,22 @@ class RackCounter:
         self._changed = np.ones(racks, bool)
 
     def touch(self, slots: Sequence[int] | Ints) -> None:
-        """Something has changed there."""
+        """Note that something has changed in these slots."""
         self._changed[self._board.clique[slots]] = True
 
     def all_start(self, homes: Ints, group: int) -> None:
-        """Right after `counts`: all slots in order are usable now, and ready where no rank sits. ``homes``, (groups,): the rack of each group
-        of ``group`` ranks."""
+        """Update the counts when all workers start, right after `counts`.
+
+        All slots in order are then usable, and ready where no rank sits. ``homes``, (groups,): the rack of each group
+        of ``group`` ranks.
+        """
         usable, ready, in_order = self._counts
         assert not self._changed.any(), "counted before all start"
         usable[:] = in_order
         ready[:] = in_order - np.bincount(homes, minlength=len(in_order)) * group
 
     def counts(self, states: Ints, ready: Bools, down: npt.NDArray[np.int16]) -> RackCounts:
-        """As these are now, (slots,) each."""
+        """Return the counts for these arrays, each of shape (slots,)."""
         racks = np.flatnonzero(self._changed)
         if len(racks):
             shape = (len(self._changed), -1)

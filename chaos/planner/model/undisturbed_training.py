@@ -1,4 +1,5 @@
-"""What a stretch of undisturbed training comes to: steps, and the newest snapshot and checkpoint. Arithmetic: no event for each."""
+"""Compute the steps, the newest snapshot and the newest checkpoint of a stretch of undisturbed training, without
+events."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ __all__ = ["Pace", "Progress", "progress"]
 
 
 class Pace(NamedTuple):
-    """Seconds, while ``step_s`` is what a step takes in the world as it is."""
+    """The times of training, in seconds; ``step_s`` is what a step takes in the present world."""
 
     step_s: float
     snapshot_every: int
-    """Steps; 0: none are taken."""
+    """Steps between two snapshots; 0: none are taken."""
     snapshot_s: float
     copy_s: float
     checkpoint_every: int
@@ -20,7 +21,7 @@ class Pace(NamedTuple):
     write_s: float
 
     def time(self, since: int, steps: int) -> float:
-        """From the end of step ``since`` until ``steps`` more are done, and saved where they are to be."""
+        """Return the time from the end of step ``since`` until ``steps`` more are done, with the saves that are due."""
         end = since + steps
         found = steps * self.step_s
         if self.snapshot_every:
@@ -30,24 +31,29 @@ class Pace(NamedTuple):
         return found
 
     def committed(self, since: int, steps: int) -> float:
-        """Until the last of them is done, before it is saved."""
+        """Return the time until the last of them is done, before it is saved."""
         return 0.0 if not steps else self.time(since, steps - 1) + self.step_s
 
 
 class Progress(NamedTuple):
+    """The result of a stretch of training."""
+
     steps: int
     saving_s: float
     rest_s: float
-    """Of a step that was begun, or of saving that did not end."""
+    """Seconds of a step or a save that did not end."""
     snapshot: int
-    """The newest that is sealed and copied: after so many steps."""
+    """The steps after which the newest snapshot that is sealed and copied was taken."""
     checkpoint: int
 
 
 def progress(pace: Pace, since: int, seconds: float, snapshot: int, checkpoint: int) -> Progress:
-    """``since``: steps done before; ``snapshot``, ``checkpoint``: the newest before."""
+    """Return what ``seconds`` of training achieve.
+
+    ``since``: steps done before; ``snapshot``, ``checkpoint``: the newest before.
+    """
     low, high = 0, int(seconds / pace.step_s) + 1
-    while low < high:  # the most whose last is committed in time
+    while low < high:  # the most steps whose last one is committed in time
         middle = (low + high + 1) // 2
         if pace.committed(since, middle) <= seconds:
             low = middle

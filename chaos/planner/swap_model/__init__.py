@@ -1,1 +1,1 @@
-"""How long the stages of a swap take on GPUs."""
+"""Predict how long the stages of a swap take on GPUs."""

@@ -1,8 +1,8 @@
-"""What the GPU kit has measured, in the places of figures that were only thought.
+"""Replace figures that were only estimated by the measurements of the GPU kit.
 
-The kit (``python3 -m benchmarks.gpu``) leaves a document with a list ``checks``, and the same checks as lines of JSON; both are read. Of
-each: ``id``, ``outcome`` (ok, fail, skip), ``value``, ``unit``. A check that failed has measured something all the same, and is taken; one that was
-left out has not. A dry run measures a CPU, and is refused.
+The kit (``python3 -m benchmarks.gpu``) writes a document with a list ``checks``, and the same checks as lines of JSON;
+both are read. Each check has ``id``, ``outcome`` (ok, fail, skip), ``value`` and ``unit``. A check that failed has
+measured something, too, and is used; one that was skipped has not. A dry run measures a CPU, and is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _REMEDY = "give the document of the kit (benchmarks/results/gpu/*.json), or its 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _BYTES = {"B/s": 1.0, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "MiB/s": 2.0**20, "GiB/s": 2.0**30}
 _SPREAD = 1.5
-"""A median of one machine bounds another's within this factor, as far as anybody knows."""
+"""The factor within which the median of one machine is assumed to bound another's."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the kit. Other fields are for people."""
+    """One check of the kit. Its other fields are for people."""
 
     id: str
     outcome: str
@@ -37,13 +37,18 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kit(msgspec.Struct, frozen=True, kw_only=True):
+    """The checks of one file of the kit."""
+
     name: str
     machine: str
-    """GPU and torch; "": the file does not say."""
+    """The GPU and torch version; "" if the file does not name them."""
     checks: Mapping[str, Measured]
 
     def number(self, check: str, units: Mapping[str, float]) -> float | None:
-        """In seconds, or bytes a second; None where it was not measured, or is no number of such a unit."""
+        """Return the value of a check in seconds, or in bytes a second.
+
+        Returns None if it was not measured, or is no number in one of ``units``.
+        """
         found = self.checks.get(check)
         if found is None or found.outcome not in ("ok", "fail") or not isinstance(found.value, float | int):
             return None
@@ -53,7 +58,7 @@ class Kit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_kit(path: Path) -> Kit:
-    """Raises PlannerError."""
+    """Read a file of the kit. Raises PlannerError."""
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -79,8 +84,11 @@ def read_kit(path: Path) -> Kit:
 
 
 def fitted(kit: Kit, figures: Figures = FIGURES) -> tuple[Figures, str]:
-    """The figures with what was measured, and in words what that was. Only what a check is about is changed: how a build grows with the
-    number of ranks stays reasoned whatever eight of them take."""
+    """Return the figures with those measured replaced, and a text that says which these are.
+
+    Only figures that a check is about are replaced: the growth of a build with the number of ranks stays an estimate,
+    whatever eight ranks take.
+    """
     found: dict[str, Any] = {}
     learned: list[str] = []
 
@@ -117,7 +125,10 @@ def fitted(kit: Kit, figures: Figures = FIGURES) -> tuple[Figures, str]:
 
 
 def held_against(kit: Kit, figures: Figures) -> tuple[str, ...]:
-    """The kit's own swap, which is put into no figure, beside what the model says of the same eight GPUs. The state is left out: the kit's is small."""
+    """Compare the kit's own swap, which enters no figure, with the prediction for the same eight GPUs.
+
+    The state is left out of it, because the kit's is small.
+    """
     value = kit.number("H5", _SECONDS)
     if value is None:
         return ()

@@ -1,10 +1,11 @@
-"""How long a swap takes on GPUs, stage by stage: predicted, for a number of ranks, groups, and bytes of state. Pure.
+"""Predict how long a swap takes on GPUs, stage by stage, for a number of ranks, groups, and bytes of state. Pure.
 
-A swap is: notice, break and revoke, decide, build the groups again, restore the newcomer. What is computed again afterwards is a matter of
-the step, and not counted. Nor is a host that falls silent: its lease comes before all of this.
+The stages of a swap are: notice, break and revoke, decide, build the groups again, restore the newcomer. Work done
+again afterwards depends on the step and is not included. Neither is a host that falls silent, whose lease comes before
+all of this.
 
-Groups are built again by all of their members at the same moment, so a rank waits for its own groups, not for all there are. The world's own
-group is built only where it is used, if it is large. Hosts sum the gate then, in a tree of small groups.
+All members of a group build it again at the same moment, so a rank waits for its own groups, not for all groups. The
+world's own group, if it is large, is built only where it is used. Hosts then sum the gate in a tree of small groups.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ __all__ = ["Question", "Row", "Swap", "predict_swap"]
 
 _EDGES = ("low", "likely", "high")
 _HONESTY: tuple[Source, ...] = ("reasoned", "public", "measured")
-"""A sum is as sure as the least sure of its parts."""
+"""The kinds of source, from the least to the most certain. A sum is as certain as its least certain part."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """The swap to predict."""
+
     ranks: int
     groups: Mapping[str, int]
-    """Axis -> ranks of one group on it, as of a mesh: ``{"tp": 8, "dp": 128}``. A rank is in one of each."""
+    """Axis -> ranks of one group on it, as in a mesh: ``{"tp": 8, "dp": 128}``. A rank is in one group of each."""
     state_bytes: float
-    """Of one rank."""
+    """Bytes of state of one rank."""
     link: Link = "nvlink"
-    """What a newcomer is restored over: a replica's GPU, a snapshot on its own host, a replica on another host."""
+    """From where a newcomer is restored: a replica's GPU, a snapshot on its own host, a replica on another host."""
     gate: str = "host"
     """``host``: no communicator on GPUs is as large as the world; ``gpu``: the gate's is."""
     at_once: bool = False
-    """A rank's groups are built at the same time; else one after another."""
+    """Whether a rank's groups are built at the same time, rather than one after another."""
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -70,12 +73,15 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def on_gpus(self) -> dict[str, int]:
-        """Communicators that a rank is in."""
+        """Return the communicators on GPUs that a rank is in: name -> size."""
         world = {"world": self.ranks} if self.gate == "gpu" else {}
         return {name: size for name, size in {**self.groups, **world}.items() if size > 1}
 
     def on_hosts(self) -> int:
-        """Connections of rank 0, which has the most: to all others of a small world, and in the blocks of the gate's tree of a large one."""
+        """Return the number of connections of rank 0, which has the most.
+
+        They go to all other ranks of a small world, and within the blocks of the gate's tree of a large one.
+        """
         whole = self.ranks - 1 if self.ranks <= EAGER_RANKS or self.gate == "gpu" else 0
         return whole + sum(
             min(GATE_FANOUT, math.ceil(self.ranks / math.pow(GATE_FANOUT, level))) - 1
@@ -85,7 +91,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the table. Seconds."""
+    """One line of the table, in seconds."""
 
     stage: str
     low: float
@@ -94,16 +100,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     where: str
     counts: bool = False
-    """It is a part of the whole swap."""
+    """Whether the stage is a part of the whole swap."""
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True):
+    """The prediction."""
+
     question: Question
     rows: tuple[Row, ...]
     calibration: str
-    """Whose measurements the figures are; "not calibrated"."""
+    """The measurements that the figures are from, or "not calibrated"."""
     held_against: tuple[str, ...] = ()
-    """Measurements that are not put into the model, beside what it says of the same."""
+    """Measurements that do not enter the model, each with the prediction for the same."""
 
     def row(self, stage: str) -> Row:
         return next(row for row in self.rows if row.stage == stage)
@@ -113,6 +121,7 @@ WARM, COLD = "build groups, all warm", "build groups, the spare cold"
 
 
 def predict_swap(question: Question, figures: Figures = FIGURES, calibration: str = "not calibrated") -> Swap:
+    """Return the table of stages, with the whole swap at the end."""
     notice = _row("notice a dead process", _notice(question, figures), *_noticed(question, figures), counts=True)
     revoke = _row("break, revoke, device quiet", _each(figures.revoke), figures.revoke, counts=True)
     decide = _row("decide, persist", _each(figures.decide), figures.decide, counts=True)
@@ -144,7 +153,8 @@ def _noticed(question: Question, figures: Figures) -> tuple[Figure, ...]:
 
 
 def _build(question: Question, figures: Figures, *, cold: bool) -> tuple[float, ...]:
-    """A rank's communicators on GPUs, and beside them what hosts connect for the world's group and its gate."""
+    """Return the time to build a rank's communicators on GPUs, and the hosts' connections for the world's group and its
+    gate."""
     join = max if question.at_once else sum
     out = []
     for edge in _EDGES:
@@ -175,7 +185,10 @@ def _restore(question: Question, figures: Figures) -> Row:
 
 
 def _other_ways(question: Question) -> Iterable[Row]:
-    """What NCCL has besides a fresh build, of the largest group: for comparison. It renumbers ranks, so it serves the world that shrinks."""
+    """Yield, for comparison, what NCCL offers instead of building the largest group again.
+
+    It renumbers ranks, so it is of use to a world that shrinks.
+    """
     size = max(question.on_gpus().values(), default=0)
     shrunk, grown = between(SHRUNK_BY_S, size), between(GROWN_BY_S, size)
     if size < 2:

@@ -1,8 +1,8 @@
-"""What each stage of a swap costs on GPUs: figures with where they come from, and how they grow with the number of ranks.
+"""The cost of each stage of a swap on GPUs, with the source of each figure and its growth with the number of ranks.
 
-Nothing here was measured on GPUs by us. A figure is *public* (an issue or a document that anybody can read), *measured* (by us, on the
-hardware that its source names), or *reasoned* (between such points, or from what a call has to do). `rackrun.chaos.planner.swap_model.fit_measurements` puts what the GPU
-kit has measured in their places.
+We measured none of these figures on GPUs. A figure is *public* (from an issue or a document that anybody can read),
+*measured* (by us, on the hardware that its source names), or *reasoned* (between such points, or from what a call has
+to do). `rackrun.chaos.planner.swap_model.fit_measurements` replaces them by what the GPU kit has measured.
 """
 
 from __future__ import annotations
@@ -39,47 +39,54 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     source: Source
     where: str
-    """What was measured, by whom; or the thought."""
+    """What was measured, and by whom; or the reasoning."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.low <= self.likely <= self.high < math.inf, "low, likely, high"
 
     def times(self, factor: float) -> Figure:
-        """Of so many."""
+        """Return the figure multiplied by ``factor``."""
         return msgspec.structs.replace(
             self, low=self.low * factor, likely=self.likely * factor, high=self.high * factor
         )
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, but for the rates of ``restore``, bytes a second."""
+    """All figures, in seconds, except the rates of ``restore``, which are in bytes a second."""
 
     notice: Figure
-    """A process dies, and the coordinator knows."""
+    """From the death of a process until the coordinator knows."""
     notice_doubling: Figure
-    """More for each doubling of the ranks beyond 64: what is told goes through more hands."""
+    """The additional time for each doubling of the ranks beyond 64, because reports pass more processes."""
     revoke: Figure
-    """From the command until the kernels have left and the device is quiet, whatever the number of ranks: each ends its own."""
+    """From the command until the kernels have left and the device is quiet.
+
+    It does not depend on the number of ranks, because each ends its own kernels.
+    """
     decide: Figure
-    """The window that gathers faults, the decision, the plan on the coordinator's disk."""
+    """The window that gathers faults, the decision, and writing the plan to the coordinator's disk."""
     build: Figure
-    """A communicator of two ranks, in a process that has built others before."""
+    """Building a communicator of two ranks, in a process that has built others before."""
     build_growth: Figure
-    """Times (size ** 0.7 - 2 ** 0.7): see `built_s`."""
+    """The factor of (size ** 0.7 - 2 ** 0.7): see `built_s`."""
     first_build: Figure
-    """More for the first one of a process: kernels are loaded, network cards are opened, proxies start. Of 8 ranks."""
+    """The additional time of a process's first communicator, for 8 ranks: kernels are loaded, network cards opened,
+    proxies started."""
     first_build_doubling: Figure
-    """More for each doubling of the size beyond 8."""
+    """The additional time for each doubling of the size beyond 8."""
     host_pair: Figure
-    """Of a group on hosts (gloo): each rank connects to each other one, one after another."""
+    """One connection of a group on hosts (gloo), where each rank connects to each other one, one after another."""
     restore: Mapping[Link, Figure]
     restore_start: Figure
-    """Before the first byte: manifests, buffers, and afterwards the digests."""
+    """The time before the first byte (manifests, buffers), and afterwards for the digests."""
 
 
 EAGER_RANKS, GATE_FANOUT = 128, 32
-"""As of `rackrun.worker.communicators.on_demand` and `rackrun.worker.communicators.gate_tree`: a larger group is built on demand, and a larger world's gate goes over blocks of so
-many hosts."""
+"""The limits of `rackrun.worker.communicators.on_demand` and `rackrun.worker.communicators.gate_tree`.
+
+A group of more than ``EAGER_RANKS`` ranks is built on demand, and the gate of a larger world goes over blocks of
+``GATE_FANOUT`` hosts.
+"""
 
 _WATERFALL = "benchmarks/results/waterfall.json: 4 ranks on two busy CPU cores"
 
@@ -125,29 +132,36 @@ FIGURES = Figures(
 
 _REFERENCE = 2
 _EXPONENT = 0.7
-"""Between a bootstrap that is a ring over all (1.0) and one by roots (0.5); it fits the three ranges of `FIGURES.build_growth`."""
+"""The exponent of the growth of a build with the number of ranks.
+
+It lies between a bootstrap that is a ring over all ranks (1.0) and one by roots (0.5), and fits the three ranges of
+`FIGURES.build_growth`.
+"""
 
 SHRUNK_BY_S: tuple[tuple[int, float, float], ...] = ((256, 1.2, 1.7), (512, 2.0, 2.6), (1024, 2.0, 3.8))
 """(ranks, low, high) of ncclCommShrink with ABORT; NVIDIA-NeMo/RL #3186 and #3334."""
 GROWN_BY_S: tuple[tuple[int, float, float], ...] = ((32, 1.73, 1.73), (256, 1.9, 1.9), (1024, 4.19, 4.19))
-"""The same, of ncclCommGrow. The first use afterwards takes 1.5 to 2.2 s more there."""
+"""The same for ncclCommGrow. The first use afterwards takes 1.5 to 2.2 s more there."""
 
 
 def built_s(build: float, growth: float, size: int) -> float:
-    """Seconds to build a communicator of ``size`` ranks; ``build``: of two. One of a single rank is none."""
+    """Return the seconds to build a communicator of ``size`` ranks, 0 for one rank. ``build``: the seconds for two
+    ranks."""
     if size < 2:
         return 0.0
     return build + growth * (math.pow(size, _EXPONENT) - math.pow(_REFERENCE, _EXPONENT))
 
 
 def cold_s(first: float, doubling: float, size: int) -> float:
-    """So much more where a member has never built one."""
+    """Return the additional seconds if a member has never built a communicator."""
     return 0.0 if size < 2 else first + doubling * max(math.log2(size / 8), 0.0)
 
 
 def between(points: Sequence[tuple[int, float, float]], ranks: int) -> tuple[float, float] | None:
-    """Low and high at ``ranks``, straight between published points over the logarithm; below the first as there; None beyond the last: nobody
-    has published it."""
+    """Return low and high at ``ranks``, interpolated between published points over the logarithm of the ranks.
+
+    Below the first point its values are returned; beyond the last, None, because nothing has been published.
+    """
     if ranks > points[-1][0]:
         return None
     if ranks <= points[0][0]:

@@ -1,4 +1,4 @@
-"""The table of `rackctl plan swap`."""
+"""Print the table of `rackctl plan swap`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = ["render_swap"]
 
 
 def render_swap(console: Console, found: Swap) -> None:
+    """Print the stages of a swap, and where each figure is from."""
     question = found.question
     groups = ", ".join(f"{name} {size}" for name, size in question.groups.items()) or "none"
     order = "at once" if question.at_once else "one after another"

@@ -1,1 +1,1 @@
-"""What the reports are computed from."""
+"""Compute what the reports show."""

@@ -1,4 +1,5 @@
-"""Less of what there is too much of, so that nothing which matters is lost by it: what was merged says so, and of how many."""
+"""Thin out data of which there is too much, so that nothing important is lost. Merged data says how much it
+stands for."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["Block", "Detail", "choose_detail", "envelope", "every_nth", "lanes",
 
 _T = TypeVar("_T")
 BLOCKS = 64
-"""Into which a rank's undisturbed steps are merged, at least, if they must be."""
+"""The fewest blocks into which a rank's undisturbed steps are merged, if they must be."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Detail:
     """Which steps are shown one by one."""
 
     steps: frozenset[int] | None
-    """None: all."""
+    """The steps that are shown one by one; None: all."""
     ranks: frozenset[int] | None = None
-    """Of these ranks; None: of all."""
+    """The ranks of which they are shown; None: all."""
     block: int = 1
-    """So many of the others are merged into one."""
+    """How many of the other steps are merged into one block."""
 
     def wanted(self, rank: int, step: int) -> bool:
         return self.steps is None or (step in self.steps and (self.ranks is None or rank in self.ranks))
@@ -42,8 +43,11 @@ class Block(NamedTuple):
 
 
 def choose_detail(chains: Sequence[Chain], steps: int, ranks: int, most: int) -> Detail:
-    """All steps, if that is not more than ``most`` slices; else those around strikes, the wider the better; if those are too many, only
-    of ranks that were struck."""
+    """Choose which steps to show one by one.
+
+    All steps are shown if they give at most ``most`` slices. Otherwise it is those around strikes, with as wide a
+    margin as possible; if these are still too many, only those of ranks that were struck.
+    """
     if steps * ranks <= most:
         return Detail(None)
     block = -(-steps // BLOCKS)
@@ -58,13 +62,13 @@ def choose_detail(chains: Sequence[Chain], steps: int, ranks: int, most: int) ->
 
 
 def _span(chain: Chain) -> tuple[int, int]:
-    """Steps from the strike to the first one afterwards."""
+    """Return the steps from the strike to the first one afterwards."""
     low = chain.step + 1
     return low, max(low, chain.first_step if chain.first_step is not None else low)
 
 
 def merged(units: Iterable[RankUnit], detail: Detail) -> Iterator[RankUnit | Block]:
-    """``units``: of one rank, in time."""
+    """Yield units, and blocks of merged units. ``units``: those of one rank, in the order of time."""
     held: list[RankUnit] = []
 
     def block() -> Iterator[RankUnit | Block]:
@@ -87,7 +91,7 @@ def merged(units: Iterable[RankUnit], detail: Detail) -> Iterator[RankUnit | Blo
 
 
 class Envelope(NamedTuple):
-    """What lies between two steps."""
+    """The smallest and the largest value between two steps."""
 
     first: int
     last: int
@@ -96,7 +100,8 @@ class Envelope(NamedTuple):
 
 
 def envelope(points: Sequence[tuple[int, float]], most: int) -> list[Envelope]:
-    """At most ``most`` buckets of as many points each, with the smallest and the largest of each: no spike disappears."""
+    """Return at most ``most`` buckets of equally many points, each with its smallest and largest value, so that no
+    spike is lost."""
     size = max(1, -(-len(points) // most))
     found = []
     for start in range(0, len(points), size):
@@ -107,14 +112,14 @@ def envelope(points: Sequence[tuple[int, float]], most: int) -> list[Envelope]:
 
 
 def every_nth(rows: Sequence[_T], most: int) -> list[_T]:
-    """At most ``most`` of them, the first and the last among them."""
+    """Return at most ``most`` of the rows, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
 
 
 def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """For each the lowest lane in which nothing else is at that time. ``spans``: sorted by their begin."""
+    """Return for each span the lowest lane that is free at that time. ``spans``: sorted by their beginning."""
     ends: list[float] = []
     found = []
     for begin, end in spans:

@@ -1,7 +1,7 @@
-"""One job's journal, on the clock of the harness: seconds since the harness started the job.
+"""Read one job's journal on the clock of the harness, in seconds since the harness started the job.
 
-Both clocks are the host's monotonic one, so the journal's is moved and never guessed. What an agent or a worker tells is stamped when it
-arrives; commits travel in batches, and may be stamped 20 ms late.
+Both clocks are the host's monotonic clock, so the journal's times are shifted exactly. Reports of agents and workers
+are stamped when they arrive; commits travel in batches, and may be stamped 20 ms late.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Happened(NamedTuple):
 
     @property
     def how(self) -> str:
-        """In a few words."""
+        """The reason, in a few words."""
         match self.name:
             case "WorkerExited":
                 return describe_exit(msgspec.convert(self.body, WorkerExited))
@@ -75,22 +75,22 @@ class Happened(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A generation, when its plan was on disk."""
+    """A generation, at the time when its plan was on disk."""
 
     at_s: float
     plan: Plan
 
 
 class Life(NamedTuple):
-    """A worker, from the order to start it to its end."""
+    """The life of a worker, from the command to start it to its end."""
 
     slot: str
     incarnation: int
     began_s: float
     ended_s: float | None
-    """None: it lived as long as the job."""
+    """The time of its end; None: it lived as long as the job."""
     how: str
-    """It ended; "": by itself, or with the job."""
+    """How it ended; "": by itself, or with the job."""
 
 
 class Unit(NamedTuple):
@@ -100,12 +100,12 @@ class Unit(NamedTuple):
     phase: int
     generation: int
     at_s: float
-    """Of the last rank that told."""
+    """The time of the last rank's report."""
     attempt: int
     gate: bytes
     """See `rackrun.chaos.evidence.run_evidence.Gate`; b"": not known."""
     counts: bool
-    """No plan has taken it back before others knew of it."""
+    """Whether the unit counts: no plan took it back before other ranks knew of it."""
 
     @property
     def loss(self) -> float | None:
@@ -113,7 +113,7 @@ class Unit(NamedTuple):
 
 
 class RankUnit(NamedTuple):
-    """What one rank told of one unit."""
+    """One rank's report of one unit."""
 
     rank: int
     step: int
@@ -126,14 +126,14 @@ class RankUnit(NamedTuple):
 
 @dataclass
 class Recorded:
-    """One run."""
+    """The recorded events of one run."""
 
     folder: Path
     zero_s: float = 0.0
-    """The coordinator's clock was 0 then."""
+    """The time at which the coordinator's clock was 0."""
     end_s: float = 0.0
     slots: dict[str, int] = field(default_factory=dict)
-    """Tray -> its slots."""
+    """Tray -> the number of its slots."""
     hosts: dict[str, str] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
     plans: list[Planned] = field(default_factory=list)
@@ -141,16 +141,16 @@ class Recorded:
     seen: list[Happened] = field(default_factory=list)
     said: list[Happened] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
-    """By step and phase, then by generation."""
+    """The units by step and phase, then by generation."""
     restores: dict[int, list[Restored]] = field(default_factory=dict)
-    """By generation."""
+    """The restores by generation."""
 
     def at_s(self, ms: float) -> float:
-        """Of a moment in the journal."""
+        """Return a time in the journal (ms) as seconds on the harness's clock."""
         return round(self.zero_s + ms / 1e3, 6)
 
     def losses(self) -> dict[tuple[int, int], bytes]:
-        """(step, phase) -> the gate with which it was first committed."""
+        """Return (step, phase) -> the gate with which it was first committed."""
         found: dict[tuple[int, int], bytes] = {}
         for unit in self.units:
             if unit.counts and unit.gate:
@@ -159,8 +159,12 @@ class Recorded:
 
 
 def read_recorded(folder: Path, started_s: float | None) -> Recorded:
-    """``folder``: of a `rackrun.chaos.testbed.job_under_test.Job`. ``started_s``: the host's monotonic clock when it was started; None: not known, then the
-    coordinator's begin is 0. Raises `UsageError` when there is no journal."""
+    """Read the journal of a run.
+
+    ``folder`` is that of a `rackrun.chaos.testbed.job_under_test.Job`. ``started_s`` is the host's monotonic clock when
+    it was started; if that is None, times are counted from the coordinator's beginning. Raises `UsageError` when there
+    is no journal.
+    """
     found = Recorded(folder)
     with open_journal(folder / "run" / "journal.sqlite") as (journal, meta):
         began_s = float(meta.get("began_monotonic_s", 0.0))
@@ -182,7 +186,10 @@ def read_recorded(folder: Path, started_s: float | None) -> Recorded:
 
 @contextmanager
 def units_by_rank(recorded: Recorded) -> Iterator[Iterator[RankUnit]]:
-    """All that ranks told of what they committed, by rank and in time. There may be millions: look at each once."""
+    """Provide all reports of commits, by rank and in the order of time.
+
+    There may be millions: iterate over them once.
+    """
     with open_journal(recorded.folder / "run" / "journal.sqlite") as (journal, _):
         rows = journal.execute(
             "SELECT rank, step, phase, generation, attempt, committed_at_ms, seconds FROM units "
@@ -195,7 +202,8 @@ def units_by_rank(recorded: Recorded) -> Iterator[Iterator[RankUnit]]:
 
 
 def maybe_recorded(folder: Path, started_s: float | None) -> Recorded | None:
-    """None when there is nothing to read: it ended before it began, or somebody has removed it."""
+    """Read the journal of a run, or return None if there is none: the job ended too early, or the folder was
+    removed."""
     try:
         return read_recorded(folder, started_s)
     except UsageError:

@@ -1,8 +1,8 @@
-"""What the job made of each strike: noticed, decided, planned, resumed, and the first step afterwards. A pure function of what was recorded.
+"""Follow each strike to its recovery: noticed, decided, planned, resumed, and the first step afterwards.
 
-An event of the core belongs to the last strike before it at the same worker (slot and incarnation), or at its tray. Where no event
-names anybody who was struck (a partition breaks others' connections, a bit is missed by all), the first event before the next strike
-is taken, and called *inferred*.
+This is a pure function of what was recorded. An event of the core belongs to the last strike before it at the same
+worker (slot and incarnation), or at its tray. Where no event names a subject of the strike (a partition breaks other
+ranks' connections, all ranks miss a bit), the first event before the next strike is taken, and called *inferred*.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ from rackrun.coordinator.observe.recoveries import Recovery
 __all__ = ["Chain", "Stage", "chains_of", "entries_of", "stages_of"]
 
 _INFERRED_S = 30.0
-"""Nothing that comes later, after the fault has gone, is taken for its consequence by time alone."""
+"""Seconds after the end of a fault within which an event may be inferred as its consequence, by its time alone."""
 _ORDINARY = ("DeviceChecked", "SlowRanksChanged", "StopRequested")
-"""Happen without a fault too: they count where they name who was struck, and are never inferred."""
+"""Events that also happen without a fault: they count where they name a subject of the strike, and are never
+inferred."""
 _BLUNT_S = 0.002
 """Events are stamped in whole milliseconds."""
 
 
 @dataclass(frozen=True)
 class Chain:
+    """One strike, with what followed from it."""
+
     strike: Strike
     step: int = -1
-    """The newest that was committed when it struck, as the harness saw it."""
+    """The newest committed step when it struck, as the harness saw it."""
     took: bool | None = None
     detail: str = ""
     struck_s: float | None = None
@@ -50,9 +53,9 @@ class Chain:
     seen: Happened | None = None
     inferred: bool = False
     recovery: Recovery | None = None
-    """The one in which the job got over it, or the last that it came to."""
+    """The recovery from the strike, or the last one that the job began."""
     overtaken: tuple[Recovery, ...] = ()
-    """Before it."""
+    """The recoveries before it, which were overtaken."""
     noticed_s: float | None = None
     decided_s: float | None = None
     planned_s: float | None = None
@@ -66,7 +69,7 @@ class Chain:
 
     @property
     def until_s(self) -> float:
-        """When nothing of it was to be felt any more, as far as is known."""
+        """The last time at which the strike had any known effect."""
         return max(self.at_s, self.back_s or 0.0, self.recovered_s or 0.0, self.noticed_s or 0.0)
 
     @property
@@ -76,7 +79,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Stage:
-    """Of a recovery: a bar of the waterfall."""
+    """One stage of a recovery: a bar of the waterfall."""
 
     name: str
     from_s: float
@@ -84,7 +87,7 @@ class Stage:
 
 
 def chains_of(history: Sequence[Entry], job: Recorded | None) -> list[Chain]:
-    """One for each strike, in order."""
+    """Return one chain for each strike, in order."""
     found = [Chain(entry) for entry in history if isinstance(entry, Strike)]
     at = {chain.strike.strike: index for index, chain in enumerate(found)}
     for entry in history:
@@ -101,7 +104,7 @@ def chains_of(history: Sequence[Entry], job: Recorded | None) -> list[Chain]:
 
 
 def stages_of(chain: Chain, job: Recorded) -> list[Stage]:
-    """Consecutive, from the strike to the first step afterwards; a stage that was skipped is left out."""
+    """Return consecutive stages from the strike to the first step afterwards. A stage that was skipped is left out."""
     recovery = chain.recovery
     if recovery is None or chain.noticed_s is None:
         return []
@@ -124,12 +127,12 @@ def stages_of(chain: Chain, job: Recorded) -> list[Stage]:
 
 
 def entries_of(chains: Sequence[Chain], job: Recorded) -> list[Entry]:
-    """What the history says of the job: each line with its cause."""
+    """Return the history's entries about the job, each with its cause."""
     found: list[Entry] = []
     told: dict[str, float] = {}
 
     def add(entry: Entry) -> str:
-        if entry.id not in told:  # two strikes, one recovery: it has the first for its cause
+        if entry.id not in told:  # two strikes, one recovery: its cause is the first
             told[entry.id] = entry.at_s
             found.append(entry)
         return entry.id
@@ -199,7 +202,7 @@ def _tell_recovery(recovery: Recovery, cause: str, chain: Chain, job: Recorded, 
 
 
 def _committed_at(moment_s: float, history: Sequence[Entry]) -> int:
-    """The newest step then, as the harness saw it; -1: none."""
+    """Return the newest committed step at that time, as the harness saw it; -1 if there was none."""
     steps = [entry for entry in history if isinstance(entry, Committed)]
     before = bisect.bisect_right(steps, moment_s, key=lambda entry: entry.at_s)
     return steps[before - 1].step if before else -1
@@ -207,7 +210,7 @@ def _committed_at(moment_s: float, history: Sequence[Entry]) -> int:
 
 # -- whose is what
 def _owners(chains: list[Chain], job: Recorded) -> dict[int, tuple[Happened, bool]]:
-    """Strike (by its place) -> the first event that it explains, and whether that is only inferred."""
+    """Return strike (by its index) -> the first event that it explains, and whether that is only inferred."""
     found: dict[int, tuple[Happened, bool]] = {}
     taken: set[int] = set()
     for event in job.seen:
@@ -280,7 +283,10 @@ def _followed(chain: Chain, owned: tuple[Happened, bool] | None, job: Recorded) 
 
 
 def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> Recovery | None:
-    """That it has led to: it names who was struck, or the event lies in it before its plan."""
+    """Return the recovery that the event led to.
+
+    Either that recovery replaces a subject of the strike, or the event lies in it, before its plan.
+    """
     slots = {slot for slot, _ in chain.strike.slots}
     for recovery in job.recoveries:
         began_s, planned_s = job.at_s(recovery.fault_ms), _moment(job, recovery.plan_ms)
@@ -293,7 +299,7 @@ def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> Recovery | Non
 
 
 def _first_step(recovery: Recovery, job: Recorded) -> int | None:
-    """Of the new world."""
+    """Return the first step of the new world."""
     if recovery.redone:
         return int(recovery.redone[0])
     for planned in job.plans:

@@ -1,4 +1,7 @@
-"""All that the reports of a run are made of, read from its folder; history and summary are completed from the job's journal."""
+"""Read everything that the reports of a run are made of, from its folder.
+
+The history and the summary are completed from the job's journal.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,20 @@ __all__ = ["Material", "read_material"]
 
 @dataclass(frozen=True)
 class Material:
-    """All that a report is made of."""
+    """Everything that a report is made of."""
 
     out: Path
     summary: Summary
     history: list[Entry]
     chains: list[Chain]
     job: Recorded | None
-    """None: the run with faults has left no journal."""
+    """The run with faults; None: it has left no journal."""
     reference: Recorded | None
-    """None: the run without faults has been removed."""
+    """The run without faults; None: it has been removed."""
 
 
 def read_material(out: Path) -> Material:
-    """Raises `UsageError` when ``out`` holds no run with faults."""
+    """Read the folder of a run. Raises `UsageError` when ``out`` holds no run with faults."""
     summary = read_summary(out)
     history = [entry for entry in read_history(out / "history.jsonl") if entry.by == "harness"]
     started = next((entry for entry in history if isinstance(entry, Started)), None)
@@ -45,7 +48,7 @@ def read_material(out: Path) -> Material:
     chains = chains_of(history, job)
     if job is not None:
         history += entries_of(chains, job)
-    history.sort(key=lambda entry: entry.at_s)  # stable: of what is at the same time, causes come first
+    history.sort(key=lambda entry: entry.at_s)  # stable: of entries at the same time, causes come first
     summary = msgspec.structs.replace(
         summary,
         strikes=_strikes(summary.strikes, chains),
@@ -57,7 +60,8 @@ def read_material(out: Path) -> Material:
 
 
 def _reference(out: Path, summary: Summary) -> Path | None:
-    """It may have been moved together with ``out``."""
+    """Return the folder of the run without faults, which may have been moved together with ``out``; None if it
+    is gone."""
     for folder in (out / "reference", Path(summary.reference)):
         if (folder / "run" / "journal.sqlite").is_file():
             return folder

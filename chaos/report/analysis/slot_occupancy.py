@@ -1,4 +1,4 @@
-"""Who sat in which slot, and when: a pure function of what a job's journal tells."""
+"""Compute which worker was in which slot, and when: a pure function of a job's journal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ __all__ = ["Seat", "seats_of"]
 
 
 class Seat(NamedTuple):
+    """The stay of one worker in a slot, as one rank."""
+
     slot: str
     incarnation: int
     rank: int | None
-    """None: it starts, or waits as a spare."""
+    """The rank; None: the worker starts, or waits as a spare."""
     from_s: float
     to_s: float
     how: str
-    """Its process ended; "": it did not then, or by itself."""
+    """How its process ended; "": it did not end then, or it ended by itself."""
 
 
 def seats_of(job: Recorded) -> list[Seat]:
-    """By slot, then in time. A rank that stays in its slot over several generations sits there once."""
+    """Return all stays, by slot and in the order of time. A rank that stays over several generations gives one stay."""
     ranks: dict[tuple[str, int], list[tuple[float, int | None]]] = {}
     members: dict[tuple[str, int], int] = {}
     for planned in job.plans:

@@ -1,1 +1,1 @@
-"""What all models of the simulator share: virtual time, connections, the truth."""
+"""What all models of the simulator share: virtual time, connections, durations, and the ground truth."""

@@ -1,6 +1,7 @@
-"""Connections between agents and the coordinator: first in, first out each, in any order between them; and who reaches whom.
+"""Connections between agents and the coordinator, and which tray reaches which.
 
-What is sent into a partition waits, as TCP sends again, until the partition heals or the connection is given up.
+Each connection is first in, first out; several may deliver in any order. A message sent into a partition waits, as TCP
+would send it again, until the partition heals or the connection is given up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Cuts", "Wire"]
 
 @dataclass(slots=True)
 class Cuts:
-    """What is cut off for one tray: how many faults cut it each way."""
+    """How one tray is cut off: the number of faults that cut it in each direction, and the delay of its messages."""
 
     up: int = 0
     down: int = 0
@@ -29,7 +30,7 @@ class Cuts:
 
     @property
     def silent(self) -> bool:
-        """Pings are not answered."""
+        """Whether pings are not answered."""
         return self.up > 0 or self.down > 0
 
 
@@ -50,6 +51,7 @@ class Wire:
     _waiting: deque[object] = field(default_factory=deque)
 
     def send(self, message: object) -> None:
+        """Send a message, which arrives after the latency or, while the connection is cut, once it heals."""
         if self.closed:
             return
         if self._waiting or self.is_cut():

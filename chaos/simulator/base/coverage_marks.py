@@ -1,6 +1,6 @@
-"""What must happen sometimes, over many seeds; and rare paths that a seed may switch on.
+"""Coverage of the fuzz: events that must happen sometimes over many seeds, and rare paths that a seed may switch on.
 
-A mark that no seed hits means that the fuzz does not go where it claims to.
+A mark that no seed reaches shows that the fuzz does not go where it claims to.
 """
 
 from __future__ import annotations
@@ -70,13 +70,15 @@ MARKS = (
 
 
 class Marks(Counter[str]):
+    """How often each mark was reached."""
+
     def sometimes(self, name: str) -> None:
         assert name in MARKS, f"an undeclared mark: {name}"
         self[name] += 1
 
 
 class Buggify:
-    """Each site is on in one seed of four, and fires one time in four there."""
+    """Rare paths. Each site is switched on in one seed of four, where it fires one time in four."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

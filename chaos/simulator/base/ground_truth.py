@@ -1,7 +1,7 @@
-"""What has really happened, whoever knows of it; and what must hold of that at every step.
+"""The ground truth of a simulated job: what has really happened, and the invariants that must hold at every step.
 
-Training state is the history of the units that were applied, each with the generation whose gate it passed. Two members that
-took different histories for the same never become equal again, so one comparison finds it.
+The training state is the history of the units that were applied, each with the generation whose gate it passed. Two
+members whose histories differ never become equal again, so one comparison finds the difference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["History", "Truth", "Violation"]
 
 
 class Violation(AssertionError):
-    """Something is not as it must be."""
+    """An invariant does not hold."""
 
 
 def must(holds: object, text: str) -> None:
@@ -23,10 +23,11 @@ def must(holds: object, text: str) -> None:
 
 
 class History:
-    """A state, as what led to it. Equal histories are one object.
+    """A training state, as the sequence of units that led to it. Equal histories are one object.
 
-    A state that a GPU has changed by itself is another one than that of its replicas: it has a flaw, and what is computed with its gradients
-    has that flaw as well (`then`). ``plain`` is the history without its flaws: members of one generation share it, right or wrong.
+    A state that a GPU has corrupted differs from those of its replicas: it has a flaw, and whatever is computed with
+    its gradients has the flaw, too (`then`). ``plain`` is the history without its flaws, which all members of one
+    generation share.
     """
 
     __slots__ = ("_next", "before", "bits", "flaws", "generation", "plain", "unit", "world")
@@ -35,13 +36,16 @@ class History:
         self.before, self.unit, self.generation, self.world = before, unit, generation, world
         self.plain: History = self
         self.flaws: frozenset[str] = frozenset()
-        """Of this state; those that others had when it was computed are among them."""
+        """The flaws of this state, including those that the other ranks' states had when it was computed."""
         self.bits: object = None if before is None else (hash(before.bits), unit, world)
-        """What a digest sees. Who computes the same once more, in whatever generation, has the same bits."""
+        """What a digest depends on: computing the same unit again, in whatever generation, gives the same bits."""
         self._next: dict[object, History] = {}
 
     def then(self, generation: int, world: int, of: Collection[History] = ()) -> History:
-        """After one unit more, that ``world`` ranks have computed. ``of``: the states that they had computed its gradients with."""
+        """Return the state after one more unit, computed by ``world`` ranks.
+
+        ``of``: the states with which these ranks computed the gradients.
+        """
         spoilt = frozenset(one for one in of if one.flaws)
         key = (generation, world, spoilt)
         if key not in self._next:
@@ -54,7 +58,8 @@ class History:
         return self._next[key]
 
     def changed(self, flaw: str, bits: str = "") -> History:
-        """The same with other bits: ``bits`` says which, where another flaw may change the same."""
+        """Return the same state with other bits. ``bits`` identifies them, where another flaw may change the
+        same bits."""
         if flaw not in self._next:
             wrong = History(self.before, self.unit, self.generation, self.world)
             wrong.plain, wrong.flaws, wrong.bits = self.plain, self.flaws | {flaw}, (self.bits, bits or flaw)
@@ -62,7 +67,7 @@ class History:
         return self._next[flaw]
 
     def at(self, unit: int) -> History:
-        """What it was after ``unit``."""
+        """Return the state as it was after ``unit``."""
         one = self
         while one.unit > unit and one.before is not None:
             one = one.before
@@ -73,11 +78,11 @@ class History:
         return hash(self.bits) & (2**62 - 1)
 
     def units(self) -> list[int]:
-        """All that were applied, oldest first."""
+        """Return the units that were applied, oldest first."""
         return [one.unit for one in self._applied()]
 
     def worlds(self) -> list[int]:
-        """How many ranks computed each unit: with a reduction that is not exact, its bits depend on that."""
+        """Return the number of ranks that computed each unit. Without an exact reduction, the bits depend on it."""
         return [one.world for one in self._applied()]
 
     def _applied(self) -> list[History]:
@@ -94,25 +99,27 @@ class History:
 
 
 class Truth:
+    """The ground truth of one job."""
+
     def __init__(self, units: int) -> None:
         self.units = units
         self.began = History(None, -1, 0, 0)
         self.committed = -1
-        """The newest unit that anybody has seen pass, in this world."""
+        """The newest unit that any rank has seen pass its gate, in this world."""
         self.plans: dict[int, Plan] = {}
         self.announced = 0
         self.acting = 0
-        """The newest generation that a gate was full in."""
+        """The newest generation in which a gate was complete."""
         self._states: dict[tuple[int, int], History] = {}
         self._floor = -1
         self.good = -1
-        """The last unit that may be trusted, by what the coordinator was told last."""
+        """The last unit that may be trusted, by the coordinator's latest information."""
         self.late: set[str] = set()
-        """Flaws that came when all that is compared had been compared."""
+        """Flaws that came after the last comparison of everything that is compared."""
         self.distrusted: frozenset[str] = frozenset()
-        """Flaws that the coordinator was told of: no state with one of them is taken any more."""
+        """Flaws that the coordinator knows of: a state with one of them must not be used any more."""
         self._equal: dict[int, frozenset[str]] = {}
-        """Flaws of all, where all were found equal after a unit: nobody can see them."""
+        """Unit -> the flaws that all ranks had when they were found equal after it, which no comparison can find."""
 
     # -- generations
     def announces(self, generation: int) -> None:
@@ -120,6 +127,7 @@ class Truth:
         self.announced = generation
 
     def planned(self, plan: Plan, *, launch: bool) -> None:
+        """Check a new plan of the core. ``launch``: a world begins with it."""
         must(plan.generation not in self.plans, "two plans of one generation")
         must(plan.generation >= self.announced, "a plan of an older generation")
         self.announced = plan.generation
@@ -131,7 +139,7 @@ class Truth:
         if launch:
             self._floor = self.committed = -1
             return
-        back = plan.rollback is not None or plan.reshard is not None  # which says where to as what is committed
+        back = plan.rollback is not None or plan.reshard is not None  # it names where to go as committed
         must(back or plan.committed.step >= self._floor, f"{self._floor} is committed no more: {plan.committed}")
         self._floor = plan.committed.step if plan.rollback is None else plan.rollback
         must(self._floor <= plan.committed.step, "a rollback to what is not committed")
@@ -147,14 +155,17 @@ class Truth:
 
     # -- gates
     def gate_full(self, generation: int, unit: int, ranks: Sequence[int], world: int, *, heard: bool) -> None:
-        """``heard``: somebody of them has a connection to the coordinator. A world that was given up as a whole, because nobody of it was
-        heard any more, may go on alone: what it does is told to nobody."""
+        """Check a gate that all ``ranks`` have entered.
+
+        ``heard``: some rank has a connection to the coordinator. A world that was given up as a whole, because none of
+        it was heard any more, may go on alone, because nothing of what it does is reported.
+        """
         must(generation >= self.acting or not heard, f"generations {generation} and {self.acting} both act")
         self.acting = max(generation, self.acting)
         must(sorted(ranks) == list(range(world)), f"unit {unit} was computed by {ranks}: samples lost or doubled")
 
     def state(self, generation: int, history: History) -> None:
-        """A member of ``generation`` stands there."""
+        """Check the state of a member of ``generation``."""
         known = self._states.setdefault((generation, history.unit), history.plain)
         must(known is history.plain, f"two histories in generation {generation} at unit {history.unit}")
         self.committed = max(self.committed, history.unit)
@@ -164,12 +175,13 @@ class Truth:
         self._equal[unit] = history.flaws
 
     def flaws_then(self, unit: int, began: History) -> frozenset[str]:
-        """What may have been in everybody's state after ``unit``, though all were equal."""
+        """Return the flaws that all states may have had after ``unit``, although they were equal."""
         later = [one for one in self._equal if one >= unit]
         return began.flaws | (self._equal[min(later)] if later and unit > began.unit else frozenset())
 
     def distrust(self, good: int, flaws: Iterable[str]) -> None:
-        """The coordinator is told."""
+        """Note what the coordinator has learned: ``good`` is the last unit to trust, and ``flaws`` are to be
+        avoided."""
         self.good, self.distrusted = good, self.distrusted.union(flaws)
 
     def trusts(self, history: History, who: object) -> None:
@@ -178,7 +190,10 @@ class Truth:
 
     # -- the end
     def ended_well(self, finished: Mapping[int, History | None], *, clean: bool = False) -> None:
-        """``clean``: nothing was done that could hide a wrong state from those who compare."""
+        """Check the states at a good end.
+
+        ``clean``: nothing was done that could hide a wrong state from the comparison.
+        """
         newest = self.plans[max(self.plans)]
         must(sorted(finished) == list(range(newest.world_size)), "not all ranks have finished")
         ends = {id(one.plain): one.plain for one in finished.values() if one is not None}

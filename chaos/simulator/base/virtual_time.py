@@ -1,4 +1,4 @@
-"""Virtual time: a heap of what is to happen, by (time, priority, order of being asked for)."""
+"""Virtual time: a heap of what is to happen, by (time, priority, order of the requests)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ __all__ = ["FIRST", "LAST", "NS", "Engine"]
 
 NS = 1_000_000_000
 FIRST, MIDDLE, LAST = 0, 1, 2
-"""Of what happens at the same time."""
+"""The order of things that happen at the same time."""
 
 
 class Engine:
+    """The heap of calls that are due, and the present time."""
+
     __slots__ = ("_heap", "_order", "now_ns", "ran")
 
     def __init__(self) -> None:
         self.now_ns = 0
         self.ran = 0
-        """So many things have happened."""
+        """The number of calls made so far."""
         self._heap: list[tuple[int, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
 
     def at(self, t_ns: int, do: Callable[..., None], *args: object, priority: int = MIDDLE) -> None:
-        """What is asked for in the past happens now. Nothing is ever taken back: ``do`` looks whether it is still meant."""
+        """Call ``do`` at ``t_ns``; a time in the past means now.
+
+        A request is never withdrawn: ``do`` has to check whether it is still wanted.
+        """
         self._order += 1
         heapq.heappush(self._heap, (max(t_ns, self.now_ns), priority, self._order, do, args))
 
@@ -32,7 +37,7 @@ class Engine:
         self.at(self.now_ns + round(seconds * NS), do, *args, priority=priority)
 
     def step(self) -> bool:
-        """The next thing happens; False: there is none."""
+        """Make the next call. Returns False if there is none."""
         if not self._heap:
             return False
         self.now_ns, _, _, do, args = heapq.heappop(self._heap)

@@ -1,1 +1,1 @@
-"""Models of a job's parts: agents, workers, the coordinator, storage."""
+"""Models of a job's parts: agents, workers, the coordinator, storage, operators, providers."""

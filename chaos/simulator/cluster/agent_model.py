@@ -1,4 +1,5 @@
-"""The agent of a tray: it starts and ends workers, tells of them, and finds out by itself that nobody hears it any more."""
+"""Model of a tray's agent: it starts and ends workers, reports their exits, and notices when it has lost the
+coordinator."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["Agent"]
 
 LEFT_IN_SLOT_MAX = 2
-"""Workers that are gone, whose snapshots it keeps in one slot."""
+"""The most workers that have ended whose snapshots are kept in one slot."""
 RETRY_S = 1.0
 
 
 class Agent:
+    """The agent of one tray."""
+
     def __init__(self, sim: Simulation, tray: TrayId, slots: int) -> None:
         self.sim, self.tray, self.slots = sim, tray, slots
         self.alive, self.own_pause = True, 0
@@ -48,6 +51,7 @@ class Agent:
         self._broken = 0
 
     def join(self) -> None:
+        """Connect to the coordinator, and report the tray."""
         if self.sim.crashes("agent: joining", self):
             return
         self.link = self.sim.coordinator.accept(self)
@@ -67,10 +71,11 @@ class Agent:
 
     # -- time
     def later(self, seconds: float, do: Callable[..., None], *args: object) -> None:
-        """By its own clock."""
+        """Call ``do`` after ``seconds`` of the agent's own clock."""
         self.sim.engine.after(seconds * self.drift, self.do, do, *args)
 
     def do(self, do: Callable[..., None], *args: object) -> None:
+        """Call ``do`` now, or when the agent goes on if it is stopped; never if it has ended."""
         if not self.alive:
             return
         if self.paused:
@@ -87,6 +92,7 @@ class Agent:
         self.look_at_link()
 
     def go_on(self) -> None:
+        """Go on after a stop, and do what has piled up meanwhile."""
         self.own_pause -= 1
         if self.paused or not self.alive:
             return
@@ -104,7 +110,7 @@ class Agent:
     # -- the connection
     @property
     def is_heard(self) -> bool:
-        """The coordinator counts on it."""
+        """Whether the coordinator counts on this agent's connection."""
         return self.link is not None and self.sim.coordinator.links.get(self.tray) is self.link
 
     def say(self, event: Event) -> None:
@@ -115,7 +121,7 @@ class Agent:
         self.do(self._obey, message)
 
     def look_at_link(self) -> None:
-        """Whether pings are answered may have changed."""
+        """React to a change in whether pings are answered."""
         link = self.link
         if link is None:
             return
@@ -136,13 +142,13 @@ class Agent:
             self._lost_connection()
 
     def _lost_connection(self) -> None:
-        """The workers go on; it tries again, and is refused, or gives up."""
+        """The connection is lost. The workers go on; the agent tries again, and is refused, or gives up."""
         if self.link is None:
             return
         link, self.link = self.link, None
         link.down.closed = True
         if not link.up.closed:
-            link.up.send(Gone("its agent is gone"))  # when it gets there
+            link.up.send(Gone("its agent is gone"))  # sent when it gets through
         self.later(RETRY_S, self._try_again, link, self.sim.engine.now_s + self.sim.costs.orphan_s)
 
     def _try_again(self, link: Link, until_s: float) -> None:
@@ -158,7 +164,7 @@ class Agent:
 
     # -- its end
     def die(self, *, told: bool = True) -> None:
-        """With all its workers. ``told``: its connection ends, and does not just fall silent."""
+        """End the agent with all its workers. ``told``: the connection ends visibly, and does not just fall silent."""
         if not self.alive:
             return
         link = self.link
@@ -224,6 +230,6 @@ class Agent:
         return next((process for process in self._slots.get(slot, ()) if process.alive), None)
 
     def is_cut_off(self, link: Link) -> None:
-        """It learns that this connection is no more."""
+        """Learn that the coordinator has given up this connection."""
         if self.link is link:
             self._lost_connection()

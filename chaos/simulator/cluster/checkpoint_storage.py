@@ -1,8 +1,8 @@
-"""The file system that all ranks write checkpoints to, and that a world reads which begins again.
+"""Model of the file system to which all ranks write checkpoints, and from which a world restores when it begins again.
 
-A checkpoint is whole when every rank of one world has written its part of it in one life of the job (from one start to the next); the first
-that is whole stays. All ranks of a world that begins agree on the newest that can be used: one that turns out to be damaged is never looked
-at again.
+A checkpoint is complete when every rank of one world has written its part in one life of the job (from one start to the
+next); the first that is complete stays. All ranks of a world that begins agree on the newest usable checkpoint. One
+that turns out to be damaged is never read again.
 """
 
 from __future__ import annotations
@@ -32,41 +32,43 @@ class Unusable(Exception):
 
 @dataclass(slots=True)
 class _Files:
-    """Parts of one checkpoint, by rank."""
+    """The parts of one checkpoint, by rank."""
 
     parts: dict[int, History] = field(default_factory=dict)
     torn: bool = False
-    """One of them is not what was written."""
+    """Whether one of the parts is not what was written."""
 
 
 class Disk:
+    """The storage of one job."""
+
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self._begun: dict[tuple[int, int, int], _Files] = {}
-        """(step, life, world) -> what is there of it."""
+        """(step, life, world) -> the parts written so far."""
         self._writing: dict[Owner, None] = {}
-        """Processes that still write their part of a checkpoint."""
+        """Processes that are still writing their part of a checkpoint."""
         self._whole: dict[int, _Files] = {}
         self._damaged: dict[int, None] = {}
         self._began: dict[int, History | None] = {}
-        """Generation that began the world -> with what; None: with none of those that there are."""
+        """The generation that began a world -> the state it began with; None: no checkpoint could be used."""
         self._faults: dict[int, DiskFull | DiskFails] = {}
 
     # -- faults
     def strike(self, fault: DiskFull | DiskFails, number: int) -> Callable[[], object]:
-        """Returns what takes it back."""
+        """Put a fault in force, and return the function that takes it back."""
         self._faults[number] = fault
         return lambda: self._faults.pop(number, None)
 
     def rot(self) -> bool:
-        """The newest that is whole. False: there is none."""
+        """Damage the newest complete checkpoint. Returns False if there is none."""
         there = [step for step in self._whole if step not in self._damaged]
         if there:
             self._whole[max(there)].torn = True
         return bool(there)
 
     def _failing(self, call: str) -> DiskFull | DiskFails | None:
-        """The worst that comes of it: what fails is neither slow nor torn."""
+        """Return the worst fault in force for ``call``: an error counts more than a slow or torn call."""
         order = ("slow", "torn")
         full = [fault for fault in self._faults.values() if isinstance(fault, DiskFull) and call == "write"]
         fails = [fault for fault in self._faults.values() if isinstance(fault, DiskFails) and fault.call == call]
@@ -76,7 +78,10 @@ class Disk:
 
     # -- writing
     def save(self, process: Process) -> bool:
-        """``process`` has passed a gate, after which all write. False: it still writes an older one, and passes this over."""
+        """Begin to write the part of ``process``, which has passed a gate after which all ranks write.
+
+        Returns False if it is still writing an older checkpoint, and therefore skips this one.
+        """
         if process.owner in self._writing:
             return False
         self._writing[process.owner] = None
@@ -86,7 +91,7 @@ class Disk:
         return True
 
     def _later(self, process: Process, seconds: float, do: Callable[..., None], *args: object) -> None:
-        """In a thread of its own: nothing that all are told breaks it off, but its end does."""
+        """Call ``do`` later in a thread of its own, which only the end of the process stops."""
         self._sim.engine.after(self._sim.costs.of(seconds, self._sim.draw["disk"]), process.do, do, *args)
 
     def _write(
@@ -121,26 +126,27 @@ class Disk:
             self._sim.coordinator.checkpointed(process.agent, step)
 
     def _remove_old(self) -> None:
-        """So many of the newest are kept. One that was found damaged, or is not to be trusted, counts as none."""
+        """Remove all but the newest few checkpoints. Those found damaged or not to be trusted do not count."""
         there = sorted(self._whole.keys() - self._damaged.keys())
         for step in there[:-KEPT]:
             del self._whole[step]
             self._sim.marks.sometimes("an old checkpoint was removed")
 
     def distrust(self, good: int, newest: int) -> None:
-        """Checkpoints of later units are not what they should be, up to ``newest``, which may still be written."""
+        """Stop trusting the checkpoints of units after ``good``, up to ``newest``, which may still be being written."""
         for step in [step for step, _, _ in self._begun if step > good] + [newest] * (newest > good):
             if step not in self._damaged:
                 self._damaged[step] = None
                 self._sim.marks.sometimes("a checkpoint was not to be trusted")
 
     def began_with(self, generation: int) -> History:
-        """The state of the world that ``generation`` began."""
+        """Return the state with which the world of ``generation`` began."""
         return self._began.get(generation) or self._sim.truth.began
 
     # -- reading
     def begins(self, generation: int) -> History:
-        """With what the world of ``generation`` begins: the same on all its ranks. Raises `Unusable`."""
+        """Return the state with which the world of ``generation`` begins, the same on all its ranks. Raises
+        `Unusable`."""
         if generation not in self._began:
             self._began[generation] = self._newest()
         found = self._began[generation]
@@ -151,7 +157,7 @@ class Disk:
     def _newest(self) -> History | None:
         for step in sorted(self._whole.keys() - self._damaged.keys(), reverse=True):
             if self._failing("read") is not None:
-                continue  # it may be whole
+                continue  # it may still be complete
             files = self._whole[step]
             if files.torn:
                 self._damaged[step] = None
@@ -162,7 +168,10 @@ class Disk:
         return None if self._whole else self._sim.truth.began
 
     def _joined(self, step: int, files: _Files) -> History:
-        """All parts together: each may be of another generation, where the step was done again, but of the same training."""
+        """Join the parts of a checkpoint.
+
+        They may be of several generations, where the step was done again, but must be of the same training.
+        """
         found = list(files.parts.values())
         must(all(one.unit == step for one in found), f"a checkpoint of step {step} with parts of other steps")
         self._sim.truth.trusts(found[0], f"a world that begins from the checkpoint of step {step}")

@@ -1,6 +1,8 @@
-"""The coordinator's shell around the core, in virtual time: it stamps events, keeps timers and connections, and lets leases lapse.
+"""Model of the coordinator's shell around the core: it stamps events, keeps timers and connections, and lets leases
+lapse.
 
-Heartbeats are elided: a connection that cannot answer gets a lapse to come, and loses it when it can again.
+Heartbeats are left out: a connection that cannot answer gets a lapse in the future, which is dropped when it can answer
+again.
 """
 
 from __future__ import annotations
@@ -61,13 +63,13 @@ if TYPE_CHECKING:
 __all__ = ["Coordinator", "Link"]
 
 KEPT = 60
-"""So many of the last exchanges are kept, for people."""
+"""The number of last exchanges with the core that are kept for a report."""
 LOOK_EVERY = 5
-"""Units, between two looks for slow ranks."""
+"""The number of units between two looks for slow ranks."""
 
 
 class Link:
-    """One connection of an agent. Down it goes what the core commands, up it what the agent says."""
+    """One connection of an agent: commands of the core go down, events of the agent go up."""
 
     def __init__(self, sim: Simulation, agent: Agent) -> None:
         self.agent, self.tray = agent, agent.tray
@@ -80,7 +82,7 @@ class Link:
         )
         self._coordinator = sim.coordinator
         self.silent = 0
-        """Changes whenever it becomes silent or can be heard again; odd: it is silent."""
+        """A counter that changes whenever the connection becomes silent or can be heard again; odd: it is silent."""
 
     def _heard(self, message: object) -> None:
         self._coordinator.hear(self, message)
@@ -96,6 +98,8 @@ class Gone(msgspec.Struct, frozen=True):
 
 
 class Coordinator:
+    """The shell of one job's coordinator."""
+
     def __init__(self, sim: Simulation, config: JobConfig, core: type[ControlPlane] = ControlPlane) -> None:
         self.sim, self.config = sim, config
         self.core = core(config)
@@ -108,9 +112,9 @@ class Coordinator:
         self.withdrawn: dict[SlotId, str] = {}
         self.departing: set[TrayId] = set()
         self.unfit: dict[SlotId, tuple[str, ...]] = {}
-        """What it was told of, and not taken back."""
+        """Slot -> why its GPU is unfit, as last reported."""
         self._left_out: dict[SlotId, None] = {}
-        """At any time, for what was lost there."""
+        """Slots that were left out at any time, because workers were lost there."""
         self._slow: tuple[SlowRank, ...] = ()
         self.launches = 0
         self._inbox: deque[Event] = deque()
@@ -130,6 +134,7 @@ class Coordinator:
         return Link(self.sim, agent)
 
     def hear(self, link: Link, message: object) -> None:
+        """Receive a message of an agent; while the coordinator is stopped, it waits."""
         if self._asleep is not None:
             self._asleep.append((link, message))
         elif isinstance(message, Gone):
@@ -155,31 +160,32 @@ class Coordinator:
         self.submit(TrayLost(tray=tray, because=because, returns=returns))
 
     def look_at(self, link: Link) -> None:
-        """Whether it answers may have changed."""
+        """React to a change in whether the connection answers."""
         silent = link.agent.silent or link.up.cuts.silent
         if silent == bool(link.silent % 2):
             return
         link.silent += 1
         if silent:
             lease_s = self.sim.costs.lease_s
-            wait_s = lease_s / 3 + self.sim.draw["lease"].random() * lease_s * 2 / 3  # a ping is out, or will be
+            wait_s = lease_s / 3 + self.sim.draw["lease"].random() * lease_s * 2 / 3  # a ping is or will be sent
             self.sim.engine.after(wait_s, self._lapse, link, link.silent)
 
     def _lapse(self, link: Link, silent: int) -> None:
         if link.silent != silent or link.up.closed:
             return
-        if self._asleep is not None:  # it looks when it wakes
+        if self._asleep is not None:  # the coordinator looks when it wakes up
             self.sim.engine.after(0.05, self._lapse, link, silent)
             return
         self.sim.marks.sometimes("a lease lapsed")
         self.lose(link, f"no word from its agent for {self.sim.costs.lease_s:.0f} s")
 
-    # -- it is stopped, and goes on
+    # -- the coordinator is stopped and woken
     def sleep(self) -> None:
         if self._asleep is None:
             self._asleep = deque()
 
     def wake(self) -> None:
+        """Go on after a stop, with all that has arrived meanwhile."""
         asleep, self._asleep = self._asleep or deque(), None
         for one in asleep:
             if isinstance(one, tuple):
@@ -189,6 +195,7 @@ class Coordinator:
 
     # -- events
     def submit(self, event: Event) -> None:
+        """Give an event to the core, after those that are waiting, and carry out the commands that follow."""
         if self._asleep is not None:
             self._asleep.append(event)
             return
@@ -229,7 +236,10 @@ class Coordinator:
             must(self.stopped is None or number == len(commands) - 1, "the end is not the last")
 
     def _distrust(self, event: ReplicasDiffer) -> None:
-        """The first of a generation that trains is believed, and all tell the same."""
+        """Take in a found difference.
+
+        The first report from a generation that trains is believed; all ranks report the same.
+        """
         truth, found = self.sim.truth, self.sim.differences[int(event.generation)]
         phase = self.core.view().phase
         if event.generation == max(truth.plans) and phase in ("training", "resuming", "parking"):
@@ -336,7 +346,7 @@ class Coordinator:
                 link.down.send(command)
 
     def measured(self, unit: int) -> None:
-        """What the real shell draws from telemetry: told once it is known."""
+        """Report the costs that the real shell derives from telemetry, once they are known."""
         if unit >= 2 and not self._costs_told:
             self._costs_told = True
             self._tell_costs()
@@ -344,7 +354,7 @@ class Coordinator:
             self._look_for_slow_ranks()
 
     def checkpointed(self, agent: Agent, step: int) -> None:
-        """One is whole on disk, as the last to write of it tells."""
+        """Report that a checkpoint is complete on disk; the rank that writes last reports it."""
         if agent.is_heard:
             self._checkpoint = Step(max(self._checkpoint or step, step))
             self._tell_costs()
@@ -355,7 +365,7 @@ class Coordinator:
         self.submit(CostsMeasured(step_s=step_s, state_bytes=1e9, copy_bytes_per_s=copied, checkpoint=known))
 
     def _look_for_slow_ranks(self) -> None:
-        """As the shell does it from steps: told when others are slow than before."""
+        """Look for slow ranks as the real shell does from steps, and report them when they have changed."""
         newest = self.sim.truth.plans[max(self.sim.truth.plans)]
         found = []
         for member in newest.members:

@@ -1,4 +1,7 @@
-"""The faults of `rackrun.chaos.faults.fault_types` in virtual time. What has no model here is refused by name, before the job starts."""
+"""Carry out the faults of `rackrun.chaos.faults.fault_types` in virtual time.
+
+A fault without a model is refused by name before the job starts.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,9 @@ __all__ = ["Injectors"]
 
 _SIGNALS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "TERM": 15}
 _XIDS = {13: Health.APP, 31: Health.APP, 48: Health.RESET, 63: Health.DEGRADED, 79: Health.LOST, 94: Health.DEGRADED}
-"""What the model makes of a driver's error; others are `Health.DEGRADED`."""
+"""Xid code -> the health that the model makes of it; any other code is `Health.DEGRADED`."""
 _LEFT_OPEN_S = 0.2
-"""What a lost packet costs: it is sent again."""
+"""Seconds that a lost packet costs: it is sent again."""
 
 _RESET = "it was reset"
 
@@ -55,7 +58,7 @@ Undo = Callable[[], object]
 
 
 def _why_not(fault: Fault, kind: Subjects, *, disk: bool) -> str:
-    """Why the model cannot have it; "": it can."""
+    """Return why the model cannot have this fault, or "" if it can."""
     if kind is Subjects.STORAGE:
         return "" if disk else "nothing is written to disk"
     match fault:
@@ -91,17 +94,17 @@ def _why_not(fault: Fault, kind: Subjects, *, disk: bool) -> str:
 
 
 class Injectors:
-    """Raises `Unsupported` for a plan with what it does not know."""
+    """The faults of one simulated job. Raises `Unsupported` for a plan with a fault that has no model."""
 
     def __init__(self, sim: Simulation, plan: Plan) -> None:
         self._sim = sim
         self._in_force: dict[int, list[Undo]] = {}
         self._crashes: list[tuple[CrashAt, Process | Agent, list[int]]] = []
         self.poison: dict[int, None] = {}
-        """Units of which one sample raises."""
+        """Units in which one sample raises."""
         self._flips = 0
         self.delayed_s = 0.0
-        """All that ranks are late by, one after the other at the worst."""
+        """The sum of all delays of ranks, which at worst come one after the other."""
         for part in parts_of(plan.plan):
             if isinstance(part, Inject | FlipFlop | Swizzle):
                 why = _why_not(part.fault, kind_of(part.target), disk=bool(sim.job.checkpoint_every))
@@ -113,7 +116,7 @@ class Injectors:
 
     # -- orders
     def strike(self, order: Strike) -> tuple[bool, str]:
-        """Whether it took, and why not."""
+        """Carry out a strike. Returns whether it took effect, and why not."""
         undo: list[Undo] = []
         took = [self._one(order.fault, subject, undo, order.number) for subject in order.subjects]
         if order.fault.lasts:
@@ -128,13 +131,14 @@ class Injectors:
         self._sim.look_at_eras()
 
     def end(self, heals: Callable[[], bool]) -> None:
-        """No fault strikes any more. ``heals``: whether one that is in force does; the others are for good."""
+        """End all faults. ``heals`` says whether one that is in force is taken back; the others stay for good."""
         for number in list(self._in_force):
             if heals() or self._sim.coordinator_asleep:
                 self.take_back(number)
         self._crashes.clear()
 
     def crash(self, point: str, who: Process | Agent) -> bool:
+        """End ``who`` at a named point if a fault says so. Returns whether it has ended."""
         for at, (fault, victim, seen) in enumerate(self._crashes):
             if fault.point == point and victim is who:
                 seen.append(1)
@@ -166,7 +170,7 @@ class Injectors:
             sim.switch_on(TrayId(subject.name)) if there is not None and not there.alive else None
             return there is not None
         if isinstance(fault, StepClock):
-            return True  # wall clocks are read by nobody here, as in the core
+            return True  # neither the model nor the core reads wall clocks
         if subject.kind is Subjects.COORDINATOR:
             return self._coordinator(undo)
         if subject.kind is Subjects.STORAGE:
@@ -255,7 +259,7 @@ class Injectors:
     def _flip(self, of: str, process: Process, number: int) -> bool:
         if process.state != "running" or not process.stateful or process.finished:
             return False
-        if of == "gradients":  # in an exponent: what comes of it is not finite
+        if of == "gradients":  # a flip in an exponent: the loss is not finite
             process.repeats_its_unit()
         else:
             self._flips += 1

@@ -1,7 +1,7 @@
-"""What the workers of one generation do together: they meet at its exchange, and pass its gates.
+"""Model of what the workers of one generation do together: they meet at its exchange, and pass its gates.
 
-A gate is an all-reduce over the whole world: it is full when every rank of the generation has entered it. What each sees of that comes
-a moment later, and a member that ends in that moment may take the others' sight of it along.
+A gate is an all-reduce over the whole world, complete when every rank of the generation has entered it. Each rank sees
+the result a moment later; a member that ends in that moment may keep others from seeing it.
 """
 
 from __future__ import annotations
@@ -23,41 +23,45 @@ __all__ = ["Era"]
 
 @dataclass(slots=True)
 class _Gate:
+    """The gate of one unit."""
+
     entered: dict[int, Process] = field(default_factory=dict)
     open: bool = False
-    """All have entered, and all reach each other: what is left is to see it."""
+    """All ranks have entered and reach each other; they only have to see it."""
     blind: dict[int, None] = field(default_factory=dict)
-    """Ranks that will not see it."""
+    """Ranks that will not see the gate pass."""
     pausing: bool = False
     draining: bool = False
     unit: int = 0
     states: dict[int, History] = field(default_factory=dict)
-    """What each has computed its gradients with."""
+    """Rank -> the state with which it computed its gradients."""
     compared: bool = False
     difference: Difference | None = None
-    """What all conclude who have compared their states; None: they are alike, or nobody has."""
+    """The conclusion of the ranks that compared their states; None if they are alike or were not compared."""
 
 
 class Era:
+    """One generation."""
+
     def __init__(self, sim: Simulation, plan: Plan) -> None:
         self.sim, self.plan = sim, plan
         self.generation, self.world = plan.generation, plan.world_size
         self.members: dict[int, Process] = {}
-        """Those that take part, or once did, by rank."""
+        """The members that take part or once did, by rank."""
         self.broken = False
         self._arrived: dict[int, Process] = {}
         self.met = False
-        """All have come, and reach each other."""
+        """Whether all members have come and reach each other."""
         self._gates: dict[int, _Gate] = {}
         self.entered = -1
-        """What was committed when all entered main again last, in this life of the job."""
+        """The unit that was committed when all last entered main again, in this life of the job."""
         self.compares_soon = -1
-        """The unit that states are compared in because this generation is new."""
+        """The unit in which states are compared because the generation is new."""
         self._first = -1
 
     @property
     def since(self) -> int:
-        """Where the world of these ranks began."""
+        """The unit after which the world of these ranks began."""
         return max(self.sim.began(self.generation), self.entered)
 
     # -- the exchange
@@ -66,13 +70,13 @@ class Era:
         must(other is process, f"two workers are rank {rank} in generation {self.generation}")
 
     def arrive(self, process: Process, rank: int) -> None:
-        """It has its plan, and wants to build groups."""
+        """Note that a member has its plan and wants to build groups."""
         self.takes_part(process, rank)
         self._arrived[rank] = process
         self.look()
 
     def look(self) -> None:
-        """Something may have healed."""
+        """Check whether something has healed, so that members meet or gates open."""
         if not self.met and len(self._arrived) == self.world and not self.broken and not self._cut(store=True):
             self.met = True
             for process in self._arrived.values():
@@ -81,7 +85,7 @@ class Era:
             self._try(gate)
 
     def is_cut_off(self, tray: TrayId) -> bool:
-        """From the exchange."""
+        """Whether a tray does not reach the exchange."""
         host = TrayId(self.plan.store.partition(":")[0])
         if host not in self.sim.agents or not self.sim.agents[host].alive:
             return True
@@ -99,6 +103,7 @@ class Era:
 
     # -- gates
     def enter(self, process: Process, *, pausing: bool, draining: bool) -> None:
+        """A member enters the gate of its next unit."""
         unit, rank = process.passed + 1, process.its_rank
         self.takes_part(process, rank)
         gate = self._gates.setdefault(unit, _Gate(unit=unit))
@@ -142,14 +147,14 @@ class Era:
             process.later(costs.of(costs.gate_s, draw), process.differs, difference)
 
     def sees(self, process: Process) -> _Gate | None:
-        """The gate that it has entered, if it comes to see it pass."""
+        """Return the gate that a member has entered, or None if it will not see it pass."""
         gate = self._gates.get(process.passed + 1)
         if gate is None or process.its_rank in gate.blind:
             return None
         return gate
 
     def leave(self, process: Process) -> None:
-        """It has ended, or has broken its collectives: what others still wait for may never come."""
+        """A member has ended or broken its collectives, so what others wait for may never come."""
         if self.members.get(process.rank if process.rank is not None else -1) is not process or self.broken:
             return
         self.broken = True

@@ -1,4 +1,7 @@
-"""People who drain, return, swap, shrink, grow and change the policy, at any moment and also for what there is not."""
+"""Model of operators who drain, return, swap, shrink, grow and change the policy, at random moments.
+
+They also ask for what does not exist.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ ASKED = ("drain", "drain and wait", "return", "return", "swap", "swap", "shrink"
 
 
 class People:
+    """The operators of one job."""
+
     def __init__(self, sim: Simulation) -> None:
         self._sim, self._draw = sim, sim.draw["people"]
 

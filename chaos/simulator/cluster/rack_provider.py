@@ -1,4 +1,4 @@
-"""A provider of racks: it brings what was asked for, late or not at all, and at times something else; and it takes racks back."""
+"""Model of a provider of racks: it delivers what was asked for, late, wrongly or not at all, and takes racks back."""
 
 from __future__ import annotations
 
@@ -31,22 +31,25 @@ _WAYS = (
 
 
 class Provider:
+    """The provider of one job."""
+
     def __init__(self, sim: Simulation) -> None:
         self._sim, self._draw = sim, sim.draw["provider"]
         self._trays: dict[int, list[TrayId]] = {}
-        """Of every rack that was brought and not released."""
+        """Request -> the trays of each rack that was delivered and not released."""
         self._released: set[int] = set()
         self.broken: set[TrayId] = set()
-        """No worker comes up there."""
+        """Trays on which no worker comes up."""
 
     def trays(self) -> list[TrayId]:
-        """That it has brought, and not been given back."""
+        """Return the trays that were delivered and not given back."""
         return [tray for trays in self._trays.values() for tray in trays]
 
     def provide(self, command: RequestRack | ReleaseRack) -> None:
+        """Answer a command of the core."""
         if isinstance(command, RequestRack):
             self._request(command)
-        else:  # it takes what there is of it, whoever is still there
+        else:  # the provider takes all of it, even if workers are still there
             self._released.add(command.request)
             self._sim.engine.after(self._draw.choice([0.1, 3.0]), self._take, command.request)
 
@@ -81,7 +84,7 @@ class Provider:
     def _bring(self, command: RequestRack, names: list[TrayId], way: str) -> None:
         sim, draw, request = self._sim, self._draw, command.request
         if request in self._released and draw.random() < 0.5:
-            return  # it has heard in time; else the rack comes all the same
+            return  # the release came in time; otherwise the rack comes all the same
         self._trays[request] = names
         if way == "brings broken ones":
             self.broken.update(names)

@@ -1,5 +1,7 @@
-"""``--check-replicas`` in virtual time, as `rackrun.worker.integrity.silent_corruption` does it: ranks compare digests right before the update of a step, and
-all come to the same conclusion. Who is wrong is told by `rackrun.core.faults.divergence` itself.
+"""Model of ``--check-replicas``, as in `rackrun.worker.integrity.silent_corruption`.
+
+Ranks compare digests right before the update of a step, and all come to the same conclusion. Which rank is wrong is
+decided by `rackrun.core.faults.divergence` itself.
 """
 
 from __future__ import annotations
@@ -21,32 +23,32 @@ if TYPE_CHECKING:
 __all__ = ["Comparing", "Difference", "compare", "goes_back", "is_due"]
 
 _MAJORITY = 3
-"""So many ranks with the same shard can outvote one of them."""
+"""The number of ranks with the same shard from which one of them can be outvoted."""
 
 
 @dataclass(slots=True)
 class Comparing:
-    """What one rank keeps for it."""
+    """The memory of one rank for comparisons."""
 
     good: int | None = None
-    """The last unit after which it knows all replicas to have been equal."""
+    """The last unit after which it knows that all replicas were equal."""
     last: int = -1
-    """The unit before whose update they were."""
+    """The unit before whose update they were equal."""
     seen: dict[int, int] = field(default_factory=dict)
     """Unit -> its digest before the update, since then."""
     before: dict[Rank, dict[int, int]] = field(default_factory=dict)
-    """What all ranks had seen when nobody could say who was wrong."""
+    """The digests of all ranks when a comparison could not tell which rank was wrong."""
     until: int = -1
     went_back: bool = False
     filled: int = 0
-    """So often its state was restored."""
+    """How many times its state was restored."""
     filled_then: int = -1
-    """The same, when they differed."""
+    """The value of ``filled`` when the replicas differed."""
     flipped: list[str] = field(default_factory=list)
-    """Flaws that its own GPU has made."""
+    """Flaws made by its own GPU."""
 
     def begins(self, at: int, passed: int, began: int, world: int) -> None:
-        """The gate of unit ``at`` is next."""
+        """Prepare for the gate of unit ``at``."""
         self.good = min(began if self.good is None else self.good, passed)
         if at <= self.last:
             self.last = -1
@@ -57,7 +59,7 @@ class Comparing:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What all ranks of a generation conclude, and tell."""
+    """The conclusion that all ranks of a generation draw and report."""
 
     generation: Generation
     at: int
@@ -66,9 +68,10 @@ class Difference:
     again: bool
     differing: tuple[Rank, ...]
     flaws: frozenset[str]
-    """What is not to be in anybody's state any more."""
+    """Flaws that no state may have any more."""
 
     def event(self, of: Process) -> ReplicasDiffer:
+        """Return the difference as the event that ``of`` reports."""
         return ReplicasDiffer(
             slot=of.slot,
             incarnation=of.incarnation,  # type: ignore[arg-type]
@@ -82,7 +85,7 @@ class Difference:
 
 
 def compares(sim: Simulation, era: Era, unit: int) -> bool:
-    """Ranks know which of them are replicas, and each has one."""
+    """Whether ``unit`` can be compared: the ranks know which of them are replicas, and each has one."""
     known = unit > era.since + 2
     return bool(sim.job.check_replicas) and known and not sim.some_are_alone(era.world)
 
@@ -94,12 +97,15 @@ def is_due(sim: Simulation, era: Era, unit: int) -> bool:
 
 
 def goes_back(sim: Simulation, era: Era) -> bool:
-    """Whether a snapshot of what is compared may ever be needed."""
+    """Whether a snapshot of the state that is compared may ever be needed."""
     return sim.job.check_replicas > 1 or len(_kinds(sim, era.world)[0]) < _MAJORITY
 
 
 def compare(sim: Simulation, era: Era, unit: int, members: Sequence[Process]) -> Difference | None:
-    """``members``: all ranks of the generation, in order, at the gate of ``unit``. None: they pass it."""
+    """Compare the states of all ranks at the gate of ``unit``; None if they pass it.
+
+    ``members``: all ranks of the generation, in order.
+    """
     if not compares(sim, era, unit):
         if sim.job.check_replicas and sim.some_are_alone(era.world):
             for one in members:
@@ -133,7 +139,7 @@ def _judge(era: Era, unit: int, kinds: list[list[Rank]], members: Sequence[Proce
     all_kept = [one.comparing for one in members]
     good, last = max(-1 if kept.good is None else kept.good for kept in all_kept), max(kept.last for kept in all_kept)
     twice, until = all(kept.before for kept in all_kept), max(kept.until for kept in all_kept)
-    for kept in all_kept:  # who has just joined does not know
+    for kept in all_kept:  # a rank that has just joined does not know
         kept.good, kept.last = good, last
         kept.before = kept.before if twice else {}
     digests = {one.its_rank: one.state_now.digest for one in members}
@@ -148,7 +154,7 @@ def _judge(era: Era, unit: int, kinds: list[list[Rank]], members: Sequence[Proce
     first = {rank: {step: digest for step, digest in seen.items() if step <= unit} for rank, seen in before.items()}
     found = culprits(kinds, [first, now] if twice else [now])
     if found:
-        fresh = not twice and unit - 1 == last  # its gradients are in nobody's state yet
+        fresh = not twice and unit - 1 == last  # the wrong gradients are in no state yet
         for rank in found:
             must(members[rank].comparing.flipped, f"rank {rank} is to blame, and its GPU has never been wrong")
         for kept in all_kept:

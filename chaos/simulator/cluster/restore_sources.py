@@ -1,4 +1,4 @@
-"""Where state is restored from: peers, snapshots and copies in the memory of agents, and parity."""
+"""Model of the sources of restored state: peers, snapshots and their copies in the memory of agents, and parity."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["Damaged", "Memory", "Unlike", "named"]
 
 Owner = tuple[SlotId, int]
-"""Slot and incarnation of whose state it is."""
+"""Slot and incarnation of the worker whose state it is."""
 
 
 class Damaged(Exception):
-    """What is to be restored does not match its checksums. ``where`` as in `SnapshotDamaged`."""
+    """The state to restore does not match its checksums. ``where``: as in `SnapshotDamaged`."""
 
     def __init__(self, step: int, where: str) -> None:
         super().__init__(step, where)
@@ -36,19 +36,20 @@ def named(plan: Plan, step: int) -> int:
 
 
 class Memory:
-    """What all agents keep. A tray's part of it goes with the tray."""
+    """The memory of all agents. A tray's part of it is lost with the tray."""
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self.kept: dict[tuple[TrayId, Owner], dict[int, History]] = {}
-        """Snapshots of an owner on a tray, by `snapshot_id`: its own tray's, or copies."""
+        """(tray, owner) -> snapshots by `snapshot_id`: the owner's on its own tray, or copies on another."""
         self.files: dict[tuple[Owner, int], int] = {}
-        """Each snapshot is a file of its own: parity is of exactly these bytes."""
+        """Each snapshot is a file of its own, because parity is computed of exactly these bytes."""
         self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, History]]] = {}
-        """(tray, generation, keeper, snapshot) -> by rank whose stripes are in it: of which file, of which state."""
+        """(tray, generation, keeper, snapshot) -> rank -> the file and the state whose stripes are in this row."""
         self.rotten: set[tuple[TrayId, Owner, int]] = set()
         self._told: dict[tuple[TrayId, Owner], tuple[Step, ...]] = {}
-        """What the coordinator has last heard of copies. The holder may have newer ones, which push out older, and whose news is lost."""
+        """The copies that the coordinator last heard of. The holder may have newer ones, which replaced older ones, and
+        whose report was lost."""
 
     def seal(self, tray: TrayId, owner: Owner, name: int, history: History) -> None:
         self.kept.setdefault((tray, owner), {})[name] = history
@@ -59,6 +60,7 @@ class Memory:
         return self.kept.get((tray, owner), {})
 
     def forget_tray(self, tray: TrayId) -> None:
+        """Drop everything that a tray kept."""
         if any(of[0] == tray for of in self.kept):
             self._sim.marks.sometimes("a snapshot was lost with its tray")
         self.kept = {key: found for key, found in self.kept.items() if key[0] != tray}
@@ -73,12 +75,12 @@ class Memory:
 
     # -- restoring
     def for_member(self, process: Process, plan: Plan) -> History | None:
-        """The state that ``plan`` means for it; None as long as it cannot be had. Raises `Damaged`."""
+        """Return the state that ``plan`` gives to a member; None while it is not available. Raises `Damaged`."""
         try:
             return self._for_member(process, plan)
         except Violation:
             if plan.generation < self._sim.truth.announced:
-                return None  # the others have gone on, and what it would read with them
+                return None  # the others have gone on, and so has what it would read
             raise
 
     def _for_member(self, process: Process, plan: Plan) -> History | None:
@@ -133,7 +135,7 @@ class Memory:
         if not self._reachable(tray):
             return None
         if (tray, owner) not in self.kept and self._sim.agents[tray].began_ns > self._sim.planned_ns:
-            return None  # it came back empty since
+            return None  # the tray has come back empty meanwhile
         if name not in self.of(tray, owner) and name in self._told.get((tray, owner), ()):
             raise Damaged(name, where)
         must(name in self.of(tray, owner), f"a snapshot that nobody keeps: {name} at {where}")
@@ -142,7 +144,7 @@ class Memory:
         return self.of(tray, owner)[name]
 
     def _from_images(self, plan: Plan, of: Reshard) -> History | None:
-        """What all the old ranks had, in one history; None as long as somebody has still to seal."""
+        """Return the joint history of all old ranks; None while some rank has still to seal its image."""
         found: dict[int, History] = {}
         name = int(snapshot_id(of.layout, Step(plan.committed.step)))
         for where in of.images:
@@ -163,7 +165,11 @@ class Memory:
         return next(iter(found.values()))
 
     def _rebuild(self, restore: Restore, name: int) -> History | None:
-        """From each member that is left its row, with everybody's stripes, and the very file that it gave stripes of."""
+        """Rebuild a snapshot from parity.
+
+        Each remaining member gives its row, with the stripes of all others, and the same file of which it gave stripes
+        itself.
+        """
         rows, files, rotten = [], {}, False
         for one in restore.rebuild:
             address, slot_tray, index, incarnation = one.snapshot.split("/")

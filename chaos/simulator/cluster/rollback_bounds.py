@@ -1,7 +1,8 @@
-"""How far a rollback may go: to the newest step that everybody can be given, as far as the coordinator has been told, and no further.
+"""Check that a rollback goes back no further than necessary.
 
-What is told is compared with what is really there, so nothing that was lost on the way counts. Parity is left out: a rebuild that was
-possible and was not made is not seen here.
+The bound is the newest step that every rank can be given, by what the coordinator has been told. What was reported is
+compared with what really exists, so snapshots lost in between do not count. Parity is left out: a rebuild that was
+possible and was not made is not found here.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ if TYPE_CHECKING:
 __all__ = ["Rollbacks"]
 
 FORMER_MAX = 2
-"""Former owners of a rank that have to be remembered, at the least."""
+"""The number of former owners of a rank that have to be remembered, at least."""
 
 
 class Rollbacks:
+    """The checker for one job."""
+
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self._told: dict[tuple[TrayId, Owner], tuple[Agent, dict[int, None]]] = {}
-        """Snapshots of an owner on a tray, those told of last at the end, and which agent had them."""
+        """Snapshots of an owner on a tray, those last reported at the end, and the agent that had them."""
         self._last: dict[int, int] = {}
-        """Life of the job -> where its last rollback went."""
+        """Life of the job -> the step to which its last rollback went."""
         self._ends: list[tuple[int, int]] = []
-        """Generation that went back, and to where: what those before it have computed beyond that counts no more."""
+        """Each generation that rolled back, and the step: what earlier generations computed beyond it no longer
+        counts."""
 
     def heard(self, event: Event) -> None:
-        """By the coordinator, right before the core."""
+        """Take in an event of the coordinator, right before the core does."""
         match event:
             case WorkerParked() | WorkerExited():
                 self._tell(tray_of(event.slot), (event.slot, int(event.incarnation)), event.snapshots)
@@ -56,7 +60,7 @@ class Rollbacks:
         owner = event.slot, int(event.incarnation)
         tray, where = tray_of(event.slot), event.where.split("/")
         if len(where) == 3:
-            return  # a row
+            return  # the damage is in a row
         if event.where:
             address, slot_tray, index, incarnation = where
             tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
@@ -64,13 +68,14 @@ class Rollbacks:
             self._told[tray, owner][1].pop(int(event.step), None)
 
     def planned(self, plan: Plan) -> None:
+        """Check a new plan: if it rolls back, no newer step may have been available to every rank."""
         if plan.rollback is None:
             return
         limit, life = int(plan.committed.step), self._sim.life(int(plan.generation))
         if int(plan.rollback) < self._last.get(life, -1):
             self._sim.marks.sometimes("a rollback went behind the one before")
         self._last[life] = int(plan.rollback)
-        if plan.anew:  # what was found wrong is left behind, however far that is
+        if plan.anew:  # a corrupted state is left behind, however far that goes
             limit = min(limit, self._sim.truth.good)
         for step in range(limit, int(plan.rollback), -1):
             must(
@@ -89,7 +94,7 @@ class Rollbacks:
         return True
 
     def _of(self, plan: Plan, rank: int, step: int) -> set[History]:
-        """States of ``step`` that ``rank`` can be given, without their flaws."""
+        """Return the states of ``step`` that ``rank`` can be given, without their flaws."""
         sim, name = self._sim, named(plan, step)
         members = {member.rank: (member.slot, int(member.incarnation)) for member in plan.members if not member.fresh}
         kind = sim.class_of(rank)
@@ -97,7 +102,7 @@ class Rollbacks:
             owner for other, owner in members.items() if other == rank or (kind and sim.class_of(int(other)) == kind)
         ]
         found = [self._kept(tray_of(owner[0]), owner, name) for owner in survivors]
-        if not plan.anew:  # of who was wrong nothing is used
+        if not plan.anew:  # nothing of a corrupt rank is used
             former = [key for key in reversed(self._told) if self._held(plan, rank, key[1])]
             found += [self._kept(*key, name) for key in former[:FORMER_MAX]]
         return {state.plain for state in found if state is not None and self._counts(state)}
@@ -106,13 +111,13 @@ class Rollbacks:
         return not any(state.generation < generation and state.unit > end for generation, end in self._ends)
 
     def _held(self, plan: Plan, rank: int, owner: Owner) -> bool:
-        """It had that rank in this life of the job."""
+        """Whether ``owner`` held this rank in this life of the job."""
         process, sim = self._sim.processes.get(owner), self._sim
         alike = process is not None and process.rank == rank and process.layout == plan.layout
         return alike and process is not None and sim.life(process.generation) == sim.life(int(plan.generation))
 
     def _kept(self, tray: TrayId, owner: Owner, name: int) -> History | None:
-        """What is really there, of what was told."""
+        """Return the snapshot, if it was reported and really exists."""
         sim = self._sim
         agent, names = self._told.get((tray, owner), (None, {}))
         if agent is None or name not in names or sim.agents.get(tray) is not agent or not agent.is_heard:

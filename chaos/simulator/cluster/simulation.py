@@ -1,7 +1,7 @@
-"""One job in virtual time, from its start to its end, and what is done to it.
+"""One simulated job in virtual time, from its start to its end.
 
-First faults strike, as the plan says, for a while: *safety*. Then nothing strikes any more, part of what is broken heals, and the rest stays
-broken: *liveness*. The job must come to its end then, or stop for a reason.
+In the first phase faults strike as the plan says (*safety*). Then nothing strikes any more, part of what is broken
+heals, and the rest stays broken (*liveness*). In the second phase the job must come to its end or stop for a reason.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ __all__ = ["Job", "Outcome", "Simulation"]
 
 EVENTS_MAX = 400_000
 LIVE_S_MAX = 4 * 3600.0
-"""Of virtual time, after the last fault: in this time it comes to its end. A rank that is alone is waited for besides, however long it is late:
-nobody waits for it and could tell."""
+"""Seconds of virtual time after the last fault within which the job has to end.
+
+The delays of ranks are added: a rank that is alone is waited for however late it is, because no other rank could
+notice.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is run, and what is done to it."""
+    """The job to simulate, and the faults to inject."""
 
     seed: int
     config: JobConfig
@@ -60,47 +63,51 @@ class Job:
     units: int
     plan: ChaosPlan
     shards: str = "replicas"
-    """``replicas``: all ranks have the same state; ``pairs``: every other one; ``unique``: nobody."""
+    """``replicas``: all ranks have the same state; ``pairs``: every second rank has; ``unique``: no two ranks have."""
     exact: bool = True
     reenters: bool = False
     snapshot_every: int = 2
     checkpoint_every: int = 0
-    """Units; 0: there is no disk."""
+    """Units between two checkpoints; 0: there is no disk."""
     faults_s: float = 60.0
-    """So long faults strike, from the start."""
+    """Seconds from the start during which faults strike."""
     requests: int = 0
-    """What people ask in that time."""
+    """The number of requests by operators in that time."""
     racks: bool = False
-    """Trays tell of their GPUs: two trays to an NVLink clique."""
+    """Whether trays report their GPUs; two trays then form an NVLink clique."""
     drift: float = 0.0
-    """Agents' clocks go by so much faster or slower, at most."""
+    """The largest rate by which agents' clocks run too fast or too slow."""
     must_survive: bool = False
-    """What is done to it is so little that it has to end well."""
+    """Whether the faults are so few that the job has to end well."""
     check_replicas: int = 0
-    """States are compared in every so manieth unit; 0: never."""
+    """States are compared every this many units; 0: never."""
     wrong: dict[SlotId, int] = field(default_factory=dict)
-    """GPUs that compute wrongly, always in the same way, and from which unit on."""
+    """GPUs that compute wrongly, always in the same way -> the unit from which on they do."""
     costs: SimCosts = field(default_factory=SimCosts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
+    """The result of one simulated job."""
+
     seed: int
     trace: str
     stopped: StopJob | None
     violation: str
-    """What was not as it must be; "": all was."""
+    """The invariant that did not hold; "" if all held."""
     core_events: int
     happened: int
     virtual_s: float
     marks: dict[str, int]
     last: tuple[str, ...] = ()
-    """The last events and what the core said, where something was wrong."""
+    """The last events and the core's answers, if an invariant did not hold."""
     resolved: ChaosPlan | None = None
-    """What was done to it, by name and step."""
+    """The plan of what was done, by name and step."""
 
 
 class Simulation:
+    """One job, with all its models."""
+
     def __init__(self, job: Job, core: type[ControlPlane] = ControlPlane) -> None:
         self.job, self.costs, self.drift = job, job.costs, job.drift
         self.engine, self.marks, self.buggify = Engine(), Marks(), Buggify(job.seed)
@@ -108,13 +115,13 @@ class Simulation:
         self.truth, self.memory, self.disk = Truth(job.units), Memory(self), Disk(self)
         self.cuts: dict[TrayId, Cuts] = defaultdict(Cuts)
         self.agents: dict[TrayId, Agent] = {}
-        """The newest of each tray."""
+        """The newest agent of each tray."""
         self.processes: dict[Owner, Process] = {}
         self.eras: dict[int, Era] = {}
         self.points: dict[str, int] = {}
         self.planned_ns = 0
         self.differences: dict[int, Difference] = {}
-        """What the ranks of a generation have concluded."""
+        """Generation -> the conclusion that its ranks drew from comparing states."""
         self.rollbacks = Rollbacks(self)
         self.coordinator_asleep = False
         self.coordinator = Coordinator(self, job.config, core)
@@ -130,6 +137,7 @@ class Simulation:
 
     # -- from start to end
     def run(self) -> Outcome:
+        """Simulate the job to its end. An invariant that does not hold is in the outcome, and is not raised."""
         violation = ""
         try:
             self._run()
@@ -166,7 +174,7 @@ class Simulation:
         self._ended(self.coordinator.stopped)
 
     def _heal(self) -> None:
-        """The last fault has struck. What stays broken stays so for good."""
+        """End the faults. What stays broken now stays so for good."""
         self.conductor = None
         draw = self.draw["healing"]
         self.injectors.end(lambda: draw.random() < 0.75 or self.job.must_survive)
@@ -201,7 +209,7 @@ class Simulation:
 
     # -- trays and workers
     def switch_on(self, tray: TrayId) -> None:
-        """A new agent, on an empty tray; where one lives, nothing."""
+        """Start a new agent on an empty tray; do nothing where one is alive."""
         before = self.agents.get(tray)
         if before is not None and before.alive:
             return
@@ -225,12 +233,12 @@ class Simulation:
 
     @staticmethod
     def _clique(tray: TrayId) -> str:
-        """Two trays make one; a rack that is brought has its own."""
+        """Two trays form a clique; a rack from the provider has its own."""
         rack, _, number = tray.rpartition("-")
         return f"clique-{int(number) // 2}" if rack == "tray" else f"clique of {rack}"
 
     def describe(self, tray: TrayId, slots: int) -> bytes:
-        """Its topology, as its agent tells of it."""
+        """Return the tray's topology as its agent reports it."""
         if not self.job.racks:
             return b""
         clique = self._clique(tray)
@@ -239,15 +247,15 @@ class Simulation:
         return msgspec.json.encode([PartialTopology(kind="nvml", where=f"NVML on {tray}", trays=(found,))])
 
     def life(self, generation: int) -> int:
-        """The start of the world that ``generation`` is one of."""
+        """Return the start of the world to which ``generation`` belongs, as a generation."""
         return max(one for one in self._lives if one <= generation)
 
     def began(self, generation: int) -> int:
-        """The unit that the world of ``generation`` began after."""
+        """Return the unit after which the world of ``generation`` began."""
         return self.disk.began_with(self.life(generation)).unit
 
     def is_compared_no_more(self, process: Process) -> bool:
-        """What changes in its state now, nobody will see: nothing is compared, or has been for the last time."""
+        """Whether a change in the state of ``process`` will never be found, because nothing is compared any more."""
         at_its_end = process.passed + 2 > self.truth.units
         last = process.comparing.last >= self.truth.units - 1
         return (
@@ -263,12 +271,13 @@ class Simulation:
         return "all" if self.job.shards == "replicas" else f"class {rank % 2}"
 
     def some_are_alone(self, world: int) -> bool:
-        """Some rank has no replica."""
+        """Whether some rank has no replica."""
         classes = [self.class_of(rank) for rank in range(world)]
         return any(classes.count(one) == 1 or not one for one in classes)
 
     # -- what happens in it
     def planned(self, plan: Plan, *, launch: bool) -> None:
+        """Take in a new plan of the core: check it, and make its generation. ``launch``: a world begins with it."""
         before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         self.truth.planned(plan, launch=launch)
         era = self.eras[plan.generation] = Era(self, plan)
@@ -298,13 +307,14 @@ class Simulation:
         return any(m is not None and m.between_units for m in members)
 
     def passed(self, process: Process) -> None:
-        """It has seen a gate pass."""
+        """Note that a process has seen a gate pass."""
         if process.passed > self._newest:
             self._newest = process.passed
             self.coordinator.measured(process.passed)
             self.stir()
 
     def poisoned(self, process: Process) -> bool:
+        """End the process if it computes a unit with a poisoned sample. Returns whether it has ended."""
         unit = process.passed + 1
         if unit in self.injectors.poison and process.rank == unit % self.eras[process.generation].world:
             process.end(code=1, bug="train.py:7")
@@ -312,7 +322,7 @@ class Simulation:
         return False
 
     def crashes(self, point: str, who: Process | Agent) -> bool:
-        """It has come to a named point, and ends there if a fault says so."""
+        """Count a visit of ``point``, and end ``who`` if a fault says so. Returns whether it has ended."""
         self.points[point] = self.points.get(point, 0) + 1
         return self.injectors.crash(point, who)
 
@@ -322,7 +332,7 @@ class Simulation:
 
     # -- the plan of faults
     def stir(self) -> None:
-        """Something can be seen that could not before."""
+        """Let the conductor look again, because there is something new to see."""
         if not self._stirred and self.conductor is not None:
             self._stirred = True
             self.engine.after(0.0, self._look, priority=LAST)
@@ -353,6 +363,7 @@ class Simulation:
                 self._carry_out(self.conductor.confirm(order.number, took=took, detail=detail))
 
     def scene(self) -> Scene:
+        """Return the state of the job, as faults resolve their targets from it."""
         newest = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         ranks = {(m.slot, int(m.incarnation)): int(m.rank) for m in newest.members} if newest else {}
         places = []
@@ -363,7 +374,7 @@ class Simulation:
                 continue
             rank = ranks.get(process.owner)
             if rank is None and process.rank is not None:
-                continue  # of a world that is no more
+                continue  # it belongs to an earlier world
             place = Place(slot, tray_of(slot), self._clique(tray_of(slot)), "rack", rank, process.incarnation)
             places.append(place)
         mirrors = newest.mirrors if newest else {}
@@ -371,7 +382,7 @@ class Simulation:
 
 
 class _Streams(dict[str, random.Random]):
-    """By name, from the seed."""
+    """Random streams by name, from the seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

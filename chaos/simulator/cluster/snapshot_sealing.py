@@ -1,4 +1,4 @@
-"""What one worker keeps of its state: it seals snapshots, and its agent copies them to other trays."""
+"""Model of how one worker keeps its state: it seals snapshots, which its agent copies to other trays."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ __all__ = ["Sealing"]
 
 
 class Sealing:
+    """The snapshots of one worker."""
+
     def __init__(self, of: Process) -> None:
         self._of, self._sim = of, of.sim
         self._seals, self._sealing = 0, -1
 
     def break_off(self) -> None:
-        """What is being sealed comes to nothing."""
+        """Abandon the snapshot that is being sealed."""
         self._seals += 1
 
     def soon(self) -> None:
-        """One at a time. There is room for two, so what is older than the newest is overwritten from now on."""
+        """Begin to seal a snapshot, unless one is being sealed.
+
+        There is room for two, so everything older than the newest is overwritten from now on.
+        """
         if self._sealing == self._seals:
             return
         self._seals += 1
@@ -43,7 +48,10 @@ class Sealing:
             self._keep(history, layout, generation, besides)
 
     def to_compare(self, good: int) -> None:
-        """What was found good last stays besides; what was being sealed comes to nothing. Nobody else has a copy of it: replicas need none."""
+        """Begin to seal a snapshot for a comparison, and abandon one that is being sealed.
+
+        The last snapshot found good stays beside it. No other tray gets a copy, because replicas need none.
+        """
         self._seals += 1
         arena = self._sim.memory.of(self._of.agent.tray, self._of.owner)
         kept = int(snapshot_id(Generation(self._of.layout), Step(good))) if good >= 0 else -1
@@ -54,12 +62,12 @@ class Sealing:
         self._sim.engine.after(costs.of(costs.seal_s, draw), self._of.do, self._sealed, *what)
 
     def now(self, *, besides: int = -1) -> None:
-        """Of what it is."""
+        """Seal a snapshot of the present state at once."""
         self._seals += 1
         self._keep(self._of.state_now, self._of.layout, self._of.generation, besides)
 
     def _keep(self, history: History, layout: int, generation: int, besides: int = -1) -> None:
-        """There is room for two: this one, and ``besides`` or the newest other."""
+        """Keep a sealed snapshot. There is room for two: this one, and ``besides`` or the newest other."""
         name = int(snapshot_id(Generation(layout), Step(history.unit)))
         tray, memory = self._of.agent.tray, self._sim.memory
         memory.seal(tray, self._of.owner, name, history)
@@ -78,7 +86,7 @@ class Sealing:
         )
 
     def _copy(self, name: int, history: History, generation: int, besides: tuple[int, ...], file: int) -> None:
-        """Its agent gives other trays what was sealed: also of a worker that is gone by now."""
+        """The agent copies a sealed snapshot to other trays, even if the worker has ended by now."""
         plan, memory = self._of.agent.plan, self._sim.memory
         if plan is None or plan.generation != generation or name not in memory.of(self._of.agent.tray, self._of.owner):
             return

@@ -1,4 +1,4 @@
-"""One worker: it starts, computes units and enters their gates, parks and restores."""
+"""Model of one worker: it starts, computes units and enters their gates, parks and restores."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ POINTS = (
     "worker: pausing",
     "worker: finishing",
 )
-"""Where `rackrun.chaos.faults.fault_types.CrashAt` can strike in the model."""
+"""The points at which `rackrun.chaos.faults.fault_types.CrashAt` can strike in the model."""
 POLL_S = 0.1
 
 
 class Process:
-    """As it is; the core only knows what it hears."""
+    """One worker as it really is; the core only knows what is reported."""
 
     def __init__(self, agent: Agent, command: StartWorker) -> None:
         self.agent, self.sim = agent, agent.sim
@@ -75,36 +75,37 @@ class Process:
         self.generation = int(command.generation)
         self.state = "starting"  # starting, waiting, running, parked, resuming, dead
         self.history: History | None = None
-        """None: it has no state."""
+        """The training state; None if it has none."""
         self.entered_in: int | None = None
-        """The generation in which it entered the unit after its history, whose gate it has not seen pass."""
+        """The generation in which it entered the unit after its history and has not seen the gate pass; None
+        otherwise."""
         self.entered_world = 0
         self.layout, self.torn, self.finished = 0, False, False
         self.resumed = Generation(0)
         self.plan: Plan | None = None
         self.between_units = False
-        """It pauses."""
+        """Whether it is paused between two units."""
         self.read_in = -1
         """The last generation whose state it has read."""
         self.own_pause, self.late_s, self.slow = 0, 0.0, 1.0
         self.progress_ns = self.silent_ns = agent.sim.engine.now_ns
         self.saved = -1
-        """The last unit after which it has begun to write a checkpoint."""
+        """The last unit after which it began to write a checkpoint."""
         self.damaged: set[int] = set()
-        """Snapshots of its own that it has found damaged."""
+        """Its own snapshots that it has found damaged."""
         self._told_to_pause = self._told_to_drain = -1
         self._floor = -1
-        """The last unit that any plan told it is committed."""
+        """The last unit that any plan has said to be committed."""
         self._turn = 0
-        """What was to come in an older turn does not."""
+        """A counter: calls that were scheduled in an older turn are dropped."""
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._felt = -1
         self.sealing, self._watch = Sealing(self), Watch(self)
         self.comparing = Comparing()
         self.gate_states: dict[int, History] = {}
-        """Of the gate that it has entered last."""
+        """The states at the gate that it entered last."""
         self._once_more = False
-        """Its loss was not finite, and all compute the unit again."""
+        """Its loss was not finite, and all ranks compute the unit again."""
 
     def __repr__(self) -> str:
         return f"{self.slot}:{self.incarnation} (rank {self.rank}, {self.state}, {self.history})"
@@ -133,7 +134,7 @@ class Process:
 
     # -- time
     def later(self, seconds: float, do: Callable[..., None], *args: object) -> None:
-        """Unless it is broken off before."""
+        """Call ``do`` after ``seconds``, unless the worker is broken off before."""
         self.sim.engine.after(seconds, self._due, self._turn, do, *args)
 
     def _due(self, turn: int, do: Callable[..., None], *args: object) -> None:
@@ -141,6 +142,7 @@ class Process:
             self.do(do, *args) if not self.paused else self._backlog.append((self._due, (turn, do, *args)))
 
     def do(self, do: Callable[..., None], *args: object) -> None:
+        """Call ``do`` now, or when the process goes on if it is stopped; never if it has ended."""
         if not self.alive:
             return
         if self.paused:
@@ -153,6 +155,7 @@ class Process:
         self.silent_ns = self.sim.engine.now_ns
 
     def go_on(self) -> None:
+        """Go on after a stop, and do what has piled up meanwhile."""
         self.own_pause -= 1
         if self.paused or not self.alive:
             return
@@ -172,6 +175,7 @@ class Process:
 
     # -- its beginning and its end
     def start(self) -> None:
+        """Start, which takes until the worker stands at its first step."""
         costs, draw = self.sim.costs, self.sim.draw["starts"]
         late_s = 0.0
         if self.sim.buggify("worker: a slow start"):
@@ -193,7 +197,7 @@ class Process:
             self._stand()
 
     def _stand(self) -> None:
-        """At its first step, with the state that it begins with; or it waits for one."""
+        """Begin the first step with the state that the world begins with; a spare waits."""
         if self.rank is not None:
             try:
                 self.history = self.sim.disk.begins(self.generation)
@@ -219,7 +223,7 @@ class Process:
     def end(
         self, *, signal: int | None = None, code: int | None = None, bug: str = "", kind: str = "ValueError"
     ) -> None:
-        """Its agent lives, and sees it."""
+        """End the process. Its agent is alive and sees it."""
         if not self.alive:
             return
         step, name = (
@@ -241,6 +245,7 @@ class Process:
         self.sim.stir()
 
     def dies(self) -> None:
+        """End the process without a report."""
         if self.alive:
             self.state = "dead"
             era = self.sim.eras.get(self.generation)
@@ -267,6 +272,7 @@ class Process:
         era.enter(self, pausing=pausing, draining=draining)
 
     def see(self, generation: int) -> None:
+        """See the gate that was entered pass: apply the unit, and save what is due."""
         era = self.sim.eras[generation]
         gate = era.sees(self)
         if gate is None or self.entered_in != generation or self.generation != generation:
@@ -281,7 +287,7 @@ class Process:
         self.sim.passed(self)
         self._snapshot(era)
         every = self.sim.job.checkpoint_every
-        if every and self.passed % every == every - 1 and self.passed > self.saved:  # else it is done again, and there
+        if every and self.passed % every == every - 1 and self.passed > self.saved:  # else it is done again and saved
             self.saved = self.passed if self.sim.disk.save(self) else self.saved
         if gate.draining:
             self._finish()
@@ -291,7 +297,7 @@ class Process:
             self._compute()
 
     def _snapshot(self, era: Era) -> None:
-        """Of what has no replica, now and then; or of what is about to be compared."""
+        """Seal a snapshot: of state without a replica at the interval, or of state that is about to be compared."""
         sim = self.sim
         if sim.job.check_replicas and not sim.some_are_alone(era.world):
             if is_due(sim, era, self.passed + 1) and goes_back(sim, era):
@@ -301,7 +307,10 @@ class Process:
             self.sealing.soon()
 
     def differs(self, of: Difference) -> None:
-        """All of its generation come to this conclusion. It passes no gate any more, and waits until its generation is broken."""
+        """Report the difference that all ranks of the generation have found.
+
+        The worker passes no gate any more, and waits until its generation is broken.
+        """
         if self.state != "running" or self.entered_in != of.generation:
             return
         self.entered_in = None
@@ -310,14 +319,14 @@ class Process:
         self.say(lambda **_: of.event(self))
 
     def flip(self, flaw: str, bits: str = "") -> None:
-        """Its GPU, or the memory of that, changes its state by itself."""
+        """Its GPU, or the GPU's memory, corrupts its state."""
         self.history = self.state_now.changed(flaw, bits)
         self.comparing.flipped.append(flaw)
         if self.sim.is_compared_no_more(self):
             self.sim.truth.late.add(flaw)
 
     def repeats_its_unit(self) -> None:
-        """Its next loss is not finite: all compute it once more, and then it is."""
+        """Its next loss is not finite, so all ranks compute the unit again; then the loss is finite."""
         self.late_s += self.sim.costs.step_s
         self._once_more = True
 
@@ -338,7 +347,7 @@ class Process:
         return self.state_now.then(self.entered_in, self.entered_world, self.gate_states.values())
 
     def _computes_wrong(self) -> None:
-        """Its GPU may be one that does, always in the same way."""
+        """Corrupt the state if its GPU is one that computes wrongly, always in the same way."""
         if self.sim.job.wrong.get(self.slot, self.sim.truth.units) <= self.passed:
             self.flip(f"what {self.slot} computes in generation {self.generation}", f"what {self.slot} computes")
 
@@ -358,7 +367,8 @@ class Process:
 
     # -- recovery
     def feels_broken(self) -> None:
-        """A collective of its generation fails; if nobody says why for a while, it does."""
+        """A collective of its generation fails; after a while without a reason from elsewhere, the worker
+        reports it."""
         if self.alive and self.state == "running" and self._felt != self.generation:
             self._felt = self.generation
             self.later(
@@ -413,9 +423,9 @@ class Process:
         )
 
     def _take(self, plan: Plan) -> None:
-        """A plan arrives: from here on, who is fresh has nothing to lose."""
+        """Take up a plan. From here on, a fresh member has no state to lose."""
         if self.state in ("starting", "running"):
-            return  # of the world that it is started in
+            return  # the plan is of the world that it is started in
         must(plan.generation > self.generation, f"{self} is given an old plan")
         me = next(m for m in plan.members if (m.slot, int(m.incarnation)) == self.owner)
         if plan.reshard is not None:
@@ -437,12 +447,12 @@ class Process:
             self.sealing.break_off()
         if not self.sim.crashes("worker: planned", self):
             self.sim.eras[self.generation].arrive(self, self.its_rank)
-            if plan.generation > 1 and plan.reshard is None:  # else they are patient
+            if plan.generation > 1 and plan.reshard is None:  # otherwise the members wait longer
                 costs = self.sim.costs
                 self.later(costs.of(costs.handshake_s, self.sim.draw["recoveries"]), self._unbuilt, self.generation)
 
     def _unbuilt(self, generation: int) -> None:
-        """Not all have come together in time."""
+        """Report that not all members have come together in time."""
         era = self.sim.eras[generation]
         if self.state == "resuming" and self.generation == generation and not era.met:
             cut_off = era.is_cut_off(self.agent.tray)
@@ -450,7 +460,7 @@ class Process:
             self.say(WorkerUnbuilt, generation=Generation(generation), cut_off=cut_off, because="somebody did not come")
 
     def _hand_over(self, plan: Plan, of: Reshard) -> None:
-        """Who has its old state still, and is asked for it, seals it, and leaves main."""
+        """Seal the old state and leave main, if the worker still has that state and is asked for it."""
         here = f"{self.agent.tray}:2/{self.slot}/{self.incarnation}"
         if not (self.stateful and self.layout == of.layout and plan.rollback is None and here in of.images):
             return
@@ -462,7 +472,7 @@ class Process:
         self.sealing.now()
 
     def met(self) -> None:
-        """All have come, and groups are built."""
+        """All members have come, and groups are built."""
         costs, draw, plan = self.sim.costs, self.sim.draw["recoveries"], self.plan
         assert plan is not None
         seconds = costs.reenter_s if plan.reshard is not None else costs.regroup_s
@@ -482,7 +492,7 @@ class Process:
             self.later(costs.of(costs.takeover_s, self.sim.draw["recoveries"]) if reads else 0.0, self._resume)
 
     def _find(self) -> History | bool | None:
-        """None: not yet. False: it is damaged, and that is said."""
+        """Return the state to restore; None: not yet available. False: it is damaged, which has been reported."""
         assert self.plan is not None
         try:
             return self.sim.memory.for_member(self, self.plan)
@@ -514,7 +524,10 @@ class Process:
         self._go_on(plan, found)
 
     def _go_on(self, plan: Plan, found: History) -> None:
-        """Where all read what all had before, nobody makes room for what is new until all have read."""
+        """Go on with the restored state.
+
+        Where every rank reads what all ranks had before, none makes room for a new snapshot until all have read.
+        """
         owners = [(member.slot, member.incarnation) for member in plan.members] if plan.reshard is not None else []
         if any((one := self.sim.processes.get(owner)) is None or one.read_in != plan.generation for owner in owners):
             self.later(POLL_S, self._go_on, plan, found)

@@ -1,4 +1,4 @@
-"""How its agent watches over one worker: nobody may be still for too long."""
+"""Model of how an agent watches one worker, which may not be without progress for too long."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ PATIENCE_MAX = 8
 
 
 class Watch:
+    """The watchdog of one worker."""
+
     def __init__(self, of: Process) -> None:
         self._of, self._sim = of, of.sim
         self._patience, self._came_in = 1, -1
         self._told_ns = -1
-        """When its stall was told, which is not over yet; -1: there is none."""
+        """The progress at which a stall was reported that is not over yet; -1: there is none."""
 
     def begin(self) -> None:
         self._of.agent.later(self._sim.costs.stall_s, self._look)
@@ -31,7 +33,7 @@ class Watch:
             self._patience = min(2 * self._patience, PATIENCE_MAX)  # what looked like a hang was slowness
 
     def _look(self) -> None:
-        """Again and again: is there progress? It does not look while the agent itself is held up."""
+        """Check for progress, again and again. The watchdog does not check while the agent itself is stopped."""
         of = self._of
         if not of.alive:
             return

@@ -1,1 +1,1 @@
-"""Drawn jobs, over many seeds."""
+"""Draw simulated jobs from seeds, and run many of them."""

@@ -1,4 +1,4 @@
-"""GPUs that change state by themselves, in jobs that compare replicas, or do not (``--check-replicas``)."""
+"""Add GPUs that corrupt state to drawn jobs, some of which compare replicas (``--check-replicas``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _OF: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "parameters
 
 
 def with_corruption(job: Job, draw: random.Random) -> Job:
-    """GPUs that change state, or losses that are not finite, in a quarter of the jobs; most of these compare replicas."""
+    """Return the job, in a quarter of cases with corrupting GPUs or losses that are not finite; most of these compare
+    replicas."""
     if draw.random() < 0.75:
         return job
     if job.must_survive:
@@ -31,7 +32,7 @@ def with_corruption(job: Job, draw: random.Random) -> Job:
     strike = Inject(fault=FlipBit(of=of), target=One(RANK))
     flips = Every(mean_s=draw.choice([5.0, 15.0, 60.0]), part=strike, times=draw.randint(1, 4))
     plan = msgspec.structs.replace(job.plan, plan=Par(parts=(job.plan.plan, Seq(parts=(Quiet(steps=3), flips)))))
-    if draw.random() < 0.5:  # little else happens to it
+    if draw.random() < 0.5:  # few other faults strike it
         plan = msgspec.structs.replace(plan, plan=Seq(parts=(Quiet(steps=3), flips)))
     wrong = {}
     if draw.random() < 0.3:
@@ -49,7 +50,7 @@ def with_corruption(job: Job, draw: random.Random) -> Job:
 
 
 def _with_one_flip(job: Job, draw: random.Random) -> Job:
-    """After everything else, and seen: nothing of it is to be left in the end."""
+    """Add one flip after all other faults. It must be found: nothing of it may be left at the end."""
     flip = Inject(fault=FlipBit(of="parameters"), target=One(RANK), when=Now(plus_s=round(5 * draw.random(), 3)))
     plan = msgspec.structs.replace(job.plan, plan=Seq(parts=(job.plan.plan, Quiet(steps=4), flip)))
     return replace(job, plan=plan, check_replicas=draw.randint(1, 4))

@@ -1,4 +1,4 @@
-"""A job and its faults, drawn from a seed: first which families of faults there are at all, then how often, then everything else."""
+"""Draw a job and its faults from a seed: first which families of faults occur, then how often, then everything else."""
 
 from __future__ import annotations
 
@@ -110,20 +110,20 @@ def _faults(draw: random.Random) -> Part:
                 back = Inject(fault=Return(), target=Last(TRAY), when=Now(plus_s=round(draw.random() * 40, 3)))
                 strike = Seq(parts=(strike, back))
             parts.append(Every(mean_s=draw.choice([3.0, 10.0, 30.0]), part=strike, times=draw.randint(1, 5)))
-    if draw.random() < 0.1:  # among those that start together
+    if draw.random() < 0.1:  # two workers are lost that start together
         parts.append(Inject(fault=Kill(), target=Several(RANK, 2), when=AtStep(step=draw.randint(0, 12))))
-    if draw.random() < 0.1:  # a tray that its peers do not reach, while all are to come together anew
+    if draw.random() < 0.1:  # a tray that its peers do not reach, while all ranks have to come together again
         when = AtStep(step=draw.randint(0, 12))
         parts.append(Inject(fault=Partition(shape="from_peers", for_s=60.0), target=One(TRAY), when=when))
         parts.append(Inject(fault=Kill(), target=One(RANK), when=when))
     faults: Part = Par(parts=tuple(parts))
-    if draw.random() < 0.85:  # the others strike while all start
+    if draw.random() < 0.85:  # otherwise the faults strike while all workers start
         faults = Seq(parts=(Quiet(steps=draw.randint(1, 6)), faults))
     return faults
 
 
 def _few_faults(draw: random.Random) -> Part:
-    """What spares and replicas are for."""
+    """Draw a few faults that spares and replicas can deal with."""
     faults: list[tuple[Fault, Target]] = [
         (Kill(), One(RANK)),
         (ExhaustMemory(), One(RANK)),
@@ -143,7 +143,7 @@ def _few_faults(draw: random.Random) -> Part:
 
 
 def draw_job(seed: int) -> Job:
-    """The job of this seed."""
+    """Draw the job of a seed."""
     if stream(seed, "swarm", "long").random() < LONG:
         return a_long_job(seed, stream(seed, "swarm", "of weeks"))
     return with_corruption(_with_or_without_disk(seed), stream(seed, "swarm", "corruption"))
@@ -159,7 +159,7 @@ def _with_or_without_disk(seed: int) -> Job:
 
 
 def _with_disk(plan: Plan, draw: random.Random) -> Plan:
-    """It fails as well, and at times so much that nothing is left in memory."""
+    """Add faults of the storage and, at times, losses after which no state is left in memory."""
     for_s = draw.choice([1.0, 10.0, 60.0])
     faults: list[Fault] = [
         DiskFull(for_s=for_s),

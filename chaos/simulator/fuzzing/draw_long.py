@@ -1,4 +1,4 @@
-"""Jobs of thousands of units, with dozens of recoveries."""
+"""Draw jobs of thousands of units, with dozens of recoveries."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ __all__ = ["LONG", "a_long_job"]
 
 RANK, SPARE, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.TRAY
 LONG = 1 / 80
-"""The share of such jobs."""
+"""The share of such jobs among all seeds."""
 _CYCLE, _APART = 1_200, 40
 _HANGS, _OTHERS = 9, 5
-"""In so many units so many faults, one every so many units: then slots that were left out have the time to show that they are in order."""
+"""In each cycle of this many units, this many hangs and other faults strike, one every ``_APART`` units.
+
+Slots that were left out then have the time to show that they are in order.
+"""
 
 
 def a_long_job(seed: int, draw: random.Random) -> Job:
-    """Of more than a thousand units, with dozens of recoveries. Faults leave it time to come to itself, so it has to end well: no slot is out
-    for good, no checkpoint is kept for ever, and rollbacks follow each other."""
+    """Draw a job of more than a thousand units, with dozens of recoveries.
+
+    Its faults leave it time to recover, so it has to end well: no slot is left out for good, no checkpoint is kept
+    forever, and rollbacks follow each other.
+    """
     trays, slots = draw.randint(3, 4), draw.randint(1, 2)
     units = draw.randint(2_500, 5_500)
     shards = draw.choice(["replicas", "pairs", "unique"])

@@ -1,4 +1,4 @@
-"""Many seeds, and the smallest plan that still fails of one that does."""
+"""Run many seeds, and find the smallest plan with which a failing seed still fails."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ CHUNK = 50
 
 
 def play(seed: int, core: type[ControlPlane] = ControlPlane) -> Outcome:
-    """The job of this seed, from its start to its end."""
+    """Run the job of a seed from its start to its end."""
     return Simulation(draw_job(seed), core).run()
 
 
 @dataclass(slots=True)
 class Tally:
-    """What many seeds came to."""
+    """The results of many seeds."""
 
     seeds: int = 0
     core_events: int = 0
     exits: Counter[str] = field(default_factory=Counter)
     marks: Counter[str] = field(default_factory=Counter)
     failed: dict[int, str] = field(default_factory=dict)
-    """Seed -> what was not as it must be."""
+    """Seed -> the invariant that did not hold."""
 
     def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
         self.seeds += 1
         self.core_events += outcome.core_events
         self.marks.update(outcome.marks)
@@ -47,6 +48,7 @@ class Tally:
             self.exits[str(outcome.stopped.exit_code)] += 1
 
     def merge(self, other: Tally) -> None:
+        """Add the results of another tally."""
         self.seeds += other.seeds
         self.core_events += other.core_events
         self.exits.update(other.exits)
@@ -62,7 +64,7 @@ def _chunk(seeds: range) -> Tally:
 
 
 def sweep(seeds: Iterable[range], jobs: int = 1) -> Iterator[tuple[range, Tally]]:
-    """Chunks of seeds, each with what it came to, in their order."""
+    """Run the seeds in chunks, and yield each chunk with its results, in order."""
     chunks = [range(at, min(at + CHUNK, part.stop)) for part in seeds for at in range(part.start, part.stop, CHUNK)]
     if jobs == 1:
         yield from ((chunk, _chunk(chunk)) for chunk in chunks)
@@ -72,8 +74,11 @@ def sweep(seeds: Iterable[range], jobs: int = 1) -> Iterator[tuple[range, Tally]
 
 
 def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 400) -> tuple[Job, Outcome] | None:
-    """The job of a seed that fails, with as few of its faults as fail still, in whatever way. None where it does not fail when its faults
-    strike by name and step, as `rackrun.chaos.plan.conductor.Conductor.resolved` has them."""
+    """Reduce the faults of a seed that fails, to as few as still fail, in whatever way.
+
+    Returns None if the seed does not fail when its faults strike by name and step, as
+    `rackrun.chaos.plan.conductor.Conductor.resolved` gives them.
+    """
     job = draw_job(seed)
     outcome = Simulation(job, core).run()
     if not outcome.violation or outcome.resolved is None:

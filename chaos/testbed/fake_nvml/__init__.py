@@ -1,1 +1,1 @@
-"""A driver without GPUs: what agents ask is answered from a file that injectors and tests write."""
+"""An NVML driver without GPUs: it answers agents from a file that injectors and tests write."""

@@ -1,4 +1,4 @@
-"""A libnvidia-ml.so.1 without GPUs, and the state file that it answers from.
+"""Build a libnvidia-ml.so.1 that works without GPUs, and write the state file from which it answers.
 
 ::
 
@@ -30,14 +30,14 @@ MAGIC = 0x6C6D766E
 ONCE = 0x10000
 GPUS, LINKS, EVENTS, MASK_WORDS, USERS = 16, 36, 256, 16, 4
 CALLS = ("identity", "fabric", "platform", "fields", "links", "remapped", "ecc", "clocks", "affinity", "events")
-"""What can be made to fail by itself: see `FakeTray.fail`."""
+"""Groups of calls that can be made to fail by themselves: see `FakeTray.fail`."""
 NVML_ERRORS = {
     "NOT_SUPPORTED": 3, "NO_PERMISSION": 4, "DRIVER_NOT_LOADED": 9, "FUNCTION_NOT_FOUND": 13, "GPU_IS_LOST": 15,
     "RESET_REQUIRED": 16, "ARGUMENT_VERSION_MISMATCH": 25, "NOT_READY": 27, "UNKNOWN": 999,
 }  # fmt: skip
 XID_EVENT = 0x8
 Says = int | dict[str, int]
-"""A value; in an array, those of these places."""
+"""A value or, for an array, place -> value."""
 _u8, _u32, _u64, _char = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_char
 
 
@@ -49,7 +49,7 @@ class _Platform(ctypes.Structure):
 
 
 class FakeGpu(ctypes.Structure):
-    """What the library says of one GPU. Every field may be set while it is in use."""
+    """What the library answers about one GPU. Every field may be set while the library is in use."""
 
     _fields_ = [
         ("uuid", _char * 96), ("serial", _char * 32), ("bus_id", _char * 32), ("name", _char * 64),
@@ -67,8 +67,12 @@ class _Event(ctypes.Structure):
 
 
 class FakeTray(ctypes.Structure):
-    """One tray's part of the state. ``init_result`` is what nvmlInit returns; ``hang`` blocks every call while it is set; ``readings`` have
-    begun so far, of ``event_count`` events so many were ``delivered``; ``cuda`` is the newest that the driver serves, 13000 for 13.0."""
+    """The state of one tray.
+
+    ``init_result`` is what nvmlInit returns; ``hang`` blocks every call while it is set; ``readings`` counts the
+    readings begun so far; ``delivered`` counts how many of the ``event_count`` events were delivered; ``cuda`` is the
+    newest CUDA version that the driver serves, 13000 for 13.0.
+    """
 
     _fields_ = [
         ("name", _char * 64), ("driver", _char * 80),
@@ -77,17 +81,20 @@ class FakeTray(ctypes.Structure):
     ]  # fmt: skip
 
     def xid(self, gpu: int, xid: int, kind: int = XID_EVENT) -> None:
-        """The driver reports ``xid`` now, to every process that waits for events."""
+        """Let the driver report ``xid`` now, to every process that waits for events."""
         event = self.event[self.event_count % EVENTS]
         event.gpu, event.type, event.data = gpu, kind, xid
-        self.event_count += 1  # last: the event is whole when it is counted
+        self.event_count += 1  # last: an event is complete when it is counted
 
     def fail(self, gpu: int, call: str, error: str | None, *, once: bool = False) -> None:
-        """From now on ``call`` (of `CALLS`) returns ``error`` (of `NVML_ERRORS`); None: answers again. ``once``: only next time."""
+        """Let ``call`` (of `CALLS`) return ``error`` (of `NVML_ERRORS`) from now on; None lets it answer again.
+
+        ``once``: only the next call fails.
+        """
         self.gpu[gpu].result[CALLS.index(call)] = (NVML_ERRORS[error] if error else 0) | (ONCE if once else 0)
 
     def put(self, gpu: int, says: Mapping[str, Says]) -> None:
-        """The driver says this of a GPU from now on: values of `FakeGpu`, in an array those of some places."""
+        """Set what the driver answers about a GPU: fields of `FakeGpu`; of an array, only the given places."""
         for name, value in says.items():
             if isinstance(value, dict):
                 array = getattr(self.gpu[gpu], name)
@@ -97,7 +104,7 @@ class FakeTray(ctypes.Structure):
                 setattr(self.gpu[gpu], name, value)
 
     def said(self, gpu: int, says: Mapping[str, Says]) -> dict[str, Says]:
-        """What it says now of what ``says`` speaks of."""
+        """Return the present values of the fields and places that are named in ``says``."""
         return {
             name: {at: getattr(self.gpu[gpu], name)[int(at)] for at in value}
             if isinstance(value, dict)
@@ -106,19 +113,22 @@ class FakeTray(ctypes.Structure):
         }
 
     def fail_all(self, gpu: int, error: str | None) -> None:
-        """Every call about this GPU returns ``error``, as of one that is lost."""
+        """Let every call about this GPU return ``error``, as for a GPU that is lost; None lets them answer again."""
         self.gpu[gpu].error = NVML_ERRORS[error] if error else 0
 
 
 class FakeRack:
-    """The state file of a simulated rack, mapped here and in every process that the library is loaded into."""
+    """The state file of a simulated rack, mapped here and in every process that loads the library."""
 
     def __init__(self, path: Path, trays: Mapping[str, FakeTray], address: int, size: int) -> None:
         self.path, self._trays, self._address, self._size = path, dict(trays), address, size
 
     @classmethod
     def create(cls, path: Path, topology: Topology, *, driver: str = "580.65.06", links: int = 18) -> FakeRack:
-        """All trays of ``topology``, in order. A GPU whose clique is its host's alone is in no fabric."""
+        """Create the state file, with all trays of ``topology`` in order.
+
+        A GPU whose clique spans only its own host is in no fabric.
+        """
         head = 16
         size = head + ctypes.sizeof(FakeTray) * len(topology.trays)
         with path.open("wb+") as file:
@@ -139,7 +149,7 @@ class FakeRack:
 
     @classmethod
     def open(cls, path: Path) -> FakeRack:
-        """One that another process has created."""
+        """Map a state file that another process has created."""
         head, size = 16, path.stat().st_size
         with path.open("rb+") as file:
             address = _map(file.fileno(), size)
@@ -156,7 +166,11 @@ class FakeRack:
         return self._trays[name]
 
     def environment(self, library: Path, tray: str = "") -> dict[str, str]:
-        """What a process needs to run on ``tray``, or agents, which each say which one is theirs; ``library`` is `build`'s answer."""
+        """Return the environment for a process that runs on ``tray``.
+
+        Without ``tray`` it is for agents, each of which says itself which tray is its own. ``library`` is what `build`
+        returned.
+        """
         before = os.environ.get("LD_LIBRARY_PATH", "")
         return {
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(library), before])),
@@ -165,13 +179,16 @@ class FakeRack:
         }
 
     def close(self) -> None:
-        """Unmaps it: its trays must not be touched afterwards."""
+        """Unmap the file; its trays must not be used afterwards."""
         self._trays.clear()
         _libc.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self._size))
 
 
 def build(folder: Path, without: Iterable[str] = ()) -> Path:
-    """Compile it, without the functions ``without``, as an old driver lacks them. Returns the folder for LD_LIBRARY_PATH."""
+    """Compile the library, and return the folder for LD_LIBRARY_PATH.
+
+    The functions in ``without`` are left out, as an old driver lacks them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libnvidia-ml.so.1"
     options = [f"-DNO_{name}" for name in without]
@@ -190,7 +207,7 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 def _map(fd: int, size: int) -> int:
-    """mmap(2) itself: Python's keeps a descriptor for as long as anybody holds a part of it."""
+    """Map a file by mmap(2) itself: Python's mmap keeps a file descriptor for as long as any part of it is in use."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, ctypes.c_size_t(size), protection, mmap.MAP_SHARED, fd, ctypes.c_long(0))
     if address in (None, ctypes.c_void_p(-1).value):

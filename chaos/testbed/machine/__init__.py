@@ -1,1 +1,1 @@
-"""What is done to this machine, and undone: processes, cgroups, clocks, files."""
+"""Change this machine and undo the change: processes, cgroups, clocks, files."""

@@ -1,4 +1,4 @@
-"""Control groups of version 1 and 2: where one can be made for a process, whichever of the two has the controller."""
+"""Find where a cgroup can be made for a process, in cgroup version 1 or 2, whichever has the controller."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ __all__ = ["home_of", "new_name", "room_for"]
 
 
 def new_name() -> str:
+    """Return a new, unique name for a cgroup."""
     return f"rackrun-chaos-{uuid.uuid4().hex[:8]}"
 
 
 def room_for(pid: int, controller: str, files: Sequence[str], files_2: Sequence[str]) -> Path | None:
-    """The group in which one for ``pid`` can be made that has all of ``files`` (version 1) or ``files_2`` (version 2). None: there is none."""
+    """Return the cgroup below which one for process ``pid`` can be made; None if there is none.
+
+    The new cgroup must have all of ``files`` (version 1) or all of ``files_2`` (version 2).
+    """
     for above in _above(pid, controller):
         path = above / new_name()
         try:
@@ -29,13 +33,16 @@ def room_for(pid: int, controller: str, files: Sequence[str], files_2: Sequence[
 
 
 def home_of(pid: int, above: Path) -> Path:
-    """Where it is, in the hierarchy of ``above``."""
+    """Return the cgroup of process ``pid`` in the hierarchy of ``above``."""
     return next((own for own, _ in _own(pid) if own == above or above in own.parents), above)
 
 
 def _above(pid: int, controller: str) -> list[Path]:
-    """Groups around it that may have the controller, the nearest first. In version 2 one that holds processes hands none down, so those
-    above it count, too."""
+    """Return the cgroups around a process that may have the controller, the nearest first.
+
+    In version 2, a cgroup that holds processes passes no controllers on to its children, so those above it are
+    included.
+    """
     found = []
     for own, controllers in _own(pid):
         if controllers is None:
@@ -46,7 +53,8 @@ def _above(pid: int, controller: str) -> list[Path]:
 
 
 def _own(pid: int) -> list[tuple[Path, list[str] | None]]:
-    """Where it is in each hierarchy that is mounted here, with its controllers; None: it is of version 2."""
+    """Return the cgroup of a process in each mounted hierarchy, with that hierarchy's controllers; None for
+    version 2."""
     inside: dict[str, str] = {}
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

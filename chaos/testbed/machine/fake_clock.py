@@ -1,7 +1,7 @@
-"""Wall clocks that can be moved, one process at a time: a library that is loaded before all others, and answers in libc's place.
+"""Move the wall clock of single processes, by a library that is loaded before libc and answers in its place.
 
-Only the wall's: monotonic clocks stay what they are, as on a host whose clock is set. Every process that has it maps a file of its own,
-``FOLDER/PID``, which holds the nanoseconds to be added.
+Only the wall clock moves; monotonic clocks stay as they are, as on a host whose clock is set. Every process with the
+library maps a file of its own, ``FOLDER/PID``, which holds the nanoseconds to add.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ int timespec_get(struct timespec *at, int base) {
 
 
 def _build(folder: Path) -> Path:
-    """The library. Raises ``OSError`` where nothing can be compiled."""
+    """Compile the library. Raises ``OSError`` where that is impossible."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("there is no C compiler")
@@ -108,7 +108,7 @@ def _build(folder: Path) -> Path:
 
 
 class ClockPages:
-    """Of one job. ``folder`` is made."""
+    """The clock pages of one job, one for each process. ``folder`` is created."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,7 +117,7 @@ class ClockPages:
 
     @property
     def env(self) -> dict[str, str]:
-        """For all processes of the job."""
+        """The environment for all processes of the job."""
         loaded = os.environ.get("LD_PRELOAD", "")
         return {
             "LD_PRELOAD": " ".join(filter(None, [str(self._library), loaded])),
@@ -128,7 +128,7 @@ class ClockPages:
         return self.folder.resolve() / str(process.pid)
 
     def mapped_by(self, process: Process) -> bool:
-        """Whether its clock answers to its page."""
+        """Whether the process reads its wall clock from its page."""
         try:
             return f"{self.path(process)}\n" in Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
@@ -136,13 +136,14 @@ class ClockPages:
 
 
 def move(page: Path, by_s: float) -> None:
+    """Make the clock of the process with this page differ from the true time by ``by_s`` seconds."""
     with page.open("r+b") as file:
         file.write(struct.pack("=q", round(by_s * 1e9)))
 
 
 @functools.cache
 def can_move() -> str:
-    """Why not; "": it can."""
+    """Return why wall clocks cannot be moved here, or "" if they can."""
     with tempfile.TemporaryDirectory(prefix="rackrun-chaos-") as folder:
         try:
             pages = ClockPages(Path(folder) / "clocks")

@@ -1,8 +1,9 @@
-"""What outlives the processes of a job: files in ``/dev/shm``, temporary folders, control groups. Of this job alone.
+"""Find what outlives the processes of one job: files in ``/dev/shm``, temporary folders, control groups.
 
-As root the job gets a ``/dev/shm`` of its own, in which whatever is left is its own. Else, and where its command names ``/dev/shm``, only what
-rackrun gives its name to is looked at. It gets a temporary folder of its own, of which only that is looked at, too: what a killed script has in
-it is nobody's to remove. Ports, locks and anonymous memory go with the processes; mounts that it makes, with its mount namespace.
+As root, the job gets a ``/dev/shm`` of its own, and everything left there counts. Otherwise, and where its command
+names ``/dev/shm``, only names that rackrun gives count. The job also gets a temporary folder of its own, in which only
+such names count, too: a killed script's own temporary files are nobody's to remove. Ports, locks and anonymous memory
+end with the processes; mounts that the job makes end with its mount namespace.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ _INSIDE = 'mount --bind "$0" /dev/shm && exec "$@"'
 
 
 class Remains:
-    """To be made before the job. ``before`` goes before the command of each of its processes, ``env`` into their environment."""
+    """Finds what a job leaves. Create it before the job.
+
+    ``before`` goes in front of the command of each of the job's processes, ``env`` into their environment.
+    """
 
     def __init__(self, folder: Path, command: Sequence[str], undo: UndoLog) -> None:
-        self._temporary = Path(tempfile.mkdtemp(prefix="rackrun-chaos-"))  # a short name: sockets are made below it
+        self._temporary = Path(tempfile.mkdtemp(prefix="rackrun-chaos-"))  # a short path: sockets are made below it
         undo.record(RemoveTree(str(self._temporary)))
         caches = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
         self.env = {
@@ -38,7 +42,7 @@ class Remains:
         }
         self.before: list[str] = []
         self.shared: Path | None = None
-        """What is mounted here is the job's ``/dev/shm``. None: it has none of its own."""
+        """The file system mounted here is the job's ``/dev/shm``; None if the job has none of its own."""
         if can_be_private() and not any(str(SHARED) in word for word in command):
             shared = folder.resolve() / "shm"
             shared.mkdir()
@@ -48,13 +52,13 @@ class Remains:
         self._known = set(self._outside())
 
     def found(self) -> tuple[str, ...]:
-        """Once no process of the job lives."""
+        """Return what is left, once no process of the job is alive."""
         mine = [f"{SHARED}/{path.name}" for path in self.shared.iterdir()] if self.shared is not None else []
         mine += [str(path) for path in self._temporary.iterdir() if path.name.startswith(_OURS)]
         return tuple(sorted([*mine, *set(self._outside()) - self._known]))
 
     def _outside(self) -> list[str]:
-        """Where others' are, too."""
+        """Return what is left in places that other jobs use, too."""
         found = [] if self.shared is not None else [path for path in SHARED.iterdir() if path.name.startswith(_OURS)]
         group = own_group()
         found += [path for path in group.iterdir() if path.is_dir() and _of_the_dead(path)] if group is not None else []
@@ -77,7 +81,7 @@ def _mount(where: Path) -> list[str]:
 
 
 def _of_the_dead(group: Path) -> bool:
-    """``rackrun-filler-PID-...``, and no such process lives."""
+    """Whether the cgroup is ``rackrun-filler-PID-...`` of a process that has ended."""
     words = group.name.split("-")
     return (
         words[:2] == ["rackrun", "filler"]

@@ -1,6 +1,7 @@
-"""A file system of its own for the checkpoints of a job, which can be full without anybody else's being so.
+"""Give a job's checkpoints a file system of their own, which can be full without affecting anything else.
 
-It is a tmpfs, of half of the host's memory at the most. Its size is set to what is in it, so nothing has to be written to fill it.
+It is a tmpfs of at most half of the host's memory. It is made full by setting its size to what is in it, so nothing has
+to be written.
 """
 
 from __future__ import annotations
@@ -16,22 +17,20 @@ _TRIES = 5
 
 
 def mount(path: Path) -> None:
-    """Raises ``OSError``. Made by the caller, and unmounted by it."""
+    """Mount a new file system at ``path``, which the caller has to unmount. Raises ``OSError``."""
     path.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"mode=0700,size={SIZE_BYTES}", "rackrun-chaos-disk", str(path))
 
 
 def sizes(path: Path) -> tuple[int, int]:
-    """Of the file system there: bytes in all, bytes in use. Raises ``OSError``."""
+    """Return the bytes in all and the bytes in use of the file system at ``path``. Raises ``OSError``."""
     told = os.statvfs(path)
     return told.f_blocks * told.f_frsize, (told.f_blocks - told.f_bfree) * told.f_frsize
 
 
 def set_size(path: Path, count: int | None) -> None:
-    """``count`` bytes in all; None: what is in use, so that it is full. Raises ``OSError``."""
-    for left in reversed(
-        range(_TRIES)
-    ):  # somebody may write between the question and the answer: less than is in use is refused
+    """Set the size of the file system to ``count`` bytes; None makes it full. Raises ``OSError``."""
+    for left in reversed(range(_TRIES)):  # a write may come between: less than is in use is refused
         wanted = max(sizes(path)[1], os.sysconf("SC_PAGESIZE")) if count is None else count
         try:
             return _mount("-o", f"remount,size={wanted}", str(path))

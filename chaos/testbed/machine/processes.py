@@ -1,4 +1,4 @@
-"""Processes by number and start: a number alone may be another's by the time it gets a signal."""
+"""Processes by id and start time, because an id alone may be another process's by the time a signal is sent."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ _SHM = "/dev/shm"  # noqa: S108 - looked at
 
 
 class Process(msgspec.Struct, frozen=True):
+    """One process."""
+
     pid: int
     started: int
-    """In clock ticks since the machine started."""
+    """The start time, in clock ticks since the machine started."""
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """None: there is no such process."""
+        """Return the process with this id, or None if there is none."""
         stat = _stat(pid)
         return cls(pid, int(stat[19])) if stat is not None else None
 
     @property
     def state(self) -> str:
-        """As in ``/proc/PID/stat``: R, S, D, T (stopped), ...; "": it is gone, or on its way out."""
+        """The state as in ``/proc/PID/stat``: R, S, D, T (stopped), ...; "" if the process is gone or a zombie."""
         stat = _stat(self.pid)
         return "" if stat is None or int(stat[19]) != self.started or stat[0] in "ZX" else stat[0]
 
     @property
     def parent(self) -> int:
+        """The parent's process id; 0 if the process is gone."""
         stat = _stat(self.pid)
         return int(stat[1]) if stat is not None else 0
 
     def send(self, number: signal.Signals) -> bool:
-        """False: it is gone."""
+        """Send a signal. Returns False if the process is gone."""
         try:
             fd = os.pidfd_open(self.pid)
         except (ProcessLookupError, OSError):
@@ -57,8 +60,11 @@ class Process(msgspec.Struct, frozen=True):
 
 
 def marked(mark: str, shared: Path | None = None) -> list[Process]:
-    """All that live and have ``mark`` (NAME=VALUE) in the environment that they were started with, or, for who has cleared that, the file system
-    that is mounted at ``shared`` as their ``/dev/shm``."""
+    """Return the living processes that were started with ``mark`` (NAME=VALUE) in their environment.
+
+    Processes that have cleared their environment are found by their ``/dev/shm``, if that is the file system at
+    ``shared``.
+    """
     wanted, device, found = mark.encode(), _device_of(shared), []
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -74,7 +80,8 @@ def marked(mark: str, shared: Path | None = None) -> list[Process]:
 
 
 def _device_of(shared: Path | None) -> int | None:
-    """None: nothing is mounted there, or it is everybody's."""
+    """Return the device of the file system at ``shared``; None if nothing is mounted there or it is the
+    machine's own."""
     if shared is None or not os.path.ismount(shared):
         return None
     device = os.stat(shared).st_dev
@@ -82,7 +89,10 @@ def _device_of(shared: Path | None) -> int | None:
 
 
 def kill_marked(mark: str, shared: Path | None = None) -> None:
-    """Until none lives: one may have started another meanwhile. Raises TimeoutError where one cannot die."""
+    """Kill the marked processes until none is alive, since one may start another meanwhile.
+
+    Raises TimeoutError when one does not die.
+    """
     deadline = time.monotonic() + _KILL_S
     while left := marked(mark, shared):
         if time.monotonic() > deadline:
@@ -93,7 +103,7 @@ def kill_marked(mark: str, shared: Path | None = None) -> None:
 
 
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> bool:
-    """False: some live on."""
+    """Wait until all processes are gone. Returns False if some are still alive after ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     while any(process.state for process in processes):
         if time.monotonic() > deadline:
@@ -103,8 +113,9 @@ def wait_gone(processes: Iterable[Process], timeout_s: float) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
+    """Return the fields of ``/proc/PID/stat`` after the command's name; None if there is no such process."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return line[line.rindex(")") + 2 :].split()  # the command's name may hold anything
+    return line[line.rindex(")") + 2 :].split()  # the command's name may contain anything

@@ -1,7 +1,7 @@
-"""What must be taken back is written down before it is done, so that it is taken back also when the injector dies.
+"""Record how to undo each fault before it is injected, so that it is undone even if the injector dies.
 
-A folder holds one file for each thing that is in force. Who injects heals what it has done; a `Watcher`, a process of its own, heals what
-is left when the injector is gone. ``python -m rackrun.chaos.testbed.machine.undo_log FOLDER`` heals by hand.
+A folder holds one file for each thing in force. The injector heals what it has done; a `Watcher`, a process of its own,
+heals what is left when the injector is gone. ``python -m rackrun.chaos.testbed.machine.undo_log FOLDER`` heals by hand.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 NAMED = Path("/run/netns")
-"""Network namespaces that have names."""
+"""The folder with the names of network namespaces."""
 
 
 class _Undo(msgspec.Struct, frozen=True, tag_field="undo"):
@@ -52,40 +52,44 @@ class _Undo(msgspec.Struct, frozen=True, tag_field="undo"):
 
 
 class Continue(_Undo, frozen=True, tag="continue"):
-    """SIGCONT to those that were stopped."""
+    """Send SIGCONT to processes that were stopped."""
 
     processes: tuple[Process, ...]
 
 
 class EndProcess(_Undo, frozen=True, tag="end_process"):
-    """A helper of an injector."""
+    """Kill a helper process of an injector."""
 
     process: Process
 
 
 class RemoveGroup(_Undo, frozen=True, tag="remove_group"):
-    """A control group; who is in it goes to ``home``, or to the one above."""
+    """Remove a cgroup; its processes go to ``home`` or, if that is empty, to the cgroup above."""
 
     path: str
     home: str = ""
 
 
 class RemoveFile(_Undo, frozen=True, tag="remove_file"):
+    """Remove a file."""
+
     path: str
 
 
 class RemoveTree(_Undo, frozen=True, tag="remove_tree"):
+    """Remove a folder with all that is in it."""
+
     path: str
 
 
 class Unmount(_Undo, frozen=True, tag="unmount"):
-    """And the folder goes."""
+    """Unmount a file system, and remove its folder."""
 
     path: str
 
 
 class RestoreGpu(_Undo, frozen=True, tag="restore_gpu"):
-    """A fake driver says again what it said before."""
+    """Let a fake driver answer again what it answered before."""
 
     state: str
     tray: str
@@ -94,27 +98,28 @@ class RestoreGpu(_Undo, frozen=True, tag="restore_gpu"):
 
 
 class SetSize(_Undo, frozen=True, tag="set_size"):
-    """Of the file system that is mounted at ``path``."""
+    """Set the size of the file system at ``path``, in bytes."""
 
     path: str
     bytes: int
 
 
 class SetClock(_Undo, frozen=True, tag="set_clock"):
-    """The wall clocks that answer to these pages are right again."""
+    """Set the wall clocks that read these pages right again."""
 
     pages: tuple[str, ...]
 
 
 class EndJob(_Undo, frozen=True, tag="end_job"):
-    """All processes with this mark in their environment, or with what is mounted at ``shared`` as their ``/dev/shm``."""
+    """Kill all processes with this mark in their environment, or whose ``/dev/shm`` is the file system at
+    ``shared``."""
 
     mark: str
     shared: str = ""
 
 
 class RemoveRules(_Undo, frozen=True, tag="remove_rules"):
-    """A table of nf_tables, in a network namespace that has a name."""
+    """Remove a table of nf_tables in a network namespace, given by name."""
 
     space: str
     family: str
@@ -122,7 +127,7 @@ class RemoveRules(_Undo, frozen=True, tag="remove_rules"):
 
 
 class RemoveHosts(_Undo, frozen=True, tag="remove_hosts"):
-    """All network namespaces whose names begin so; links and rules go with them."""
+    """Remove all network namespaces whose names begin with ``tag``; their links and rules go with them."""
 
     tag: str
 
@@ -146,7 +151,7 @@ _PATIENCE_S = 10.0
 
 
 class UndoLog:
-    """Of one run. ``folder`` is made."""
+    """The undo log of one run. ``folder`` is created."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -154,7 +159,7 @@ class UndoLog:
         self._next = 0
 
     def record(self, undo: Undo) -> int:
-        """Before it is done. Returns its number."""
+        """Write down how to undo something, before it is done. Returns the number of the record."""
         number, self._next = self._next, self._next + 1
         path = self._path(number)
         partial = path.with_suffix(".part")
@@ -163,7 +168,7 @@ class UndoLog:
         return number
 
     def heal(self, number: int) -> None:
-        """Take it back; nothing happens if that is done already."""
+        """Undo what a record says, and remove the record. Does nothing if that has been done already."""
         path = self._path(number)
         with contextlib.suppress(FileNotFoundError):
             _take_back(_decode(path.read_bytes()))
@@ -174,7 +179,10 @@ class UndoLog:
 
 
 def heal_all(folder: Path) -> list[str]:
-    """The newest first. Returns what was taken back. What cannot be keeps nothing else from it, and stays written down; then it is raised."""
+    """Undo everything in ``folder``, the newest first, and return what was undone.
+
+    A failure does not stop the others, and its record stays; an ExceptionGroup with all failures is raised at the end.
+    """
     healed, errors = [], []
     for path in sorted(folder.glob("[0-9]*.json"), reverse=True):
         try:
@@ -192,7 +200,8 @@ def heal_all(folder: Path) -> list[str]:
 
 
 class Watcher:
-    """Heals ``folder`` when this process is gone, however that came about. Not needed any more: `close`."""
+    """A process that heals ``folder`` when this process is gone, however it ended. Call `close` when it is no longer
+    needed."""
 
     def __init__(self, folder: Path) -> None:
         root = str(Path(rackrun.__file__).resolve().parents[1])
@@ -210,7 +219,7 @@ class Watcher:
             raise RuntimeError("nobody would heal if this process died: the watcher has not started")
 
     def close(self) -> None:
-        """Returns when all is healed, and it has ended."""
+        """Return when everything is healed and the watcher has ended."""
         self._process.communicate()
 
 
@@ -221,11 +230,11 @@ def _take_back(undo: Undo) -> None:  # noqa: PLR0912 - one for each kind
                 process.send(signal.SIGCONT)
         case EndProcess(process):
             process.send(signal.SIGKILL)
-            wait_gone([process], _PATIENCE_S)  # what it does last would come after what is taken back next
+            wait_gone([process], _PATIENCE_S)  # its last action would come after the next undo
         case RemoveFile(path):
             Path(path).unlink(missing_ok=True)
         case SetSize(path, count):
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the file system is gone
                 set_size(Path(path), count)
         case SetClock(pages):
             for page in pages:
@@ -261,7 +270,7 @@ def _restore_gpu(undo: RestoreGpu) -> None:
 
 
 def _remove_group(path: Path, home: Path) -> None:
-    """The group goes once the kernel has torn down whoever died in it."""
+    """Remove a cgroup, once the kernel has torn down the processes that died in it."""
     deadline = time.monotonic() + _PATIENCE_S
     while path.exists() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -274,7 +283,8 @@ def _remove_group(path: Path, home: Path) -> None:
 
 
 def _run(*words: str) -> None:
-    """What is not there needs not be removed: that it fails means nothing. What is left is looked for at the end."""
+    """Run a command and ignore its failure: what does not exist need not be removed. Leftovers are looked for at the
+    end."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     with contextlib.suppress(FileNotFoundError):
         subprocess.run(words, check=False, capture_output=True, env={**os.environ, "PATH": path})
@@ -290,7 +300,7 @@ def _main() -> int:
         return 2
     if flags:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # it ends when there is nothing to watch any more
+            signal.signal(number, signal.SIG_IGN)  # it ends when nothing is left to watch
         sys.stdout.write("watching\n")
         sys.stdout.flush()
         sys.stdin.buffer.read()

@@ -1,1 +1,1 @@
-"""Hosts in network namespaces, and links that can be cut."""
+"""Hosts in network namespaces, and links between them that can be cut or made bad."""

@@ -1,7 +1,9 @@
-"""Becomes a process of another host: network, host name, addresses of names and boot id are its own; the file system, and processes, are shared.
+"""Make this process one of another host, by Linux namespaces.
 
-``python -m rackrun.chaos.testbed.network.enter_host HOST COMMAND...``, where HOST is a `Host` as JSON. As a module that the launcher of the coordinator's host
-imports (``--preload rackrun.chaos.testbed.network.enter_host``) it puts that launcher's agent on the host in ``RACKRUN_CHAOS_AGENT_HOST``.
+Network, host name, ``/etc/hosts`` and boot id are the host's own; the file system and the processes are shared. Run as
+``python -m rackrun.chaos.testbed.network.enter_host HOST COMMAND...``, where HOST is a `Host` as JSON. When the
+launcher on the coordinator's host preloads the module (``--preload rackrun.chaos.testbed.network.enter_host``), that
+launcher's agent moves to the host in ``RACKRUN_CHAOS_AGENT_HOST``.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ _AGENT = "rackrun.agent.__main__"
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """A host for one tray, or for the coordinator."""
+
     name: str
     address: str
     space: str
-    """Its network namespace: a file."""
+    """The file of its network namespace."""
     boot: str
-    """A file with its boot id."""
+    """The file with its boot id."""
     names: str
-    """Its ``/etc/hosts``."""
+    """The file that is its ``/etc/hosts``."""
 
 
 def enter(host: Host) -> None:
-    """This process, and all that it starts from now on. Once. Raises OSError; takes root."""
+    """Move this process, and all that it starts from now on, to ``host``. Call it once. Needs root; raises OSError."""
     if _is_there(host.space):
         return
     _set_network(host.space)
@@ -49,7 +53,7 @@ def enter(host: Host) -> None:
 
 @contextlib.contextmanager
 def visit(space: str) -> Iterator[None]:
-    """Sockets that this thread makes meanwhile are in the namespace ``space``."""
+    """Within this context, sockets that this thread makes are in the network namespace ``space``."""
     with open("/proc/thread-self/ns/net", "rb") as home:
         _set_network(space)
         try:
@@ -74,7 +78,7 @@ def _done(result: int, what: str) -> None:
 
 
 def _agent_enters() -> None:
-    """An agent is forked, or is a new interpreter that has no socket yet."""
+    """Move the agent to its host: after the fork, or at once in a new interpreter, which has no socket yet."""
     host = msgspec.json.decode(os.environ[AGENT_HOST], type=Host)
     main = getattr(sys.modules["__main__"], "__spec__", None)
     if main is not None and main.name == _AGENT:

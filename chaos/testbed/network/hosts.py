@@ -1,13 +1,13 @@
-"""Hosts for the trays of one job, on this machine: each a network namespace on a switch, which is in a namespace too.
+"""Make hosts for the trays of one job on this machine: network namespaces on a switch, which has its own namespace.
 
 ::
 
-    switch   a bridge; every frame between two hosts passes here, so here it is dropped
-    head     10.77.0.1   the coordinator, and who stands between it and the agents (`rackrun.chaos.testbed.network.link_proxy`)
+    switch   a bridge; every frame between two hosts passes it, so frames are dropped there
+    head     10.77.0.1   the coordinator, and the proxy before it (`rackrun.chaos.testbed.network.link_proxy`)
     tray-00  10.77.1.1   an agent and its workers; the launcher of tray-00 is the coordinator's, on head
     tray-01  10.77.1.2   a launcher, an agent, workers
 
-Nothing of it is in the machine's own network. A namespace goes with its last process, and with its name under /run/netns.
+Nothing is added to the machine's own network. A namespace ends with its last process and its name under /run/netns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ EOF
 
 
 def hosts_here() -> tuple[str, str] | None:
-    """Why hosts cannot be made here, and what to do about it; None: they can. Tried, and gone again."""
+    """Return why hosts cannot be made here, and what to do about it; None if they can. It tries, and removes what it
+    made."""
     for tool, package in _TOOLS.items():
         if _path_of(tool) is None:
             return f"there is no {tool}, by which networks are made and cut", f"install {package}"
@@ -70,7 +71,7 @@ def hosts_here() -> tuple[str, str] | None:
 
 
 def left_of(spaces: Sequence[int]) -> list[str]:
-    """Network namespaces, by their numbers, that somebody is in, or that have a name."""
+    """Return the network namespaces, given by inode numbers, that still have a process or a name."""
     found = set()
     for folder in ("/proc", str(NAMED)):
         with suppress(FileNotFoundError):
@@ -83,16 +84,20 @@ def left_of(spaces: Sequence[int]) -> list[str]:
 
 
 class Spread(NamedTuple):
-    """Of a job over hosts."""
+    """How a job is spread over hosts."""
 
     trays: int
-    """Each gets one, with a launcher of its own."""
+    """The number of trays; each gets a host, with a launcher of its own."""
     links: bool
-    """Those between them and the coordinator can be made bad."""
+    """Whether the links between the trays and the coordinator can be made bad."""
 
 
 class Hosts:
-    """``trays``: their names. ``folder`` is made, for the files that make a host another one. Raises `Unsupported` when the machine refuses."""
+    """The hosts of one job: ``head`` for the coordinator, and one for each of ``trays``.
+
+    ``folder`` is created; it holds the files that give each host its own boot id and names. Raises `Unsupported` when
+    the machine refuses.
+    """
 
     def __init__(self, folder: Path, trays: Sequence[str], undo: UndoLog) -> None:
         assert len(trays) <= TRAYS_MAX, "checked with the command"
@@ -122,7 +127,7 @@ class Hosts:
                 f"hosts for the trays cannot be made: {error}.", remedy="see rackctl chaos doctor."
             ) from error
         self.numbers = tuple(os.stat(self.space(name)).st_ino for name in (_SWITCH, *self._of))
-        """Of all namespaces."""
+        """The inode numbers of all its namespaces."""
 
     def __getitem__(self, name: str) -> Host:
         return self._of[name]
@@ -133,44 +138,44 @@ class Hosts:
 
     @property
     def switch(self) -> str:
-        """Its namespace. Ports have the names of hosts."""
+        """The name of the switch's namespace. Its ports have the names of the hosts."""
         return f"{self.tag}-{_SWITCH}"
 
     def named(self, host: str) -> str:
-        """The name of its namespace."""
+        """Return the name of the host's namespace."""
         return f"{self.tag}-{host}"
 
     def space(self, host: str) -> str:
         return str(NAMED / self.named(host))
 
     def command(self, host: str, words: Sequence[str], python: str) -> list[str]:
-        """That runs ``words`` there."""
+        """Return the command that runs ``words`` on a host."""
         there = msgspec.json.encode(self._of[host]).decode()
         return [python, "-m", "rackrun.chaos.testbed.network.enter_host", there, *words]
 
     def filter(self, space: str, rules: str) -> None:
-        """nf_tables ``rules``, in a namespace by its name; all or none. Raises OSError."""
+        """Install nf_tables ``rules`` in a namespace, given by name: all of them or none. Raises OSError."""
         _call(["ip", "netns", "exec", space, "nft", "-f", "-"], rules)
 
     def counters(self, space: str, family: str, table: str) -> dict[str, int]:
-        """Packets, by the names of the table's counters."""
+        """Return the packets that each counter of a table has counted, by the counter's name."""
         told = _call(["ip", "netns", "exec", space, "nft", "-j", "list", "counters", "table", family, table])
         found = (one.get("counter") for one in json.loads(told)["nftables"])
         return {one["name"]: int(one["packets"]) for one in found if one}
 
     def knock(self, of: str, at: str) -> None:
-        """One attempt of host ``of`` to open a connection to host ``at``; nobody waits for it."""
+        """Try once to open a connection from host ``of`` to host ``at``, without waiting for the result."""
         with visit(self.space(of)), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as knocking:
             knocking.setblocking(False)
             with suppress(OSError):  # it may be refused at once
                 knocking.connect((self[at].address, 9))
 
     def close(self) -> None:
-        """Nobody may live there any more. Returns when all namespaces have gone."""
+        """Remove all namespaces, and return when they are gone. No process may live in them any more."""
         self._undo.heal(self._record)
 
     def left(self) -> tuple[str, ...]:
-        """After `close`: what is still there, once the kernel has had time."""
+        """Return what is left after `close`, once the kernel has had time."""
         deadline = time.monotonic() + _SETTLE_S
         while (left := left_of(self.numbers)) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -211,5 +216,5 @@ def _path_of(tool: str) -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    """Tools of the network are where only root's shells look by default."""
+    """Return the environment for network tools, whose folders only root's shells search by default."""
     return {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])}

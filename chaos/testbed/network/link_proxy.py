@@ -1,7 +1,9 @@
-"""``python -m rackrun.chaos.testbed.network.link_proxy ADDRESS PORT TRAY...``: between agents and the coordinator at ``ADDRESS:PORT``; for each tray a port of its own.
+"""A proxy between the agents and the coordinator, which makes their connections slow or breaks them.
 
-Its first line of output is `Ports`. What is to be in force is said by lines of JSON on its input (`Say`); a line of output (`Effect`) tells of
-each strike and tray that it has met somebody. It ends with its input.
+Run as ``python -m rackrun.chaos.testbed.network.link_proxy ADDRESS PORT TRAY...``: it listens on one port for each tray
+and forwards to the coordinator at ``ADDRESS:PORT``. Its first line of output is `Ports`. Each line of JSON on its input
+(`Say`) sets what is in force; a line of output (`Effect`) reports, for each strike and tray, that something has met the
+fault. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -28,42 +30,49 @@ _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Ports(msgspec.Struct, frozen=True):
+    """Tray -> the port on which the proxy listens for it."""
+
     ports: dict[str, int]
 
 
 class Say(msgspec.Struct, frozen=True):
+    """An order to the proxy: put a bad link in force for one tray."""
+
     strike: int
     tray: str
     link: Link | None
-    """None: it is taken back."""
+    """The bad link; None takes it back."""
     seed: int = 0
 
 
 class Effect(msgspec.Struct, frozen=True):
+    """The report that a strike has met a connection of a tray."""
+
     strike: int
     tray: str
     detail: str
 
 
 class _Way:
-    """Between one tray and the coordinator."""
+    """The link between one tray and the coordinator."""
 
     def __init__(self, tray: str) -> None:
         self.tray = tray
         self.pairs: set[_Pair] = set()
         self.link = Link()
         self.number = -1
-        """Of the strike that is in force, or was last."""
+        """The number of the strike that is in force, or was last."""
         self._told, self._draw = True, random.Random(0)
         self._free_s = {True: 0.0, False: 0.0}
 
     def strike(self, number: int, link: Link, seed: int) -> None:
+        """Put a bad link in force; ``seed`` is that of its random delays."""
         self.link, self.number, self._told, self._draw = link, number, False, random.Random(seed)
         for pair in list(self.pairs):
             self.hit(pair)
 
     def hit(self, pair: _Pair) -> None:
-        """A connection that was there, or on its way, at the strike."""
+        """Apply the fault to a connection that existed, or was being made, at the strike."""
         if self.link.reset:
             pair.reset()
             self.effect("connections are reset")
@@ -72,18 +81,20 @@ class _Way:
             self.effect("closed on the coordinator's side, and not on the agent's")
 
     def take_back(self) -> None:
+        """End the fault. Connections that have lost bytes are reset."""
         self.link, self._told = Link(), True
         for pair in list(self.pairs):
             if pair.half or pair.swallowed:
-                pair.reset()  # what was lost cannot come any more
+                pair.reset()  # lost bytes never arrive any more
 
     def effect(self, detail: str) -> None:
+        """Report, once for each strike, that the fault has met something."""
         if not self._told:
             self._told = True
             _tell(Effect(self.number, self.tray, detail))
 
     def due_s(self, now_s: float, size: int, *, up: bool) -> float:
-        """When bytes that come now go on."""
+        """Return the time at which ``size`` bytes that arrive now are sent on. ``up``: towards the coordinator."""
         link = self.link
         due = now_s + link.latency_s + self._draw.uniform(0.0, link.jitter_s)
         if link.bytes_per_s is not None:
@@ -93,16 +104,17 @@ class _Way:
 
 
 class _Pair:
-    """The two halves of one connection: ``below`` is the agent's."""
+    """The two halves of one connection: ``below`` is the agent's, ``above`` the coordinator's."""
 
     def __init__(self, way: _Way, below: _Stream, above: _Stream) -> None:
         self._way, self._below, self._above = way, below, above
         self.half = False
-        """Closed above, and below not."""
+        """Whether the upper half is closed and the lower is not."""
         self.swallowed = False
-        """Bytes of it are lost."""
+        """Whether bytes of the connection have been dropped."""
 
     async def run(self) -> None:
+        """Forward bytes in both directions until either end closes."""
         self._way.pairs.add(self)
         try:
             async with asyncio.TaskGroup() as both:
@@ -121,7 +133,7 @@ class _Pair:
         self._above[1].transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
-        """Bytes go on in order, each when its time has come; others come in meanwhile."""
+        """Send bytes on in their order, each when it is due; meanwhile more are read."""
         loop = asyncio.get_running_loop()
         waiting: deque[tuple[float, bytes]] = deque()
         changed = asyncio.Event()
@@ -131,7 +143,7 @@ class _Pair:
             while data:
                 data = await reader.read(_CHUNK_BYTES)
                 if self.half:
-                    await asyncio.Event().wait()  # nobody hears, nobody answers, and nobody says so
+                    await asyncio.Event().wait()  # bytes are neither read nor answered, without any sign of it
                 if data and not up and self._way.link.replies_lost:
                     self.swallowed = True
                     self._way.effect(f"{len(data)} bytes from the coordinator are lost")
@@ -172,7 +184,7 @@ class _Proxy:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, way: _Way) -> int:
-        """Returns the port."""
+        """Listen for the agent of one tray, and return the port."""
 
         async def accept(*below: object) -> None:
             task = asyncio.current_task()
@@ -198,12 +210,12 @@ class _Proxy:
                 way.hit(pair)
             await pair.run()
         except* OSError:
-            pass  # somebody has left
+            pass  # one end has left
         finally:
             _abort(below[1])
 
     async def _connect(self) -> _Stream:
-        """The coordinator may not have begun to listen yet: whoever comes too early waits here."""
+        """Connect to the coordinator. A connection that comes before it first listens waits here."""
         while True:
             try:
                 found = await asyncio.open_connection(*self._above)
@@ -217,7 +229,7 @@ class _Proxy:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """The other end is told by a reset, at once."""
+    """Close a connection at once with a reset, which the other end sees."""
     connected = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

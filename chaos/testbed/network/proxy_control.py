@@ -1,4 +1,4 @@
-"""Who stands between the agents and the coordinator (`rackrun.chaos.testbed.network.link_proxy`), from outside."""
+"""Start and control the proxy between the agents and the coordinator (`rackrun.chaos.testbed.network.link_proxy`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["Links"]
 
 
 class Links:
-    """Of one job: all connections of the trays' hosts to the coordinator's port go through here. Raises OSError when it cannot be."""
+    """The proxy of one job, through which every connection from a tray's host to the coordinator's port goes.
+
+    Raises OSError when it cannot be started.
+    """
 
     def __init__(self, hosts: Hosts, env: dict[str, str]) -> None:
         words = [
@@ -52,12 +55,13 @@ class Links:
         self._effects: dict[tuple[int, str], str] = {}
 
     def say(self, say: Say) -> None:
+        """Send an order to the proxy."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(say) + b"\n")
         self._process.stdin.flush()
 
     def effect(self, strike: int, tray: str) -> str:
-        """ "": none yet."""
+        """Return how the strike has met the tray's connections; "" if it has not yet."""
         assert self._process.stdout is not None
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._process.stdout.fileno(), 1 << 16):
