@@ -1,19 +1,19 @@
-"""Which generation a restore takes, and from where: generation first, tier second. Pure.
+"""Choose the generation that a restore takes, and the sources of its shards. Pure.
 
-The newest generation for which every shard has a verified source is taken by all ranks together; how near the sources
-are does not matter to that choice. Each shard then gets its sources in order, the nearest first, and goes on to the next
-when one fails. When a shard runs out of sources on the way, call `choose` again without the holdings that failed: all
-ranks step back together.
+All ranks take the newest generation for which every shard has a verified source. How near the sources are does not
+affect that choice. Each shard then gets a list of its sources, nearest first; a rank tries the next source when one
+fails. When a shard runs out of sources, call `choose` again without the holdings that failed: all ranks go back
+together.
 
-Traps:
+Rules:
 
-* A holding counts only if it is of the record's step and epoch, with the record's digest and layout, and if its holder
-  has verified it. "Not verified" is not "bad": verify it, and choose again.
+* A holding counts only if it has the record's step, epoch, digest and layout, and if its holder has verified it. "Not
+  verified" is not "bad": verify the holding, and choose again.
 * A parity rebuild reads the other members' shards and parity blocks of the *same* generation, each with a source of its
-  own. What it yields is checked against the record like any other source.
-* Without a commit record nothing says that a generation is whole. Only ``best_effort`` reads one, and only where every
-  owner's copies are sealed alike; no rebuild is possible, for no digest is known to check it against.
-* A quarantined generation was restored and turned out bad. It never comes back, under any number of attempts.
+  own. The result is checked against the record like any other source.
+* Without a commit record nothing shows that a generation is whole. Only ``best_effort`` reads such a generation, and
+  only where every owner's copies were sealed alike. No rebuild is possible then: there is no digest to check it against.
+* A quarantined generation was restored and turned out bad. No restore takes it again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tier(IntEnum):
     """Where bytes come from, the cheapest first."""
 
     LIVE_PEER = 0
-    """The memory of a running replica."""
+    """Where the bytes come from, cheapest first."""
     OWN_TRAY = 1
     PEER_TRAY = 2
     PARITY = 3
