@@ -8,8 +8,8 @@ Rules:
 
 * A copy is identified by its digest, never by its number alone: a generation is (generation, step, epoch), and a copy
   that differs from the record is no copy of it.
-* ``layout_hash`` describes one rank's image, so it differs between the owners of a sharded state. It is compared between
-  the copies of one owner, and with the record.
+* ``layout_hash`` describes one rank's image, so it differs between the owners of a sharded state. It is compared
+  between the copies of one owner, and with the record.
 * A parity block is named by the member of the set that keeps it, not by the shards it protects.
 """
 
