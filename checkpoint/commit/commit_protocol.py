@@ -22,7 +22,8 @@ What callers must know:
   have confirmed: send the records of `committed` to everyone who connects or has healed. Pins are not in the log: pin
   again first.
 * With two slots for each arena, a snapshot finds no room while two generations are kept: begin when `keep` has room.
-  That is the price of I1; a snapshot that found no room ends in `Abandon` at its deadline, and the older one is never lost.
+  That is the price of I1; a snapshot that found no room ends in `Abandon` at its deadline, and the older one is never
+  lost.
 """
 
 from __future__ import annotations

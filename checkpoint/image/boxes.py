@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """``sizes`` elements from ``offsets`` on, in a tensor of as many dims. ValueError when it is none."""
+    """``sizes`` elements from ``offsets`` on, in a tensor of as many dims.
+
+    Raises ValueError when the lengths differ or a number is negative.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -83,7 +83,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Where each tensor of one rank lies. The header says it all: two layouts are equal when their headers are."""
+    """Where each tensor of one rank lies in its image. Two layouts are equal when their headers are."""
 
     entries: tuple[TensorEntry, ...] = field(compare=False)
     """The tensors in the order of the image, without `PLAIN`."""
