@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotInfo", "SlotReader", "SlotWriter"]
 
-"""Chunks that `SlotReader.chunks` verifies before they are asked for: they are to stay in the cache until then."""
-
 register("arena.seal.digested", "arena.seal.tabled")
 change_points("arena.seal")
 

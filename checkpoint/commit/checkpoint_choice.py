@@ -31,9 +31,9 @@ from rackrun.checkpoint.commit.commit_records import CommitRecord, Item, Kind, P
 __all__ = ["ATTEMPTS_MAX", "Holding", "RestorePlan", "Source", "Tier", "choose"]
 
 ATTEMPTS_MAX = 3
-"""How many failed restores of one generation are allowed before an older one is chosen.
+"""How many restores of one generation may end badly before an older one is chosen.
 
-A rank lost during a restore does not count: that is not the generation's fault.
+More than one may, because a rank lost during a restore is not the generation's fault.
 """
 
 

@@ -9,8 +9,8 @@ The rules that keep a commit true:
 
 * A holder overwrites nothing that may still commit: `Begin.keep` lists it. So a generation is known here from
   `GenerationBegan` on, before anyone seals it, and a generation not known here never commits.
-* A generation that cannot commit any more (its deadline passed, a newer one committed, a new epoch began) leaves
-  ``keep`` and is refused from then on. Both happen in the same call.
+* A generation that cannot commit any more (its deadline passed, a newer one committed, a new epoch began) first leaves
+  ``keep`` and is then refused, within one call.
 * A degraded commit keeps the older generation until the newer is healed, or until the older is no safer.
 
 What callers must know:

@@ -129,7 +129,7 @@ class DurableStore:
         This process does not count them as durable any more.
         """
         self._rooted = False
-        """Whether the root directory was synced since the job's directory was made."""
+        """Whether the root's entry of the job's directory is known to be on disk."""
 
     def writer(self, generation: int, step: int, epoch: int, world_size: int) -> GenerationWriter:
         """Return a writer of one generation."""

@@ -51,7 +51,7 @@ class Pinning:
         memory.thread.start()
 
     def unpin(self, address: int) -> None:
-        """Unregister memory before it is freed, after waiting for the piece in work. Nothing may be copied to it any
+        """Unregister memory before it is freed, after waiting for the piece in progress. Nothing may be copied to it any
         more."""
         memory = self._memories.pop(address, None)
         if memory is None or memory.thread is None:

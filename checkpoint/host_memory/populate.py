@@ -2,7 +2,7 @@
 
 `mmap.MAP_POPULATE` and `mmap.madvise` hold Python's lock until the last page is there: for large memory, nothing else
 in the process runs for seconds. Here the kernel is called without that lock, and for one piece after the other, because
-a thread that maps or unmaps memory meanwhile waits for the pieces in work.
+a thread that maps or unmaps memory meanwhile waits for the pieces in progress.
 
 ``posix_fallocate`` is not called first, since it allocates in one thread only. Populating also reports missing memory
 as an error, where a thread that touches a page would get SIGBUS.

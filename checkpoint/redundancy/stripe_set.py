@@ -171,7 +171,7 @@ class StripeSet:
 class RowHeader(msgspec.Struct, frozen=True):
     """Describes a row of parity. ``lengths`` and ``crcs`` have an item for each member.
 
-    A ``crcs`` item is 0 for a member without a stripe in the row.
+    Both items are 0 for a member without a stripe in the row.
     """
 
     generation: int
