@@ -271,8 +271,9 @@ class Arena:
 
     @contextlib.contextmanager
     def lease(self, generation: int) -> Iterator[None]:
-        """Keep the slots of ``generation`` from being overwritten by any process. The lease ends with the process that
-        holds it.
+        """Keep the slots of ``generation`` from being overwritten by any process.
+
+        The lease ends with the process that holds it.
 
         Raises `NoUsableGeneration` when the generation is not there or is being overwritten.
         """

@@ -102,8 +102,10 @@ class ArenaFile:
 
     @classmethod
     def open(cls, where: str | os.PathLike[str] | int, *, writable: bool) -> ArenaFile:
-        """Open an existing file. Raises `IntegrityError` for a file that is not private to this user, else
-        `CheckpointError`."""
+        """Open an existing file.
+
+        Raises `IntegrityError` for a file that is not private to this user, else `CheckpointError`.
+        """
         flags = os.O_RDWR if writable else os.O_RDONLY
         path = None if isinstance(where, int) else Path(where)
         try:

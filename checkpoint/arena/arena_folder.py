@@ -107,8 +107,10 @@ class ArenaFolder:
         return found
 
     def attach(self, path: Path, epoch: int | None = None) -> Arena | None:
-        """Open an arena to write in ``epoch``, or to read. Return None, and report on stderr, when it cannot be
-        used."""
+        """Open an arena to write in ``epoch``, or to read.
+
+        Return None, and report on stderr, when it cannot be used.
+        """
         try:
             return Arena.attach(path, job=self._job, writable=epoch is not None, epoch=epoch)
         except CheckpointError as error:
@@ -152,8 +154,10 @@ class ArenaFolder:
 
     # -- commits
     def remember(self, record: CommitRecord) -> None:
-        """Store a commit record in this host's memory. It is there when this returns. The newest few records are
-        kept."""
+        """Store a commit record in this host's memory.
+
+        It is there when this returns. The newest few records are kept.
+        """
         name = self.path / f"commit-{record.generation:012d}.json"
         part = name.with_name(f".{name.name}-{secrets.token_hex(4)}")
         part.write_bytes(record.encode())
@@ -203,8 +207,10 @@ class ArenaFolder:
             os.close(fd)
 
     def _remove_orphans(self) -> None:
-        """Remove folders of jobs whose keepers are all dead. In this job's folder, remove only the names of dead
-        keepers."""
+        """Remove folders of jobs whose keepers are all dead.
+
+        In this job's folder, remove only the names of dead keepers.
+        """
         for name in os.listdir(self._base):
             path = self._base / name
             if not stat.S_ISDIR(path.lstat().st_mode):

@@ -148,8 +148,10 @@ class Superblock(NamedTuple):
 
     @classmethod
     def decode(cls, page: bytes) -> Superblock | None:
-        """Return the record; None when it is damaged. Raises `FormatVersionError` when only a newer release can read
-        it."""
+        """Return the record; None when it is damaged.
+
+        Raises `FormatVersionError` when only a newer release can read it.
+        """
         found = _body(_SUPERBLOCK_MAGIC, page)
         if found is None:
             return None
@@ -181,8 +183,10 @@ class SlotHeader(NamedTuple):
     seq: int = 0
 
     def encode(self) -> bytes:
-        """Return the record as 512 bytes; ``reason`` is cut. Raises `CheckpointError` when the layout hash is too
-        long."""
+        """Return the record as 512 bytes; ``reason`` is cut.
+
+        Raises `CheckpointError` when the layout hash is too long.
+        """
         layout_hash, reason = self.layout_hash.encode(), _shortened(self.reason, REASON_BYTES_MAX)
         if len(layout_hash) > LAYOUT_HASH_BYTES_MAX:
             raise CheckpointError(

@@ -30,8 +30,9 @@ class RemoteSlot:
     """The sealed image in the first slot of a remote arena."""
 
     def __init__(self, ask: Ask, generation: int, window_bytes: int) -> None:
-        """Read and check the records and the chunk table. ``ask`` reads the arena's file; ``window_bytes`` bounds one
-        request.
+        """Read and check the records and the chunk table.
+
+        ``ask`` reads the arena's file; ``window_bytes`` bounds one request.
 
         Raises `NoUsableGeneration` when the slot does not hold ``generation``, and `IntegrityError` when its records or
         its chunk table are damaged.
@@ -70,8 +71,10 @@ class RemoteSlot:
         return self._bytes(self._at + start, min(stop, self.size) - start)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return verified bytes of the image, valid until the next call. Raises `IntegrityError` when they are
-        damaged."""
+        """Return verified bytes of the image, valid until the next call.
+
+        Raises `IntegrityError` when they are damaged.
+        """
         if not 0 <= start <= stop <= self.size:
             raise IntegrityError(f"bytes {start} to {stop} of an image of {self.size}.", remedy="take another copy.")
         first, count = self._window

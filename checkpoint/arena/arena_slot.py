@@ -65,8 +65,10 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotWriter:
-    """Writes one image: fill `payload`, then call `seal`. As a context manager it abandons a slot that was not
-    sealed."""
+    """Writes one image: fill `payload`, then call `seal`.
+
+    As a context manager it abandons a slot that was not sealed.
+    """
 
     def __init__(self, arena: Arena, header: SlotHeader) -> None:
         self._arena, self._header = arena, header
@@ -236,8 +238,10 @@ class SlotReader:
         return self._header.digest.hex()
 
     def chunk(self, index: int) -> memoryview:
-        """Return a verified chunk. Raises `IntegrityError` when it is not what was sealed, IndexError for no such
-        chunk."""
+        """Return a verified chunk.
+
+        Raises `IntegrityError` when it is not what was sealed, IndexError for no such chunk.
+        """
         if not 0 <= index < len(self.crcs):
             raise IndexError(f"{self} has {len(self.crcs)} chunks, not {index + 1}.")
         size = self._arena.chunk_bytes
@@ -250,8 +254,10 @@ class SlotReader:
         return data
 
     def verify(self, threads: int = 1) -> None:
-        """Verify every chunk, with ``threads`` threads. Raises `IntegrityError` at a chunk that is not what was
-        sealed."""
+        """Verify every chunk, with ``threads`` threads.
+
+        Raises `IntegrityError` at a chunk that is not what was sealed.
+        """
 
         def check(first: int) -> None:
             for index in range(first, len(self.crcs), threads):

@@ -64,8 +64,10 @@ class MemoryPlan:
     ceilings: tuple[Ceiling, ...]
     slots: int = 2
     kept: Fraction | None = None
-    """How many shards a rank keeps for others: `Placement.kept`, whose sets may be smaller than asked for. None: as
-    asked."""
+    """How many shards a rank keeps for others: `Placement.kept`, whose sets may be smaller than asked for.
+
+    None: as asked.
+    """
     held_bytes: int = 0
     """What arenas of this job on this host take already."""
     usable: float = 0.9
@@ -254,8 +256,10 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Read ``name value`` lines, as in memory.stat and /proc/meminfo; skip other lines. Empty when there is no such
-    file."""
+    """Read ``name value`` lines, as in memory.stat and /proc/meminfo; skip other lines.
+
+    Empty when there is no such file.
+    """
     try:
         rows = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except (FileNotFoundError, NotADirectoryError, PermissionError):

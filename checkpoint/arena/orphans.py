@@ -120,8 +120,10 @@ def _look(path: Path, held: dict[Inode, int]) -> FoundArena | None:
 
 
 def _state_of(file: ArenaFile, held: dict[Inode, int], besides: int = 0) -> FoundArena:
-    """Decide the state of an open arena. ``held``: (device, inode) -> a pid that has it open; ``besides`` is not
-    counted."""
+    """Decide the state of an open arena.
+
+    ``held``: (device, inode) -> a pid that has it open; ``besides`` is not counted.
+    """
     superblock = file.load(0, Superblock)
     assert file.path is not None
     if superblock is None:
@@ -149,8 +151,10 @@ def _judged(processes: list[Process], holder: int, besides: int) -> tuple[ArenaS
 
 
 def _open_files() -> dict[Inode, int]:
-    """Return (device, inode) -> a pid, for all files that processes have open or mapped. Other processes come before
-    this one."""
+    """Return (device, inode) -> a pid, for all files that processes have open or mapped.
+
+    Other processes come before this one.
+    """
     found: dict[Inode, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         pid = int(name)

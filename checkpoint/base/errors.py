@@ -45,8 +45,10 @@ class Unreadable(IntegrityError):
 
 
 def is_damage(error: CheckpointError) -> bool:
-    """Whether bytes are wrong or missing for good. False when storage did not give them, or another release wrote
-    them."""
+    """Whether bytes are wrong or missing for good.
+
+    False when storage did not give them, or another release wrote them.
+    """
     return isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
 
 

@@ -139,8 +139,10 @@ class Committer:
         return tuple(sorted({*self.committed, *self._open, *pinned}))
 
     def handle(self, event: Event) -> list[Output]:
-        """Apply one event and return what is to be done. Raises `StaleEpoch` or `CheckpointError` for an impossible
-        event."""
+        """Apply one event and return what is to be done.
+
+        Raises `StaleEpoch` or `CheckpointError` for an impossible event.
+        """
         match event:
             case EpochBegan():
                 return self._epoch_began(event)

@@ -344,8 +344,10 @@ class Heal(_Message, frozen=True, kw_only=True):
 
 
 class Disagreement(_Message, frozen=True, kw_only=True):
-    """Holders have sealed different bytes as the same shard. Only full redundancy of one side decides which bytes are
-    right."""
+    """Holders have sealed different bytes as the same shard.
+
+    Only full redundancy of one side decides which bytes are right.
+    """
 
     generation: int
     owner: int

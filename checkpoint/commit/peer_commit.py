@@ -43,8 +43,10 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = False
     """The generation is to become durable. Rank 0's value counts."""
     asked: bool = False
-    """The caller asked for this one to be durable: it waits for an older write, and is not skipped. True on any rank
-    counts."""
+    """The caller asked for this one to be durable: it waits for an older write, and is not skipped.
+
+    True on any rank counts.
+    """
     writing: bool = False
     """An older generation is still being written to disk on this rank."""
 

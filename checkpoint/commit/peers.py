@@ -81,8 +81,10 @@ class Peers:
                     raise _gone(keys[0], error) from error
 
     def gather(self, key: str, mine: M, *, seconds: float) -> list[M]:
-        """Return the values of all ranks, in the order of ranks. Collective; use each ``key`` once. Raises
-        `PeersGone`."""
+        """Return the values of all ranks, in the order of ranks.
+
+        Collective; use each ``key`` once. Raises `PeersGone`.
+        """
         self.say(f"{key}/{self.rank}", mine)
         return self.hear([f"{key}/{rank}" for rank in range(self.world_size)], type(mine), seconds=seconds)
 

@@ -218,8 +218,10 @@ def paths_in(plan: SavePlan) -> Paths | None:
 
 
 def merged(paths: Sequence[Paths | None]) -> Paths | None:
-    """Merge the paths of all ranks. For a name that occurs twice the lower rank's path counts, as in torch's
-    planner."""
+    """Merge the paths of all ranks.
+
+    For a name that occurs twice the lower rank's path counts, as in torch's planner.
+    """
     found = [of for of in paths if of is not None]
     return {name: path for of in reversed(found) for name, path in of.items()} if found else None
 

@@ -116,8 +116,10 @@ class ShardReader:
             raise IntegrityError(f"chunk {index} of {self.path} does not match its CRC32C.", remedy=_OTHER)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> list[tuple[int, str]]:
-        """Read all chunks. Return (chunk index, what is wrong) for each bad one. ``progress`` gets the bytes of each
-        chunk."""
+        """Read all chunks.
+
+        Return (chunk index, what is wrong) for each bad one. ``progress`` gets the bytes of each chunk.
+        """
         bad = []
         for index in range(len(self.crcs)):
             try:

@@ -165,8 +165,10 @@ class DurableStore:
         return found, left_out
 
     def open(self, generation: int) -> GenerationReader:
-        """Return a reader. Raises NoUsableGeneration when the generation does not exist, IntegrityError when it is not
-        whole."""
+        """Return a reader.
+
+        Raises NoUsableGeneration when the generation does not exist, IntegrityError when it is not whole.
+        """
         manifest, _ = self.whole(generation)
         return GenerationReader(self.files, self.data(manifest), manifest)
 
@@ -229,8 +231,10 @@ class DurableStore:
         return found
 
     def is_used(self, attempt: Path) -> bool:
-        """Whether a published manifest refers to this attempt's prefix (object stores). True also when that cannot be
-        read."""
+        """Whether a published manifest refers to this attempt's prefix (object stores).
+
+        True also when that cannot be read.
+        """
         generation = generation_of(attempt.parent.name)
         if generation is None:
             return True

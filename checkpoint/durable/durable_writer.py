@@ -88,8 +88,10 @@ class SealedPayload(Protocol):
 
 
 class GenerationWriter:
-    """Writes shards of one generation, and makes it whole. Any number of writers, anywhere, may work on one
-    generation."""
+    """Writes shards of one generation, and makes it whole.
+
+    Any number of writers, anywhere, may work on one generation.
+    """
 
     def __init__(self, store: DurableStore, generation: int, step: int, epoch: int, world_size: int) -> None:
         if generation < 0 or epoch < 0 or world_size < 1:
@@ -274,8 +276,10 @@ class GenerationWriter:
 
     # -- the generation
     def _manifest(self) -> Manifest | None:
-        """Build the manifest from the fragments; None while some are missing. Raises Refused for a fragment that does
-        not fit."""
+        """Build the manifest from the fragments; None while some are missing.
+
+        Raises Refused for a fragment that does not fit.
+        """
         if self._temporary in self._store.doubtful:
             return None
         shards = []
@@ -377,8 +381,10 @@ class GenerationWriter:
             raise
 
     def _sweep(self) -> None:
-        """Remove partial files that dead writers left. A living writer whose file is removed finds its shard written
-        already."""
+        """Remove partial files that dead writers left.
+
+        A living writer whose file is removed finds its shard written already.
+        """
         for name in self._files.listdir(self._temporary):
             if name.startswith(".rank-") and name.endswith(".part"):
                 with contextlib.suppress(FileNotFoundError):
@@ -393,8 +399,10 @@ class GenerationWriter:
 
 
 def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
-    """Yield a private copy of each chunk, after comparing it with its sealed CRC32C. Raises Refused for a
-    difference."""
+    """Yield a private copy of each chunk, after comparing it with its sealed CRC32C.
+
+    Raises Refused for a difference.
+    """
     buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
     for index, wanted in enumerate(fragment.chunk_crcs()):
         start = index * fragment.chunk_bytes

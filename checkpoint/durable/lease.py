@@ -67,8 +67,10 @@ class _Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease:
-    """One process's hold on a job's directory. ``owner`` is the same for all processes of a job, and unique to the
-    job."""
+    """One process's hold on a job's directory.
+
+    ``owner`` is the same for all processes of a job, and unique to the job.
+    """
 
     def __init__(self, store: DurableStore, owner: str, epoch: int = 0) -> None:
         self._store, self._owner, self.epoch = store, owner, epoch
@@ -82,8 +84,10 @@ class Lease:
         """Why this job must not save any more; empty while it may."""
 
     def take(self) -> None:
-        """Become the owner of the directory, waiting for a dying one. Raises `InUse` when another job lives, and
-        OSError."""
+        """Become the owner of the directory, waiting for a dying one.
+
+        Raises `InUse` when another job lives, and OSError.
+        """
         with contextlib.suppress(FileExistsError):
             self._store.files.mkdir(self._store.directory)
         began, seen = time.monotonic(), None
@@ -137,8 +141,10 @@ class Lease:
         return self.lost
 
     def keep(self, told: Callable[[str], None] = lambda _: None) -> None:
-        """Renew the lease from now on, in a thread. ``told`` gets the reason when another job has taken the
-        directory."""
+        """Renew the lease from now on, in a thread.
+
+        ``told`` gets the reason when another job has taken the directory.
+        """
         self._thread = threading.Thread(target=self._renew, args=[told], name="rackrun-lease", daemon=True)
         self._thread.start()
 

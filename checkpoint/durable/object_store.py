@@ -42,8 +42,10 @@ _PART_BYTES = 32 * 2**20
 
 
 def files_at(path: Path) -> Files:
-    """Return the file operations of the store that ``path`` is in. Raises UsageError when the store's package is
-    missing."""
+    """Return the file operations of the store that ``path`` is in.
+
+    Raises UsageError when the store's package is missing.
+    """
     return ObjectFiles(path.scheme) if isinstance(path, RemotePath) else Files()
 
 
@@ -237,8 +239,10 @@ class _Held:
 
 
 def _drop(upload: Any) -> None:
-    """Drop an upload so that no object appears. The store's own rules remove unfinished uploads that it refuses to
-    drop."""
+    """Drop an upload so that no object appears.
+
+    The store's own rules remove unfinished uploads that it refuses to drop.
+    """
     with contextlib.suppress(Exception):
         upload.discard()
     upload.closed = True  # otherwise its destructor completes the upload

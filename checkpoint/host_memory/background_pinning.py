@@ -51,8 +51,10 @@ class Pinning:
         memory.thread.start()
 
     def unpin(self, address: int) -> None:
-        """Unregister memory before it is freed, after waiting for the piece in progress. Nothing may be copied to it any
-        more."""
+        """Unregister memory before it is freed, after waiting for the piece in progress.
+
+        Nothing may be copied to it any more.
+        """
         memory = self._memories.pop(address, None)
         if memory is None or memory.thread is None:
             return
@@ -62,8 +64,10 @@ class Pinning:
             unregister_memory(piece, self._runtime)
 
     def cuts(self, address: int, size: int) -> list[int]:
-        """Return where to cut a copy to these bytes: offsets between 0 and ``size``. Empty for memory not given to
-        `pin`."""
+        """Return where to cut a copy to these bytes: offsets between 0 and ``size``.
+
+        Empty for memory not given to `pin`.
+        """
         for memory in tuple(self._memories.values()):  # another thread may pin meanwhile
             if memory.address <= address < memory.address + memory.size:
                 first = PIECE_BYTES - (address - memory.address) % PIECE_BYTES

@@ -1,5 +1,7 @@
-"""Find shared libraries that this process has loaded, by name. Loading another copy would give it a state of its
-own."""
+"""Find shared libraries that this process has loaded, by name.
+
+Loading another copy would give it a state of its own.
+"""
 
 from __future__ import annotations
 

@@ -44,8 +44,10 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the box of the elements in both; None when there are none. Raises `LayoutMismatch` for different
-        dims."""
+        """Return the box of the elements in both; None when there are none.
+
+        Raises `LayoutMismatch` for different dims.
+        """
         if self == other:
             return self if self.numel else None
         _same_dims(self, other)

@@ -55,8 +55,10 @@ class DeviceCopies:
     def enqueue(
         self, layout: ImageLayout, tensors: Mapping[str, torch.Tensor], names: Collection[str], into: memoryview
     ) -> None:
-        """Enqueue copies of ``names`` on the current stream. They are done when the stream has come so far. Nothing is
-        checked."""
+        """Enqueue copies of ``names`` on the current stream.
+
+        They are done when the stream has come so far. Nothing is checked.
+        """
         for _ in self.in_groups(layout, tensors, names, into, group_bytes=layout.total_bytes):
             pass
 

@@ -56,8 +56,10 @@ _TAG = {
     "float16": "F16", "bfloat16": "BF16", "int16": "I16", "uint16": "U16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""torch's dtype name -> safetensors' tag. Only tags that readers have known for long; other dtypes are stored as
-bytes."""
+"""torch's dtype name -> safetensors' tag.
+
+Only tags that readers have known for long; other dtypes are stored as bytes.
+"""
 _BY_TAG = {tag: name for name, tag in _TAG.items()}
 _ITEMSIZE = {
     "float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4,
@@ -162,8 +164,10 @@ def plan_image(entries: Sequence[TensorEntry], plain: int = 0) -> ImageLayout:
 
 
 def header_bytes(prefix: Buffer, *, limit: int) -> int:
-    """Return how many bytes of an image `parse_image` needs, from its first 8. Raises `IntegrityError` above
-    ``limit``."""
+    """Return how many bytes of an image `parse_image` needs, from its first 8.
+
+    Raises `IntegrityError` above ``limit``.
+    """
     if len(prefix) < _LENGTH.size:
         raise IntegrityError(f"an image begins with 8 bytes; there are {len(prefix)}.", remedy="use another copy.")
     length: int = _LENGTH.unpack_from(prefix)[0]

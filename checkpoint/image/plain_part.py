@@ -61,8 +61,10 @@ def decode_plain(part: bytes) -> Plain:
 
 
 def with_elsewhere(part: bytes, elsewhere: Mapping[str, int]) -> bytes:
-    """Return the encoded plain part with another ``elsewhere``. Raises `IntegrityError` for bytes that are no plain
-    part."""
+    """Return the encoded plain part with another ``elsewhere``.
+
+    Raises `IntegrityError` for bytes that are no plain part.
+    """
     with _typed():
         plain = msgspec.msgpack.decode(_encoded(part), type=_Encoded)
     return _pack(msgspec.msgpack.encode(msgspec.structs.replace(plain, elsewhere=dict(elsewhere))))

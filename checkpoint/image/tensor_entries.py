@@ -55,8 +55,10 @@ def box_of(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return the box that the rank at ``coordinate`` holds. Raises `LayoutMismatch` when there is none, or it is
-    ambiguous."""
+    """Return the box that the rank at ``coordinate`` holds.
+
+    Raises `LayoutMismatch` when there is none, or it is ambiguous.
+    """
     splits: dict[int, list[Split]] = {}
     for parts, part, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Shard | _StridedShard):

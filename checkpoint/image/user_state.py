@@ -93,8 +93,10 @@ class Contents:
         return Image(self._layout, tensors, plain, later)
 
     def _entries_of(self, parts: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
-        """Return the entries of all tensors. Computing boxes takes longest, so those of unchanged tensors are
-        reused."""
+        """Return the entries of all tensors.
+
+        Computing boxes takes longest, so those of unchanged tensors are reused.
+        """
         known, self._known = self._known, {}
         for name, tensor in parts.items():
             former, entries = known.get(name, (None, []))
@@ -125,8 +127,9 @@ class Contents:
         return parts
 
     def put(self, plain: Plain, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Put everything back once ``tensors`` are filled: the last step of a restore. Return all plain values, by
-        name.
+        """Put everything back once ``tensors`` are filled: the last step of a restore.
+
+        Return all plain values, by name.
 
         Values that cannot be changed in place are only in the returned dict.
         """

@@ -44,11 +44,15 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     durable: tuple[tuple[int, str], ...] = ()
     """(generation, digest of its manifest), newest first."""
     left_out: dict[int, str] = {}
-    """Generation -> why it cannot be used, although something of it exists. Key -1: the directory cannot even be
-    listed."""
+    """Generation -> why it cannot be used, although something of it exists.
+
+    Key -1: the directory cannot even be listed.
+    """
     damaged: tuple[int, ...] = ()
-    """The generations of ``left_out`` whose bytes on disk are wrong or missing. The state of the others is not
-    known."""
+    """The generations of ``left_out`` whose bytes on disk are wrong or missing.
+
+    The state of the others is not known.
+    """
     newest_generation: int = -1
     newest_epoch: int = -1
 
@@ -129,8 +133,10 @@ class Sources:
         return holdings, records
 
     def look_into(self, generation: int) -> tuple[list[Holding], CommitRecord]:
-        """Return the shards of a durable generation and a commit record of it. Raises CheckpointError when it cannot be
-        read."""
+        """Return the shards of a durable generation and a commit record of it.
+
+        Raises CheckpointError when it cannot be read.
+        """
         holdings = _durable_holdings(self._reader(generation))
         copies = [
             Copy(owner=h.owner, holder=DISK, domain=DISK, digest=h.digest, layout_hash=h.layout_hash) for h in holdings

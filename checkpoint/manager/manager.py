@@ -128,8 +128,9 @@ class CheckpointManager:
 
     # -- before training
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Register the state to save, and agree with all ranks on an epoch. Collective; once, after the process group
-        is made.
+        """Register the state to save, and agree with all ranks on an epoch.
+
+        Collective; once, after the process group is made.
 
         ``state``: modules, optimizers, tensors, objects with ``state_dict``, and plain data, by name. From now on each
         optimizer's ``step`` waits for the copy of the last save.
@@ -194,8 +195,9 @@ class CheckpointManager:
         )
 
     def restore(self) -> RestoreReport | None:
-        """Load the newest usable generation into the prepared state. Return what was restored; None when nothing was
-        ever saved.
+        """Load the newest usable generation into the prepared state.
+
+        Return what was restored; None when nothing was ever saved.
 
         Collective, after `prepare` and before training. All ranks restore the same committed generation, each from its
         own arena or from the directory.

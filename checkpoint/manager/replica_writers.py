@@ -29,8 +29,10 @@ __all__ = ["Held", "Share", "Writers", "agree", "assign", "held_in"]
 
 
 class Held(msgspec.Struct, frozen=True):
-    """The tensors of a rank's sealed image that other ranks may hold too, one list entry each. Empty when the rank
-    failed."""
+    """The tensors of a rank's sealed image that other ranks may hold too, one list entry each.
+
+    Empty when the rank failed.
+    """
 
     boxes: list[str] = []
     """Digests of name, dtype, shape and box: equal for equal boxes of the same tensor."""

@@ -95,8 +95,10 @@ class Saving:
     """Each tensor that is copied while the next step runs, with its version when the save began."""
 
     def copy_and_seal(self, staging: Staging) -> None:
-        """Copy the tensors into the slot and seal it. Runs in the helper thread; records a failure instead of
-        raising."""
+        """Copy the tensors into the slot and seal it.
+
+        Runs in the helper thread; records a failure instead of raising.
+        """
         layout, writer = self.image.layout, self.writer
         if writer is None:
             self.handle.staged.set_result(False)
@@ -140,8 +142,10 @@ class Disk:
     keep: int
     began: int
     hold: Callable[[], str] = str
-    """Returns why nothing may be written any more (a later start has taken the directory), else "". Rank 0's answer
-    counts."""
+    """Returns why nothing may be written any more (a later start has taken the directory), else "".
+
+    Rank 0's answer counts.
+    """
 
 
 class Flush:
@@ -211,8 +215,10 @@ class Flush:
         return outcome
 
     def _elsewhere(self) -> dict[str, int]:
-        """Agree with all ranks which of this rank's tensors other ranks write: name -> rank. A rank that fails shares
-        nothing."""
+        """Agree with all ranks which of this rank's tensors other ranks write: name -> rank.
+
+        A rank that fails shares nothing.
+        """
         names, held = list[str](), Held()
         try:
             if self._reader is not None:

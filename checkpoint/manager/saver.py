@@ -75,8 +75,10 @@ class Saver:
         self._saving: SaveHandle | None = None
         self._threads: list[threading.Thread] = []
         self._flushing: list[threading.Thread] = []
-        """Threads that write generations to disk. One writes; those whose write was explicitly asked for wait behind
-        it."""
+        """Threads that write generations to disk.
+
+        One writes; those whose write was explicitly asked for wait behind it.
+        """
         self._flushed = -1
         """The newest generation whose write to disk was begun; -1 for none."""
         self._owed = -1
@@ -122,8 +124,10 @@ class Saver:
         crash_point("restore.marked")
 
     def reserve(self, size: int) -> Arena:
-        """Return this rank's arena; make a new one when an image of ``size`` bytes does not fit. Raises
-        `MemoryPlanError`."""
+        """Return this rank's arena; make a new one when an image of ``size`` bytes does not fit.
+
+        Raises `MemoryPlanError`.
+        """
         if self._arena is not None and self._arena.payload_bytes >= size:
             return self._arena
         if self._arena is not None:
@@ -185,8 +189,10 @@ class Saver:
         return self._flushed >= 0
 
     def owed(self) -> int:
-        """Return the generation that was due on disk when neither it nor a newer one is there; -1 for none. After
-        `finish`."""
+        """Return the generation that was due on disk when neither it nor a newer one is there; -1 for none.
+
+        After `finish`.
+        """
         return self._owed
 
     def write_newest(self) -> None:

@@ -42,8 +42,10 @@ class Staging:
             self._pinning.unpin(arena.memory()[0])
 
     def ready(self) -> torch.cuda.Event | None:
-        """Record an event at which the tensors have the values to be copied. Call it in the training thread; None
-        without a GPU."""
+        """Record an event at which the tensors have the values to be copied.
+
+        Call it in the training thread; None without a GPU.
+        """
         if self._stream is None:
             return None
         event = torch.cuda.Event()

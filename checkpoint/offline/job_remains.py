@@ -101,8 +101,10 @@ class Remains:
         return sorted({*self._records, *(number for number in on_disk if number is not None)}, reverse=True)
 
     def sought(self, generation: int) -> Sought:
-        """Return a generation as it was committed. Raises IntegrityError when neither a record nor a manifest can be
-        read."""
+        """Return a generation as it was committed.
+
+        Raises IntegrityError when neither a record nor a manifest can be read.
+        """
         if (record := self._records.get(generation)) is not None:
             return _recorded(record)
         manifest = self._manifest(generation)

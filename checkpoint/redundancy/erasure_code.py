@@ -28,8 +28,10 @@ __all__ = ["Incoming", "Read", "Row", "mix_into", "rebuild", "xor_into"]
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 Room: TypeAlias = Callable[[int], Bytes]
-"""Returns writable memory of at least that many bytes. It begins with what a former call returned; the rest is
-zeros."""
+"""Returns writable memory of at least that many bytes.
+
+It begins with what a former call returned; the rest is zeros.
+"""
 Read: TypeAlias = Callable[[Part | int, int, int], Iterable[Bytes]]
 """``read(where, start, stop)`` yields those bytes of a member's shard, or of a block of parity, in pieces of any
 size."""

@@ -188,8 +188,10 @@ class Placement:
         return min((self._fatal(twins, domains) for twins in self.twins), default=1) - 1
 
     def recoverable(self, level: Level, k: int) -> Fraction | None:
-        """Return the share of all losses of ``k`` domains that is survived. None when labels are missing, or too many
-        to count."""
+        """Return the share of all losses of ``k`` domains that is survived.
+
+        None when labels are missing, or too many to count.
+        """
         domains = _domains(self.labels, level)
         names = list(dict.fromkeys(domains.values()))
         if len(domains) < len(self.labels) or not 0 < k <= len(names) or comb(len(names), k) * len(domains) > _WORK_MAX:
@@ -353,8 +355,10 @@ def _known(labels: Mapping[int, Labels]) -> str:
 
 
 def _domains(labels: Mapping[int, Labels], level: Level) -> dict[int, Domain]:
-    """Return rank -> domain. A rank without a known label is absent, but an unknown process counts as the rank's
-    own."""
+    """Return rank -> domain.
+
+    A rank without a known label is absent, but an unknown process counts as the rank's own.
+    """
     found: dict[int, Domain] = {}
     for rank, label in labels.items():
         name = label.at(level)

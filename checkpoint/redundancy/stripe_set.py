@@ -152,8 +152,10 @@ class StripeSet:
         return (index - row) % len(self.members) < self.parity
 
     def widest(self, length: int) -> int:
-        """Return the bytes of the longest stripe of a shard of ``length`` bytes, rounded up to 64. Raises
-        `ParityError`."""
+        """Return the bytes of the longest stripe of a shard of ``length`` bytes, rounded up to 64.
+
+        Raises `ParityError`.
+        """
         if not 0 <= length <= LENGTH_MAX:
             raise ParityError(f"the length of a shard is 0 to 2**46, not {length}.")
         return -(-length // ((len(self.members) - self.parity) * _ALIGN)) * _ALIGN

@@ -270,8 +270,10 @@ class _Asked:
         return GpuReading(index=index, **fields, **self._ended())
 
     def as_found(self, reading: GpuReading, handle: Any) -> GpuReading:
-        """Add what matters before a worker uses the GPU. If the driver does not report a field, nothing is held against
-        the GPU."""
+        """Add what matters before a worker uses the GPU.
+
+        If the driver does not report a field, nothing is held against the GPU.
+        """
         if reading.verdict:
             return reading
         fresh = _Asked(self._nvml)  # a failure here is not the GPU's fault

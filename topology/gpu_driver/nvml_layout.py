@@ -62,8 +62,10 @@ def parse_sram_threshold(raw: bytes) -> bool:
 
 
 def as_ranges(words: Any) -> str:
-    """Return a bit mask as ranges, such as ``0-71,144``. ``words``: 64 bits each, the lowest first. Empty for no
-    bits."""
+    """Return a bit mask as ranges, such as ``0-71,144``.
+
+    ``words``: 64 bits each, the lowest first. Empty for no bits.
+    """
     filled = [(at, int(word)) for at, word in enumerate(words or ()) if word]  # of 64 words, all but a few are 0
     bits = [at * 64 + bit for at, word in filled for bit in range(64) if word >> bit & 1]
     ranges: list[list[int]] = []

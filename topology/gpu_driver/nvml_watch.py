@@ -78,8 +78,10 @@ class NvmlWatch:
         return self._fd
 
     def next(self, timeout_s: float) -> TrayReading | XidEvent | NvmlUnavailable | None:
-        """Return the next message; None when there is none within ``timeout_s``. Messages in the pipe come before
-        `ended`."""
+        """Return the next message; None when there is none within ``timeout_s``.
+
+        Messages in the pipe come before `ended`.
+        """
         until = time.monotonic() + timeout_s
         while self.ended is None:
             message = self._take()
@@ -94,8 +96,10 @@ class NvmlWatch:
         return self.ended
 
     def reaped(self, status: int) -> None:
-        """Record that code which reaps every child of this process has reaped this one. ``status``: from
-        `os.waitpid`."""
+        """Record that code which reaps every child of this process has reaped this one.
+
+        ``status``: from `os.waitpid`.
+        """
         self._child.returncode = os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:

@@ -139,8 +139,10 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sram_threshold: bool | None = None
     """Whether there were so many SRAM errors that the GPU should be replaced."""
     slowdown: int | None = None
-    """Bits of what slows the clocks: 0x8 hardware, 0x40 heat, 0x80 the power brake. Others are normal under load, and
-    masked."""
+    """Bits of what slows the clocks: 0x8 hardware, 0x40 heat, 0x80 the power brake.
+
+    Others are normal under load, and masked.
+    """
     numa: int | None = None
     """The NUMA node of the CPU to which the GPU is attached."""
     cpus: str = ""

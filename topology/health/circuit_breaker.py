@@ -23,8 +23,10 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of the breaker."""
 
     share: float = 0.5
-    """A share of all trays. If more (and more than one) go within ``window_ms``, nothing more goes until
-    `Breaker.reset`."""
+    """A share of all trays.
+
+    If more (and more than one) go within ``window_ms``, nothing more goes until `Breaker.reset`.
+    """
     window_ms: int = 300_000
     gather_ms: int = 500
     """How long a verdict about the fabric waits for others of its clique."""
@@ -138,8 +140,10 @@ class Breaker:
         return decisions
 
     def _against_fabric(self, at_ms: int, tray: str, clique: CliqueId) -> list[Decision]:
-        """Note a report against the fabric. If it makes the switch a suspect, report that, and withhold the waiting
-        verdicts."""
+        """Note a report against the fabric.
+
+        If it makes the switch a suspect, report that, and withhold the waiting verdicts.
+        """
         policy = self._policy
         spoke = self._fabric.setdefault(clique, {})
         spoke[tray] = at_ms

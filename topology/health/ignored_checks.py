@@ -24,8 +24,9 @@ _PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def ignored_by(environment: Mapping[str, str]) -> tuple[Part, ...]:
-    """Return the parts that `HEALTH_VARIABLE` names: ``ignore:`` and parts, separated by commas. Empty when it is not
-    set.
+    """Return the parts that `HEALTH_VARIABLE` names: ``ignore:`` and parts, separated by commas.
+
+    Empty when it is not set.
 
     Raises UsageError for another value.
     """

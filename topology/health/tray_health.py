@@ -70,8 +70,10 @@ class _Gpu:
 
 
 class TrayHealth:
-    """The state of one tray: ``handle(at_ms, said) -> verdicts``. Times are of one monotonic clock and never go
-    back."""
+    """The state of one tray: ``handle(at_ms, said) -> verdicts``.
+
+    Times are of one monotonic clock and never go back.
+    """
 
     def __init__(self, policy: HealthPolicy | None = None) -> None:
         self._policy = policy or HealthPolicy()

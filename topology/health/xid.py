@@ -108,8 +108,10 @@ def decode_nvlink5(xid: int, intr_info: int, error_status: int, driver: int | No
 
 
 def _announces(xid: int, driver: int | None) -> bool:
-    """Whether this driver sets the recovery action with this Xid. A GPU that has fallen off the bus gives no new
-    answer."""
+    """Whether this driver sets the recovery action with this Xid.
+
+    A GPU that has fallen off the bus gives no new answer.
+    """
     entry = CATALOGUE.get(xid)
     since = entry.announced_since if entry else None
     return xid != FALLEN_OFF_THE_BUS and since is not None and driver is not None and driver >= since

@@ -14,8 +14,10 @@ __all__ = ["CELLS_MAX", "RANKS_MAX", "best_way"]
 CELLS_MAX = 1_000_000
 """Limit on the number of ways times the number of groups, or of cliques if there are more of them."""
 RANKS_MAX = 64
-"""Largest world in which all ways are tried. In a larger one a way takes longer, and the greedy choice is as good in
-practice."""
+"""Largest world in which all ways are tried.
+
+In a larger one a way takes longer, and the greedy choice is as good in practice.
+"""
 _TRIED_MAX = 400
 
 
@@ -39,8 +41,10 @@ def best_way(question: Question, home: Ints) -> Ints:
 
 
 def _ways(question: Question, home: Ints) -> Ints | None:
-    """Return all ways that fit, int64[ways, groups]: a clique for each group. None when there are too many, or no
-    choice."""
+    """Return all ways that fit, int64[ways, groups]: a clique for each group.
+
+    None when there are too many, or no choice.
+    """
     mesh = question.mesh
     if mesh.world_size > RANKS_MAX:
         return None

@@ -79,11 +79,15 @@ class Question:
     lemons: Ints
     """Lemon points of each slot: int64[slots]."""
     previous: Ints | None = None
-    """The previous slot of each rank, int64[world_size]; `NOWHERE` for a slot that no longer exists. None: no
-    placement."""
+    """The previous slot of each rank, int64[world_size]; `NOWHERE` for a slot that no longer exists.
+
+    None: no placement.
+    """
     spares: int = 0
-    """How many slots of each NVLink domain to hold back. Only without a previous placement: later, spares may be
-    used."""
+    """How many slots of each NVLink domain to hold back.
+
+    Only without a previous placement: later, spares may be used.
+    """
     allow_crossing: bool = False
     known: Known | None = None
     """Optional: the answer is the same without it, and takes longer."""

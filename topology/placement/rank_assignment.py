@@ -142,8 +142,10 @@ class Placement:
         return tuple(map(board.slots.__getitem__, order.tolist()))
 
     def explain(self, rank: int) -> list[str]:
-        """Return a few lines of text: where ``rank`` is, why, and which spares would take over. Raises
-        `TopologyError`."""
+        """Return a few lines of text: where ``rank`` is, why, and which spares would take over.
+
+        Raises `TopologyError`.
+        """
         if not 0 <= rank < self.mesh.world_size:
             raise TopologyError(
                 f"there is no rank {rank} among {self.mesh.world_size}.",

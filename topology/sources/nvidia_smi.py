@@ -125,8 +125,10 @@ def _cells(rest: str) -> tuple[list[str], list[str]] | None:
 
 
 def _affinities(rest: list[str], index: int, matrix: TopoMatrix) -> None:
-    """Store the affinities of a row: CPU affinity, NUMA affinity, the GPU's own node. Any of them may be empty or
-    N/A."""
+    """Store the affinities of a row: CPU affinity, NUMA affinity, the GPU's own node.
+
+    Any of them may be empty or N/A.
+    """
     cpus = rest[0] if rest else ""
     numa = rest[1] if len(rest) > 1 else ""
     if _NUMBERS.fullmatch(cpus):

@@ -60,8 +60,10 @@ class FoundTray(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     clique: CliqueId | None = None
     """The clique of all its GPUs, where the source knows hosts only."""
     block: str = ""
-    """A name for hosts that belong together, such as Slurm's block. It counts as an NVLink domain if no source knows
-    cliques."""
+    """A name for hosts that belong together, such as Slurm's block.
+
+    It counts as an NVLink domain if no source knows cliques.
+    """
     fabric: tuple[str, ...] = ()
     """The switches above it, nearest first."""
 
@@ -78,8 +80,10 @@ class PartialTopology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 def partial_of_reading(reading: TrayReading, host: str) -> PartialTopology:
-    """Return this tray as NVML reports it. A GPU that was lost before it was ever read has no UUID: a note replaces
-    it."""
+    """Return this tray as NVML reports it.
+
+    A GPU that was lost before it was ever read has no UUID: a note replaces it.
+    """
     platforms = [gpu.platform for gpu in reading.gpus if gpu.platform is not None]
     place = platforms[0] if platforms else None
     notes = [f"GPU {gpu.index} is {gpu.verdict or 'nameless'} and left out" for gpu in reading.gpus if not gpu.uuid]
