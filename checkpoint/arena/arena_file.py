@@ -136,8 +136,10 @@ class ArenaFile:
         self.map.madvise(mmap.MADV_DONTDUMP)
 
     def populate(self, how: Populating = BY_ITSELF) -> None:
-        """Fault the pages in now, so that no save has to wait for that
-        (`rackrun.checkpoint.host_memory.populate.populate`)."""
+        """Fault the pages in now, so that no save has to wait for that.
+
+        See `rackrun.checkpoint.host_memory.populate.populate`.
+        """
         populate(self.fd, self.address(), self.size, how)
         assert self.map is not None
         self.map.madvise(mmap.MADV_DONTDUMP)  # the kernel may have mapped pieces anew

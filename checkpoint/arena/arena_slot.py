@@ -49,6 +49,7 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, header: SlotHeader) -> SlotInfo:
+        """Return the description of a slot's header."""
         return cls(
             index=header.slot,
             state=header.state,
@@ -78,8 +79,10 @@ class SlotWriter:
 
         self._crcs: list[int] = []
         self._digested = 0
-        """How many bytes from the start are digested, or being digested; the last of `_crcs` may cover a part of its
-        chunk."""
+        """How many bytes from the start are digested or being digested.
+
+        The last item of `_crcs` may cover a part of its chunk.
+        """
         self._pool: ThreadPoolExecutor | None = None
         self._digesting: list[tuple[int, Future[np.ndarray[Any, Any]]]] = []
         """(first chunk, future digests of that chunk and the following ones), for each part given to the pool."""
@@ -89,8 +92,9 @@ class SlotWriter:
         return self._header.slot
 
     def filled(self, upto: int, threads: int = 0) -> None:
-        """Digest the bytes before ``upto``, which are final, while they are in the cache, so that `seal` has less to
-        do.
+        """Digest the bytes before ``upto``, which are final, while they are in the cache.
+
+        `seal` has less to do then.
 
         Call it from one thread at a time. A byte that changes afterwards shows as damage. ``threads``: when not 0, that
         many other threads digest, and this returns at once.

@@ -121,8 +121,10 @@ class MemoryPlan:
         return self.tightest is None or self.needed_bytes <= self.room(self.tightest)
 
     def check(self) -> MemoryPlan:
-        """Return the plan itself when it fits; else raise `MemoryPlanError` with the figures and a smaller plan that
-        fits."""
+        """Return the plan itself when it fits.
+
+        Otherwise raise `MemoryPlanError` with the figures, and with a smaller plan that fits.
+        """
         tightest = self.tightest
         if tightest is None or self.fits:
             return self
@@ -210,8 +212,10 @@ def _file_system(arena_dir: Path, statvfs: Callable[[Path], FileSystemSize]) -> 
 
 
 def _control_groups(proc: Path, root: Path) -> Iterator[Ceiling]:
-    """Yield the limits of this process's control group and of its parents, innermost first (version 2, else version
-    1)."""
+    """Yield the limits of this process's control group and its parents, innermost first.
+
+    Control groups of version 2 are read, or else those of version 1.
+    """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except FileNotFoundError:

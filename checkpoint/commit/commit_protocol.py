@@ -298,8 +298,10 @@ class Committer:
     # -- retiring --
 
     def _retire(self) -> list[Output]:
-        """Retire every generation that a newer one replaces without loss of safety, counting confirmed holders of the
-        newer only."""
+        """Retire every generation that a newer one replaces without loss of safety.
+
+        Of the newer one, only copies at holders that have confirmed it count.
+        """
         outputs: list[Output] = []
         pinned = {generation for generation, _ in self._pins}
         for old in sorted(self.committed):
@@ -344,8 +346,7 @@ class Committer:
         return outputs
 
     def _missing(self, record: CommitRecord, owner: int) -> list[Item]:
-        """Return the items that would make a shard safe again: those its parity set lacks, else another copy of the
-        shard."""
+        """Return the items that would make a shard safe again: those its parity set lacks, else another copy of it."""
         held = {copy.item for copy in self._copies[record.generation]}
         parity = record.set_of(owner)
         items: list[Item] = [s for m in parity.members for s in ((m, "data"), (m, "parity"))] if parity else []

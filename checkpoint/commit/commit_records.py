@@ -179,6 +179,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
         return tuple(shard.owner for shard in self.shards if shard.kind == "data")
 
     def all_copies(self) -> frozenset[Copy]:
+        """Return every copy in the record: each shard or parity block at each of its holders."""
         return frozenset(
             Copy(owner=s.owner, kind=s.kind, holder=holder, domain=domain, digest=s.digest, layout_hash=s.layout_hash)
             for s in self.shards
@@ -186,6 +187,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
         )
 
     def set_of(self, owner: int) -> ParitySet | None:
+        """Return the parity set that ``owner`` belongs to; None when there is none."""
         return next((parity for parity in self.sets if owner in parity.members), None)
 
     def encode(self) -> bytes:
@@ -287,6 +289,8 @@ class Pinned(_Message, frozen=True, kw_only=True):
 
 
 class Unpinned(_Message, frozen=True, kw_only=True):
+    """``by`` no longer reads the generation."""
+
     generation: int
     by: str
 
@@ -314,8 +318,10 @@ class Commit(_Message, frozen=True, kw_only=True):
 
 
 class Retire(_Message, frozen=True, kw_only=True):
-    """A committed generation is no longer needed: a newer one is at least as safe, and its holders have confirmed
-    it."""
+    """A committed generation is no longer needed.
+
+    A newer one is at least as safe, and its holders have confirmed it.
+    """
 
     generation: int
 

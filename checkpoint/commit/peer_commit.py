@@ -1,5 +1,4 @@
-"""Commit generations between ranks that each hold their own shard: rank 0 decides, and all other ranks learn the
-outcome.
+"""Commit generations between ranks that each hold their own shard: rank 0 decides, and the others learn the outcome.
 
 Rank 0 decides when every rank has sealed, by the rules of `rackrun.checkpoint.commit.commit_protocol`.
 

@@ -123,8 +123,10 @@ def choose_interval(observed: Observed, policy: IntervalPolicy, current: int | N
 
 
 def mtbf_ns(observed: Observed, policy: IntervalPolicy) -> Fraction:
-    """Return one over the posterior mean of the failure rate: (prior time + run time) / (prior failures + failures), in
-    ns."""
+    """Return the mean time between failures in ns, by the posterior mean of the failure rate.
+
+    It is (prior time + run time) / (prior failures + failures).
+    """
     prior_ns = Fraction(policy.prior_s).limit_denominator(10**6) * NS
     prior_failures = Fraction(policy.prior_failures).limit_denominator(10**6)
     return (prior_ns + observed.run_ns) / (prior_failures + observed.failures)

@@ -124,6 +124,10 @@ class RackrunStorageWriter(StorageWriter):
         self._save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make the root directory.
+
+        Raises `CheckpointError` without collectives, or when the directory cannot be made.
+        """
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
@@ -138,10 +142,15 @@ class RackrunStorageWriter(StorageWriter):
             ) from error
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check that the planner's data can be stored. Raises `CheckpointError`."""
         paths_in(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Choose the generation on the coordinator, and give each rank its shard in its plan.
+
+        Raises `CheckpointError` for a cached plan, or a generation that exists already.
+        """
         if not all(plan.usable for plan in plans):
             raise CheckpointError(
                 "a cached plan names the generation that was saved before.",
@@ -166,6 +175,7 @@ class RackrunStorageWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Build this rank's image in memory and write it as a shard. Raises `CheckpointError` when storage fails."""
         part: _Part = plan.storage_data
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         pickled = {
@@ -189,6 +199,10 @@ class RackrunStorageWriter(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the generation whole on the coordinator, then drop old ones if ``keep`` was given.
+
+        Raises `CheckpointError`.
+        """
         del results
         assert self._part is not None
         if metadata.planner_data != self._paths:
@@ -213,8 +227,9 @@ class RackrunStorageWriter(StorageWriter):
 
 
 class RackrunStorageReader(StorageReader):
-    """Reads the newest whole generation in ``path`` or in the ``checkpoint_id`` of ``load``, or the generation it
-    names.
+    """Reads the newest whole generation in a directory, or the generation that the directory's name names.
+
+    The directory is ``path``, or the ``checkpoint_id`` of ``load``.
 
     All bytes are verified before they reach a tensor. A tensor of another dtype is converted, as torch's own reader
     does.
@@ -246,6 +261,10 @@ class RackrunStorageReader(StorageReader):
         self._load_id, self._found = uuid.uuid4().hex, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Find the generation and describe it to torch.
+
+        An error is kept until `set_up_storage_reader`, which raises it.
+        """
         del args, kwargs
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         try:
@@ -259,15 +278,18 @@ class RackrunStorageReader(StorageReader):
             return Metadata({}, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise the error that `read_metadata` has kept, if any."""
         del metadata, is_coordinator, args
         if isinstance(self._found, RackrunError):
             raise self._found
         self._rank = kwargs.get("rank") or 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add the generation that this rank has found to its plan."""
         return dataclasses.replace(plan, storage_data=(self._opened.manifest.generation, self._opened.digest))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise `CheckpointError` when the ranks have found different generations."""
         found = {plan.storage_data for plan in plans}
         if len(found) != 1:
             raise CheckpointError(
@@ -277,6 +299,7 @@ class RackrunStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of the plan, and load its other items. Raises as this class's docstring says."""
         found = self._opened
         rounds: list[dict[str, ReadItem]] = []  # a tensor occurs at most once in each
         count: dict[str, int] = defaultdict(int)

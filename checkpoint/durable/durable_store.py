@@ -112,8 +112,7 @@ def _typed(generation: int) -> Iterator[None]:
 
 
 class DurableStore:
-    """Reads and lists the generations of ``job`` under ``root``: a directory that exists, or a place in an object
-    store.
+    """The generations of ``job`` under ``root``: a directory that exists, or a place in an object store.
 
     Making a store touches no file. Raises UsageError for a place in a store that is not known.
     """

@@ -140,6 +140,7 @@ class ObjectFiles(Files):
             self._fs.pipe_file(_remote(path).key, data)
 
     def create(self, path: Path, data: bytes) -> None:
+        """Create an object only if there is none, as far as the store supports that. Raises FileExistsError."""
         key = _remote(path).key
         with _typed(path):
             if self._there(key):

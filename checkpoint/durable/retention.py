@@ -184,8 +184,10 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
 
 
 def _superseded(generations: Sequence[GenerationInfo], epoch: int, began: int, newest_verified: int | None) -> int:
-    """Return the newest step that is verified in the run of ``epoch``, which began from generation ``began``; -1 for
-    none."""
+    """Return the newest step that is verified in the run of ``epoch``; -1 for none.
+
+    ``began``: the generation that the run has restored. It and verified generations before it count as the run's.
+    """
     own = [
         info.step
         for info in generations

@@ -1,5 +1,4 @@
-"""The plain part of an image: the state that is not tensors, as msgpack, padded so that it may grow without a new
-layout."""
+"""The plain part of an image: state that is not tensors, as msgpack, padded so that it can grow in the same layout."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Bytes ``start`` to ``stop`` of the image of ``shard``, which is an index into the sources, and the copies from
-    them."""
+    """Bytes ``start`` to ``stop`` of one image, and the copies from them. ``shard``: an index into the sources."""
 
     shard: int
     start: int

@@ -51,8 +51,10 @@ __all__ = [
 ]
 
 PIECE_BYTES = 2**20
-"""Bytes of one copy: small enough for a core's cache, large enough that a thread hands over the
-interpreter only at its two ends."""
+"""Bytes of one copy.
+
+It is small enough for a core's cache, and large enough that a thread hands over the interpreter only at its two ends.
+"""
 Bytes = NDArray[np.uint8]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -45,8 +45,7 @@ class Image(NamedTuple):
     tensors: dict[str, torch.Tensor]
     plain: bytes
     later: frozenset[str]
-    """Names of the tensors that neither forward nor backward changes: parameters, and the optimizers' state for
-    them."""
+    """Tensors that neither forward nor backward changes: parameters, and the optimizers' state for them."""
 
 
 class Contents:
@@ -184,8 +183,10 @@ class Contents:
         return found | self.tensors
 
     def _is_settled(self, path: str) -> bool:
-        """Whether the tensor at ``path`` is a parameter or an optimizer's state, which forward and backward do not
-        change."""
+        """Whether the tensor at ``path`` is a parameter, or an optimizer's state for one.
+
+        Forward and backward do not change these.
+        """
         name, _, rest = path.partition("/")
         if name in self.modules:
             with contextlib.suppress(AttributeError):

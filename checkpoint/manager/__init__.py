@@ -1,5 +1,4 @@
-"""`CheckpointManager`, the checkpoint interface for training scripts, and the modules that carry out its saves and
-restores."""
+"""`CheckpointManager`, the interface for training scripts, and the modules that save and restore for it."""
 
 from __future__ import annotations
 

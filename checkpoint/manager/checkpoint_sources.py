@@ -202,6 +202,7 @@ class ShardBytes:
         return self._disk[0].reader(self._disk[1]).size
 
     def read(self, start: int, stop: int) -> memoryview:
+        """Return verified bytes of the shard. Raises IntegrityError when bytes on disk are wrong."""
         if self._memory is not None:
             return self._memory.payload[start:stop]  # verified by `Sources.look`
         assert self._disk is not None

@@ -160,8 +160,7 @@ class CheckpointManager:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()))
 
     def _agree(self) -> Place:
-        """Exchange with all ranks what each has seen, and return the epoch, first generation and place that they agree
-        on."""
+        """Exchange with all ranks what each has seen, and agree on the epoch and the first generation."""
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         clock_ms, quarantined = time.time_ns() // 1_000_000, tuple(self._probation.quarantined())
         peers, agreed = self._peers, None
@@ -267,14 +266,15 @@ class CheckpointManager:
         yield
 
     def latest(self) -> Saved | None:
-        """Return the newest generation that this rank knows to be committed, or has restored; None when there is
-        none."""
+        """Return the newest generation that this rank knows to be committed or has restored; None for none."""
         self._prepared()
         return self._saver.newest
 
     def confirm(self, step: int) -> None:
-        """Record that the restored state has proven good up to ``step``, so that restoring it again is not counted
-        against it."""
+        """Record that the restored state has proven good up to ``step``.
+
+        Restoring the generation again is then not counted against it.
+        """
         self._prepared()
         if self._restored is not None and step > self._restored.step and self._peers.rank == 0:
             self._probation.confirm(self._restored.generation)

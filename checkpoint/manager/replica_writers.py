@@ -38,7 +38,7 @@ class Held(msgspec.Struct, frozen=True):
     """Digests of name, dtype, shape and box: equal for equal boxes of the same tensor."""
     digests: list[int] = []
     sizes: list[int] = []
-    """In bytes."""
+    """Size of each, in bytes."""
 
 
 class Writers(msgspec.Struct, frozen=True):
@@ -119,8 +119,7 @@ def assign(everyone: Sequence[Held]) -> list[Writers]:
 
 
 class Share:
-    """A sealed image without the tensors that are ``elsewhere`` (name -> rank), presented as an image that is read by
-    slices."""
+    """A sealed image without the tensors that are ``elsewhere`` (name -> rank), as an image that is read by slices."""
 
     def __init__(self, reader: SlotReader, whole: ImageLayout, elsewhere: Mapping[str, int], chunk_bytes: int) -> None:
         plain = with_elsewhere(bytes(reader.payload[slice(*whole.extents[PLAIN])]), elsewhere)
@@ -184,6 +183,7 @@ class _Verified:
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes from ``start`` to ``stop``, verified, in pieces. Raises IntegrityError."""
         size = self._chunk_bytes
         while start < stop:
             index = start // size

@@ -53,8 +53,10 @@ class RestoreReport:
     world_size: int
     """World size of the run that saved the generation."""
     tiers: Mapping[int, str]
-    """Shard (rank of the run that saved it) -> where this rank read it: ``own_tray`` is memory, ``shared`` is the
-    directory."""
+    """Shard (rank of the run that saved it) -> where this rank read it.
+
+    ``own_tray`` is memory, ``shared`` is the directory.
+    """
     bytes: int
     seconds: float
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -34,7 +34,7 @@ _FLUSH_S = 3600.0
 
 @dataclass
 class Counters:
-    """Of this rank. ``stall_s``: what training waited for, in `save` and at the fence."""
+    """This rank's totals over all saves. ``stall_s``: seconds that training waited, in `save` and at the fence."""
 
     saves: int = 0
     committed: int = 0

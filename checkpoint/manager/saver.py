@@ -82,8 +82,10 @@ class Saver:
         self._flushed = -1
         """The newest generation whose write to disk was begun; -1 for none."""
         self._owed = -1
-        """The generation that was due on disk and is not there: an older one was being written, or storage failed. -1:
-        none."""
+        """The generation that was due on disk and is not there; -1 for none.
+
+        An older one was being written, or storage failed.
+        """
         self._last: Saving | None = None
         """The newest save that was committed."""
         self._began = -1

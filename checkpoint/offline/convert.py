@@ -1,5 +1,4 @@
-"""Convert checkpoints between rackrun's layout, torch's plain distributed checkpoint, and Hugging Face's safetensors
-set.
+"""Convert checkpoints between rackrun's layout, torch's plain distributed checkpoint, and Hugging Face's set.
 
 It runs offline, in one process, with the whole state in memory. The result is read again before it gets its name, and
 compared bit for bit with what was to be written. A plain distributed checkpoint consists of pickles, which may run any

@@ -1,5 +1,4 @@
-"""List what a checkpoint directory contains: jobs, whole and damaged generations, and leftovers of writers and
-retention.
+"""List what a checkpoint directory contains: jobs, whole and damaged generations, unfinished data, and trash.
 
 It only reads, and trusts only `DurableStore`. Jobs may write and delete meanwhile; what is gone by then is left out.
 """

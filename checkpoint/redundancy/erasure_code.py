@@ -33,8 +33,7 @@ Room: TypeAlias = Callable[[int], Bytes]
 It begins with what a former call returned; the rest is zeros.
 """
 Read: TypeAlias = Callable[[Part | int, int, int], Iterable[Bytes]]
-"""``read(where, start, stop)`` yields those bytes of a member's shard, or of a block of parity, in pieces of any
-size."""
+"""``read(where, start, stop)`` yields bytes of a member's shard, or of a block of parity, in pieces of any size."""
 _BLOCK = 2**20
 
 

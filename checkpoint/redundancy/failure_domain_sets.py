@@ -22,12 +22,13 @@ class Site:
     domain: Mapping[int, Domain]
     """Rank -> its failure domain at the protected level, for all ranks."""
     outer: Sequence[Mapping[int, Domain]]
-    """Rank -> domain for each level outside the protected one, nearest first; a rank without a known label is
-    absent."""
+    """Rank -> domain, for each level outside the protected one, nearest first.
+
+    Ranks without a known label are absent.
+    """
 
     def distance(self, a: int, b: int) -> int:
-        """Return the index of the nearest outer level that both ranks share; the number of levels when they share
-        none."""
+        """Return the index of the nearest outer level that both ranks share; the number of levels if there is none."""
         for distance, level in enumerate(self.outer):
             if a in level and level[a] == level.get(b):
                 return distance
@@ -56,8 +57,7 @@ def form_sets(site: Site, ranks: Sequence[int], size: int, least: int) -> list[l
 
 
 def assign_holders(site: Site, taken: Mapping[int, set[Domain]], copies: int) -> dict[int, tuple[int, ...]] | None:
-    """Return each sender's holders in distinct domains, so that ``copies`` domains have its shard; None when
-    impossible.
+    """Return each sender's holders, so that ``copies`` distinct domains have its shard; None when impossible.
 
     The domains that a sender has ``taken`` already count. The least loaded rank is chosen first, then the nearest. Then
     loads are evened out, exactly so when each sender needs one holder.

@@ -45,8 +45,7 @@ def divide(a: int, b: int) -> int:
 
 
 def coefficient(parity: int, member: int) -> int:
-    """Return the factor of the ``member``-th stripe of a set in its parity number ``parity``: never 0, and 1 in parity
-    0."""
+    """Return the factor of a set's stripe number ``member`` in parity number ``parity``: never 0, 1 in parity 0."""
     assert 0 <= member < POINTS - 1 - parity
     return divide(POINTS - 1 ^ member, POINTS - 1 - parity ^ member)
 

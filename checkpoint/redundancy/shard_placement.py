@@ -70,8 +70,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Redundancy:
-    """What is kept beyond a rank's own copy: ``local()`` nothing, ``mirror()`` copies, ``xor()`` and ``rs()``
-    parity."""
+    """What is kept beyond a rank's own copy: nothing (`local`), copies (`mirror`), or parity (`xor`, `rs`)."""
 
     kind: Literal["local", "mirror", "xor", "rs"]
     width: int = 1
@@ -141,8 +140,7 @@ class Placement:
     sends: Mapping[int, tuple[int, ...]]
     """For mirror: sender -> the ranks that keep a copy for it, for each shard that needs one."""
     sets: tuple[tuple[int, ...], ...]
-    """For xor and rs: the members of each set, in the order in which `rackrun.checkpoint.redundancy.stripe_set` numbers
-    them."""
+    """For xor and rs: the members of each set, in `rackrun.checkpoint.redundancy.stripe_set`'s order."""
 
     def holders(self, rank: int) -> tuple[int, ...]:
         """Return all ranks that hold a whole copy of this rank's shard: itself and its twins first."""

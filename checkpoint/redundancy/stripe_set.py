@@ -56,8 +56,7 @@ class Part(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How one stripe of a lost member is computed: the sum of parities and other stripes of its row, each times its
-    factor."""
+    """How one stripe of a lost member is computed: a sum of parities and stripes of its row, each times its factor."""
 
     parities: Mapping[Part, int]
     stripes: Mapping[int, int]
@@ -165,8 +164,7 @@ class StripeSet:
         return -(-(256 + 64 * len(self.members)) // _PAGE) * _PAGE
 
     def kept_bytes(self, length: int) -> int:
-        """Return how many bytes a member keeps for the others, headers included, when no shard is longer than
-        ``length``."""
+        """Return how many bytes a member keeps for the others, headers included. ``length``: of the longest shard."""
         return self.parity * (self.header_bytes + self.widest(length))
 
 
@@ -198,6 +196,7 @@ class RowHeader(msgspec.Struct, frozen=True):
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of the row's parity: those of its longest stripe."""
         stripe_set, part = self.stripe_set(), Part(self.keeper, self.part)
         lengths = zip(self.members, self.lengths, strict=True)
         spans = [stripe_set.stripe(owner, part, length) for owner, length in lengths]

@@ -49,8 +49,10 @@ SLOWDOWNS = 0x8 | 0x40 | 0x80
 NO_PERMISSION, DRIVER_NOT_LOADED, TIMEOUT, LIBRARY_NOT_FOUND = 4, 9, 10, 12
 FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH = 13, 15, 16, 25
 UNKNOWN_FIELD = frozenset({2, 3, 6, 7, FUNCTION_NOT_FOUND, VERSION_MISMATCH, 26, 27})
-"""Invalid argument, not supported, not found, too little room, no such function, other version, deprecated, not
-ready."""
+"""NVML's codes that mean that a field is unknown.
+
+Invalid argument, not supported, not found, too little room, no such function, other version, deprecated, not ready.
+"""
 _VERDICTS: dict[int, Literal["lost", "reset_required"]] = {GPU_IS_LOST: "lost", RESET_REQUIRED: "reset_required"}
 
 _MODES: dict[int | None, Literal["exclusive", "prohibited"]] = {1: "exclusive", 2: "prohibited", 3: "exclusive"}

@@ -35,6 +35,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def main() -> None:
+    """Report until the parent closes standard input or is gone; with ``--once``, report one reading."""
     parser = argparse.ArgumentParser(prog="nvml_child")
     parser.add_argument("--once", action="store_true", help="one reading, then end")
     parser.add_argument("--period-ms", type=int, default=500)

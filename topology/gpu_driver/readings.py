@@ -239,8 +239,9 @@ _BDF = re.compile(
 
 
 def normal_bdf(text: str) -> str:
-    """Return a PCI address as ``00000008:01:00.0``: domain of eight digits, with function, lower case; ``""`` if it is
-    none.
+    """Return a PCI address as ``00000008:01:00.0``: a domain of eight digits, a function, lower case.
+
+    Return ``""`` when the text is no PCI address.
 
     NVML writes eight digits of domain, sysfs four, and the kernel log four and no function.
     """

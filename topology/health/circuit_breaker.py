@@ -63,8 +63,7 @@ Decision = Passed | Withheld | SwitchSuspected
 
 
 class Breaker:
-    """Decides which verdicts to act on: call ``handle(at_ms, tray, verdict)``, and ``tick(at_ms)`` at
-    ``wake_at_ms``."""
+    """Decides which verdicts to act on: ``handle(at_ms, tray, verdict)``, and ``tick(at_ms)`` at ``wake_at_ms``."""
 
     def __init__(self, trays: Mapping[str, CliqueId | None], policy: BreakerPolicy | None = None) -> None:
         self._clique_of = dict(trays)

@@ -23,8 +23,10 @@ class HealthPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The limits for judging GPUs, in ms unless said otherwise."""
 
     app_max: int = 3
-    """So many failed processes on one GPU within ``app_window_ms`` mean a hardware fault, and the tray is taken out of
-    use."""
+    """How many failed processes on one GPU within ``app_window_ms`` mean a hardware fault.
+
+    The GPU's tray is taken out of use then.
+    """
     app_window_ms: int = 3_600_000
     app_burst_ms: int = 5_000
     """Errors this close to each other count as one failed process."""
@@ -82,12 +84,14 @@ class TrayHealth:
         self.blind: NvmlUnavailable | None = None
         """Why NVML reports nothing at present; None while it does. The GPUs keep the health that was known."""
         self.strays: list[KernelXid | XidEvent] = []
-        """Errors of devices that are not in this tray's readings: another kind of device, or before the first
+        """Errors of devices that are in no reading of this tray: other kinds of devices, or before the first
         reading."""
 
     def handle(self, at_ms: int, said: Said) -> list[Verdict]:
-        """Take in a reading, an error or a repair, and return the verdicts that have changed, in the order of GPU
-        indices."""
+        """Take in a reading, an error or a repair.
+
+        Return the verdicts that have changed, in the order of GPU indices.
+        """
         match said:
             case TrayReading():
                 return self._on_reading(at_ms, said)

@@ -94,8 +94,10 @@ class Mesh(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def lines(self) -> Ints:
-        """The groups that follow each other along ``pp``: int64[lines, stages], a row for each place on the other free
-        axes."""
+        """The groups that follow each other along ``pp``: int64[lines, stages].
+
+        There is a row for each place on the other free axes.
+        """
         grid = np.arange(len(self.groups)).reshape([self.shape[at] for at in self.free])
         for order, at in enumerate(self.free):
             if self.axes[at][0] == "pp":

@@ -108,6 +108,7 @@ class _Reader:
 
     # -- the file
     def topology(self, root: yaml.Node) -> Topology:
+        """Read the whole file. Raises `RackFileError`."""
         fields = _Fields(self, root, "the file", "format name trays racks")
         if fields.must("format", self._number) != FORMAT:
             self.refuse(root, f"it is not of format {FORMAT}", f"write it as format {FORMAT}, or use a newer release")
@@ -296,6 +297,7 @@ class _Trays:
     named: list[_Named] = field(default_factory=list)
 
     def tray(self, rack: str, prefix: str, index: int) -> Tray:
+        """Return a tray of the rack, with generated values where the file states none."""
         own = self.named[index] if self.named else _Named()
         made_up = f"{prefix}-tray-{index:02}" if prefix else f"tray-{index:02}"
         gpus = own.gpus

@@ -50,12 +50,15 @@ class Board:
         """How many slots each clique has: int64[cliques]."""
         self.members: list[Ints] = np.split(by_clique, np.cumsum(self.sizes)[:-1]) if order else []
         self.tiers: Ints = _tiers([paths[seats[first[clique]].rack.serial] for clique in order])
-        """What each clique hangs on at each tier (itself, its rack, the nearest switch, and so on): int64[tiers,
-        cliques]."""
+        """What each clique hangs on at each tier: int64[tiers, cliques].
+
+        The tiers are the clique itself, its rack, the nearest switch, and so on.
+        """
 
     def distance(self, one: Ints, other: Ints | int) -> Ints:
-        """Return the fabric distance between cliques: 0 for the same, 1 within a rack, 2 under one switch, 1 more for
-        each tier.
+        """Return the fabric distance between cliques.
+
+        It is 0 for the same clique, 1 within a rack, 2 under one switch, and 1 more for each tier up to a common one.
 
         ``one`` and ``other`` are clique numbers. A clique that spans racks counts as being where its first GPU is.
         """

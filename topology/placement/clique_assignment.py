@@ -38,8 +38,7 @@ def lay_out(question: Question) -> Ints:
 
 
 def counts(question: Question) -> tuple[Ints, Ints]:
-    """Return, for each clique, how many slots may be used, and how many of those need not be avoided: int64[cliques]
-    each."""
+    """Return how many slots of each clique may be used, and how many of them need not be avoided: int64[cliques]."""
     if question.known is not None:
         return question.known.usable, question.known.usable
     board, states = question.board, question.states

@@ -277,8 +277,7 @@ def place_first(
     health: Mapping[str, Fitness] | None = None,
     allow_cross_clique: bool = False,
 ) -> Placement:
-    """Place from nothing, with ``spares`` slots held back over all NVLink domains, evenly, as far as the mesh leaves
-    room.
+    """Place from nothing, with ``spares`` slots held back over all NVLink domains, evenly, where there is room.
 
     A bound group may need all of a domain, such as the eight GPUs of a host; then whole domains are spare. Raises
     `DoesNotFit`.

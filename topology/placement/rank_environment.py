@@ -77,8 +77,9 @@ def nccl_environment(topology: Topology, slot: SlotId) -> tuple[Variable, ...]:
 
 
 def binding(topology: Topology, slot: SlotId) -> Binding:
-    """Return the cores near the GPU of ``slot``, shared evenly, in order of index, with the tray's GPUs that name the
-    same.
+    """Return the cores near the GPU of ``slot``, and its memory node.
+
+    The cores are shared evenly, in order of index, with the tray's GPUs that have the same ones.
 
     Each run of consecutive cores is divided separately, so that ``0-47,96-143``, two threads of each core, gives both
     threads of a core to one GPU. Spares are included: a spare that takes a rank over is bound correctly already.

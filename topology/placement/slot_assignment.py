@@ -54,8 +54,7 @@ def seat_groups(question: Question, home: Ints) -> Ints:
 
 
 def _seat_unseated(question: Question, home: Ints, known: Known) -> Ints:
-    """Place ranks like `seat_groups`, but only examine the cliques of ranks without a slot; ``known`` says what
-    stands."""
+    """Place ranks like `seat_groups`, using ``known``: only the cliques of ranks without a slot are examined."""
     board, mesh = question.board, question.mesh
     assert question.previous is not None
     moved = mesh.groups[home != known.homes].ravel()
@@ -183,8 +182,10 @@ def _without_last(question: Question, slots: Ints, held: int) -> Ints:
 
 
 def _scatter(question: Question, seats: Ints, groups: Ints) -> None:
-    """Place groups that fit into no clique: each rank keeps its slot if it can, or takes one near the roomiest
-    clique."""
+    """Place groups that fit into no clique.
+
+    Each rank keeps its slot if it can, or takes one near the roomiest clique.
+    """
     board, states = question.board, question.states
     free = states < Fitness.BAD
     free[seats[seats != NOWHERE]] = False

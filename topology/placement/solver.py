@@ -53,8 +53,9 @@ def solve(question: Question, *, look_further: bool = True) -> Ints:
 
 
 def nearness(question: Question, home: Ints, group: int, cliques: Ints) -> tuple[Ints, Ints]:
-    """Return the fabric distances from each of ``cliques`` to the neighbours of ``group``: along pp, along the other
-    axes.
+    """Return the fabric distances from each of ``cliques`` to the neighbours of ``group``.
+
+    The first array is for neighbours along pp, the second for those along the other axes.
 
     Each is int64[len(cliques)].
     """

@@ -80,8 +80,9 @@ def from_topograph_graph(document: Any, where: str) -> PartialTopology:
 
 
 def from_topograph_model(text: str, where: str) -> PartialTopology:
-    """Return the topology in a model of topograph (YAML): ``switches`` with ``blocks``, or with ``nodes`` and
-    ``capacity_blocks``.
+    """Return the topology in a model of topograph (YAML).
+
+    A model has ``switches`` with ``blocks``, or with ``nodes`` and ``capacity_blocks``.
 
     Models of the first form, where ``switches`` is a list, are refused. Of two levels of domains, the outer one is
     used. Raises `TopologyError`.

@@ -82,7 +82,7 @@ class PartialTopology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 def partial_of_reading(reading: TrayReading, host: str) -> PartialTopology:
     """Return this tray as NVML reports it.
 
-    A GPU that was lost before it was ever read has no UUID: a note replaces it.
+    A GPU without a UUID (lost before it was ever read) is left out with a note.
     """
     platforms = [gpu.platform for gpu in reading.gpus if gpu.platform is not None]
     place = platforms[0] if platforms else None
@@ -199,6 +199,7 @@ class _Host:
         self.gpus = tuple(gpu for gpu in found if gpu.uuid)
 
     def clique_of(self, gpu: Gpu) -> CliqueId | None:
+        """Return a GPU's clique; None when no source names one. Raises `SourcesDisagree`."""
         known = self._agreed(
             f"GPU {gpu.index} of {self.name} is in clique",
             lambda tray: next((one.clique for one in tray.gpus if one.index == gpu.index), None) or tray.clique,
@@ -244,8 +245,10 @@ class _Host:
 
 
 def _name_racks(hosts: Sequence[_Host]) -> None:
-    """Give hosts with an unknown chassis a rack: that of their clique if it is in one rack, else a rack of their
-    own."""
+    """Give hosts with an unknown chassis a rack.
+
+    It is that of their clique if the clique is in one rack, else a rack of their own.
+    """
     racks_of: dict[CliqueId, set[str]] = {}
     cliques = {host.name: {clique for gpu in host.gpus if (clique := host.clique_of(gpu))} for host in hosts}
     for host in hosts:
