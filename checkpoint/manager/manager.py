@@ -101,11 +101,13 @@ class CheckpointManager:
     ) -> None:
         """Configure checkpoints of ``job`` under ``directory``. No file is touched before `prepare`.
 
-        ``directory``: a path that all ranks see, or a place in an object store (``s3://bucket/folder``). ``memory``:
-        the arenas' settings; None keeps no arena that outlives this process. ``durable_every``: steps whose number is a
-        multiple of it are written to disk too; None writes only those saved with ``durable=True``. ``keep``: how many
-        durable generations stay. The newest generation whose bytes were all read back stays as well. Raises
-        CheckpointError when ``durable_every`` or ``keep`` is below 1.
+        directory: a path that all ranks see, or a place in an object store (``s3://bucket/folder``).
+        memory: the arenas' settings; None keeps no arena that outlives this process.
+        durable_every: steps whose number is a multiple of it are written to disk too; None writes only those saved with
+            ``durable=True``.
+        keep: how many durable generations stay. The newest one whose bytes were all read back stays as well.
+
+        Raises CheckpointError when ``durable_every`` or ``keep`` is below 1.
         """
         if (durable_every is not None and durable_every < 1) or keep < 1:
             raise CheckpointError(

@@ -84,8 +84,10 @@ class TrayHealth:
         self.blind: NvmlUnavailable | None = None
         """Why NVML reports nothing at present; None while it does. The GPUs keep the health that was known."""
         self.strays: list[KernelXid | XidEvent] = []
-        """Errors of devices that are in no reading of this tray: other kinds of devices, or before the first
-        reading."""
+        """Errors of devices that are in no reading of this tray.
+
+        They are other kinds of devices, or their errors came before the first reading.
+        """
 
     def handle(self, at_ms: int, said: Said) -> list[Verdict]:
         """Take in a reading, an error or a repair.
