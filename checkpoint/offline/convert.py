@@ -1,9 +1,9 @@
 """Convert checkpoints between rackrun's layout, torch's plain distributed checkpoint, and safetensors sets.
 
-Safetensors sets have Hugging Face's form. A conversion runs offline, in one process, with the whole state in memory. The
-result is read again before it gets its name, and compared bit for bit with what was to be written. A plain distributed
-checkpoint consists of pickles, which may run any code when they are read, so it is read only when ``unsafe_pickle`` says
-that its writer is trusted.
+Safetensors sets have Hugging Face's form. A conversion runs offline, in one process, with the whole state in memory.
+The result is read again before it gets its name, and compared bit for bit with what was to be written. A plain
+distributed checkpoint consists of pickles, which may run any code when they are read, so it is read only when
+``unsafe_pickle`` says that its writer is trusted.
 """
 
 from __future__ import annotations
