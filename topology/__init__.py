@@ -1,6 +1,7 @@
-"""The rack: what it consists of, how it is, and which rank sits where.
+"""The rack: its parts, the health of its GPUs, and which rank is placed where.
 
-`model` is what everything else speaks of. `gpu_driver` asks NVML and reads the kernel's log; `sources` puts what it and others (Slurm,
-Kubernetes' labels, nvidia-smi) say of the topology together; `health` judges the GPUs. `placement` says which rank sits where, and what its
-process is told of it; `drawing` draws it. See docs/topology.md.
+`model` has the values that all other rooms use. `gpu_driver` reads NVML and the kernel's log. `sources` merges that
+with what other sources (Slurm, Kubernetes' labels, nvidia-smi) report of the topology. `health` judges the GPUs.
+`placement` decides which rank is placed where, and the environment of its process; `drawing` draws it. See
+docs/topology.md.
 """

@@ -1,1 +1,1 @@
-"""A rank's snapshots in memory that outlives its process."""
+"""Arenas: a rank's checkpoint images in memory that outlives its process."""

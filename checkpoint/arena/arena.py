@@ -1,19 +1,19 @@
 """The arena: one rank's memory for checkpoints, in a file on tmpfs or a memfd that outlives the process that writes.
 
-It has slots, each with room for one image::
+An arena has slots, each with room for one image::
 
                 begin               seal              commit
     FREE, BAD ---------> WRITING ---------> SEALED ---------> COMMITTED
                             | abandon          | release, mark_bad  |
                             +-> FREE           +--> FREE, BAD <-----+
 
-A crash at any moment leaves every other slot as it was and this one in a state that says what it holds: payload first,
-then the chunk table, then the header. The newest committed image of every owner is never written over.
+A crash at any moment leaves every other slot unchanged, and this slot in a state that matches its content: the payload
+is written first, then the chunk table, then the header. The newest committed image of each owner is never overwritten.
 
-Who may write: one process in one epoch. A larger epoch fences the smaller ones, which notice at their next call. What
-cannot be stopped is a fenced process that still stores into a slot it has begun: such a slot stays out of use until
-that process is dead. Nor can a truncation by the same user, between the check and the read, be survived: it is SIGBUS.
-A memfd is sealed against that.
+One process in one epoch may write. A larger epoch fences the smaller ones, whose writers notice at their next call. A
+fenced process cannot be stopped from storing into a slot that it has begun; such a slot stays out of use until that
+process is dead. If the same user truncates the file between the check and the read, the reader gets SIGBUS. A memfd is
+sealed against truncation.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ change_points(
 
 
 class Arena:
+    """One rank's slots for checkpoint images. Use `create` or `attach` to get one."""
+
     def __init__(self, file: ArenaFile, superblock: Superblock, me: Process | None) -> None:
         """Use `create` or `attach`."""
         self._file, self._superblock, self._me = file, superblock, me
@@ -70,10 +72,11 @@ class Arena:
         chunk_bytes: int = CHUNK_BYTES,
         populating: Populating = BY_ITSELF,
     ) -> Arena:
-        """A new arena, all of its memory allocated and faulted in, with the caller as the writer of ``epoch``.
+        """Make a new arena, with all of its memory allocated and faulted in, and the caller as the writer of ``epoch``.
 
-        Takes seconds for some gigabytes. Raises `MemoryPlanError` when the memory is not there, `CheckpointError` when a file is at the
-        path already, or the arena is not wanted any more: then nothing is made.
+        It takes seconds for some gigabytes. ``payload_bytes``: room of one slot. Raises `MemoryPlanError` when there is
+        not enough memory, and `CheckpointError` when a file exists at the path, a number is out of range, or
+        ``populating`` says that the arena is no longer wanted. Nothing is left behind then.
         """
         geometry = Geometry(slots, payload_bytes, chunk_bytes)
         problem = geometry.problem() or _out_of("rank", rank, OWNER_MAX) or _out_of("epoch", epoch, EPOCH_MAX)
@@ -97,10 +100,10 @@ class Arena:
     def attach(
         cls, path_or_fd: str | os.PathLike[str] | int, *, job: str, writable: bool = False, epoch: int | None = None
     ) -> Arena:
-        """An existing arena, to read or, as the writer of ``epoch``, to write.
+        """Open an existing arena: read-only, or with ``writable`` as the writer of ``epoch``.
 
-        Raises `StaleEpoch` when a newer epoch has attached, `DuplicateOwner` when the writer of this one lives,
-        `IntegrityError` when the file is not a whole arena of this user's, `FormatVersionError` for a newer format.
+        Raises `StaleEpoch` when a newer epoch has attached, `DuplicateOwner` when the writer of this epoch is alive,
+        `IntegrityError` when the file is not a whole arena of this user, and `FormatVersionError` for a newer format.
         """
         if writable and (epoch is None or not 0 <= epoch <= EPOCH_MAX):
             raise CheckpointError(
@@ -122,7 +125,7 @@ class Arena:
                 raise _stale(epoch, superblock)
             file.map_all()
             if writable:
-                with contextlib.suppress(OSError):  # it is there already, or comes when it is written to
+                with contextlib.suppress(OSError):  # populated already, or populated on first write
                     file.populate()
             arena = cls(file, superblock, None)
             if writable and epoch is not None:
@@ -138,12 +141,12 @@ class Arena:
 
     @property
     def epoch(self) -> int:
-        """The epoch this was attached in."""
+        """The epoch in which this arena was created or attached."""
         return self._superblock.epoch
 
     @property
     def payload_bytes(self) -> int:
-        """Room in a slot."""
+        """Room in a slot, in bytes."""
         return self._superblock.geometry.payload_bytes
 
     @property
@@ -151,11 +154,11 @@ class Arena:
         return self._superblock.geometry.chunk_bytes
 
     def memory(self) -> tuple[int, int]:
-        """Address and bytes of the whole mapping, to be pinned. It stays where it is until `close`."""
+        """Return the address and the bytes of the whole mapping, for pinning. It does not move before `close`."""
         return self._file.address(), self._file.size
 
     def slots(self) -> list[SlotInfo]:
-        """What every slot holds, read from the file now. A slot whose header is damaged beyond use is BAD."""
+        """Read from the file what every slot holds. A slot is BAD when both copies of its header are damaged."""
         self._file.check()
         return [SlotInfo.of(header) for header in self._headers()]
 
@@ -169,12 +172,16 @@ class Arena:
         owner: int | None = None,
         keep: Collection[int] = (),
     ) -> SlotWriter:
-        """A slot to write an image into: free, bad, or left by a dead writer; else the oldest that is neither the newest
-        committed one of its owner, nor of a generation in ``keep``, nor leased. Raises `CheckpointError` when there is none."""
+        """Take a slot to write an image into.
+
+        The order of choice: free, bad, or left by a dead writer; then the oldest image that is not the newest committed
+        one of its owner, not of a generation in ``keep``, and not leased. ``owner``: whose image it is; None for this
+        rank's. Raises `CheckpointError` when no slot can be taken, or the generation is in one already.
+        """
         owner = self.rank if owner is None else owner
         problem = (
             _out_of("generation", generation, GENERATION_MAX)
-            or _out_of("step", step, GENERATION_MAX, least=-1)  # -1: before the first
+            or _out_of("step", step, GENERATION_MAX, least=-1)  # -1: before the first step
             or _out_of("owner", owner, OWNER_MAX)
         )
         if problem:
@@ -221,23 +228,26 @@ class Arena:
         )
 
     def commit(self, generation: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
-        """All sealed slots of ``generation`` are committed. Again is no error."""
+        """Mark all sealed slots of ``generation`` as committed. Repeating it is no error.
+
+        Raises `NoUsableGeneration` when no slot matches, `IntegrityError` when a chunk table is damaged.
+        """
         with self._changing():
             found = self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED))
             sealed = [header for header in found if header.state is SlotState.SEALED]
             for header in sealed:
-                SlotReader(self, header)  # its table is whole
+                SlotReader(self, header)  # raises when the chunk table is damaged
             for header in sealed:
                 self._store(header._replace(state=SlotState.COMMITTED), "arena.commit")
 
     def mark_bad(self, generation: int, reason: str, *, kind: Kind | None = None, owner: int | None = None) -> None:
-        """Its bytes are wrong, or it must not be used again: it is no source any more, and its slots may be written over."""
+        """Mark all slots of ``generation`` as bad: nothing reads them any more, and they may be overwritten."""
         with self._changing():
             for header in self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD)):
                 self._store(header._replace(state=SlotState.BAD, reason=reason), "arena.mark_bad")
 
     def release(self, generation: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
-        """Its slots are free. Refused for the newest committed generation."""
+        """Free the slots of ``generation``. Raises `CheckpointError` for the newest committed generation."""
         with self._changing():
             committed = [h.generation for h in self._headers() if h.state is SlotState.COMMITTED]
             found = self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD))
@@ -251,14 +261,22 @@ class Arena:
 
     # -- read
     def reader(self, generation: int, kind: Kind = "data", owner: int | None = None) -> SlotReader:
-        """Raises `NoUsableGeneration` when no slot has it sealed, `IntegrityError` when its chunk table is damaged."""
+        """Return a reader of a sealed image.
+
+        Raises `NoUsableGeneration` when no slot has it sealed, `IntegrityError` when its chunk table is damaged.
+        """
         self._file.check()
         whose = self.rank if owner is None else owner
         return SlotReader(self, self._of(generation, kind, whose, (SlotState.SEALED, SlotState.COMMITTED))[0])
 
     @contextlib.contextmanager
     def lease(self, generation: int) -> Iterator[None]:
-        """While it is held, by whichever process, no slot of ``generation`` is written over. It ends with its holder."""
+        """Keep the slots of ``generation`` from being overwritten by any process.
+
+        The lease ends with the process that holds it.
+
+        Raises `NoUsableGeneration` when the generation is not there or is being overwritten.
+        """
         fd = self._file.reopened()
         try:
             for header in self._of(generation, None, None, (SlotState.SEALED, SlotState.COMMITTED)):
@@ -275,19 +293,20 @@ class Arena:
 
     # -- end
     def close(self) -> None:
-        """Gives the claim back. Slots begun and not sealed are free again."""
+        """Give the claim back and close the file. Slots that were begun and not sealed are free again."""
         if self._file.fd < 0:
             return
         for writer in self._writers:
             writer.abandon()
         if self._me is not None:
-            with contextlib.suppress(CheckpointError), self._changing():  # fenced or damaged: nothing to give back
+            # fenced or damaged: there is no claim to give back
+            with contextlib.suppress(CheckpointError), self._changing():
                 self._file.store(0, self._superblock._replace(claim=NOBODY), "arena.close")
             end_session(self._me)
         self._file.close()
 
     def unlink(self) -> None:
-        """Remove the file. Open mappings stay good until they are closed."""
+        """Remove the file. Open mappings stay valid until they are closed."""
         self._file.unlink()
 
     def __enter__(self) -> Arena:
@@ -298,6 +317,7 @@ class Arena:
 
     # -- helpers
     def _claim(self, epoch: int) -> None:
+        """Become the writer of ``epoch``. Raises `StaleEpoch` or `DuplicateOwner`."""
         with self._file.exclusive():
             superblock = _superblock(self._file)
             if epoch < superblock.epoch:
@@ -318,7 +338,10 @@ class Arena:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[Process]:
-        """What every change begins with: the file is whole, nobody else is changing it, and we are still its writer."""
+        """Hold the file's lock, after checking that the file is whole and that this process is still its writer.
+
+        Every change runs inside it. Raises `CheckpointError`, `StaleEpoch`, `DuplicateOwner` or `IntegrityError`.
+        """
         if self._me is None:
             raise CheckpointError(f"the arena {self._file} was attached to read.", remedy="attach with writable=True.")
         if self._me.pid != os.getpid():
@@ -339,8 +362,11 @@ class Arena:
             yield self._me
 
     def _headers(self) -> list[SlotHeader]:
-        """As they stood at one moment: two passes agree. One pass could see a slot before a commit and another after the
-        next begin, and so no committed generation at all."""
+        """Return all slot headers as they were at one moment: they are read until two passes agree.
+
+        A single pass could read one slot before its commit and another after the next begin, and so see no committed
+        generation at all.
+        """
         former: list[SlotHeader] = []
         for _ in range(_PASSES_MAX):
             headers = [self._header(index) for index in range(self._superblock.geometry.slots)]
@@ -382,7 +408,7 @@ class Arena:
 
 
 def _candidates(headers: list[SlotHeader], keep: Collection[int]) -> list[SlotHeader]:
-    """The slots that may be written over, best first."""
+    """Return the slots that may be overwritten, in the order in which to take them."""
     newest: dict[tuple[Kind, int], int] = {}
     for header in headers:
         if header.state is SlotState.COMMITTED:

@@ -1,12 +1,12 @@
-"""The file under an arena: opened safely, mapped, locked, its records written so that a torn one does not count.
+"""The file under an arena: opened safely, mapped and locked, with records that survive a torn write.
 
-A record has two copies. Both are written at every change, first the one that does not count now, each with one pwrite:
-a crash before, in or after the first leaves the former state, later ones leave the new state, and between changes a
-damaged copy loses nothing. Records are read with pread, so a file cut short gives an error there, not SIGBUS; the mapping
-is touched only after the size was looked at.
+A record has two copies. Every change writes both, each with one pwrite, and first the copy that does not count now. A
+crash before or during the first write leaves the former state; a later crash leaves the new state. Between changes a
+damaged copy loses nothing. Records are read with pread, so a truncated file gives an error instead of SIGBUS there. The
+mapping is accessed only after the file's size was checked.
 
-Locks are open-file-description locks: they go with the process that dies, and two descriptors of one process exclude each
-other. Descriptors given by the caller are therefore opened again, through /proc.
+Locks are open-file-description locks: they end with the process that holds them, and two descriptors of one process
+exclude each other. Descriptors given by the caller are therefore reopened through /proc.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def change_points(*operations: str) -> None:
 
 
 class ArenaFile:
+    """An open arena file: its mapping, its records and its lock."""
+
     def __init__(self, fd: int, path: Path | None, *, writable: bool) -> None:
         self.fd, self.path, self.writable = fd, path, writable
         self.size = os.fstat(fd).st_size
@@ -63,7 +65,11 @@ class ArenaFile:
         *,
         populating: Populating = BY_ITSELF,
     ) -> ArenaFile:
-        """All of ``size`` bytes allocated, ``records`` written, then given its name: a crash on the way leaves nothing."""
+        """Allocate ``size`` bytes, write ``records`` (offset -> bytes), then link the file to its name.
+
+        A crash on the way leaves nothing. ``where``: a path, or the descriptor of an empty file. Raises
+        `MemoryPlanError` when the memory is not there, else `CheckpointError`.
+        """
         path = None if isinstance(where, int) else Path(where)
         try:
             fd = _reopened(where, os.O_RDWR) if isinstance(where, int) else _unnamed(Path(where).parent)
@@ -86,7 +92,7 @@ class ArenaFile:
             if path is not None:
                 _link(fd, path)
             else:
-                with contextlib.suppress(OSError):  # not a memfd, or one that was made without sealing
+                with contextlib.suppress(OSError):  # not a memfd, or a memfd that was made without sealing
                     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             crash_point("arena.create.linked")
             return file
@@ -96,6 +102,10 @@ class ArenaFile:
 
     @classmethod
     def open(cls, where: str | os.PathLike[str] | int, *, writable: bool) -> ArenaFile:
+        """Open an existing file.
+
+        Raises `IntegrityError` for a file that is not private to this user, else `CheckpointError`.
+        """
         flags = os.O_RDWR if writable else os.O_RDONLY
         path = None if isinstance(where, int) else Path(where)
         try:
@@ -120,19 +130,25 @@ class ArenaFile:
             raise
 
     def map_all(self) -> None:
-        """Core dumps leave the mapping out."""
+        """Map the whole file. Core dumps leave the mapping out."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
         self.map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED, prot=access)
         self.map.madvise(mmap.MADV_DONTDUMP)
 
     def populate(self, how: Populating = BY_ITSELF) -> None:
-        """A writer's pages are faulted in now, so that no save pays for it. As `rackrun.checkpoint.host_memory.populate.populate`."""
+        """Fault the pages in now, so that no save has to wait for that.
+
+        See `rackrun.checkpoint.host_memory.populate.populate`.
+        """
         populate(self.fd, self.address(), self.size, how)
         assert self.map is not None
-        self.map.madvise(mmap.MADV_DONTDUMP)  # where the kernel had to map pieces anew
+        self.map.madvise(mmap.MADV_DONTDUMP)  # the kernel may have mapped pieces anew
 
     def _allocate(self, size: int, populating: Populating) -> None:
-        """ftruncate alone would succeed, and SIGBUS would come later."""
+        """Set the size and fault all pages in. After ftruncate alone, missing memory would show later as SIGBUS.
+
+        Raises `MemoryPlanError` when the memory is not there.
+        """
         try:
             os.ftruncate(self.fd, size)
             self.size = size
@@ -152,7 +168,10 @@ class ArenaFile:
             ) from error
 
     def check(self) -> None:
-        """Raises `IntegrityError` when this is not, or no longer, the private file of one size that was opened."""
+        """Check that the file is still the private file of this user that was opened, with its size unchanged.
+
+        Raises `IntegrityError` otherwise.
+        """
         self._require_open()
         now = os.fstat(self.fd)
         problem = ""
@@ -181,19 +200,20 @@ class ArenaFile:
             )
 
     def view(self, at: int, count: int) -> memoryview:
+        """Return ``count`` bytes of the mapping from ``at`` on, after `check`."""
         assert self.map is not None
         self.check()
         return memoryview(self.map)[at : at + count]
 
     def address(self) -> int:
-        """Of the mapping, in this process."""
+        """Return the address of the mapping in this process."""
         assert self.map is not None
         return int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)
 
     # -- records
     def load(self, at: int, kind: type[_R]) -> _R | None:
-        """The copy that counts; None when both are damaged."""
-        for _ in range(_READS_MAX):  # a writer may have passed by while we read one after the other
+        """Return the valid copy of a record with the larger sequence number; None when both copies are damaged."""
+        for _ in range(_READS_MAX):  # a writer may have changed the copies between the two reads
             pages = self._copies(at)
             record, _ = _newest(pages, kind)
             if record is not None or pages == self._copies(at):
@@ -201,7 +221,7 @@ class ArenaFile:
         return None
 
     def store(self, at: int, record: _R, operation: str) -> None:
-        """Replace a record. The caller holds `exclusive`."""
+        """Replace a record. The caller holds `exclusive`. ``operation`` names the crash points."""
         former, copy = _newest(self._copies(at), type(record))
         data = record._replace(seq=former.seq + 1 if former else 1).encode()
         crash_point(f"{operation}.ready")
@@ -220,7 +240,11 @@ class ArenaFile:
     # -- locks
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """One thread of one process changes records at a time. Held for microseconds, so waiting long means a stopped holder."""
+        """Hold the lock for changing records: one thread of one process has it at a time.
+
+        It is held for microseconds, so a long wait means that its holder is stopped. Raises `CheckpointError` after
+        `LOCK_S_MAX` seconds.
+        """
         self._require_open()
         with self._mutex:
             deadline = time.monotonic() + LOCK_S_MAX
@@ -240,7 +264,7 @@ class ArenaFile:
                     unlock(self.fd, 0)
 
     def reopened(self, flags: int = os.O_RDONLY) -> int:
-        """A descriptor whose locks exclude those of the others."""
+        """Return a new descriptor of the file, whose locks exclude those of other descriptors."""
         self._require_open()
         return _reopened(self.fd, flags)
 
@@ -252,7 +276,7 @@ class ArenaFile:
 
     def close(self) -> None:
         if self.map is not None:
-            with contextlib.suppress(BufferError):  # a caller still has a view: the mapping goes with it
+            with contextlib.suppress(BufferError):  # a caller still has a view: the mapping is released with the view
                 self.map.close()
             self.map = None
         if self.fd >= 0:
@@ -268,7 +292,7 @@ class ArenaFile:
 
 
 def lock(fd: int, at: int, *, shared: bool) -> bool:
-    """Lock the byte at ``at`` without waiting. False when another descriptor has it."""
+    """Lock the byte at ``at`` without waiting. Return False when another descriptor has locked it."""
     try:
         fcntl.fcntl(
             fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
@@ -304,7 +328,7 @@ def _unnamed(folder: Path) -> int:
 
 def _link(fd: int, path: Path) -> None:
     folder = os.open(path.parent, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
-    try:  # with a src_dir_fd it is linkat, which follows the link in /proc
+    try:  # with a src_dir_fd os.link calls linkat, which follows the link in /proc
         os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except FileExistsError as error:
         raise CheckpointError(

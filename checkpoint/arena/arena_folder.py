@@ -1,20 +1,20 @@
-"""Where ranks on one host keep their arenas without an agent: a private folder on a tmpfs, one for each job.
+"""The folder in which the ranks of one host keep their arenas without an agent: private, on a tmpfs, one for each job.
 
 ::
 
     <folder>/rackrun-<uid>/               0700
-        lock                              held while a job comes or goes
+        lock                              held while a job starts or leaves
         <job>-<digest of its directory>/
-            keeper-<pid>-<start>-...      who would come back for it: the workers, and torchrun's own process
+            keeper-<pid>-<start>-...      a process that may come back for the arenas: a worker, or torchrun itself
             rank-00001-of-00004-<epoch>.arena
-            commit-000000000012.json      what was committed
+            commit-000000000012.json      the record of a committed generation
 
-The files outlive the worker that torchrun starts again, which finds them by their names. What no living keeper comes back
-for is removed by the next job of the same user, known by pid *and* start time.
+The files outlive a worker that torchrun restarts, and the new worker finds them by name. A keeper is identified by pid
+*and* start time. When all keepers of a job are dead, the next job of the same user removes its folder.
 
-The traps: a commit's record is written before the arena is marked and before the older generation may be written over, so
-whatever is lost of the older one, a record of the newer is there. An arena of another world stays until the first commit of
-this one.
+A commit's record is written before the arena is marked, and before the older generation may be overwritten: whatever is
+lost of the older one, a record of the newer exists. An arena of another world size stays until the first commit of this
+world.
 """
 
 from __future__ import annotations
@@ -53,17 +53,22 @@ register("commit.record_written", "commit.record_named", "commit.sweeping")
 
 @dataclass(frozen=True)
 class MemoryTier:
-    """Arenas in ``folder``, a tmpfs. ``slots``: images of each rank; None for 2, or 3 where a durable tier reads them too.
-    ``usable``: the share of free memory that they may take."""
+    """Settings of arenas in ``folder``, a tmpfs.
 
-    folder: Path | str = "/dev/shm"  # noqa: S108 - in a folder of its own there
+    ``slots``: images that each rank keeps; None for 2, or 3 where generations are also written to disk. ``usable``: the
+    share of the free memory that arenas may take.
+    """
+
+    folder: Path | str = "/dev/shm"  # noqa: S108 - arenas are in a private folder below it
     slots: int | None = None
     usable: float = 0.9
 
 
 class ArenaFolder:
-    """One rank's view of its host's. Raises `CheckpointError` when the folder cannot be used, `IntegrityError` when it is
-    not this user's own."""
+    """One rank's view of its job's folder.
+
+    Raises `CheckpointError` when the folder cannot be used, `IntegrityError` when it is not private to this user.
+    """
 
     def __init__(self, tier: MemoryTier, job: str, directory: Path, rank: int, world_size: int) -> None:
         self._tier, self._job, self._rank, self._world_size = tier, job, rank, world_size
@@ -89,12 +94,12 @@ class ArenaFolder:
 
     @property
     def place(self) -> str:
-        """Who says the same sees the same files."""
+        """Identifies host, folder and file system. Ranks with the same place see the same files."""
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{self.path}:{os.stat(self.path).st_dev}"
 
     # -- arenas
     def arenas(self) -> dict[Path, tuple[int, int]]:
-        """Path -> (rank, world size), of all there are."""
+        """Return path -> (rank, world size) of all arenas in the folder."""
         found = {}
         for name in sorted(self._names()):
             if match := _ARENA.fullmatch(name):
@@ -102,7 +107,10 @@ class ArenaFolder:
         return found
 
     def attach(self, path: Path, epoch: int | None = None) -> Arena | None:
-        """To write in ``epoch``, or to read. None: it cannot be used, which is said."""
+        """Open an arena to write in ``epoch``, or to read.
+
+        Return None, and report on stderr, when it cannot be used.
+        """
         try:
             return Arena.attach(path, job=self._job, writable=epoch is not None, epoch=epoch)
         except CheckpointError as error:
@@ -110,7 +118,10 @@ class ArenaFolder:
             return None
 
     def create(self, epoch: int, *, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
-        """Raises `MemoryPlanError` when there is no room for ``local_ranks`` such arenas, other worlds' removed."""
+        """Make this rank's arena. Arenas of older epochs are removed if there is no room beside them.
+
+        ``payload_bytes``: room of one slot. Raises `MemoryPlanError` when ``local_ranks`` such arenas do not fit.
+        """
         try:
             return self._create(epoch, slots, payload_bytes, local_ranks)
         except MemoryPlanError:
@@ -131,7 +142,7 @@ class ArenaFolder:
         )
 
     def sweep(self, epoch: int) -> int:
-        """Remove arenas that no writer of ``epoch`` has taken. How many those were."""
+        """Remove the arenas of epochs before ``epoch``. Return how many were removed."""
         gone = 0
         for path in self.arenas():
             with contextlib.suppress(FileNotFoundError):
@@ -143,7 +154,10 @@ class ArenaFolder:
 
     # -- commits
     def remember(self, record: CommitRecord) -> None:
-        """In this host's memory when it returns."""
+        """Store a commit record in this host's memory.
+
+        It is there when this returns. The newest few records are kept.
+        """
         name = self.path / f"commit-{record.generation:012d}.json"
         part = name.with_name(f".{name.name}-{secrets.token_hex(4)}")
         part.write_bytes(record.encode())
@@ -155,13 +169,16 @@ class ArenaFolder:
             (self.path / old).unlink(missing_ok=True)
 
     def commits(self) -> tuple[list[CommitRecord], dict[int, str]]:
-        """Those that can be read, and why others cannot, by generation."""
+        """Return the commit records that can be read, and generation -> why its record cannot be read."""
         return commits_in(self.path)
 
     # -- end
     def leave(self, *, remove: bool, epoch: int) -> None:
-        """``remove``: nobody comes back, and the last to leave takes it all away, but for what a later epoch has taken. Else
-        the arenas stay, for the same job."""
+        """Leave the folder.
+
+        With ``remove`` nobody comes back: this rank's arenas are removed, except those that a later epoch has taken,
+        and the last process to leave removes the folder. Otherwise the arenas stay for the next start of the same job.
+        """
         with contextlib.suppress(OSError), self._locked():
             if remove:
                 (self.path / _keeper_name(self._me)).unlink(missing_ok=True)
@@ -190,7 +207,10 @@ class ArenaFolder:
             os.close(fd)
 
     def _remove_orphans(self) -> None:
-        """Folders of other jobs whose keepers are all dead; of this one, the names of the dead."""
+        """Remove folders of jobs whose keepers are all dead.
+
+        In this job's folder, remove only the names of dead keepers.
+        """
         for name in os.listdir(self._base):
             path = self._base / name
             if not stat.S_ISDIR(path.lstat().st_mode):
@@ -206,12 +226,12 @@ class ArenaFolder:
 
 
 def job_folder(tier: Path, job: str, directory: Path) -> Path:
-    """Where the arenas of ``job``, whose checkpoints are under ``directory``, are in ``tier``."""
+    """Return the folder below ``tier`` for the arenas of ``job``, whose checkpoints are under ``directory``."""
     return tier / f"rackrun-{os.geteuid()}" / f"{job}-{content_digest(os.fsencode(str(directory.resolve())))[:12]}"
 
 
 def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:
-    """Those that can be read, and why others cannot, by generation."""
+    """Return the commit records in ``folder`` that can be read, and generation -> why its record cannot be read."""
     found, unreadable = list[CommitRecord](), dict[int, str]()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(folder)):
@@ -219,14 +239,14 @@ def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:
                 try:
                     found.append(decode_record((folder / name).read_bytes()))
                 except FileNotFoundError:
-                    continue  # a newer one has taken its place
+                    continue  # a newer record has taken its place
                 except (CheckpointError, OSError) as error:
                     unreadable[int(match[1])] = f"the commit record {folder / name} cannot be read: {error}"
     return found, unreadable
 
 
 def keepers_in(folder: Path) -> list[Process]:
-    """Who would come back for the arenas there."""
+    """Return the processes that may come back for the arenas in ``folder``."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         matches = [_KEEPER.fullmatch(name) for name in os.listdir(folder)]
         return [Process(*map(int, match.groups())) for match in matches if match]
@@ -234,6 +254,7 @@ def keepers_in(folder: Path) -> list[Process]:
 
 
 def _private(path: Path) -> None:
+    """Make a folder that only this user may enter. Raises `IntegrityError` when another kind of thing is there."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()
@@ -244,7 +265,7 @@ def _private(path: Path) -> None:
 
 
 def _restarter() -> tuple[Process, ...]:
-    """Who would start this worker again."""
+    """Return the process that would restart this worker: torchrun's. Empty when torchrun did not start it."""
     return (process_of(os.getppid()),) if "TORCHELASTIC_RUN_ID" in os.environ else ()
 
 
@@ -253,7 +274,7 @@ def _keeper_name(process: Process) -> str:
 
 
 def _epoch_of(path: Path, job: str) -> int:
-    """-1: no arena that can be read."""
+    """Return the epoch of an arena; -1 when it cannot be read."""
     try:
         with Arena.attach(path, job=job) as arena:
             return arena.epoch

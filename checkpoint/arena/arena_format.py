@@ -1,18 +1,18 @@
-"""What an arena's file consists of: its geometry, and the records in it.
+"""The binary format of an arena's file: its geometry, and the records in it.
 
 ::
 
-    0      superblock A | superblock B                     whose arena it is, its geometry, the epoch, the claim
+    0      superblock A | superblock B                     rank and job, geometry, epoch, claim
     8192   slot 0: header A | header B | chunk table | payload
            slot 1: ...
 
-A record is 512 bytes at the start of a page of its own, little-endian, its last 4 bytes the CRC32C of the others. Of its
-two copies the valid one with the larger sequence number counts. The payload and the chunk table (a CRC32C per chunk)
-start at pages too.
+A record is 512 bytes at the start of a page of its own, little-endian; its last 4 bytes are the CRC32C of the others.
+Of its two copies, the valid one with the larger sequence number counts. The payload and the chunk table (one CRC32C for
+each chunk) start at pages too.
 
-Whatever is read here may be damaged or made up: a record either decodes within its bounds or does not count. Only one
-thing about a record is fixed for good, the prefix and the place of the CRC, so that an older release can tell a newer
-format from damage.
+Anything read here may be damaged or forged: a record either decodes within its bounds or does not count. Only the
+prefix and the place of the CRC are fixed for all releases, so that an older release can tell a newer format from
+damage.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ _HEADER = struct.Struct("<16sIBBqqQIQB64s32sB160sQQQQ")
 
 
 class SlotState(IntEnum):
+    """The state of a slot; `rackrun.checkpoint.arena.arena` draws the transitions."""
+
     FREE = 0
     WRITING = 1
     SEALED = 2
@@ -73,14 +75,15 @@ _STATES = frozenset(map(int, SlotState))
 
 
 class Geometry(NamedTuple):
-    """Where everything lies. All of it follows from three numbers."""
+    """Offsets in an arena's file. All of them follow from these three numbers."""
 
     slots: int
     payload_bytes: int
-    """Room for one image."""
+    """Room for one image, in bytes."""
     chunk_bytes: int
 
     def problem(self) -> str:
+        """Return which number is out of range; "" when all are valid."""
         for name, value, most in (
             ("slots", self.slots, SLOTS_MAX),
             ("payload_bytes", self.payload_bytes, PAYLOAD_BYTES_MAX),
@@ -103,6 +106,7 @@ class Geometry(NamedTuple):
         return 2 * PAGE + self.slots * self._slot_room
 
     def chunks(self, payload_bytes: int) -> int:
+        """Return how many chunks ``payload_bytes`` bytes have."""
         return -(-payload_bytes // self.chunk_bytes)
 
     def header_at(self, slot: int) -> int:
@@ -116,18 +120,21 @@ class Geometry(NamedTuple):
 
 
 class Superblock(NamedTuple):
+    """The first record of an arena: whose arena it is, and who may write to it."""
+
     arena_id: bytes
-    """16 random bytes: a header copied from another arena does not count here."""
+    """16 random bytes that every header repeats, so that a header copied from another arena does not count."""
     job: str
     rank: int
     epoch: int
-    """The newest that has attached as writer. Smaller ones are fenced."""
+    """The newest epoch that has attached as writer. Smaller epochs are fenced."""
     geometry: Geometry
     claim: Process
-    """The writer of this epoch."""
+    """The process that writes in this epoch."""
     seq: int = 0
 
     def encode(self) -> bytes:
+        """Return the record as 512 bytes. Raises `CheckpointError` when the job's name is too long."""
         job = self.job.encode()
         if len(job) > JOB_BYTES_MAX:
             raise CheckpointError(
@@ -141,7 +148,10 @@ class Superblock(NamedTuple):
 
     @classmethod
     def decode(cls, page: bytes) -> Superblock | None:
-        """None when it is damaged. Raises `FormatVersionError` when it is whole, but not for this release to read."""
+        """Return the record; None when it is damaged.
+
+        Raises `FormatVersionError` when only a newer release can read it.
+        """
         found = _body(_SUPERBLOCK_MAGIC, page)
         if found is None:
             return None
@@ -155,6 +165,8 @@ class Superblock(NamedTuple):
 
 
 class SlotHeader(NamedTuple):
+    """The record of one slot: its state, and the image in it."""
+
     arena_id: bytes
     slot: int
     state: SlotState = SlotState.FREE
@@ -171,6 +183,10 @@ class SlotHeader(NamedTuple):
     seq: int = 0
 
     def encode(self) -> bytes:
+        """Return the record as 512 bytes; ``reason`` is cut.
+
+        Raises `CheckpointError` when the layout hash is too long.
+        """
         layout_hash, reason = self.layout_hash.encode(), _shortened(self.reason, REASON_BYTES_MAX)
         if len(layout_hash) > LAYOUT_HASH_BYTES_MAX:
             raise CheckpointError(
@@ -198,7 +214,10 @@ class SlotHeader(NamedTuple):
 
     @classmethod
     def decode(cls, page: bytes) -> SlotHeader | None:
-        """As `Superblock.decode`. Whether it fits the arena is the caller's to check (`fits`)."""
+        """Return the header; None when it is damaged. The caller checks with `fits` whether it belongs to the arena.
+
+        Raises `FormatVersionError` when only a newer release can read it.
+        """
         found = _body(_HEADER_MAGIC, page)
         if found is None:
             return None
@@ -241,6 +260,7 @@ class SlotHeader(NamedTuple):
         )
 
     def fits(self, superblock: Superblock, slot: int) -> bool:
+        """Whether this header belongs to slot ``slot`` of the superblock's arena."""
         return (
             self.arena_id == superblock.arena_id
             and self.slot == slot
@@ -249,12 +269,15 @@ class SlotHeader(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Sealed, and not known to be bad."""
+        """Whether the slot holds a sealed image that is not known to be bad."""
         return self.state in (SlotState.SEALED, SlotState.COMMITTED)
 
 
 def manifest_digest(header: SlotHeader, chunk_bytes: int, table: bytes) -> bytes:
-    """Names the content and what it is: equal for every copy of one image, whichever arena and epoch holds it."""
+    """Return the blake2b digest of an image's identity and chunk table, 32 bytes.
+
+    It is equal for every copy of one image, whichever arena and epoch holds the copy.
+    """
     identity = (
         f"{header.kind} {header.owner} {header.generation} {header.step} {header.payload_bytes} {chunk_bytes} "
         f"{header.layout_hash}\n"
@@ -263,6 +286,7 @@ def manifest_digest(header: SlotHeader, chunk_bytes: int, table: bytes) -> bytes
 
 
 def table_bytes(crcs: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> bytes:
+    """Return the chunk table as bytes: one little-endian uint32 for each chunk."""
     return crcs.astype("<u4").tobytes()
 
 
@@ -270,12 +294,17 @@ def table_bytes(crcs: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> bytes:
 
 
 def _record(magic: bytes, seq: int, body: bytes) -> bytes:
+    """Return a record of `RECORD_BYTES` bytes: prefix, body, padding and CRC32C."""
     record = (_PREFIX.pack(magic, FORMAT, FORMAT, _BYTE_ORDER, seq) + body).ljust(RECORD_BYTES - _CRC.size, b"\0")
     assert len(record) == RECORD_BYTES - _CRC.size
     return record + _CRC.pack(crc(memoryview(record)))
 
 
 def _body(magic: bytes, page: bytes) -> tuple[int, bytes] | None:
+    """Return the sequence number and the body of a record; None when it is damaged or of another kind.
+
+    Raises `FormatVersionError` for a newer format or another byte order.
+    """
     record, stored = page[: RECORD_BYTES - _CRC.size], page[RECORD_BYTES - _CRC.size : RECORD_BYTES]
     if len(stored) != _CRC.size or crc(memoryview(record)) != _CRC.unpack(stored)[0]:
         return None

@@ -1,8 +1,8 @@
-"""A sealed image in an arena that lies elsewhere, read in byte ranges of the arena's file, every byte verified.
+"""Read a sealed image from an arena on another host, in byte ranges of the arena's file, with every byte verified.
 
-What is asked for is whole chunks, whose CRCs are in the chunk table; the table is named by the slot's header. Neighbouring chunks that
-will be wanted are asked for together, up to a *window*, and kept until others are: so memory is bounded, and reads in the order
-of bytes ask for most chunks once. One thread at a time.
+Reads ask for whole chunks, whose CRCs are in the chunk table; the slot's header holds the table's digest. Neighbouring
+chunks that will be needed are requested together, up to a *window*, and kept until the window moves. So memory is
+bounded, and reads in the order of bytes request most chunks once. Use it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
 __all__ = ["HEAD_BYTES", "RemoteSlot"]
 
 HEAD_BYTES = 4 * PAGE
-"""Of an arena's file: its superblock, and the header of its first slot."""
+"""Size of the part of an arena's file that holds its superblock and the header of its first slot."""
 
 _R = TypeVar("_R", Superblock, SlotHeader)
 Ask = Callable[[int, memoryview], None]
-"""(start, into): fill ``into`` with the bytes of the arena's file from ``start`` on. Raises when there are not as many."""
+"""(start, into): fill ``into`` with the bytes of the arena's file from ``start`` on. Raises when there are fewer."""
 
 
 class RemoteSlot:
+    """The sealed image in the first slot of a remote arena."""
+
     def __init__(self, ask: Ask, generation: int, window_bytes: int) -> None:
-        """Of the arena's first slot. Raises `NoUsableGeneration` when it does not hold ``generation``, `IntegrityError` when what
-        describes it is damaged."""
+        """Read and check the records and the chunk table.
+
+        ``ask`` reads the arena's file; ``window_bytes`` bounds one request.
+
+        Raises `NoUsableGeneration` when the slot does not hold ``generation``, and `IntegrityError` when its records or
+        its chunk table are damaged.
+        """
         self._ask, self._window_bytes = ask, window_bytes
         self._buffer: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
         self.head = self._bytes(0, HEAD_BYTES)
@@ -52,19 +59,22 @@ class RemoteSlot:
         self.size, self.layout_hash = header.payload_bytes, header.layout_hash
         self._wanted: set[int] = set()
         self._window = 0, 0
-        """First chunk, and bytes, of what is in the buffer."""
+        """The first chunk in the buffer, and how many bytes the buffer holds."""
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """What will be read: chunks that lie between are not asked for."""
+        """Announce byte ranges that will be read. Only announced chunks are requested ahead."""
         for start, stop in ranges:
             self._wanted.update(self._chunks(start, stop))
 
     def peek(self, start: int, stop: int) -> bytes:
-        """Not verified: for what is known by another digest."""
+        """Return bytes that are not verified, for a caller that checks them by another digest."""
         return self._bytes(self._at + start, min(stop, self.size) - start)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes of the image, verified; good until the next call. Raises `IntegrityError` when they are not what was sealed."""
+        """Return verified bytes of the image, valid until the next call.
+
+        Raises `IntegrityError` when they are damaged.
+        """
         if not 0 <= start <= stop <= self.size:
             raise IntegrityError(f"bytes {start} to {stop} of an image of {self.size}.", remedy="take another copy.")
         first, count = self._window
@@ -83,6 +93,7 @@ class RemoteSlot:
         return range(start // self._chunk_bytes, -(-stop // self._chunk_bytes))
 
     def _move(self, start: int, stop: int) -> None:
+        """Move the window so that it covers the bytes, and verify its chunks."""
         chunks = self._chunks(start, stop)
         first, last = chunks.start, max(chunks.stop, chunks.start + 1)
         while last in self._wanted and (last + 1 - first) * self._chunk_bytes <= self._window_bytes:

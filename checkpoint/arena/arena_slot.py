@@ -1,7 +1,8 @@
-"""One slot of an arena: what it holds, and its payload in the hands of who writes or reads it.
+"""One slot of an arena: its description, and the objects that write and read its payload.
 
-The writer's ``payload`` is the mapped memory itself: views of it that are kept after `SlotWriter.seal` can still be stored
-into, which a reader notices by its checksums. So can the reader's: what was verified stays so only under `Arena.lease`.
+The writer's ``payload`` is the mapped memory itself. A view kept after `SlotWriter.seal` can still be stored into;
+readers notice that by the checksums. The reader's payload is mapped memory too: bytes that were verified stay so only
+under `Arena.lease`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotInfo", "SlotReader", "SlotWriter"]
 
-"""Chunks that `SlotReader.chunks` verifies before they are asked for: they are to stay in the cache until then."""
-
 register("arena.seal.digested", "arena.seal.tabled")
 change_points("arena.seal")
 
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What one slot holds, as of the moment it was read."""
+
     index: int
     state: SlotState
     generation: int
@@ -39,15 +40,16 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     kind: Kind
     owner: int
-    """Whose image it is: the arena's own rank, another's (a mirror), or a parity set."""
+    """Whose image it is: the arena's own rank, another rank (a mirror), or a parity set."""
     payload_bytes: int
     layout_hash: str
     manifest_digest: str
-    """blake2b, hex, of the chunk table and what the image is: equal for all copies of one image."""
+    """blake2b, hex, of the image's identity and its chunk table: equal for all copies of one image."""
     reason: str
 
     @classmethod
     def of(cls, header: SlotHeader) -> SlotInfo:
+        """Return the description of a slot's header."""
         return cls(
             index=header.slot,
             state=header.state,
@@ -64,29 +66,39 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotWriter:
-    """Fill `payload`, then `seal`. As a context manager it abandons what was not sealed."""
+    """Writes one image: fill `payload`, then call `seal`.
+
+    As a context manager it abandons a slot that was not sealed.
+    """
 
     def __init__(self, arena: Arena, header: SlotHeader) -> None:
         self._arena, self._header = arena, header
         geometry = arena._superblock.geometry
         self.payload = arena._file.view(geometry.payload_at(header.slot), geometry.payload_bytes)
-        """The whole room of the slot, writable. Only what `seal` is told of belongs to the image."""
+        """All room of the slot, writable. Only the bytes given to `seal` belong to the image."""
 
         self._crcs: list[int] = []
         self._digested = 0
-        """So many bytes are in `_crcs`, or will be; the last one may be of a part of its chunk."""
+        """How many bytes from the start are digested or being digested.
+
+        The last item of `_crcs` may cover a part of its chunk.
+        """
         self._pool: ThreadPoolExecutor | None = None
         self._digesting: list[tuple[int, Future[np.ndarray[Any, Any]]]] = []
-        """The first chunk of a part, and what the pool's threads will have found: the digests of that and the following chunks."""
+        """(first chunk, future digests of that chunk and the following ones), for each part given to the pool."""
 
     @property
     def index(self) -> int:
         return self._header.slot
 
     def filled(self, upto: int, threads: int = 0) -> None:
-        """The bytes before ``upto`` are final: digest them now, while they are in the cache and the copy goes on, so that
-        `seal` has less to do. One thread at a time; a byte that changes afterwards shows as damage. ``threads``: have so many others do it,
-        and return at once."""
+        """Digest the bytes before ``upto``, which are final, while they are in the cache.
+
+        `seal` has less to do then.
+
+        Call it from one thread at a time. A byte that changes afterwards shows as damage. ``threads``: when not 0, that
+        many other threads digest, and this returns at once.
+        """
         self._check_open()
         self._arena._file.check()
         upto = min(upto, len(self.payload))
@@ -96,9 +108,10 @@ class SlotWriter:
             self._digest(upto)
 
     def seal(self, payload_bytes: int, layout_hash: str, threads: int = 1) -> None:
-        """The first ``payload_bytes`` bytes are the image: digest them chunk by chunk, then say so in the header.
+        """Make the first ``payload_bytes`` bytes the image: digest them chunk by chunk, then mark the slot as sealed.
 
-        Raises `StaleEpoch` or `DuplicateOwner` when another writer has taken over since `Arena.begin`.
+        Raises `StaleEpoch` or `DuplicateOwner` when another writer has taken over since `Arena.begin`,
+        `CheckpointError` when the image is too large or the slot was ended already.
         """
         arena, at = self._arena, self._arena._superblock.geometry
         self._check_open()
@@ -126,7 +139,7 @@ class SlotWriter:
         self._end()
 
     def abandon(self) -> None:
-        """Give the slot back. After `seal`, or when another writer has taken over, there is nothing to give back."""
+        """Free the slot. No effect after `seal`, or when another writer has taken over."""
         if self not in self._arena._writers:
             return
         with contextlib.suppress(StaleEpoch, DuplicateOwner, IntegrityError), self._arena._changing():
@@ -157,9 +170,9 @@ class SlotWriter:
             self._digested = stop
 
     def _begin_digests(self, upto: int, threads: int) -> None:
-        """Of whole chunks."""
+        """Have the pool digest the whole chunks before ``upto``."""
         size = self._arena.chunk_bytes
-        self._digest(min(-(-self._digested // size) * size, upto))  # the rest of one that was begun here
+        self._digest(min(-(-self._digested // size) * size, upto))  # the rest of a chunk that was begun in this thread
         first, last = self._digested // size, upto // size
         if self._digested % size or first >= last:
             return
@@ -191,12 +204,12 @@ class SlotWriter:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._digesting.clear()
-        with contextlib.suppress(BufferError):  # the caller has views of it
+        with contextlib.suppress(BufferError):  # the caller still has views of it
             self.payload.release()
 
 
 class SlotReader:
-    """A sealed image. Its chunk table was checked; its bytes are, chunk by chunk, when they are asked for."""
+    """A sealed image. Its chunk table was verified on opening; its bytes are verified chunk by chunk when read."""
 
     def __init__(self, arena: Arena, header: SlotHeader) -> None:
         self._arena, self._header = arena, header
@@ -212,7 +225,7 @@ class SlotReader:
 
     @property
     def payload(self) -> memoryview:
-        """All of it, not verified."""
+        """The bytes of the image, not verified."""
         self._arena._file.check()
         return self._payload
 
@@ -229,7 +242,10 @@ class SlotReader:
         return self._header.digest.hex()
 
     def chunk(self, index: int) -> memoryview:
-        """Verified. Raises `IntegrityError` when it is not what was sealed."""
+        """Return a verified chunk.
+
+        Raises `IntegrityError` when it is not what was sealed, IndexError for no such chunk.
+        """
         if not 0 <= index < len(self.crcs):
             raise IndexError(f"{self} has {len(self.crcs)} chunks, not {index + 1}.")
         size = self._arena.chunk_bytes
@@ -242,7 +258,10 @@ class SlotReader:
         return data
 
     def verify(self, threads: int = 1) -> None:
-        """Every chunk. Raises `IntegrityError` at one that is not what was sealed."""
+        """Verify every chunk, with ``threads`` threads.
+
+        Raises `IntegrityError` at a chunk that is not what was sealed.
+        """
 
         def check(first: int) -> None:
             for index in range(first, len(self.crcs), threads):

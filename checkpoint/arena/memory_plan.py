@@ -1,13 +1,13 @@
-"""Whether the arenas fit, before anything is allocated: a typed refusal with the figures instead of a kill in step 100.
+"""Check that the arenas fit before anything is allocated: a typed error with the figures, not an OOM kill in step 100.
 
-A host holds, for each of its ranks, ``slots`` images, and as many times what it keeps for others (`Redundancy`). All of
-it must fit under every ceiling there is: the control group of this process and each of its parents, what the kernel
-says is available, and the file system of the arena directory (a tmpfs has a size of its own).
+For each of its ranks a host holds ``slots`` images, and ``slots`` times what the rank keeps for others (`Redundancy`).
+All of it must fit under every ceiling: the control group of this process and each parent group, what the kernel says is
+available, and the file system of the arena directory (a tmpfs has a size of its own).
 
-Traps: pages of a tmpfs are charged to the control group that touches them first, so plan in the process that will
-allocate (the agent), not in another container. A limit may sit on a parent. Page cache counts as used though the kernel
-gives it back: its inactive part is counted as free. An arena that exists already (a restarted agent) has been charged:
-pass its size as ``held_bytes``.
+Pages of a tmpfs are charged to the control group that touches them first, so plan in the process that will allocate
+(the agent), not in another container. A limit may sit on a parent group. Page cache counts as used although the kernel
+can reclaim it, so its inactive part is counted as free. An arena that exists already (a restarted agent) has been
+charged: pass its size as ``held_bytes``.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from rackrun.checkpoint.redundancy.stripe_set import StripeSet
 __all__ = ["Ceiling", "MemoryPlan", "ceilings"]
 
 _PAGE = 4096
-_UNLIMITED = 2**60  # control groups of version 1 say "no limit" with a number about 2**63
+_UNLIMITED = 2**60  # control groups of version 1 express "no limit" as a number near 2**63
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Something that bounds memory."""
+    """One bound on memory, in bytes: a control group, the host, or a file system."""
 
     name: str
     total: int
     free: int
     remedy: str
-    """How to lift it."""
+    """How a user raises the bound."""
 
 
 class FileSystemSize(Protocol):
-    """What is used of `os.statvfs_result`."""
+    """The fields of `os.statvfs_result` that are read here."""
 
     @property
     def f_frsize(self) -> int: ...
@@ -55,7 +55,7 @@ class FileSystemSize(Protocol):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The need of one host, against its ceilings. Bytes throughout."""
+    """What one host needs, against its ceilings. All sizes are in bytes."""
 
     local_ranks: int
     shard_bytes: int
@@ -64,11 +64,14 @@ class MemoryPlan:
     ceilings: tuple[Ceiling, ...]
     slots: int = 2
     kept: Fraction | None = None
-    """Shards that a rank keeps for others: `Placement.kept`, whose sets may be smaller than asked for. None: as asked."""
+    """How many shards a rank keeps for others: `Placement.kept`, whose sets may be smaller than asked for.
+
+    None: as asked.
+    """
     held_bytes: int = 0
-    """In arenas of this job on this host already."""
+    """What arenas of this job on this host take already."""
     usable: float = 0.9
-    """The share of what is free that arenas may take."""
+    """The share of the free memory that arenas may take, above 0 and up to 1."""
 
     def __post_init__(self) -> None:
         if self.local_ranks < 1 or self.shard_bytes < 0 or self.held_bytes < 0 or not 0 < self.usable <= 1:
@@ -84,12 +87,12 @@ class MemoryPlan:
 
     @property
     def own_bytes(self) -> int:
-        """Images of the local ranks."""
+        """Bytes for the images of the local ranks."""
         return self.local_ranks * (2 * _PAGE + self.slots * _slot_bytes(self.shard_bytes))
 
     @property
     def kept_bytes(self) -> int:
-        """Copies or parity kept for others, in an arena of its own on each rank."""
+        """Bytes for copies or parity kept for other ranks, in an arena of its own on each rank."""
         kept = self.redundancy.kept() if self.kept is None else self.kept
         if not kept:
             return 0
@@ -106,7 +109,7 @@ class MemoryPlan:
         return self.own_bytes + self.kept_bytes
 
     def room(self, ceiling: Ceiling) -> int:
-        """What arenas may take under a ceiling, what they hold already included."""
+        """Return how many bytes arenas may take under a ceiling, including what they hold already."""
         return self.held_bytes + int(ceiling.free * self.usable)
 
     @property
@@ -118,7 +121,10 @@ class MemoryPlan:
         return self.tightest is None or self.needed_bytes <= self.room(self.tightest)
 
     def check(self) -> MemoryPlan:
-        """Itself when it fits, else `MemoryPlanError` with the figures and what to do."""
+        """Return the plan itself when it fits.
+
+        Otherwise raise `MemoryPlanError` with the figures, and with a smaller plan that fits.
+        """
         tightest = self.tightest
         if tightest is None or self.fits:
             return self
@@ -136,7 +142,7 @@ class MemoryPlan:
         )
 
     def table(self) -> str:
-        """The plan as text."""
+        """Return the plan as text, one line for each ceiling."""
         times = self.needed_bytes / (self.local_ranks * self.shard_bytes) if self.shard_bytes else 0.0
         lines = [
             f"{self.local_ranks} rank(s) on this host, {self._terms()}, shards of {_amount(self.shard_bytes)}",
@@ -154,7 +160,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def _lesser(self) -> Iterator[MemoryPlan]:
-        """What could be asked for instead, the best protected first."""
+        """Yield smaller plans that could be used instead, the best protected first."""
         sizes = [size for size in (8, 16, 32) if self.redundancy.kind == "mirror" or size > self.redundancy.width]
         weaker = (
             [Redundancy.xor(size, self.redundancy.across) for size in sizes] if self.redundancy.kind != "local" else []
@@ -175,7 +181,10 @@ def ceilings(
     cgroup_root: Path = Path("/sys/fs/cgroup"),
     statvfs: Callable[[Path], FileSystemSize] = os.statvfs,
 ) -> tuple[Ceiling, ...]:
-    """All that bounds arenas in ``arena_dir`` (None: in memfds) when this process allocates them."""
+    """Return all that bounds arenas in ``arena_dir`` (None: in memfds) when this process allocates them.
+
+    Raises `MemoryPlanError` when a bound cannot be read.
+    """
     folder = () if arena_dir is None else _file_system(arena_dir, statvfs)
     return (*_control_groups(proc, cgroup_root), _available(proc), *folder)
 
@@ -197,13 +206,16 @@ def _file_system(arena_dir: Path, statvfs: Callable[[Path], FileSystemSize]) -> 
         raise MemoryPlanError(
             f"cannot measure {there}: {error.strerror}.", remedy="Use another arena directory."
         ) from error
-    if size.f_blocks:  # a tmpfs without a size has none, and is bounded by memory alone
+    if size.f_blocks:  # a tmpfs without a size has 0 blocks, and only memory bounds it
         remedy = "give its file system more room (of a container: its shared memory size)"
         yield Ceiling(f"{arena_dir}", size.f_blocks * size.f_frsize, size.f_bavail * size.f_frsize, remedy)
 
 
 def _control_groups(proc: Path, root: Path) -> Iterator[Ceiling]:
-    """The limits of this process's control group and of its parents, innermost first; version 2, else version 1."""
+    """Yield the limits of this process's control group and its parents, innermost first.
+
+    Control groups of version 2 are read, or else those of version 1.
+    """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except FileNotFoundError:
@@ -218,8 +230,11 @@ def _control_groups(proc: Path, root: Path) -> Iterator[Ceiling]:
 
 
 def _limits(base: Path, path: str, limit_file: str, usage_file: str, reclaimable: str) -> Iterator[Ceiling]:
-    """In a container the path may be the host's, and the container's own group is mounted at ``base``: what is not
-    there is passed over."""
+    """Yield the limits of a group and its parents.
+
+    In a container the path may be the host's while the container's own group is mounted at ``base``, so groups that do
+    not exist there are skipped.
+    """
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     for depth in range(len(parts), -1, -1):
         group = base.joinpath(*parts[:depth])
@@ -232,7 +247,7 @@ def _limits(base: Path, path: str, limit_file: str, usage_file: str, reclaimable
 
 
 def _number(path: Path) -> int | None:
-    """None: no such file, or no limit."""
+    """Read a number of bytes. None when there is no such file, or no limit. Raises `MemoryPlanError` for other text."""
     try:
         text = path.read_text().strip()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -245,7 +260,10 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """``name value`` a line, as in memory.stat and /proc/meminfo; other lines are passed over. Empty: no such file."""
+    """Read ``name value`` lines, as in memory.stat and /proc/meminfo; skip other lines.
+
+    Empty when there is no such file.
+    """
     try:
         rows = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -254,7 +272,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def _slot_bytes(payload: int) -> int:
-    """A slot of an arena: two headers, a CRC32C for each chunk, the payload, in pages."""
+    """Return the size of an arena's slot: two headers, a CRC32C for each chunk, and the payload, in whole pages."""
     chunks = -(-payload // CHUNK_BYTES)
     return 2 * _PAGE + _pages(4 * chunks) + _pages(payload)
 

@@ -1,12 +1,12 @@
-"""Arenas on a tmpfs whose job is dead: found, and removed by whoever asks for it.
+"""Find arenas on a tmpfs whose job is dead, and remove those that the caller names.
 
-An arena outlives its writer on purpose, so a dead writer alone makes no orphan. It is one when all processes that are
-named in it are dead, by pid and start time (`rackrun.checkpoint.base.process_identity`), and no process has it open. What no process
-claims, because its writer closed it, may be waiting for the next one, and is told apart.
+An arena outlives its writer on purpose, so a dead writer alone makes no orphan. An arena is an orphan when all
+processes named in it are dead, by pid and start time (`rackrun.checkpoint.base.process_identity`), and no process has
+it open. An arena that its writer closed may be waiting for the next writer, and is reported as closed, not orphaned.
 
-Traps. Processes of other pid namespaces count as alive, because their pids mean nothing here. Whether a process that only
-reads has it open is seen for processes whose ``/proc`` entries may be read. Between looking and removing, an arena may be
-attached again: `remove` looks once more, under the lock that attaching takes.
+Processes of other pid namespaces count as alive, because their pids mean nothing here. A process that only reads an
+arena is noticed only if its ``/proc`` entries may be read. Between finding and removing, an arena may be attached
+again: `remove` checks once more, under the lock that attaching takes.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from rackrun.checkpoint.base.process_identity import NOBODY, Process
 
 __all__ = ["ArenaState", "FoundArena", "find_arenas", "remove"]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where arenas are; nothing is made here
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - arenas are found here; no file is made
 _DEPTH_MAX = 4
 
 Inode = tuple[int, int]
 
 
 class ArenaState(StrEnum):
+    """Whether an arena is still needed."""
+
     USED = "in use"
     ORPHANED = "orphaned"
-    """Every process that is named in it is dead, and nobody has it open."""
+    """Every process named in it is dead, and no process has it open."""
     CLOSED = "closed"
-    """Its writer has given it back, and nobody has it open."""
+    """Its writer closed it, and no process has it open."""
     UNREADABLE = "unreadable"
-    """Another user's, a newer release's, or damaged: left alone."""
+    """It belongs to another user or a newer release, or is damaged. It is left alone."""
 
 
 @dataclass(frozen=True)
 class FoundArena:
+    """One arena and its state. ``why``: the reason for the state, in words."""
+
     path: Path
     bytes: int
     state: ArenaState
@@ -53,8 +57,10 @@ class FoundArena:
 
 
 def find_arenas(folder: Path = SHARED_MEMORY) -> list[FoundArena]:
-    """All arenas in ``folder`` and below it, by path. Symbolic links are not followed. Raises CheckpointError when it
-    cannot be listed."""
+    """Return all arenas in ``folder`` and below, sorted by path. Symbolic links are not followed.
+
+    Raises CheckpointError when the folder cannot be listed.
+    """
     try:
         os.listdir(folder)
     except OSError as error:
@@ -64,7 +70,7 @@ def find_arenas(folder: Path = SHARED_MEMORY) -> list[FoundArena]:
 
 
 def remove(found: FoundArena) -> None:
-    """Remove an orphaned or closed arena. Raises CheckpointError when it is in use again, or cannot be removed."""
+    """Remove an orphaned or closed arena. Raises CheckpointError when it is in use again or cannot be removed."""
     file = ArenaFile.open(found.path, writable=True)
     try:
         with file.exclusive():
@@ -89,7 +95,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _look(path: Path, held: dict[Inode, int]) -> FoundArena | None:
-    """None: it is no arena, or gone."""
+    """Describe the arena at ``path``; None when the file is no arena, or is gone."""
     size = 0
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -102,7 +108,7 @@ def _look(path: Path, held: dict[Inode, int]) -> FoundArena | None:
             return None
         file = ArenaFile.open(path, writable=False)
     except OSError:
-        return None  # gone, a link, or another user's: not to be touched
+        return None  # gone, a link, or another user's file: never touched
     except CheckpointError as error:
         return FoundArena(path, size, ArenaState.UNREADABLE, error.what)
     try:
@@ -114,6 +120,10 @@ def _look(path: Path, held: dict[Inode, int]) -> FoundArena | None:
 
 
 def _state_of(file: ArenaFile, held: dict[Inode, int], besides: int = 0) -> FoundArena:
+    """Decide the state of an open arena.
+
+    ``held``: (device, inode) -> a pid that has it open; ``besides`` is not counted.
+    """
     superblock = file.load(0, Superblock)
     assert file.path is not None
     if superblock is None:
@@ -141,7 +151,10 @@ def _judged(processes: list[Process], holder: int, besides: int) -> tuple[ArenaS
 
 
 def _open_files() -> dict[Inode, int]:
-    """(device, inode) of what processes have open or mapped -> one of their pids; of this one, only when no other has."""
+    """Return (device, inode) -> a pid, for all files that processes have open or mapped.
+
+    Other processes come before this one.
+    """
     found: dict[Inode, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         pid = int(name)
@@ -152,7 +165,7 @@ def _open_files() -> dict[Inode, int]:
 
 
 def _descriptors(pid: str) -> Iterator[Inode]:
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 status = os.stat(f"/proc/{pid}/fd/{fd}")

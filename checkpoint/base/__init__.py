@@ -1,1 +1,1 @@
-"""What all of checkpoint builds on: errors, checksums, identities of processes."""
+"""What all rooms of checkpoint build on: errors, checksums, locations and process identities."""

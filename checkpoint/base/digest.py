@@ -1,7 +1,7 @@
-"""Checksums: CRC32C of bulk bytes, chunk by chunk, and blake2b of the small records that name them.
+"""Checksums: CRC32C of bulk bytes, one for each chunk, and blake2b of the small records that list them.
 
-A CRC finds every single-bit error and every burst of up to 32 bits, at the speed of memory; it is no defence against
-an adversary. What must not be forged (manifests, records) is digested with blake2b.
+A CRC finds every single-bit error and every burst of up to 32 bits, at the speed of memory; it does not protect against
+an adversary. Manifests and records must not be forged, so they are digested with blake2b.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CHUNK_BYTES = 8 * 2**20
 
 
 def crc(data: memoryview | np.ndarray[Any, Any], value: int = 0) -> int:
-    """CRC32C of contiguous bytes, continued from ``value``. Releases the GIL."""
+    """Return the CRC32C of contiguous bytes, continued from ``value``. Releases the GIL."""
     return crc32c.crc32c(data.data if isinstance(data, np.ndarray) else data, value)
 
 
 def chunk_crcs(payload: memoryview, chunk_bytes: int = CHUNK_BYTES, threads: int = 1) -> np.ndarray[Any, Any]:
-    """CRC32C of each chunk, uint32[ceil(bytes / chunk_bytes)]. The last chunk may be shorter."""
+    """Return the CRC32C of each chunk, uint32[ceil(bytes / chunk_bytes)]. The last chunk may be shorter."""
     flat = payload.cast("B")
     starts = range(0, len(flat), chunk_bytes)
     crcs = np.zeros(len(starts), dtype=np.uint32)
@@ -44,5 +44,5 @@ def chunk_crcs(payload: memoryview, chunk_bytes: int = CHUNK_BYTES, threads: int
 
 
 def content_digest(data: bytes) -> str:
-    """blake2b-256, hex: of manifests and records."""
+    """Return the blake2b-256 digest of a manifest or record, as hex."""
     return hashlib.blake2b(data, digest_size=32).hexdigest()

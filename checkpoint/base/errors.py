@@ -1,15 +1,15 @@
-"""Errors of `rackrun.checkpoint`, a branch of `rackrun.errors`, by whose they are.
+"""Errors of `rackrun.checkpoint`: a branch of `rackrun.errors`, by who can remedy them.
 
 ::
 
     RackrunError
     +-- CheckpointError              a checkpoint operation cannot be done
-        +-- IntegrityError           the hardware's: bytes are not what was sealed, or a file is not the one it was
-        |   +-- Unreadable           storage does not give the bytes: they may be right, and come another time
+        +-- IntegrityError           the hardware's: bytes are not those that were sealed, or a file was replaced
+        |   +-- Unreadable           storage does not give the bytes: they may be right, and readable later
         +-- NoUsableGeneration       the hardware's, a StateLost: no verified copy of what was asked for
         +-- LayoutMismatch           yours: saved and wanted tensors do not fit
-        +-- MemoryPlanError          yours: it does not fit into the memory or the disk there is
-        +-- FormatVersionError       yours: written by a release, or for a machine, that this one does not read
+        +-- MemoryPlanError          yours: the request exceeds the available memory or disk space
+        +-- FormatVersionError       yours: another release, or another kind of machine, wrote a format not read here
         +-- DuplicateOwner           two living processes claim one thing in one epoch
         +-- StaleEpoch               a newer epoch has taken over: the caller is fenced
 """
@@ -37,32 +37,35 @@ class CheckpointError(RackrunError):
 
 
 class IntegrityError(CheckpointError, HardwareError):
-    """Bytes are not what was sealed, or a file is not the one that was opened. Another copy may be whole."""
+    """Bytes are not those that were sealed, or a file is not the one that was opened. Another copy may be whole."""
 
 
 class Unreadable(IntegrityError):
-    """Storage does not give the bytes. Nothing is known against them."""
+    """Storage does not give the bytes. They may be right."""
 
 
 def is_damage(error: CheckpointError) -> bool:
-    """Bytes are wrong or missing, and stay so. False: storage did not give them, or another release wrote them."""
+    """Whether bytes are wrong or missing for good.
+
+    False when storage did not give them, or another release wrote them.
+    """
     return isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
 
 
 class NoUsableGeneration(CheckpointError, StateLost):
-    """No verified copy of what was asked for."""
+    """There is no verified copy of what was asked for."""
 
 
 class LayoutMismatch(CheckpointError, UsageError):
-    """Saved and wanted tensors do not fit."""
+    """Saved and wanted tensors do not fit each other."""
 
 
 class MemoryPlanError(CheckpointError, UsageError):
-    """It does not fit into the memory or the disk there is."""
+    """The request exceeds the available memory or disk space."""
 
 
 class FormatVersionError(CheckpointError, UsageError):
-    """Written by a release, or for a machine, that this one does not read."""
+    """The data was written by a release, or for a machine, whose format this one does not read."""
 
 
 class DuplicateOwner(CheckpointError):

@@ -1,7 +1,7 @@
-"""Where checkpoints are: a local directory, or a place in an object store (``s3://bucket/folder``).
+"""Where checkpoints are stored: a local directory, or a place in an object store (``s3://bucket/folder``).
 
-A place in an object store is a `RemotePath`. It has the parts and the joints of any path, and no system call takes it: what does not
-know of object stores raises, and never makes a local folder that is called ``s3:``.
+A place in an object store is a `RemotePath`. It has parts and can be joined like any path, but no system call accepts
+it: code that does not know object stores raises, and never makes a local folder called ``s3:``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rackrun.errors import UsageError
 __all__ = ["REMOTE", "RemotePath", "absolute", "is_remote", "local_path", "parse_location"]
 
 REMOTE = ("s3", "gs", "az", "abfs", "memory")
-"""Schemes of object stores that checkpoints go to."""
+"""URL schemes of the supported object stores."""
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
 
@@ -24,7 +24,7 @@ Location = str | os.PathLike[str]
 
 
 class RemotePath(PosixPath):
-    """``RemotePath("s3:", "bucket", "folder")``."""
+    """A place in an object store, such as ``RemotePath("s3:", "bucket", "folder")``."""
 
     def __str__(self) -> str:
         scheme, *rest = self.parts
@@ -42,7 +42,7 @@ class RemotePath(PosixPath):
         return self
 
     def exists(self, **_: bool) -> bool:
-        raise TypeError(self.__fspath__())  # pathlib would say that it is not there
+        raise TypeError(self.__fspath__())  # pathlib would return False
 
     is_dir = is_file = is_symlink = exists
 
@@ -52,12 +52,12 @@ class RemotePath(PosixPath):
 
     @property
     def key(self) -> str:
-        """Bucket and name, as fsspec takes them."""
+        """The bucket and the name in it, as fsspec takes them."""
         return "/".join(self.parts[1:])
 
 
 def parse_location(given: Location) -> Path:
-    """A local path, or a `RemotePath`. Raises UsageError for schemes that are not known, and places without a bucket."""
+    """Return a local path or a `RemotePath`. Raises UsageError for an unknown scheme or a place without a bucket."""
     if isinstance(given, RemotePath):
         return given
     text = os.fspath(given)
@@ -79,7 +79,7 @@ def parse_location(given: Location) -> Path:
 
 
 def _of_file(text: str, rest: str) -> Path:
-    """RFC 8089: no host, or this one."""
+    """Return the path of a ``file:`` URL (RFC 8089). Raises UsageError when the URL names another host."""
     after = text.split(":", 1)[1]
     if after.startswith("//") and not after.startswith("///"):
         host, _, rest = rest.partition("/")
@@ -89,17 +89,18 @@ def _of_file(text: str, rest: str) -> Path:
 
 
 def is_remote(path: Path) -> bool:
+    """Whether ``path`` is in an object store."""
     return isinstance(path, RemotePath)
 
 
 def absolute(given: Location) -> Path:
-    """As `parse_location`; a local path is absolute, with ``~`` read as a home."""
+    """Parse like `parse_location`, and make a local path absolute, with ``~`` expanded to the home directory."""
     path = parse_location(given)
     return path if is_remote(path) else path.expanduser().absolute()
 
 
 def local_path(given: Location, what: str) -> Path:
-    """A local path. Raises UsageError, naming ``what``, for a place in an object store."""
+    """Return a local path. Raises UsageError, naming ``what``, for a place in an object store."""
     path = parse_location(given)
     if is_remote(path):
         raise UsageError(f"{what} {path} is in an object store.", remedy="give a local directory.")

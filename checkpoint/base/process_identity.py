@@ -1,7 +1,7 @@
-"""Who writes: a process, named so that a later one with the same pid is not taken for it.
+"""Identities of writer processes that a later process with the same pid does not match.
 
-A pid alone is reused; with the start time it is unique until the host starts again, which empties tmpfs too. Pids of
-another pid namespace mean nothing here, so such a process counts as alive: it is fenced by a larger epoch, not by looking.
+A pid is reused, but pid and start time together are unique until the host restarts, which empties tmpfs too. Pids of
+another pid namespace mean nothing here, so a process there counts as alive: a larger epoch fences it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import NamedTuple
 __all__ = ["NOBODY", "Process", "begin_session", "end_session", "kill_pending", "namespace", "process_of"]
 
 _PF_EXITING = 0x4
-"""Of the kernel's flags in ``/proc/PID/stat``: the process has begun to end."""
+"""Flag in ``/proc/PID/stat`` that the kernel sets when the process has begun to exit."""
 _sessions: set[int] = set()
 
 
 class Process(NamedTuple):
-    """A writer: a process, and one of its sessions (one attached arena), because one process may attach more than once."""
+    """A writer: a process and one session in it. A process may attach several arenas; each is a session."""
 
     pid: int
     start: int
-    """Clock ticks from the start of the host to its own."""
+    """Start time of the process, in clock ticks since the host started."""
     namespace: int
     session: int
 
     def alive(self) -> bool:
+        """Whether the process and this session still exist. True for a process of another pid namespace."""
         if self == NOBODY:
             return False
         if self.namespace != namespace():
@@ -38,8 +39,11 @@ class Process(NamedTuple):
         return self.pid != os.getpid() or self.session in _sessions
 
     def dying(self) -> bool:
-        """Whether the process is there still, and will run no more code of its own: it was killed, or the kernel takes its memory
-        down. With hundreds of gigabytes, or storage that does not answer, that takes minutes."""
+        """Whether the process still exists but will run no more code of its own.
+
+        It was killed, or the kernel is tearing its memory down. With hundreds of gigabytes, or storage that does not
+        answer, that takes minutes.
+        """
         if self.namespace != namespace() or self.start != _start_time(self.pid):
             return False
         try:
@@ -54,7 +58,7 @@ class Process(NamedTuple):
 
 
 def kill_pending(status: str) -> bool:
-    """Whether ``status``, the text of ``/proc/PID/status``, has a SIGKILL that waits to be acted on."""
+    """Whether ``status``, the text of ``/proc/PID/status``, shows a pending SIGKILL."""
     rows = [line.split() for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
     return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for _, mask in rows)
 
@@ -63,22 +67,24 @@ NOBODY = Process(0, 0, 0, 0)
 
 
 def begin_session() -> Process:
+    """Register a new session of this process and return its identity."""
     session = secrets.randbits(63)
     _sessions.add(session)
     return Process(os.getpid(), _start_time(os.getpid()), namespace(), session)
 
 
 def end_session(process: Process) -> None:
+    """End a session, so that its claims are free again."""
     _sessions.discard(process.session)
 
 
 def process_of(pid: int) -> Process:
-    """Another process of this pid namespace, as a whole."""
+    """Return the identity of a process in this pid namespace, without a session."""
     return Process(pid, _start_time(pid), namespace(), 0)
 
 
 def _start_time(pid: int) -> int:
-    """0 when there is no such process, or only its exit status waits to be read."""
+    """Return the start time of a process in clock ticks; 0 when it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

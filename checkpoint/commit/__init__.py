@@ -1,1 +1,1 @@
-"""When a checkpoint is taken, whole, and given up, and which one a restore takes."""
+"""When a checkpoint commits, when an older one may be removed, and which one a restore takes."""

@@ -1,19 +1,20 @@
-"""Which generation a restore takes, and from where: generation first, tier second. Pure.
+"""Choose the generation that a restore takes, and the sources of its shards. Pure.
 
-The newest generation for which every shard has a verified source is taken by all ranks together; how near the sources
-are does not matter to that choice. Each shard then gets its sources in order, the nearest first, and goes on to the next
-when one fails. When a shard runs out of sources on the way, call `choose` again without the holdings that failed: all
-ranks step back together.
+All ranks take the newest generation for which every shard has a verified source. How near the sources are does not
+affect that choice. Each shard then gets a list of its sources, nearest first; a rank tries the next source when one
+fails. When a shard runs out of sources, call `choose` again without the holdings that failed: all ranks go back
+together.
 
-Traps:
+Rules:
 
-* A holding counts only if it is of the record's step and epoch, with the record's digest and layout, and if its holder
-  has verified it. "Not verified" is not "bad": verify it, and choose again.
+* A holding counts only if it has the record's step, epoch, digest and layout, and if its holder has verified it. "Not
+  verified" is not "bad": verify the holding, and choose again.
 * A parity rebuild reads the other members' shards and parity blocks of the *same* generation, each with a source of its
-  own. What it yields is checked against the record like any other source.
-* Without a commit record nothing says that a generation is whole. Only ``best_effort`` reads one, and only where every
-  owner's copies are sealed alike; no rebuild is possible, for no digest is known to check it against.
-* A quarantined generation was restored and turned out bad. It never comes back, under any number of attempts.
+  own. The result is checked against the record like any other source.
+* Without a commit record nothing shows that a generation is whole. Only ``best_effort`` reads such a generation, and
+  only where every owner's copies were sealed alike. No rebuild is possible then, because no digest is known to check
+  it against.
+* A quarantined generation was restored and turned out bad. No restore takes it again.
 """
 
 from __future__ import annotations
@@ -30,25 +31,28 @@ from rackrun.checkpoint.commit.commit_records import CommitRecord, Item, Kind, P
 __all__ = ["ATTEMPTS_MAX", "Holding", "RestorePlan", "Source", "Tier", "choose"]
 
 ATTEMPTS_MAX = 3
-"""Restores of one generation that did not end well (a loss during them is not the generation's fault) before the next."""
+"""How many restores of one generation may end badly before an older one is chosen.
+
+More than one may, because a rank lost during a restore is not the generation's fault.
+"""
 
 
 class Tier(IntEnum):
-    """Where bytes come from, the cheapest first."""
+    """Where the bytes come from, cheapest first."""
 
     LIVE_PEER = 0
     """The memory of a running replica."""
     OWN_TRAY = 1
     PEER_TRAY = 2
     PARITY = 3
-    """Rebuilt; never the tier of a holding."""
+    """Rebuilt from parity; never the tier of a holding."""
     LOCAL_DISK = 4
     SHARED = 5
-    """A directory that every tray sees."""
+    """A directory that every tray can read."""
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """What an agent says that it holds: a sealed copy of one shard, or one parity block."""
+    """A sealed copy of one shard, or one parity block, as reported by the agent that holds it."""
 
     generation: int
     step: int
@@ -61,7 +65,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
     digest: str
     layout_hash: str
     verified: bool
-    """Its holder has checked every chunk since it was sealed, or sealed it after checking."""
+    """Whether the holder has checked every chunk, before or after sealing it."""
 
     @property
     def item(self) -> Item:
@@ -69,7 +73,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to get a shard. ``inputs``: of a rebuild, one holding for each shard and parity block that it reads."""
+    """One way to get a shard. ``inputs``: for a rebuild, one holding for each shard and parity block that it reads."""
 
     tier: Tier
     holder: str = ""
@@ -77,7 +81,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """For all ranks: one generation, and for each shard its sources in the order in which they are tried."""
+    """What all ranks restore: one generation, and the sources of each shard in the order in which to try them."""
 
     generation: int
     step: int
@@ -86,11 +90,11 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[int, str]
     sources: dict[int, tuple[Source, ...]]
     passed_over: dict[int, str]
-    """Newer generation -> why it is not taken."""
+    """Newer generation -> why it was not taken."""
 
 
 class _Wanted(NamedTuple):
-    """A generation that could be restored: a record, or what the inventory says of an uncommitted one."""
+    """A generation that could be restored: from a commit record, or, if uncommitted, from the inventory."""
 
     generation: int
     step: int
@@ -111,10 +115,14 @@ def choose(
     best_effort: bool = False,
     owners: Collection[int] = (),
 ) -> RestorePlan:
-    """The plan, or NoUsableGeneration with the reason of each. IntegrityError when two records contradict.
+    """Return the plan for the newest generation that can be restored.
 
-    ``lost``: holders that are gone. ``quarantined``: generations that turned out bad. ``attempts``: failed restores by
-    generation, out of the log. ``owners``: who must be whole in an uncommitted generation; ``best_effort`` needs it.
+    ``lost``: holders that are gone. ``quarantined``: generations that turned out bad. ``attempts``: generation ->
+    failed restores, from the log. ``owners``: the ranks that must be whole in an uncommitted generation; needed by
+    ``best_effort``.
+
+    Raises NoUsableGeneration, with the reason for each generation, when there is none, and IntegrityError when two
+    commit records contradict each other.
     """
     tried = attempts or {}
     alive = sorted(holding for holding in inventory if holding.holder not in lost)
@@ -144,7 +152,10 @@ def choose(
 
 
 def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owners: Collection[int]) -> list[_Wanted]:
-    """Newest first. Uncommitted ones only if ``owners`` are given, and only those sealed alike by all of them."""
+    """Return the generations to consider, newest first.
+
+    Uncommitted ones are included only if ``owners`` are given, and only if all owners' copies were sealed alike.
+    """
     records: dict[int, CommitRecord] = {}
     for record in commits:
         record.check()
@@ -171,7 +182,7 @@ def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owner
 def _sources(
     wanted: _Wanted, holdings: Sequence[Holding], lost: Collection[str]
 ) -> tuple[dict[int, tuple[Source, ...]], list[str]]:
-    """The sources of every shard, and in words what has none."""
+    """Return each shard's sources, nearest first, and a sentence for each shard that has none."""
     identity = wanted.step, wanted.epoch
     records = {(shard.owner, shard.kind): shard for shard in wanted.shards}
     copies: dict[Item, list[Holding]] = {}
@@ -208,6 +219,7 @@ def _sources(
 
 
 def _rebuild(owner: int, parity: ParitySet | None, copies: Mapping[Item, Sequence[Holding]]) -> list[Source]:
+    """Return the rebuild of ``owner``'s shard as a source; empty when too many members are missing."""
     needed = rebuild_inputs(owner, parity, lambda item: bool(copies.get(item))) if parity else ()
     return [Source(tier=Tier.PARITY, inputs=tuple(copies[item][0] for item in needed))] if needed else []
 

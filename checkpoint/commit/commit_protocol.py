@@ -1,26 +1,29 @@
-"""The coordinator's part of the commit protocol: when a generation is whole, and when an older one may go.
+"""The coordinator of the commit protocol: it decides when a generation is whole, and when an older one may go.
 
-``handle(event) -> outputs``, pure. A generation commits when every owner's shard has the redundancy asked for, out of
-copies of one (generation, step, epoch) with one digest each. The newer one retires the older only once its own holders
-have confirmed the commit record and it is at least as safe as the older still is; until then both are kept.
+``handle(event) -> outputs``, pure. A generation commits when every owner's shard has the requested redundancy, counting
+copies of one (generation, step, epoch) with one digest for each shard. A newer generation retires an older one only
+when the newer one's own holders have confirmed the commit record, and it is at least as safe as the older still is.
+Until then both are kept.
 
 The rules that keep a commit true:
 
-* A holder writes over nothing that may still commit: `Begin.keep` names it. So a generation exists here from
-  `GenerationBegan` on, before anyone seals it, and what is not known here never commits.
-* What cannot commit any more (its deadline passed, a newer one committed, a new epoch began) leaves ``keep`` and is
-  refused from then on, in that order of one call.
-* A degraded commit keeps the older generation until it is healed, or until the older is no safer than it is.
+* A holder overwrites nothing that may still commit: `Begin.keep` lists it. So a generation is known here from
+  `GenerationBegan` on, before anyone seals it, and a generation not known here never commits.
+* A generation that cannot commit any more (its deadline passed, a newer one committed, a new epoch began) first leaves
+  ``keep`` and is then refused, within one call.
+* A degraded commit keeps the older generation until the newer is healed, or until the older is no safer.
 
-Traps:
+What callers must know:
 
-* Epochs fence writers, not bytes: a copy of an *already committed* generation counts whatever the epoch is now, if it
-  matches the record. That is how healing works after a recovery.
-* After a restart of the coordinator the records' holders are believed until they connect (`HolderJoined` says what they
-  really hold) or are given up (`HolderLost`: say it of every one that does not come), but not to have confirmed: send the
-  records of `committed` to everyone who connects or has healed. Pins are not in the log: pin again first.
-* With two slots per arena a snapshot finds no room while two generations are kept: begin when `keep` has room. That is
-  the price of I1; a snapshot that found none ends in `Abandon` at its deadline, never in the loss of the older one.
+* Epochs fence writers, not bytes: a copy of an *already committed* generation counts in any epoch if it matches the
+  record. That is how healing works after a recovery.
+* After a restart of the coordinator, the holders in the records are trusted until they connect (`HolderJoined` lists
+  what they really hold) or are given up (send `HolderLost` for each one that does not come). They are not assumed to
+  have confirmed: send the records of `committed` to everyone who connects or has healed. Pins are not in the log: pin
+  again first.
+* With two slots for each arena, a snapshot finds no room while two generations are kept: begin when `keep` has room.
+  That is the price of I1; a snapshot that found no room ends in `Abandon` at its deadline, and the older one is never
+  lost.
 """
 
 from __future__ import annotations
@@ -68,7 +71,10 @@ __all__ = [
 
 
 class CommitPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """``copies``: redundancy of a commit. ``min_copies``: what is enough at the deadline; None: no less than that."""
+    """The redundancy that commits need.
+
+    ``copies``: redundancy of a commit. ``min_copies``: the redundancy that is enough at the deadline; None: ``copies``.
+    """
 
     copies: int = 2
     min_copies: int | None = None
@@ -85,21 +91,24 @@ class CommitPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committer:
-    """One per job. Values in its tables are immutable, so a state is copied by copying the tables."""
+    """The commit state of one job. Its tables hold immutable values, so copying the tables copies the state."""
 
     def __init__(self, policy: CommitPolicy, log: Sequence[CommitRecord] = ()) -> None:
-        """``log``: the records of earlier lives, of generations not yet known to be retired. IntegrityError."""
+        """Start from the records of earlier runs: ``log`` holds the generations that are not known to be retired.
+
+        Raises IntegrityError when a record is damaged, or two records of one generation differ.
+        """
         self.policy = policy
         self.epoch = -1
         self.owners: tuple[int, ...] = ()
         self.sets: tuple[ParitySet, ...] = ()
         self.newest_known = -1
-        """The greatest generation number seen."""
+        """The largest generation number seen."""
         self.committed: dict[int, CommitRecord] = {}
         self._open: dict[int, int] = {}
-        """Generation of this epoch -> step."""
+        """Generation of this epoch that may still commit -> its step."""
         self._copies: dict[int, frozenset[Copy]] = {}
-        """Of open and committed generations, at holders that are not lost."""
+        """Generation, open or committed -> its copies at holders that are not lost."""
         self._confirmed: dict[int, frozenset[str]] = {}
         self._domain: dict[str, str] = {}
         self._lost: frozenset[str] = frozenset()
@@ -121,15 +130,19 @@ class Committer:
 
     @property
     def newest(self) -> CommitRecord | None:
-        """The newest committed generation."""
+        """The record of the newest committed generation; None when there is none."""
         return self.committed[max(self.committed)] if self.committed else None
 
     def keep(self) -> tuple[int, ...]:
-        """Generations that no slot may lose: committed and not retired, pinned, or still able to commit."""
+        """Return the generations that no slot may lose: committed and not retired, pinned, or still able to commit."""
         pinned = (generation for generation, _ in self._pins)
         return tuple(sorted({*self.committed, *self._open, *pinned}))
 
     def handle(self, event: Event) -> list[Output]:
+        """Apply one event and return what is to be done.
+
+        Raises `StaleEpoch` or `CheckpointError` for an impossible event.
+        """
         match event:
             case EpochBegan():
                 return self._epoch_began(event)
@@ -184,7 +197,7 @@ class Committer:
         return self._try_commit(event.generation, self.policy.copies)
 
     def _counts(self, event: ShardSealed) -> bool:
-        """Whether it is a copy of a committed generation, or of one that may commit; then it is written down."""
+        """Record a sealed copy if it is of a committed generation, or of one that may commit. Return whether it is."""
         if event.holder in self._lost:
             return False
         copy = Copy(
@@ -234,6 +247,7 @@ class Committer:
         return self._reconsider()
 
     def _forget(self, holder: str) -> None:
+        """Drop all that is known of a holder."""
         self._domain.pop(holder, None)
         for g, copies in self._copies.items():
             self._copies[g] = frozenset(copy for copy in copies if copy.holder != holder)
@@ -243,13 +257,14 @@ class Committer:
             self._healing[g] = frozenset(heal for heal in healing if heal[1] != holder)
 
     def _reconsider(self) -> list[Output]:
-        # A lost holder may have been the one that disagreed.
+        # A lost holder may have been the one with the differing copy.
         commits = [self._try_commit(g, self.policy.copies) for g in sorted(self._open)]
         return [*chain.from_iterable(commits), *self._care(), *self._retire()]
 
     # -- committing --
 
     def _try_commit(self, g: int, wanted: int) -> list[Output]:
+        """Try to commit generation ``g`` with redundancy ``wanted``. Report new disagreements between holders."""
         if g not in self._open:
             return []
         copies, disputed = _agreed(self._copies[g], self.policy.copies)
@@ -283,7 +298,10 @@ class Committer:
     # -- retiring --
 
     def _retire(self) -> list[Output]:
-        """Every generation that a newer one, by its confirmed holders alone, replaces without any loss of safety."""
+        """Retire every generation that a newer one replaces without loss of safety.
+
+        Of the newer one, only copies at holders that have confirmed it count.
+        """
         outputs: list[Output] = []
         pinned = {generation for generation, _ in self._pins}
         for old in sorted(self.committed):
@@ -294,12 +312,13 @@ class Committer:
         return outputs
 
     def _replaces(self, new: int, old: int) -> bool:
+        """Whether the confirmed copies of ``new`` are at least as safe as what is left of ``old``."""
         confirmed = self._confirmed.get(new, frozenset())
         sure = self._safety(new, frozenset(copy for copy in self._copies[new] if copy.holder in confirmed))
         return sure >= max(1, self._safety(old, self._copies[old]))
 
     def _safety(self, g: int, copies: frozenset[Copy]) -> int:
-        """The least redundancy of its shards, as far as the policy asks for it."""
+        """Return the smallest redundancy of any shard in ``g``, at most the policy's ``copies``."""
         record, domains = self.committed[g], domains_of(copies)
         return min(self._level(owner, domains, record.sets) for owner in record.owners)
 
@@ -310,7 +329,7 @@ class Committer:
     # -- healing --
 
     def _care(self) -> list[Output]:
-        """Of the newest committed generation: who is short of copies, and where the missing ones are to be made."""
+        """For the newest committed generation, report the owners short of copies, and order the missing copies."""
         record = self.newest
         if record is None:
             return []
@@ -327,7 +346,7 @@ class Committer:
         return outputs
 
     def _missing(self, record: CommitRecord, owner: int) -> list[Item]:
-        """What would make a shard safe again: what its parity set lacks, else another copy of itself."""
+        """Return the items that would make a shard safe again: those its parity set lacks, else another copy of it."""
         held = {copy.item for copy in self._copies[record.generation]}
         parity = record.set_of(owner)
         items: list[Item] = [s for m in parity.members for s in ((m, "data"), (m, "parity"))] if parity else []
@@ -335,6 +354,7 @@ class Committer:
         return [item for item in items if item not in held and item in recorded] or [(owner, "data")]
 
     def _heal(self, record: CommitRecord, item: Item) -> list[Output]:
+        """Order the missing copies of an item, each at the holder in a free domain that holds the least."""
         g = record.generation
         copies, healing = self._copies[g], self._healing.get(g, frozenset())
         places = {(copy.item, copy.holder) for copy in copies} | healing
@@ -342,7 +362,7 @@ class Committer:
         parity = record.set_of(item[0])
         lacking = self.policy.copies - len({self._domain.get(holder) for holder in mine})
         if parity and mine <= {holder for found, holder in healing if found == item} and mine:
-            return []  # on its way
+            return []  # being healed already
         if parity and item not in {copy.item for copy in copies}:
             lacking = 1
         near = {m for m in parity.members if m != item[0]} if parity else set()
@@ -370,10 +390,10 @@ class Committer:
 
 
 def _agreed(copies: frozenset[Copy], wanted: int) -> tuple[frozenset[Copy], tuple[tuple[int, tuple[str, ...]], ...]]:
-    """The copies that agree, and (owner, digests) of those that do not.
+    """Return the copies that agree, and (owner, digests) of the shards whose copies do not.
 
-    Where bytes differ, one side counts if it alone has all the domains that are wanted; else neither does. A holder
-    that has said two things about one item is not believed about it.
+    Where bytes differ, one side counts if it alone has ``wanted`` domains; otherwise neither does. A holder that has
+    reported two digests for one item is not counted for that item.
     """
     by_item: dict[Item, dict[tuple[str, str], frozenset[Copy]]] = {}
     for copy in sorted(copies):

@@ -1,15 +1,15 @@
-"""What the commit protocol says and writes down: the log's records, and the events and outputs of its coordinator.
+"""The commit protocol's values: the records of its log, and the events and outputs of its coordinator.
 
-*Redundancy* of a shard is the smallest number of failure domains whose loss leaves it without a source: the number of
-distinct domains that hold it whole, or, in a parity set, what rebuilding adds. Mirrors and parity are one rule that
-way: ``copies=2`` means "no single domain takes it", however that is done.
+The *redundancy* of a shard is the smallest number of failure domains whose loss leaves it without a source: the number
+of distinct domains that hold it whole, plus, in a parity set, what rebuilding adds. So mirrors and parity follow one
+rule: ``copies=2`` means "the loss of a single domain does not lose it", however that is achieved.
 
-Traps:
+Rules:
 
-* A copy is known by its digest, never by its number alone: a generation is (generation, step, epoch), and a copy that
-  differs from the record is no copy of it.
-* ``layout_hash`` is of one rank's image, so it differs between owners of a sharded state. It is compared between the
-  copies of one owner, and with the record.
+* A copy is identified by its digest, never by its number alone: a generation is (generation, step, epoch), and a copy
+  that differs from the record is no copy of it.
+* ``layout_hash`` describes one rank's image, so it differs between the owners of a sharded state. It is compared
+  between the copies of one owner, and with the record.
 * A parity block is named by the member of the set that keeps it, not by the shards it protects.
 """
 
@@ -50,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="t
 
 
 class Copy(_Value, frozen=True, kw_only=True, order=True):
-    """A sealed copy: what it is of, where it is, and by which digest it is known."""
+    """A sealed copy of an item: its owner and kind, where it is, and its digest."""
 
     owner: int
     kind: Kind = "data"
@@ -65,11 +65,11 @@ class Copy(_Value, frozen=True, kw_only=True, order=True):
 
 
 class ParitySet(_Value, frozen=True, kw_only=True, order=True):
-    """Members that protect each other: each keeps its shard and one parity block, in rotation."""
+    """Members that protect each other. Each keeps its shard and one parity block, in rotation."""
 
     members: tuple[int, ...]
     tolerates: int = 1
-    """Members that may be lost, shard and parity block together. XOR: 1."""
+    """How many members may be lost, with shard and parity block. 1 for XOR."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.tolerates < len(set(self.members)) or len(set(self.members)) != len(self.members):
@@ -80,10 +80,11 @@ class ParitySet(_Value, frozen=True, kw_only=True, order=True):
 
 
 def rebuild_inputs(owner: int, parity: ParitySet, has: Callable[[Item], bool]) -> tuple[Item, ...]:
-    """What ``owner``'s shard is rebuilt from: shards and parity blocks of the other members. Empty: it cannot be.
+    """Return the items that ``owner``'s shard is rebuilt from: shards and parity blocks of the other members.
 
-    Two members are each other's mirror: the parity block is the shard. More losses than one (Reed-Solomon) are counted
-    by member, which is safe and asks for a little more than the code needs.
+    Empty when it cannot be rebuilt. Two members are each other's mirror: the parity block is the shard. For sets that
+    tolerate more than one loss (Reed-Solomon), losses are counted by member, which is safe and asks for a little more
+    than the code needs.
     """
     others = [member for member in parity.members if member != owner]
     if len(parity.members) == 2:
@@ -96,6 +97,7 @@ def rebuild_inputs(owner: int, parity: ParitySet, has: Callable[[Item], bool]) -
 
 
 def domains_of(copies: Iterable[Copy]) -> dict[Item, frozenset[str]]:
+    """Return item -> the failure domains that hold a copy of it."""
     found: dict[Item, frozenset[str]] = {}
     for copy in copies:
         found[copy.item] = found.get(copy.item, frozenset()) | {copy.domain}
@@ -103,7 +105,7 @@ def domains_of(copies: Iterable[Copy]) -> dict[Item, frozenset[str]]:
 
 
 def redundancy(owner: int, domains: Mapping[Item, Collection[str]], parity: ParitySet | None, limit: int) -> int:
-    """How many domains must be lost before the shard is, counted up to ``limit``. 0: it is lost already."""
+    """Return how many domains must be lost before the shard is lost, counted up to ``limit``. 0: it is lost already."""
     own = frozenset(domains.get((owner, "data"), ()))
     if parity is None or len(own) >= limit:
         return min(len(own), limit)
@@ -120,7 +122,7 @@ def redundancy(owner: int, domains: Mapping[Item, Collection[str]], parity: Pari
 
 
 class ShardRecord(_Value, frozen=True, kw_only=True, order=True):
-    """One shard or parity block of a committed generation, and who held it at that moment."""
+    """One shard or parity block of a committed generation, and its holders at the time of the commit."""
 
     owner: int
     kind: Kind
@@ -131,7 +133,7 @@ class ShardRecord(_Value, frozen=True, kw_only=True, order=True):
 
 
 class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
-    """A line of the commit log: this generation is whole. Its own digest covers all other fields."""
+    """A line of the commit log, which states that a generation is whole. Its ``digest`` covers all other fields."""
 
     generation: int
     step: int
@@ -139,7 +141,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
     copies: int
     """The redundancy that was asked for."""
     degraded: bool
-    """Committed at a deadline with less."""
+    """Whether it was committed at a deadline with less redundancy than asked for."""
     shards: tuple[ShardRecord, ...]
     sets: tuple[ParitySet, ...] = ()
     digest: str = ""
@@ -149,7 +151,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
         cls, generation: int, step: int, epoch: int, *, copies: Iterable[Copy], sets: Sequence[ParitySet] = (),
         wanted: int = 1, degraded: bool = False,
     ) -> CommitRecord:  # fmt: skip
-        """Build a record from copies that agree."""
+        """Build a record from copies that agree. ``wanted``: the redundancy asked for."""
         by_item: dict[Item, list[Copy]] = {}
         for copy in sorted(copies):
             by_item.setdefault(copy.item, []).append(copy)
@@ -177,6 +179,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
         return tuple(shard.owner for shard in self.shards if shard.kind == "data")
 
     def all_copies(self) -> frozenset[Copy]:
+        """Return every copy in the record: each shard or parity block at each of its holders."""
         return frozenset(
             Copy(owner=s.owner, kind=s.kind, holder=holder, domain=domain, digest=s.digest, layout_hash=s.layout_hash)
             for s in self.shards
@@ -184,12 +187,14 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
         )
 
     def set_of(self, owner: int) -> ParitySet | None:
+        """Return the parity set that ``owner`` belongs to; None when there is none."""
         return next((parity for parity in self.sets if owner in parity.members), None)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
     def check(self) -> None:
+        """Raise IntegrityError when the record does not match its digest."""
         if self.computed_digest() != self.digest:
             raise IntegrityError(
                 f"the commit record of generation {self.generation} does not match its digest.",
@@ -198,7 +203,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
 
 
 def decode_record(data: bytes) -> CommitRecord:
-    """A record out of a log. IntegrityError when any bit of it has changed."""
+    """Decode a record of a commit log. Raises IntegrityError when any bit of it has changed."""
     try:
         record = msgspec.json.decode(data, type=CommitRecord)
     except (msgspec.DecodeError, CheckpointError, ValueError, RecursionError) as error:
@@ -214,11 +219,14 @@ def decode_record(data: bytes) -> CommitRecord:
     return record
 
 
-# -- what happened ---------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 class EpochBegan(_Message, frozen=True, kw_only=True):
-    """A new world. What older ones left uncommitted never commits; pin first what a recovery wants to read of it."""
+    """A new membership of the world began. Generations that older epochs left uncommitted never commit.
+
+    Pin beforehand what a recovery wants to read.
+    """
 
     epoch: int
     owners: tuple[int, ...]
@@ -226,7 +234,7 @@ class EpochBegan(_Message, frozen=True, kw_only=True):
 
 
 class GenerationBegan(_Message, frozen=True, kw_only=True):
-    """The caller drew a number from its durable counter: never used before, larger than all others."""
+    """The caller drew a number from its durable counter: never used before, and larger than all others."""
 
     generation: int
     step: int
@@ -247,7 +255,7 @@ class ShardSealed(_Message, frozen=True, kw_only=True):
 
 
 class Confirmed(_Message, frozen=True, kw_only=True):
-    """``holder`` has read the commit record and marked what it holds of the generation COMMITTED."""
+    """``holder`` has read the commit record, and marked its slots of the generation as COMMITTED."""
 
     generation: int
     holder: str
@@ -260,7 +268,7 @@ class Deadline(_Message, frozen=True, kw_only=True):
 
 
 class HolderJoined(_Message, frozen=True, kw_only=True):
-    """An agent connected and says all that it holds. What was believed of it before is forgotten."""
+    """An agent connected and reported all that it holds. Earlier knowledge of it is dropped."""
 
     holder: str
     domain: str
@@ -268,19 +276,21 @@ class HolderJoined(_Message, frozen=True, kw_only=True):
 
 
 class HolderLost(_Message, frozen=True, kw_only=True):
-    """An agent is gone with all it held. Messages of its old connection that come later are ignored."""
+    """An agent is lost with all it held. Later messages of its old connection are ignored."""
 
     holder: str
 
 
 class Pinned(_Message, frozen=True, kw_only=True):
-    """``by`` (a recovery, a flush) reads the generation: it is kept until `Unpinned` by the same."""
+    """``by`` (a recovery, a flush) reads the generation, which is kept until `Unpinned` with the same ``by``."""
 
     generation: int
     by: str
 
 
 class Unpinned(_Message, frozen=True, kw_only=True):
+    """``by`` no longer reads the generation."""
+
     generation: int
     by: str
 
@@ -289,11 +299,11 @@ Event: TypeAlias = (
     EpochBegan | GenerationBegan | ShardSealed | Confirmed | Deadline | HolderJoined | HolderLost | Pinned | Unpinned
 )
 
-# -- what to do ------------------------------------------------------------------------------------------------------
+# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
 class Begin(_Message, frozen=True, kw_only=True):
-    """Take the snapshot. No slot with a generation of ``keep`` is written over (`Arena.begin`, at every holder)."""
+    """Take the snapshot. No holder may overwrite a slot with a generation of ``keep`` (`Arena.begin`)."""
 
     generation: int
     step: int
@@ -302,26 +312,29 @@ class Begin(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """Append the record to the log of every agent, then tell the holders, which answer `Confirmed`."""
+    """Append the record to the log of every agent, then send it to the holders, which answer `Confirmed`."""
 
     record: CommitRecord
 
 
 class Retire(_Message, frozen=True, kw_only=True):
-    """A committed generation is no longer needed: a newer one is at least as safe, and its holders know."""
+    """A committed generation is no longer needed.
+
+    A newer one is at least as safe, and its holders have confirmed it.
+    """
 
     generation: int
 
 
 class Abandon(_Message, frozen=True, kw_only=True):
-    """A generation never commits: its slots may be written over. An event of the run, not an error."""
+    """A generation will never commit, and its slots may be overwritten. This is a normal event, not an error."""
 
     generation: int
     reason: str
 
 
 class UnderReplicated(_Message, frozen=True, kw_only=True):
-    """Owners of the newest committed generation with less redundancy than asked for. Empty: healed."""
+    """The owners whose shards in the newest committed generation have less redundancy than asked for. Empty: healed."""
 
     generation: int
     owners: tuple[int, ...]
@@ -337,7 +350,10 @@ class Heal(_Message, frozen=True, kw_only=True):
 
 
 class Disagreement(_Message, frozen=True, kw_only=True):
-    """Holders have sealed different bytes as the same shard. Which are right is decided by full redundancy only."""
+    """Holders have sealed different bytes as the same shard.
+
+    Only full redundancy of one side decides which bytes are right.
+    """
 
     generation: int
     owner: int

@@ -1,8 +1,9 @@
-"""The commit of one generation after the other, between ranks that each hold their own shard: rank 0 decides, by the rules of
-`rackrun.checkpoint.commit.commit_protocol`, when every rank has sealed; all others hear what it has decided.
+"""Commit generations between ranks that each hold their own shard: rank 0 decides, and the others learn the outcome.
 
-Why a rank may write over generation g - 1 once it has heard that g is committed: every rank has g sealed, and none gives it
-up before g + 1 is committed, which needs that rank's word.
+Rank 0 decides when every rank has sealed, by the rules of `rackrun.checkpoint.commit.commit_protocol`.
+
+Once a rank has learned that generation g is committed it may overwrite generation g - 1: every rank has sealed g, and
+none gives g up before g + 1 is committed, which needs a report of that very rank.
 """
 
 from __future__ import annotations
@@ -31,43 +32,51 @@ register("commit.said", "commit.decided", "commit.announced")
 
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of its shard."""
+    """What a rank reports of its shard."""
 
     step: int
     digest: str = ""
     layout_hash: str = ""
     failure: str = ""
-    """Why there is none."""
+    """Why there is no shard."""
     due: bool = False
-    """It shall become durable. Rank 0's word counts."""
+    """The generation is to become durable. Rank 0's value counts."""
     asked: bool = False
-    """It was asked for by name: it waits for an older one, and is not passed over. Any rank's word counts."""
+    """The caller asked for this one to be durable: it waits for an older write, and is not skipped.
+
+    True on any rank counts.
+    """
     writing: bool = False
-    """An older one is still being written to disk."""
+    """An older generation is still being written to disk on this rank."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a generation."""
+
     record: CommitRecord | None = None
     reason: str = ""
-    """Why it was not committed."""
+    """Why the generation was not committed."""
     flush: bool = False
-    """All ranks write it to disk."""
+    """All ranks write the generation to disk."""
     passed_over: bool = False
-    """It was to become durable, and somebody is still writing an older one."""
+    """The generation was due on disk, and is skipped because some rank is still writing an older one."""
 
 
 class CommitDesk:
-    """One thread uses it, generation by generation."""
+    """One rank's part in the commits. One thread uses it, one generation after the other."""
 
     def __init__(self, peers: Peers, epoch: int, *, seconds: float) -> None:
         self._peers, self._epoch, self._seconds = peers, epoch, seconds
         self._committer = Committer(CommitPolicy(copies=1))
         self._committer.handle(EpochBegan(epoch=epoch, owners=tuple(range(peers.world_size))))
         self._heard: list[str] = []
-        """Keys that everybody has read by the time that all have sealed the next generation."""
+        """Keys that all ranks have read once all have sealed the next generation."""
 
     def settle(self, generation: int, mine: Sealed) -> Outcome:
-        """Committed or not, the same on all ranks. Raises `PeersGone` when that cannot be known."""
+        """Report this rank's shard, and return the outcome, which is the same on all ranks.
+
+        Raises `PeersGone` when the outcome cannot be known.
+        """
         own, outcome_key = f"sealed/{generation}", f"outcome/{generation}"
         self._peers.say(f"{own}/{self._peers.rank}", mine)
         crash_point("commit.said")
@@ -81,11 +90,12 @@ class CommitDesk:
         return outcome
 
     def decline(self, generation: int, mine: Sealed) -> None:
-        """Say that there is no shard, so that nobody waits for it; what becomes of the generation is not heard."""
+        """Report that this rank has no shard, so that the others do not wait for it. The outcome is not read."""
         with contextlib.suppress(PeersGone):
             self._peers.say(f"sealed/{generation}/{self._peers.rank}", mine)
 
     def _decide(self, generation: int, mine: Sealed, keys: list[str]) -> Outcome:
+        """Decide on rank 0 whether the generation commits. ``keys``: where the ranks' reports are."""
         former = self._committer.newest
         self._committer.handle(GenerationBegan(generation=generation, step=mine.step))
         try:

@@ -1,24 +1,25 @@
-"""How many steps apart snapshots are: from what one costs and how often something fails. Pure.
+"""Choose how many steps apart snapshots are, from the cost of a snapshot and the failure rate. Pure.
 
-Young's first order [Young 1974, Daly 2006]: with a cost of ``d`` seconds per snapshot and ``M`` seconds between
-failures, the loss per second is ``d/t + t/(2 M)``, least at ``t = sqrt(2 d M)``. A failure takes back half an interval
-on average. Daly's correction is a factor of about ``1 + sqrt(d/(2 M))/3``, and it is below 1 % wherever ``d/M`` is below
-a thousandth; the first order is used, and its domain is kept by never going beyond ``M`` itself.
+It uses Young's first-order formula [Young 1974, Daly 2006]: with a cost of ``d`` seconds for each snapshot and ``M``
+seconds between failures, the loss per second is ``d/t + t/(2 M)``, which is least at ``t = sqrt(2 d M)``. A failure
+costs half an interval on average. Daly's correction is a factor of about ``1 + sqrt(d/(2 M))/3``, below 1 % wherever
+``d/M`` is below a thousandth. The first order is used, and the interval never exceeds ``M`` itself, where the formula
+would not hold.
 
-The failure rate has a Gamma prior: ``prior_failures`` seen in ``prior_s`` seconds. No failure so far is then an
-ordinary case, and the rate moves from the prior to what is observed as hours go by.
+The failure rate has a Gamma prior: ``prior_failures`` seen in ``prior_s`` seconds. So a job without failures is an
+ordinary case, and the rate moves from the prior to the observed one as hours go by.
 
-Bounds, in this order: at least what keeps the overhead within ``overhead_max`` (1 %), at least the caller's ``minimum``,
-and then, whatever those say, at most ``maximum``.
+Bounds, in this order: at least the interval that keeps the overhead within ``overhead_max`` (1 %), at least the
+caller's ``minimum``, and then, whatever those say, at most ``maximum``.
 
-Traps:
+Rules:
 
-* Every rank must come to the same number, or they snapshot different steps. So the inputs are *sums that everybody
-  has* (agreed over the control plane, integers in ns), and the arithmetic is on integers and fractions: no rounding that
+* Every rank must compute the same number, or ranks snapshot different steps. So the inputs are *sums that all ranks
+  have* (agreed over the control plane, integers in ns), and the arithmetic uses integers and fractions: no rounding
   differs between machines.
-* The cost is what the caller waits for, not the duration of the copy that overlaps with training.
-* Two estimates that differ by noise must not move the interval: it changes only when the target is beyond
-  ``hysteresis`` of it, except where a bound is broken.
+* The cost is the time that the caller waits, not the duration of the copy that overlaps with training.
+* Noise in the estimates must not move the interval: it changes only when the target differs by more than the fraction
+  ``hysteresis``, or when a bound is broken.
 """
 
 from __future__ import annotations
@@ -36,28 +37,30 @@ NS = 10**9
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the job so far, the same on every rank. Times in ns."""
+    """Sums over the job so far, the same on every rank. Times are in ns."""
 
     steps: int
     step_ns: int
-    """Of ``steps`` steps together, without snapshots."""
+    """Total time of ``steps`` steps, without snapshots."""
     snapshots: int
     snapshot_ns: int
-    """What the caller waited for ``snapshots`` snapshots together."""
+    """Total time that the caller waited for ``snapshots`` snapshots."""
     run_ns: int
-    """Wall time of the job, over all its lives."""
+    """Wall time of the job, over all its starts."""
     failures: int
 
 
 class IntervalPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds and priors of the interval."""
+
     overhead_max: float = 0.01
-    """Of the step time, spent on snapshots."""
+    """The largest share of the step time to spend on snapshots."""
     minimum: int = 1
     maximum: int = 10_000
-    """Steps. Larger than ``minimum``; it wins over ``overhead_max``."""
+    """Steps; not below ``minimum``. It wins over ``overhead_max``."""
     prior_failures: float = 1.0
     prior_s: float = 24 * 3600.0
-    """One failure a day, until the job knows better."""
+    """With ``prior_failures``: one failure a day, until the job has measured its own rate."""
     hysteresis: float = 0.25
 
     def __post_init__(self) -> None:
@@ -81,14 +84,17 @@ class IntervalPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps from one snapshot to the next, and why."""
+    """Steps from one snapshot to the next, and the reason for that number."""
 
     steps: int
     reason: str
 
 
 def choose_interval(observed: Observed, policy: IntervalPolicy, current: int | None = None) -> Interval:
-    """The interval from here on. ``current``: the one in use, for the hysteresis."""
+    """Return the interval from here on. ``current``: the interval in use, for the hysteresis; None for none.
+
+    Raises CheckpointError when a sum is negative or ``current`` is below 1.
+    """
     _check(observed, current)
     if not observed.steps or not observed.snapshots or not observed.step_ns:
         return Interval(steps=current or policy.minimum, reason="nothing is measured yet")
@@ -117,7 +123,10 @@ def choose_interval(observed: Observed, policy: IntervalPolicy, current: int | N
 
 
 def mtbf_ns(observed: Observed, policy: IntervalPolicy) -> Fraction:
-    """One over the posterior mean of the rate: (prior time + run time) / (prior failures + failures)."""
+    """Return the mean time between failures in ns, by the posterior mean of the failure rate.
+
+    It is (prior time + run time) / (prior failures + failures).
+    """
     prior_ns = Fraction(policy.prior_s).limit_denominator(10**6) * NS
     prior_failures = Fraction(policy.prior_failures).limit_denominator(10**6)
     return (prior_ns + observed.run_ns) / (prior_failures + observed.failures)
@@ -136,7 +145,7 @@ def _ceil(value: Fraction) -> int:
 
 
 def _ceil_sqrt(value: Fraction) -> int:
-    """The least whole number whose square is at least ``value``."""
+    """Return the least integer whose square is at least ``value``."""
     whole = _ceil(value)
     root = isqrt(whole)
     return root if root * root == whole else root + 1

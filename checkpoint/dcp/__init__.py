@@ -12,7 +12,7 @@ __all__ = ["RackrunStorageReader", "RackrunStorageWriter"]
 if not TYPE_CHECKING:  # for a type checker there is no other name than those above
 
     def __getattr__(name: str) -> object:
-        # torch is imported when they are first used: agents and rackctl read what they have written without it
+        # torch is imported when these are first used: agents and rackctl read the written checkpoints without torch
         if name in __all__:
             from rackrun.checkpoint.dcp import dcp_storage
 

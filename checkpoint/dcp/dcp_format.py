@@ -1,7 +1,8 @@
-"""What lies where, of what torch's distributed checkpoints have become on the durable tier (`rackrun.checkpoint.dcp.dcp_storage`).
+"""How torch's distributed checkpoints are stored on the durable tier, and how they are found again.
 
-A ``checkpoint_id`` is a directory with generations, or one of these. A rank's plain part is `Plain` after `MAGIC`; what begins
-otherwise was written by another part of rackrun, and only its tensors are read.
+A ``checkpoint_id`` is a directory with generations, or one generation. A rank's plain part is `Plain` after `MAGIC`. A
+plain part that begins otherwise was written by another part of rackrun, and only the tensors of its image are read.
+`rackrun.checkpoint.dcp.dcp_storage` has torch's interfaces.
 """
 
 from __future__ import annotations
@@ -60,35 +61,38 @@ Paths = dict[str, tuple[str | int, ...]]
 
 
 class _Plain(msgspec.Struct, frozen=True):
-    """A rank's plain part: what torch has pickled, by name, and its share of the names' paths."""
+    """A rank's plain part: the items that torch has pickled, by name, and its share of the names' paths."""
 
     items: dict[str, bytes]
     paths: Paths | None
 
 
 def packed(items: dict[str, bytes], paths: Paths | None) -> bytes:
-    """A rank's plain part."""
+    """Return a rank's plain part as bytes."""
     return MAGIC + msgspec.msgpack.encode(_Plain(items, paths))
 
 
 @dataclass(frozen=True)
 class Found:
-    """A whole generation, its headers and plain parts read and verified."""
+    """A whole generation, with its headers and plain parts read and verified."""
 
     store: DurableStore
     manifest: Manifest
     digest: str
-    """Of the manifest."""
+    """Digest of the manifest."""
     layouts: list[ImageLayout]
     items: dict[str, bytes]
     paths: Paths | None
     entries: dict[str, TensorEntry]
-    """One of each name."""
+    """Name -> one of the entries of that tensor."""
     passed_over: dict[int, str]
-    """Newer generation -> why it is not this."""
+    """Newer generation -> why it was not taken."""
 
     def describe(self) -> dict[str, Any]:
-        """What torch plans with. Raises `LayoutMismatch` unless the boxes of each tensor are all of it, once."""
+        """Return the metadata that torch plans with: name -> storage metadata.
+
+        Raises `LayoutMismatch` unless the boxes of each tensor cover all of it, without overlap.
+        """
         boxes: dict[str, set[Box]] = {name: set() for name in self.entries}
         for layout in self.layouts:
             for entry in layout.entries:
@@ -116,6 +120,10 @@ class Found:
 
 
 def find(path: Id | None) -> Found:
+    """Read the headers and plain parts of a generation: the one that ``path`` names, else the newest whole one.
+
+    Raises `NoUsableGeneration` when there is none, `IntegrityError` when it is damaged.
+    """
     store, named = place_of(path)
     manifest, digest, passed_over = (*store.whole(named), {}) if named is not None else _newest(store)
     layouts, items, paths, entries = [], {}, [], {}
@@ -125,7 +133,7 @@ def find(path: Id | None) -> Found:
             length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
             layouts.append(parse_image(shard.read(0, length), limit=shard.size))
             plain = bytes(shard.read(*layouts[-1].extents.get(PLAIN, (0, 0))))
-        if plain.startswith(MAGIC):  # else another part of rackrun has written it, and has its own there
+        if plain.startswith(MAGIC):  # otherwise another part of rackrun wrote the image, with a plain part of its own
             try:
                 decoded = msgspec.msgpack.decode(memoryview(plain)[len(MAGIC) :], type=_Plain)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -139,7 +147,7 @@ def find(path: Id | None) -> Found:
 
 
 def place_of(path: Id | None) -> tuple[DurableStore, int | None]:
-    """The store of a checkpoint_id, and the generation if it names one."""
+    """Return the store of a checkpoint_id, and the generation when it names one."""
     if not path:
         raise CheckpointError("no directory was given.", remedy="give checkpoint_id=..., or a path to the constructor.")
     directory = absolute(path)
@@ -163,23 +171,27 @@ def _names(store: DurableStore) -> list[str]:
 
 
 def generations_in(store: DurableStore) -> list[int]:
-    """Newest first, whole or not."""
+    """Return all generations that are listed, whole or not, newest first."""
     return sorted((found for name in _names(store) if (found := generation_of(name)) is not None), reverse=True)
 
 
 def next_generation(store: DurableStore) -> int:
+    """Return the number after the newest generation, published or begun."""
     begun = [temporary.generation for name in _names(store) if (temporary := TemporaryName.parse(name))]
     return max([*generations_in(store), *begun], default=-1) + 1
 
 
 def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:
-    """And why newer ones are passed over. Raises `NoUsableGeneration`."""
+    """Return the newest whole generation's manifest, its digest, and generation -> why a newer one was passed over.
+
+    Raises `NoUsableGeneration` when there is none.
+    """
     passed_over: dict[int, str] = {}
     for generation in generations_in(store):
         try:
             return *store.whole(generation), passed_over
         except NoUsableGeneration:
-            continue  # it went meanwhile, or is not published
+            continue  # it was deleted meanwhile, or is not published
         except IntegrityError as error:
             passed_over[generation] = str(error)
     story = " ".join(passed_over.values())
@@ -190,6 +202,7 @@ def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    """Return the entry's dtype. Raises `FormatVersionError` when this torch does not have it."""
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise FormatVersionError(f"this torch has no {entry.dtype}, as {entry!s:.300} is.", remedy="use a newer torch.")
@@ -197,6 +210,7 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 def paths_in(plan: SavePlan) -> Paths | None:
+    """Return the paths in a plan; None when it has none. Raises `CheckpointError` for another planner's data."""
     try:
         return None if plan.planner_data is None else msgspec.convert(plan.planner_data, Paths)
     except msgspec.ValidationError as error:
@@ -204,12 +218,16 @@ def paths_in(plan: SavePlan) -> Paths | None:
 
 
 def merged(paths: Sequence[Paths | None]) -> Paths | None:
-    """All ranks' paths. Of two of one name, the one of the lower rank: as torch's planner does."""
+    """Merge the paths of all ranks.
+
+    For a name that occurs twice the lower rank's path counts, as in torch's planner.
+    """
     found = [of for of in paths if of is not None]
     return {name: path for of in reversed(found) for name, path in of.items()} if found else None
 
 
 def foreign_planner_data(data: object) -> CheckpointError:
+    """Return the error for planner data that cannot be stored."""
     return CheckpointError(
         f"the planner's data are a {type(data).__name__} that only pickle could store.",
         remedy="use a planner that keeps nothing but torch's own paths of names in planner_data.",

@@ -1,25 +1,25 @@
-"""Users' ``torch.distributed.checkpoint`` code on the durable tier: a `StorageWriter` and a `StorageReader`.
+"""A `StorageWriter` and a `StorageReader` that let ``torch.distributed.checkpoint`` code use the durable tier.
 
 ::
 
-    dcp.save(state, checkpoint_id="runs/a", storage_writer=RackrunStorageWriter())        # the next generation of runs/a
-    dcp.load(state, checkpoint_id="runs/a", storage_reader=RackrunStorageReader())        # its newest whole one
+    dcp.save(state, checkpoint_id="runs/a", storage_writer=RackrunStorageWriter())  # the next generation of runs/a
+    dcp.load(state, checkpoint_id="runs/a", storage_reader=RackrunStorageReader())  # its newest whole one
 
-A ``checkpoint_id`` is a directory, and every save into it is a generation of its own: what was there before stays, until
-retention (``keep``) drops it. ``runs/a/gen-000000000123`` names one generation, to be written or read. What
-``rackrun --checkpoint-dir D`` has written is read from ``D/run``, by the names that tensors have there (``model/param/...``).
+A ``checkpoint_id`` is a directory, and every save into it is a new generation: earlier ones stay until retention
+(``keep``) drops them. ``runs/a/gen-000000000123`` names one generation, to be written or read. Checkpoints of ``rackrun
+--checkpoint-dir D`` are read from ``D/run``, by the names that tensors have there (``model/param/...``).
 
-Tensors lie in each rank's safetensors image as the boxes that torch has planned. What is no tensor was pickled by torch's
-planner: those bytes travel as they are, in the plain part. torch's planner unpickles them again, whatever they are; so the
-reader gives it only what ``torch.load(weights_only=True)`` takes, pickled anew.
+Tensors are stored in each rank's safetensors image as the boxes that torch has planned. Items that are not tensors were
+pickled by torch's planner; those bytes are stored unchanged in the plain part. On load torch's planner unpickles
+whatever it is given, so the reader gives it only what ``torch.load(weights_only=True)`` accepts, pickled anew.
 
-There is no stager here. Which tensors a rank writes is known after planning, and torch plans after staging, so no image can
-be laid out that early; torch's own ``DefaultStager`` does what is left, in pinned memory on a GPU.
+There is no stager here. Which tensors a rank writes is known only after planning, and torch plans after staging, so no
+image can be laid out that early. torch's own ``DefaultStager`` does what is left, in pinned memory on a GPU.
 
-Traps. A cached plan names the generation of the save before: refused. torch swallows what `read_metadata` raises, so that is
-kept until torch's next call. torch's exception for all that goes wrong, ``CheckpointException``, is a BaseException; ours
-are in its ``failures``, by rank. A rank's image is built in memory before it is written: a save takes as much again as the
-rank's part of the state.
+A cached plan names the generation of the save before, so it is refused. torch swallows what `read_metadata` raises, so
+that error is kept until torch's next call. torch raises ``CheckpointException`` for all errors, which is a
+BaseException; the errors raised here are in its ``failures``, by rank. A rank's image is built in memory before it is
+written, so a save needs as much memory again as the rank's part of the state.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ from rackrun.errors import RackrunError, UsageError
 __all__ = ["RackrunStorageReader", "RackrunStorageWriter"]
 
 CHUNK_BYTES = 2**20
-"""Every loading rank reads the first and the last chunk of every shard, so they are smaller than an arena's."""
+"""Every loading rank reads the first and the last chunk of every shard, so chunks are smaller than an arena's."""
 _ORPHANS_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Which file of which generation a rank writes. It travels to the ranks in their plans."""
+    """The generation and the shard that a rank writes. Ranks receive it in their plans."""
 
     generation: int
     epoch: int
@@ -94,10 +94,12 @@ class _Part:
 
 
 class RackrunStorageWriter(StorageWriter):
-    """Writes a durable generation into ``path``, or into what ``save(checkpoint_id=...)`` says. ``keep``: afterwards drop all
-    but so many of the newest, and what retention always keeps; None keeps all.
+    """Writes a durable generation into ``path``, or into the ``checkpoint_id`` of ``save``.
 
-    Raises `CheckpointError` when storage does not take it, and `LayoutMismatch` for a dtype that images do not hold.
+    ``keep``: after the save, drop all but that many of the newest generations and those that retention always keeps;
+    None keeps all.
+
+    Raises `CheckpointError` when the storage fails, and `LayoutMismatch` for a dtype that images do not hold.
     """
 
     def __init__(self, path: Id | None = None, *, keep: int | None = None) -> None:
@@ -122,6 +124,10 @@ class RackrunStorageWriter(StorageWriter):
         self._save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make the root directory.
+
+        Raises `CheckpointError` without collectives, or when the directory cannot be made.
+        """
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
@@ -136,10 +142,15 @@ class RackrunStorageWriter(StorageWriter):
             ) from error
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check that the planner's data can be stored. Raises `CheckpointError`."""
         paths_in(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Choose the generation on the coordinator, and give each rank its shard in its plan.
+
+        Raises `CheckpointError` for a cached plan, or a generation that exists already.
+        """
         if not all(plan.usable for plan in plans):
             raise CheckpointError(
                 "a cached plan names the generation that was saved before.",
@@ -164,6 +175,7 @@ class RackrunStorageWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Build this rank's image in memory and write it as a shard. Raises `CheckpointError` when storage fails."""
         part: _Part = plan.storage_data
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         pickled = {
@@ -187,6 +199,10 @@ class RackrunStorageWriter(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the generation whole on the coordinator, then drop old ones if ``keep`` was given.
+
+        Raises `CheckpointError`.
+        """
         del results
         assert self._part is not None
         if metadata.planner_data != self._paths:
@@ -211,12 +227,17 @@ class RackrunStorageWriter(StorageWriter):
 
 
 class RackrunStorageReader(StorageReader):
-    """Reads the newest whole generation in ``path``, or in what ``load(checkpoint_id=...)`` says, or the one that it names.
-    All bytes are verified before they reach a tensor; a dtype that differs is converted, as torch's own reader does.
+    """Reads the newest whole generation in a directory, or the generation that the directory's name names.
 
-    ``unsafe_pickle``: items that are no tensors may run any code when they are loaded. Raises `NoUsableGeneration`,
-    `IntegrityError` with the names of tensors and the chunk, `LayoutMismatch`, and `CheckpointError` for an item that only
-    pickle can load. Whatever is raised while tensors are read, the state is torn.
+    The directory is ``path``, or the ``checkpoint_id`` of ``load``.
+
+    All bytes are verified before they reach a tensor. A tensor of another dtype is converted, as torch's own reader
+    does.
+
+    ``unsafe_pickle``: load items that are not tensors by unpickling, which may run any code. Raises
+    `NoUsableGeneration`, `IntegrityError` with the names of tensors and the chunk, `LayoutMismatch`, and
+    `CheckpointError` for an item that only pickle can load. After an error while tensors are read, the state may be
+    partly overwritten.
     """
 
     def __init__(self, path: Id | None = None, *, unsafe_pickle: bool = False) -> None:
@@ -225,7 +246,7 @@ class RackrunStorageReader(StorageReader):
         self._rank = 0
         self._found: Found | RackrunError | None = None
         self.passed_over: Mapping[int, str] = {}
-        """Newer generation -> why the last load did not take it. Rank 0 has said so on stderr too."""
+        """Newer generation -> why the last load did not take it. Rank 0 reports these on stderr too."""
 
     @property
     def checkpoint_id(self) -> Id:
@@ -240,6 +261,10 @@ class RackrunStorageReader(StorageReader):
         self._load_id, self._found = uuid.uuid4().hex, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Find the generation and describe it to torch.
+
+        An error is kept until `set_up_storage_reader`, which raises it.
+        """
         del args, kwargs
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         try:
@@ -253,15 +278,18 @@ class RackrunStorageReader(StorageReader):
             return Metadata({}, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise the error that `read_metadata` has kept, if any."""
         del metadata, is_coordinator, args
         if isinstance(self._found, RackrunError):
             raise self._found
         self._rank = kwargs.get("rank") or 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add the generation that this rank has found to its plan."""
         return dataclasses.replace(plan, storage_data=(self._opened.manifest.generation, self._opened.digest))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise `CheckpointError` when the ranks have found different generations."""
         found = {plan.storage_data for plan in plans}
         if len(found) != 1:
             raise CheckpointError(
@@ -271,8 +299,9 @@ class RackrunStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of the plan, and load its other items. Raises as this class's docstring says."""
         found = self._opened
-        rounds: list[dict[str, ReadItem]] = []  # in each, a tensor occurs once
+        rounds: list[dict[str, ReadItem]] = []  # a tensor occurs at most once in each
         count: dict[str, int] = defaultdict(int)
         for item in plan.items:
             name = item.storage_index.fqn
@@ -307,7 +336,8 @@ class RackrunStorageReader(StorageReader):
             places[name] = tensor if tensor.dtype is dtype else torch.empty(tensor.shape, dtype=dtype)
         shard = self._rank % len(found.layouts)
         own = found.layouts[shard]
-        mine = [target for target in targets if _holds(own, target)]  # of what every rank has its own, this rank's
+        # where every rank has its own copy, this rank's is read
+        mine = [target for target in targets if _holds(own, target)]
         others = [target for target in targets if not _holds(own, target)]
         plan = [dataclasses.replace(fetch, shard=shard) for fetch in plan_reshard([own], mine)]
         for fetch in plan + plan_reshard(found.layouts, others, turn=self._rank):
@@ -359,7 +389,7 @@ def _holds(layout: ImageLayout, target: TensorEntry) -> bool:
 
 
 def _vetted(name: str, data: bytes) -> bytes:
-    """``data`` anew, from the value that it has without running any code of it."""
+    """Return ``data`` pickled anew, from its value loaded without running any code of it. Raises `CheckpointError`."""
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a generation on disk says about itself: names, one fragment a rank, and the manifest over all of them.
+"""The files of a generation on disk: their names, one fragment for each rank, and the manifest over all fragments.
 
 ::
 
@@ -6,12 +6,12 @@
         rank-00000-of-00002.safetensors   the sealed payload of one rank, byte for byte
         rank-00000-of-00002.json          its fragment: size, CRC32C of every chunk, layout hash
         ...
-        MANIFEST.json                     the fragments' digests; the generation is whole when this is there
-        VERIFIED.json                     all bytes were read and were right, at some time (`DurableStore.verify`)
+        MANIFEST.json                     the fragments' digests; the generation is whole when this exists
+        VERIFIED.json                     all bytes were read once and were right (`DurableStore.verify`)
 
-Fragments and manifest are ``{"body": ..., "digest": blake2b-256 of the body's bytes}``, to the byte. A fragment does not name the
-epoch, so a generation that two epochs wrote with equal bytes has equal fragments. File names are computed from ranks and
-never taken from a file; lengths are bounded before anything is read.
+Fragments and manifest are ``{"body": ..., "digest": blake2b-256 of the body's bytes}``, byte for byte. A fragment does
+not name the epoch, so a generation that two epochs wrote with equal bytes has equal fragments. File names are computed
+from ranks and never taken from a file. Lengths are bounded before anything is read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FRAGMENT_BYTES_MAX = 64 * 2**20
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's file. ``crcs`` are little-endian uint32, one for each ``chunk_bytes`` of the file."""
+    """Describes one rank's file. ``crcs`` are little-endian uint32, one for each ``chunk_bytes`` of the file."""
 
     format: int = FORMAT
     job: str
@@ -71,13 +71,17 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     crcs: bytes
     layout_hash: str
     share_of: tuple[str, str] | None = None
-    """Digest and layout hash of the sealed image that this file is a part of: together with the other shards of the
-    generation it has all of it. None: the file is the image."""
+    """Digest and layout hash of the sealed image that this file is a part of; the other shards have the rest.
+
+    None: the file is the image itself.
+    """
 
     def chunk_crcs(self) -> np.ndarray:
+        """Return the CRC32C of each chunk (uint32)."""
         return np.frombuffer(self.crcs, dtype="<u4")
 
     def check(self) -> None:
+        """Raise IntegrityError when there are not as many CRCs as the size has chunks."""
         chunks = -(-self.size // self.chunk_bytes) if self.chunk_bytes > 0 else -1
         if self.size < 0 or len(self.crcs) != 4 * chunks:
             raise IntegrityError(
@@ -88,15 +92,19 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's entry in a manifest."""
+
     rank: int
     size: int
     layout_hash: str
     fragment: str
-    """The fragment's digest."""
+    """Digest of the rank's fragment."""
     fragment_bytes: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Lists the shards of a whole generation."""
+
     format: int = FORMAT
     job: str
     generation: int
@@ -106,10 +114,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[ShardRecord, ...]
 
     def same_content(self, other: Manifest) -> bool:
-        """Equal but for the epoch that wrote it."""
+        """Whether both are equal, apart from the epochs that wrote them."""
         return msgspec.structs.replace(self, epoch=other.epoch) == other
 
     def check(self) -> None:
+        """Raise IntegrityError unless there is one shard for each rank, in order, with possible sizes."""
         ranks = [shard.rank for shard in self.shards]
         if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or not ranks:
             raise IntegrityError(
@@ -123,7 +132,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """The mark of a generation all of whose bytes were read and right: the digest of its manifest."""
+    """Marks a generation all of whose bytes were read and right. ``manifest``: the digest of its manifest."""
 
     format: int = FORMAT
     manifest: str
@@ -145,15 +154,18 @@ T = TypeVar("T", Fragment, Manifest, Record)
 
 
 def seal(body: Fragment | Manifest | Record) -> tuple[bytes, str]:
-    """(the file's bytes, the digest that they carry). Equal bodies give equal bytes."""
+    """Return the bytes of a sealed file and the digest in it. Equal bodies give equal bytes."""
     encoded = msgspec.json.encode(body)
     digest = content_digest(encoded)
     return msgspec.json.encode(_Sealed(msgspec.Raw(encoded), digest)), digest
 
 
 def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
-    """(body, digest) of a sealed file. Raises IntegrityError when its digest or its content is wrong, and
-    FormatVersionError when a newer rackrun wrote it."""
+    """Return body and digest of a sealed file.
+
+    Raises IntegrityError when its digest or its content is wrong, and FormatVersionError when a newer rackrun wrote it.
+    ``where`` is named in the error.
+    """
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         encoded = bytes(sealed.body)
@@ -171,7 +183,7 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
         UnicodeDecodeError,
         OverflowError,
         RecursionError,
-    ) as error:  # RecursionError: JSON nested too deep
+    ) as error:  # RecursionError: JSON that is nested too deep
         raise IntegrityError(
             f"{where} is no {kind.__name__.lower()}: {error}.", remedy="use another generation."
         ) from error
@@ -187,6 +199,7 @@ _TEMPORARY = re.compile(r"\.tmp-gen-(\d+)-(\d+)-[0-9a-f]+", re.ASCII)
 
 
 def check_job(job: str) -> str:
+    """Return the job's name. Raises CheckpointError when it cannot be a directory's name."""
     if not _JOB.fullmatch(job):
         raise CheckpointError(
             f"{job!r} cannot be the name of a job's directory.",
@@ -200,31 +213,36 @@ def generation_name(generation: int) -> str:
 
 
 def generation_of(name: str) -> int | None:
-    """The generation whose directory has this name."""
+    """Return the generation whose directory has this name; None when the name is no generation's."""
     match = _GENERATION.fullmatch(name)
     return int(match[1]) if match and generation_name(int(match[1])) == name else None
 
 
 def temporary_name(job: str, generation: int, step: int, epoch: int, world_size: int) -> str:
-    """All writers of one attempt come to the same name without talking to each other; attempts that differ in
-    anything do not share a directory."""
+    """Return the name of the directory in which an attempt is written.
+
+    All writers of one attempt compute the same name without communicating. Attempts that differ in any argument have
+    different directories.
+    """
     nonce = content_digest(msgspec.json.encode([job, generation, step, epoch, world_size]))[:16]
     return f".tmp-gen-{generation}-{epoch}-{nonce}"
 
 
 def attempt_name(job: str, generation: int, step: int, epoch: int, world_size: int) -> str:
-    """As `temporary_name`, of the prefix in which an object store has one attempt's data."""
+    """Return the name of the prefix that holds one attempt's data in an object store. Like `temporary_name`."""
     return f"data-{epoch}-{temporary_name(job, generation, step, epoch, world_size).rpartition('-')[2]}"
 
 
 def attempt_epoch(name: str) -> int | None:
-    """The epoch of the prefix with this name."""
+    """Return the epoch in the name of an attempt's prefix; None when the name is no attempt's."""
     match = _ATTEMPT.fullmatch(name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class TemporaryName:
+    """Generation and epoch in the name of a temporary directory."""
+
     generation: int
     epoch: int
 

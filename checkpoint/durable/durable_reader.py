@@ -1,11 +1,11 @@
-"""Reading a durable generation: nothing is handed out unverified unless it is asked for.
+"""Read a durable generation. Bytes are verified before they are returned, except through ``payload``.
 
-`ShardReader` has the shape of an arena's reader (``payload``, ``crcs``, ``chunk``, ``verify``), so that a restore treats
-all tiers alike. `ShardReader.read` and ``chunk`` check the CRC32C of every chunk that they touch. ``payload`` is a memory
-map and is not checked.
+`ShardReader` has the interface of an arena's reader (``payload``, ``crcs``, ``chunk``, ``verify``), so that a restore
+treats all tiers alike. `ShardReader.read` and ``chunk`` check the CRC32C of every chunk that they touch. ``payload`` is
+a memory map and is not checked.
 
-Trap: a map of a file that is cut short or cannot be read is a SIGBUS, not an exception. Only ``payload`` maps; all else
-uses reads.
+Access to the map of a file that is truncated or unreadable is a SIGBUS, not an exception. Only ``payload`` maps; all
+else uses reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHER = "restore from another holder or an older generation."
 
 
 def fill(files: Files, fd: int, into: memoryview, offset: int, path: Path) -> None:
-    """Read exactly ``len(into)`` bytes."""
+    """Read exactly ``len(into)`` bytes from ``offset`` on. Raises IntegrityError when the file ends before."""
     done = 0
     while done < len(into):
         count = files.pread(fd, into[done:], offset + done)
@@ -48,7 +48,7 @@ def fill(files: Files, fd: int, into: memoryview, offset: int, path: Path) -> No
 
 
 class ShardReader:
-    """One rank's file of a generation. Raises IntegrityError for whatever is missing, unreadable or wrong."""
+    """Reads one rank's file of a generation. Raises IntegrityError for whatever is missing, unreadable or wrong."""
 
     def __init__(self, files: Files, directory: Path, manifest: Manifest, record: ShardRecord) -> None:
         self.path = directory / shard_name(record.rank, manifest.world_size)
@@ -56,7 +56,7 @@ class ShardReader:
         self._files = files
         self._fd = -1
         self._map: mmap.mmap | None = None
-        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))  # the chunk that was verified last
+        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))  # (index, bytes) of the chunk that was verified last
         self._fragment = _read_fragment(files, directory, manifest, record)
         self.chunk_bytes = self._fragment.chunk_bytes
         self.crcs: np.ndarray = self._fragment.chunk_crcs()
@@ -73,7 +73,7 @@ class ShardReader:
 
     @property
     def payload(self) -> memoryview:
-        """The whole file as a read-only map, unverified."""
+        """The whole file as a read-only memory map, not verified. Raises CheckpointError for an object store."""
         if self.size == 0:
             return memoryview(b"")
         if self._files.objects:
@@ -84,7 +84,7 @@ class ShardReader:
         return memoryview(self._map)
 
     def chunk(self, index: int) -> memoryview:
-        """Chunk ``index``, verified. A copy of its own."""
+        """Return chunk ``index`` in memory of its own, verified."""
         if not 0 <= index < len(self.crcs):
             raise IndexError(f"chunk {index} of {len(self.crcs)}")
         if self._kept[0] != index:
@@ -94,7 +94,7 @@ class ShardReader:
         return self._kept[1]
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the shard, verified."""
+        """Return bytes ``start`` to ``stop`` of the shard, verified."""
         if not 0 <= start <= stop <= self.size:
             raise IndexError(f"bytes {start} to {stop} of {self.size}")
         out = _room(stop - start)
@@ -109,13 +109,17 @@ class ShardReader:
         return out.toreadonly()
 
     def _load(self, index: int, into: memoryview) -> None:
+        """Read a chunk into ``into``, and compare it with its CRC32C."""
         with _typed(self.path):
             fill(self._files, self._fd, into, index * self.chunk_bytes, self.path)
         if crc(into) != int(self.crcs[index]):
             raise IntegrityError(f"chunk {index} of {self.path} does not match its CRC32C.", remedy=_OTHER)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> list[tuple[int, str]]:
-        """Read everything; (chunk, what is wrong with it) for each that is bad. ``progress`` gets the bytes of each."""
+        """Read all chunks.
+
+        Return (chunk index, what is wrong) for each bad one. ``progress`` gets the bytes of each chunk.
+        """
         bad = []
         for index in range(len(self.crcs)):
             try:
@@ -127,7 +131,7 @@ class ShardReader:
         return bad
 
     def close(self) -> None:
-        """Views of ``payload`` stay valid; the map goes with the last of them."""
+        """Close the file. Views of ``payload`` stay valid; the map is released with the last of them."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -139,7 +143,7 @@ class ShardReader:
 
 
 class GenerationReader:
-    """One whole generation. Files are opened as they are asked for; `close` closes them."""
+    """Reads one whole generation. Files are opened when they are first needed; `close` closes them."""
 
     def __init__(self, files: Files, directory: Path, manifest: Manifest) -> None:
         self.directory, self.manifest = directory, manifest
@@ -148,6 +152,7 @@ class GenerationReader:
         self._readers: dict[int, ShardReader] = {}
 
     def reader(self, rank: int) -> ShardReader:
+        """Return the reader of one rank's shard. Raises CheckpointError when there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise CheckpointError(
                 f"generation {self.generation} has no rank {rank}: its world size is {self.world_size}.",
@@ -158,11 +163,11 @@ class GenerationReader:
         return self._readers[rank]
 
     def shard(self, rank: int) -> memoryview:
-        """One rank's payload as a read-only map, unverified."""
+        """Return one rank's payload as a read-only memory map, not verified."""
         return self.reader(rank).payload
 
     def read(self, rank: int, start: int, stop: int) -> memoryview:
-        """Bytes of one rank's payload, verified."""
+        """Return bytes ``start`` to ``stop`` of one rank's payload, verified."""
         return self.reader(rank).read(start, stop)
 
     def close(self) -> None:
@@ -178,11 +183,12 @@ class GenerationReader:
 
 
 def _room(count: int) -> memoryview:
-    """Memory that numpy asks for in large pages and that nobody fills with zeros first."""
+    """Return uninitialised memory: numpy requests it in large pages, and nothing fills it with zeros first."""
     return np.empty(count, dtype=np.uint8).data
 
 
 def _read_fragment(files: Files, directory: Path, manifest: Manifest, record: ShardRecord) -> Fragment:
+    """Read a rank's fragment, and check that it is the one that the manifest lists."""
     path = directory / fragment_name(record.rank, manifest.world_size)
     with _typed(path):
         fragment, digest = unseal(read_small(files, path, FRAGMENT_BYTES_MAX), Fragment, path)
@@ -193,6 +199,7 @@ def _read_fragment(files: Files, directory: Path, manifest: Manifest, record: Sh
 
 @contextlib.contextmanager
 def _typed(path: Path) -> Iterator[None]:
+    """Turn an OSError into Unreadable."""
     try:
         yield
     except OSError as error:

@@ -1,15 +1,16 @@
-"""The durable tier: generations of a job as directories that are whole or not there.
+"""The durable tier: the generations of a job as directories, each of which is whole or not there.
 
-A writer (`GenerationWriter`) copies the sealed payload of one rank into ``.tmp-gen-...``; the CRC32C of each chunk is taken of the very bytes
-that are written and compared with the sealed one. File, fsync, name; then the rank's fragment, the same way. Whoever finds
-all fragments there writes the manifest, syncs the directory, renames it to ``gen-...`` and syncs the parent. There are no
-locks and no roles: all ranks' writers, on any hosts, may do each of this at once, again, or for a dead owner. Names are
-given by ``link``, so the first wins and whoever comes later compares; equal bytes are success.
+A writer (`GenerationWriter`) copies the sealed payload of one rank into ``.tmp-gen-...``. It computes the CRC32C of
+each chunk from the very bytes that are written, and compares it with the sealed one. A file is written, synced, then
+named; the rank's fragment follows in the same way. Whoever finds all fragments there writes the manifest, syncs the
+directory, renames it to ``gen-...`` and syncs the parent. There are no locks and no roles: all ranks' writers, on any
+host, may do each of this at once, again, or for a dead owner. Names are given by ``link``, so the first writer wins,
+and later ones compare: equal bytes are success.
 
-Nothing here raises into training: `GenerationWriter` answers True or False, and ``failure`` says why not.
+Nothing here raises into training: `GenerationWriter` returns True or False, and ``failure`` says why it failed.
 
-A reader trusts a directory only by its manifest's digest and the exact size of every file. `DurableStore.verify` reads all
-bytes.
+A reader trusts a directory only by its manifest's digest and the exact size of every file. `DurableStore.verify` reads
+all bytes.
 
 Nothing that is published is ever replaced or changed.
 """
@@ -57,7 +58,7 @@ __all__ = ["Damage", "DurableStore", "GenerationInfo", "GenerationWriter", "Part
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """A whole generation. ``verified``: all its bytes were once read back and were right."""
+    """Describes a whole generation. ``verified``: all its bytes were once read back and were right."""
 
     generation: int
     step: int
@@ -71,7 +72,7 @@ class GenerationInfo:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong where; ``rank`` and ``chunk`` are None when it is not in one of them."""
+    """What is wrong, and where. ``rank`` and ``chunk`` are None when the damage is not in one of them."""
 
     what: str
     rank: int | None = None
@@ -80,6 +81,8 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
+    """The outcome of reading all bytes of a generation."""
+
     generation: int
     bytes: int
     damage: tuple[Damage, ...] = ()
@@ -91,7 +94,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a generation that is not published: a directory of the writers of one epoch."""
+    """The directory in which the writers of one epoch have a generation that is not published."""
 
     path: Path
     generation: int
@@ -100,6 +103,7 @@ class Part:
 
 @contextlib.contextmanager
 def _typed(generation: int) -> Iterator[None]:
+    """Turn an OSError into IntegrityError (a file is missing) or Unreadable."""
     try:
         yield
     except OSError as error:
@@ -108,9 +112,10 @@ def _typed(generation: int) -> Iterator[None]:
 
 
 class DurableStore:
-    """The generations of ``job`` under ``root``, a directory that exists, or a place in an object store. Making a store touches nothing.
+    """The generations of ``job`` under ``root``: a directory that exists, or a place in an object store.
 
-    Raises UsageError for a place that is in no store that is known."""
+    Making a store touches no file. Raises UsageError for a place in a store that is not known.
+    """
 
     def __init__(self, root: Path | str, job: str, *, files: Files | None = None) -> None:
         self.root = parse_location(root)
@@ -118,23 +123,27 @@ class DurableStore:
         self.directory = self.root / job
         self.files = files or files_at(self.root)
         self.doubtful: set[Path] = set()
-        """Directories that an fsync failed on, or on the one that lists them: this process does not call them durable any more."""
+        """Directories that were the subject of a failed fsync, or whose parent's fsync failed.
+
+        This process does not count them as durable any more.
+        """
         self._rooted = False
-        """That the root lists the job's directory is on disk."""
+        """Whether the root's entry of the job's directory is known to be on disk."""
 
     def writer(self, generation: int, step: int, epoch: int, world_size: int) -> GenerationWriter:
+        """Return a writer of one generation."""
         kind = ObjectWriter if self.files.objects else GenerationWriter
         return kind(self, generation, step, epoch, world_size)
 
     def generations(self) -> list[GenerationInfo]:
-        """The whole ones, newest first. What cannot be read or does not check is left out.
+        """Return the whole generations, newest first. Generations that are unreadable or not whole are left out.
 
-        Raises CheckpointError when the job's directory cannot be listed at all.
+        Raises CheckpointError when the job's directory cannot be listed.
         """
         return self.look()[0]
 
     def look(self) -> tuple[list[GenerationInfo], dict[int, CheckpointError]]:
-        """`generations`, and why each of those that are listed and are not among them was left out, the newest first."""
+        """Return `generations`, and generation -> why a listed one was left out, newest first."""
         try:
             names = self.files.listdir(self.directory)
         except FileNotFoundError:
@@ -149,19 +158,25 @@ class DurableStore:
             try:
                 found.append(self._info(generation))
             except NoUsableGeneration:
-                continue  # it went meanwhile
+                continue  # it was deleted meanwhile
             except CheckpointError as error:
                 left_out[generation] = error
         return found, left_out
 
     def open(self, generation: int) -> GenerationReader:
-        """Raises NoUsableGeneration when it is not there, and IntegrityError when it is not whole."""
+        """Return a reader.
+
+        Raises NoUsableGeneration when the generation does not exist, IntegrityError when it is not whole.
+        """
         manifest, _ = self.whole(generation)
         return GenerationReader(self.files, self.data(manifest), manifest)
 
     def verify(self, generation: int, progress: Callable[[int, int], None] | None = None) -> Verification:
-        """Read all bytes; ``progress`` gets (bytes done, bytes in all). The outcome is kept beside the manifest where the
-        directory can be written. Raises NoUsableGeneration when there is no such generation."""
+        """Read all bytes of a generation, and return what is damaged.
+
+        ``progress`` gets (bytes done, bytes in all). The outcome is stored beside the manifest where the directory can
+        be written. Raises NoUsableGeneration when there is no such generation.
+        """
         try:
             manifest, digest = self.whole(generation)
         except IntegrityError as error:
@@ -189,19 +204,19 @@ class DurableStore:
         return self.directory / generation_name(generation)
 
     def attempt(self, generation: int, step: int, epoch: int, world_size: int) -> Path:
-        """Where writers put what is not published yet: in an object store it stays there."""
+        """Return where writers put what is not published yet. In an object store the data stays there."""
         if self.files.objects:
             return self.path(generation) / attempt_name(self.job, generation, step, epoch, world_size)
         return self.directory / temporary_name(self.job, generation, step, epoch, world_size)
 
     def data(self, manifest: Manifest) -> Path:
-        """Where the shards and fragments of a whole generation are."""
+        """Return the directory of a whole generation's shards and fragments."""
         if self.files.objects:
             return self.attempt(manifest.generation, manifest.step, manifest.epoch, manifest.world_size)
         return self.path(manifest.generation)
 
     def parts(self) -> list[Part]:
-        """What writers have not published: they are at work on it, or died. Raises OSError."""
+        """Return what writers have not published, because they are at work or died. Raises OSError."""
         found = []
         for name in self.files.listdir(self.directory):
             if (temporary := TemporaryName.parse(name)) is not None:
@@ -215,7 +230,10 @@ class DurableStore:
         return found
 
     def is_used(self, attempt: Path) -> bool:
-        """Of an object store: a published manifest names it. True as well when nobody can tell."""
+        """Whether a published manifest refers to this attempt's prefix (object stores).
+
+        True also when that cannot be read.
+        """
         generation = generation_of(attempt.parent.name)
         if generation is None:
             return True
@@ -227,8 +245,10 @@ class DurableStore:
             return True
 
     def complete(self) -> None:
-        """Of an object store: publish the generations of which all shards are there and only the manifest is not, because its writer
-        died before it, or because it is lost. Best effort."""
+        """Publish the generations of an object store whose shards are all there and only the manifest is missing.
+
+        The manifest is missing when its writer died before it, or when it was lost. Best effort; no effect on a disk.
+        """
         if not self.files.objects:
             return
         with contextlib.suppress(OSError):
@@ -243,7 +263,7 @@ class DurableStore:
                                 break
 
     def _finish(self, generation: int, attempt: str) -> bool:
-        """Whether the attempt of this name is all there, and is published now."""
+        """Publish the attempt of this name if all its shards are there. Return whether it is published."""
         epoch, directory = attempt_epoch(attempt), self.path(generation) / attempt
         if epoch is None:
             return False
@@ -257,7 +277,7 @@ class DurableStore:
         return self.attempt(generation, fragment.step, epoch, fragment.world_size) == directory and writer.finish()
 
     def whole(self, generation: int) -> tuple[Manifest, str]:
-        """The manifest and its digest, once all files have their sizes. Raises as `open` does."""
+        """Return the manifest and its digest, after checking the sizes of all files. Raises as `open` does."""
         manifest, digest = self._manifest(generation)
         path, wanted = self.data(manifest), dict[str, int]()
         for shard in manifest.shards:
@@ -277,7 +297,7 @@ class DurableStore:
         path = self.path(generation)
         with _typed(generation):
             try:
-                # In an object store a generation without a manifest is not there yet, or not any more.
+                # In an object store, a generation without a manifest is not there yet, or was deleted.
                 self.files.stat(path / MANIFEST if self.files.objects else path)
             except FileNotFoundError as error:
                 raise NoUsableGeneration(
@@ -292,9 +312,12 @@ class DurableStore:
         return manifest, digest
 
     def sync(self) -> None:
-        """What the job's directory lists is on disk, but for what this has failed on before. Raises OSError."""
+        """Sync the job's directory and its parent, so that the listed names are on disk. Raises OSError.
+
+        A directory whose fsync failed before stays in doubt.
+        """
         if self.files.objects:
-            self.files.listdir(self.directory)  # it can be reached
+            self.files.listdir(self.directory)  # checks that the store can be reached
             return
         sync_directory(self.files, self.directory)
         if self.root in self.doubtful and not self._rooted:

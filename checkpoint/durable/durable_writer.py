@@ -1,12 +1,12 @@
-"""Writing one durable generation: any rank's shard, by anyone, and the last step that makes it whole.
+"""Write one durable generation: any rank's shard, by any process, and the last step that makes the generation whole.
 
-The order, each line on disk before the next: a shard's bytes under a name of their own, its name, its fragment, the
-manifest, the directory, the directory's name. See `rackrun.checkpoint.durable.durable_store` for who may do what.
+Each item is on disk before the next: a shard's bytes under a temporary name, the shard's name, its fragment, the
+manifest, the directory, the directory's name. `rackrun.checkpoint.durable.durable_store` says who may do what.
 
-Traps. What an fsync failed on is not synced again: a file is written anew, a temporary directory is set aside. When the
-sync of the parent fails after the rename, the generation is whole but its name may not outlive a power loss: `finish` says
-False, and retention, which syncs the same directory first, deletes nothing on its account. The payload may be overwritten
-while it is read, so each chunk is copied first, and the copy is what is checked and written.
+A file or directory whose fsync failed is not synced again: a file is written anew, a temporary directory is set aside.
+When the sync of the parent fails after the rename, the generation is whole but its name may be lost in a power failure.
+`finish` returns False then, and retention, which syncs the same directory first, deletes nothing on its account. The
+payload may be overwritten while it is read, so each chunk is copied first, and the copy is checked and written.
 """
 
 from __future__ import annotations
@@ -81,21 +81,24 @@ class Sliced(Protocol):
 
 
 class SealedPayload(Protocol):
-    """What an arena's reader offers."""
+    """The part of an arena's reader that a writer uses."""
 
     @property
     def payload(self) -> memoryview | Sliced: ...
 
 
 class GenerationWriter:
-    """Writes shards of one generation, and makes it whole. Any number of them, anywhere, work on one generation."""
+    """Writes shards of one generation, and makes it whole.
+
+    Any number of writers, anywhere, may work on one generation.
+    """
 
     def __init__(self, store: DurableStore, generation: int, step: int, epoch: int, world_size: int) -> None:
         if generation < 0 or epoch < 0 or world_size < 1:
             raise ValueError(f"generation {generation}, epoch {epoch}, world size {world_size}")
         self.generation, self.step, self.epoch, self.world_size = generation, step, epoch, world_size
         self.failure: Failure | None = None
-        """Why the last call answered False. None: fragments of other ranks are not there yet."""
+        """Why the last call returned False. None: fragments of other ranks are not there yet."""
         self._store, self._files = store, store.files
         self._final = store.path(generation)
         self._temporary = store.attempt(generation, step, epoch, world_size)
@@ -110,8 +113,12 @@ class GenerationWriter:
         chunk_bytes: int = CHUNK_BYTES,
         share_of: tuple[str, str] | None = None,
     ) -> bool:
-        """True once the rank's file and fragment are on disk, whoever wrote them. ``crcs``: the sealed CRC32C of each
-        ``chunk_bytes`` of ``payload``; ``share_of`` as in `Fragment`. Never raises for what storage or the payload does."""
+        """Write a rank's file and fragment. Return True once both are on disk, whoever wrote them.
+
+        ``crcs``: the sealed CRC32C of each ``chunk_bytes`` of ``payload``. ``share_of``: see `Fragment`. Errors of
+        storage or of the payload are not raised: they are in ``failure``. Raises ValueError for a rank outside the
+        world.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} of {self.world_size}")
         fragment: Fragment | None = None
@@ -123,21 +130,24 @@ class GenerationWriter:
                 self._write(fragment, data.cast("B") if isinstance(data, memoryview) else data)
         except (OSError, Refused, CheckpointError) as error:
             return self._failed(error, fragment)
-        except (ValueError, BufferError) as error:  # the lease is over and the view released
+        except (ValueError, BufferError) as error:  # the lease has ended, and the view was released
             return self._failed(Refused(FailureKind.SOURCE, f"the payload of rank {rank} is gone: {error}"), fragment)
         self.failure = None
         return True
 
     def finish(self) -> bool:
-        """True once the generation is whole and on disk, whoever finished it. False: see ``failure``. Any rank may call
-        it, at any time, more than once."""
+        """Make the generation whole. Return True once it is whole and on disk, whoever finished it.
+
+        When it returns False, ``failure`` says why; None means that shards are missing. Any rank may call it, at any
+        time, more than once.
+        """
         self.failure = None
         try:
             manifest = self._manifest()
             if manifest is not None:
                 self._publish(manifest)
             elif self._is_published(None):
-                self._discard()  # shards that were written once more, too late
+                self._discard()  # shards that were written again after the generation was published
             else:
                 return False
             self._sync_name()
@@ -149,7 +159,7 @@ class GenerationWriter:
         return self.failure is None
 
     def give_up(self) -> None:
-        """Nobody writes this attempt any more: what there is of it goes. Best effort, as retention does the same later."""
+        """Delete this attempt, which no process writes any more. Best effort: retention deletes the rest later."""
         self._discard()
 
     # -- a shard
@@ -174,7 +184,10 @@ class GenerationWriter:
         return fragment
 
     def _has(self, fragment: Fragment) -> bool:
-        """This very shard is there already, in the temporary or the published directory. Refused: another one is."""
+        """Whether this very shard is on disk already, in the temporary or the published directory.
+
+        Raises Refused when another shard of the rank is there.
+        """
         sealed, digest = seal(fragment)
         with contextlib.suppress(CheckpointError):
             record = self._store.whole(self.generation)[0].shards
@@ -191,6 +204,7 @@ class GenerationWriter:
         return False
 
     def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
+        """Write, sync and name the shard; read it back; then write its fragment."""
         self._make_directories()
         crash_point("durable.directory")
         name = shard_name(fragment.rank, self.world_size)
@@ -209,8 +223,10 @@ class GenerationWriter:
 
     @contextlib.contextmanager
     def _new_file(self, name: str, parts: Iterable[memoryview]) -> Iterator[Path]:
-        """A finished file under a name that nobody else uses, and that is gone afterwards. The directory may be published
-        meanwhile, by others."""
+        """Write a file under a temporary name and yield its path. The name is removed afterwards.
+
+        The caller gives the file its final name. Other writers may publish the directory meanwhile.
+        """
         part = f".{name}-{secrets.token_hex(8)}.part"
         try:
             write_new(self._files, self._temporary / part, parts)
@@ -222,7 +238,7 @@ class GenerationWriter:
                     break
 
     def _make_directories(self) -> None:
-        if self._temporary in self._store.doubtful:  # an earlier fsync failed, and so did setting it aside
+        if self._temporary in self._store.doubtful:  # an earlier fsync failed, and so did setting the directory aside
             set_aside(self._files, self._temporary)
             self._store.doubtful.discard(self._temporary)
         for path in (self._store.directory, self._temporary):
@@ -230,8 +246,11 @@ class GenerationWriter:
                 self._files.mkdir(path)
 
     def _read_back(self, name: Path, fragment: Fragment) -> None:
-        """From the disk, so that a fragment is there only for bytes that were read and were right. Another writer, or an earlier
-        attempt, may have been first: all is well if its bytes are the same."""
+        """Read a shard's file from the disk and compare every chunk, before its fragment is written.
+
+        Another writer or an earlier attempt may have written the file first; that is fine if the bytes are the same.
+        Raises Refused when they are not.
+        """
         with opened(self._files, name) as fd:
             self._files.forget(fd)
             if self._files.fstat(fd).st_size == fragment.size:
@@ -247,7 +266,7 @@ class GenerationWriter:
         raise Refused(FailureKind.DISAGREES, f"{name} has other bytes")
 
     def _failed(self, error: Exception, fragment: Fragment | None) -> bool:
-        """What failed here may have been done by another writer meanwhile."""
+        """Record an error. Return True if another writer has written the shard meanwhile."""
         self.failure = failure_of(error)
         if fragment is not None:
             with contextlib.suppress(OSError, Refused, CheckpointError):
@@ -257,7 +276,10 @@ class GenerationWriter:
 
     # -- the generation
     def _manifest(self) -> Manifest | None:
-        """From the fragments; None while some are missing."""
+        """Build the manifest from the fragments; None while some are missing.
+
+        Raises Refused for a fragment that does not fit.
+        """
         if self._temporary in self._store.doubtful:
             return None
         shards = []
@@ -293,6 +315,7 @@ class GenerationWriter:
         )
 
     def _publish(self, manifest: Manifest) -> None:
+        """Write the manifest into the temporary directory, then rename the directory to its final name."""
         try:
             if self._is_published(manifest):
                 self._discard()
@@ -318,7 +341,10 @@ class GenerationWriter:
                 raise
 
     def _is_published(self, manifest: Manifest | None) -> bool:
-        """The generation is there, whole, and the same. Refused: another one has its name."""
+        """Whether the generation is published, whole and the same (None: of the same step and world size).
+
+        Raises Refused when another generation has its name.
+        """
         try:
             found, _ = self._store.whole(self.generation)
         except (NoUsableGeneration, IntegrityError):
@@ -331,7 +357,11 @@ class GenerationWriter:
         return True
 
     def _sync_name(self) -> None:
-        """A later sync succeeds over a name that this one has lost; over those of later generations it means what it says."""
+        """Sync the directory that lists the generation.
+
+        A sync after a failed one may succeed although this name is lost, so this generation stays in doubt. For the
+        names of later generations the sync is valid.
+        """
         if self._final in self._store.doubtful:
             raise Unsynced(errno.EIO, "an earlier fsync failed", str(self._final))
         try:
@@ -351,14 +381,17 @@ class GenerationWriter:
             raise
 
     def _sweep(self) -> None:
-        """What writers left that died. A writer that lives finds its shard there already."""
+        """Remove partial files that dead writers left.
+
+        A living writer whose file is removed finds its shard written already.
+        """
         for name in self._files.listdir(self._temporary):
             if name.startswith(".rank-") and name.endswith(".part"):
                 with contextlib.suppress(FileNotFoundError):
                     self._files.unlink(self._temporary / name)
 
     def _discard(self) -> None:
-        """Best effort: retention deletes what stays."""
+        """Delete the temporary directory. Best effort: retention deletes what stays."""
         with contextlib.suppress(OSError):
             if (trash := set_aside(self._files, self._temporary)) is not None:
                 for _ in delete_tree(self._files, trash):
@@ -366,7 +399,10 @@ class GenerationWriter:
 
 
 def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
-    """Private copies of the chunks, each compared with its sealed CRC32C."""
+    """Yield a private copy of each chunk, after comparing it with its sealed CRC32C.
+
+    Raises Refused for a difference.
+    """
     buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
     for index, wanted in enumerate(fragment.chunk_crcs()):
         start = index * fragment.chunk_bytes

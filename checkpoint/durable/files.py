@@ -1,11 +1,11 @@
-"""The few file operations of the durable tier behind one object, and what goes wrong with them as a value.
+"""The file operations of the durable tier in one replaceable object, and their errors as values.
 
-Storage fails in the middle of a save, and a save is never worth a training run: whatever `Files` raises becomes a
-`Failure` before it reaches a caller that trains.
+Storage may fail in the middle of a save, and a save is never worth a training run: whatever `Files` raises becomes a
+`Failure` before it reaches code that trains.
 
-Traps. A failed ``fsync`` may have dropped the pages it could not write and marked them clean: the next one succeeds over
-lost data, so the file is thrown away and never synced again. ``close`` reports errors too (NFS, quotas). A name is on
-disk only after an ``fsync`` of the directory that holds it.
+A failed ``fsync`` may have dropped the pages it could not write and marked them clean, so the next one succeeds over
+lost data: the file is thrown away and never synced again. ``close`` reports errors too (NFS, quotas). A name is on disk
+only after an ``fsync`` of the directory that holds it.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ __all__ = [
 
 
 class FailureKind(StrEnum):
+    """What went wrong with a file operation."""
+
     FULL = "full"
-    """No room, or over quota."""
+    """There is no room, or a quota is reached."""
     READ_ONLY = "read-only"
-    """Read-only or not permitted."""
+    """The storage is read-only, or the operation is not permitted."""
     VANISHED = "vanished"
     """A file or directory that was there is gone."""
     UNSYNCED = "unsynced"
-    """An fsync failed: what it covered is not trusted again."""
+    """An fsync failed: the data it covered is not trusted again."""
     IO = "io"
     SOURCE = "source"
-    """The bytes to be written are not the sealed ones."""
+    """The bytes to be written differ from the sealed ones."""
     DISAGREES = "disagrees"
-    """Other bytes are there under the same name."""
+    """Other bytes exist under the same name."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a file operation did not do what it was to do. ``errno`` is 0 when no system call failed."""
+    """Why a file operation failed. ``errno`` is 0 when no system call failed."""
 
     kind: FailureKind
     what: str
@@ -68,7 +70,7 @@ class Failure:
 
 
 class Refused(Exception):
-    """Carries a Failure that no system call reported, up to the edge where it becomes a value."""
+    """Carries a Failure that no system call reported, up to the caller that turns it into a value."""
 
     def __init__(self, kind: FailureKind, what: str) -> None:
         super().__init__(what)
@@ -92,6 +94,7 @@ _KINDS = {
 
 
 def failure_of(error: Exception) -> Failure:
+    """Return an exception as a Failure."""
     if isinstance(error, Refused):
         return error.failure
     if isinstance(error, CheckpointError):
@@ -102,10 +105,10 @@ def failure_of(error: Exception) -> Failure:
 
 
 class Files:
-    """The operating system's own. Tests put theirs in its place."""
+    """The operating system's file operations. Tests and object stores replace them."""
 
     objects = False
-    """An object store's: no links, no renames, and nothing to sync."""
+    """True for an object store: it has no links, no renames, and nothing to sync."""
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -120,7 +123,7 @@ class Files:
         os.fsync(fd)
 
     def forget(self, fd: int) -> None:
-        """What is read next comes from the disk, as far as the system can be asked for that."""
+        """Drop the file's cached pages, so that the next read comes from the disk, as far as the system allows that."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -131,7 +134,7 @@ class Files:
         os.close(fd)
 
     def abandon(self, fd: int) -> None:
-        """`close`, and what was written is not wanted."""
+        """Close a file whose content is not wanted."""
         self.close(fd)
 
     def stat(self, path: Path) -> os.stat_result:
@@ -156,15 +159,15 @@ class Files:
         os.rmdir(path)
 
     def make_root(self, path: Path) -> None:
-        """The directory that jobs' directories are in, and those above it."""
+        """Make the directory that holds the jobs' directories, and its parents."""
         path.mkdir(parents=True, exist_ok=True)
 
     def sizes(self, directory: Path, names: list[str]) -> dict[str, os.stat_result]:
-        """Of these files."""
+        """Return the status of each of these files. Raises OSError when one is missing."""
         return {name: self.stat(directory / name) for name in names}
 
     def replace(self, path: Path, data: bytes) -> None:
-        """A small file, whole under its name at once, whatever was there."""
+        """Write a small file so that it appears whole under its name, replacing any file there."""
         temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
         write_new(self, temporary, [memoryview(data)])
         try:
@@ -175,7 +178,7 @@ class Files:
             raise
 
     def create(self, path: Path, data: bytes) -> None:
-        """A small file, whole under its name at once. Raises FileExistsError when there is one."""
+        """Write a small file so that it appears whole under its name. Raises FileExistsError when one is there."""
         temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
         write_new(self, temporary, [memoryview(data)])
         try:
@@ -188,6 +191,7 @@ class Files:
 
 @contextlib.contextmanager
 def opened(files: Files, path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file for the duration of a ``with`` block. After an error it is abandoned, not closed normally."""
     fd = files.open(path, flags)
     try:
         yield fd
@@ -199,7 +203,7 @@ def opened(files: Files, path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def write_new(files: Files, path: Path, parts: Iterable[memoryview]) -> None:
-    """A new file with ``parts`` one after the other, on disk when this returns; no file when it raises."""
+    """Write a new file with ``parts`` one after the other, and sync it. When this raises, no file is left."""
     try:
         with opened(files, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             size = 0
@@ -231,7 +235,7 @@ def _fsync(files: Files, fd: int, path: Path) -> None:
 
 
 def sync_directory(files: Files, path: Path) -> None:
-    """What this directory lists is on disk."""
+    """Sync a directory, so that the names in it are on disk. Raises Unsynced."""
     with opened(files, path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         _fsync(files, fd, path)
 
@@ -240,9 +244,12 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EX
 
 
 def put_name(files: Files, temporary: Path, name: Path) -> bool:
-    """Give a finished file its name, beside the temporary one. False: the name is taken, by another writer or an earlier
-    attempt, and nothing was changed. Where the file system has no hard links, the name is replaced instead: writers of one name are
-    expected to bring the same bytes, and `verify` sees it when they do not."""
+    """Give a finished file its name, in the directory of its temporary name.
+
+    Return False when the name is taken, by another writer or an earlier attempt; nothing is changed then. Where the
+    file system has no hard links, the file is renamed instead: writers of one name are expected to write the same
+    bytes, and `verify` notices when they do not.
+    """
     try:
         files.link(temporary, name)
     except FileExistsError:
@@ -265,7 +272,7 @@ def _exists(files: Files, path: Path) -> bool:
 
 
 def read_small(files: Files, path: Path, limit: int) -> bytes:
-    """A whole file that is at most ``limit`` bytes long. IntegrityError: it is longer, or no plain file."""
+    """Read a whole file of at most ``limit`` bytes. Raises IntegrityError when it is longer, or no plain file."""
     with opened(files, path, os.O_RDONLY | os.O_NONBLOCK) as fd:
         status = files.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
@@ -281,7 +288,7 @@ def read_small(files: Files, path: Path, limit: int) -> bytes:
 
 
 def set_aside(files: Files, path: Path) -> Path | None:
-    """Rename a directory so that it is only waste from now on. None: somebody else already has."""
+    """Rename a directory to a trash name. Return that name; None when another process has done it already."""
     trash = path.with_name(f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     try:
         files.rename(path, trash)
@@ -291,8 +298,10 @@ def set_aside(files: Files, path: Path) -> Path | None:
 
 
 def delete_tree(files: Files, path: Path, first: str = "") -> Iterator[Path]:
-    """Delete a directory, the file named ``first`` before all others. Yields after every name that is gone; what
-    another process deletes meanwhile counts as gone."""
+    """Delete a directory, the file named ``first`` before all others.
+
+    Yields each name after it is gone. What another process deletes meanwhile counts as gone.
+    """
     try:
         names = files.listdir(path)
     except FileNotFoundError:

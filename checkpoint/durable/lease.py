@@ -1,13 +1,15 @@
-"""Who writes into a job's directory: a small file that one process of the job renews, as long as it lives.
+"""The lease on a job's directory: a small file that one process of the job renews as long as it lives.
 
-The owner is a job, not a process: when the process that renews is lost, another of the same job goes on with it. A second job asks
-`Lease.take`, and is refused while the first one lives. Of a process of this host that is known at once, by pid and start time. Of
-another host the file is watched: a beat that moves is a job that lives, and one that has not moved for `EXPIRY_S`, by the
-clock of the storage, is one that is gone. So the crash of a host delays the next job by that long, at most.
+The owner is a job, not a process: when the renewing process is lost, another of the same job continues. A second job
+calls `Lease.take`, and is refused while the first one lives. A process on this host is checked directly, by pid and
+start time. For a process on another host the file is watched: if its beat moves the job lives, and if it has not moved
+for `EXPIRY_S`, by the clock of the storage, the job is gone. So the crash of a host delays the next job by at most that
+long.
 
-Its limits. There is no lock under it that all storage has. Two jobs that find a dead one's file at the same moment both write, wait,
-and read again: who reads the other's name is refused; storage that is slower than that wait lets both begin, and the one
-whose name is not there stops saving at its next beat. The same happens to a job that stood still for longer than `EXPIRY_S`.
+There is no lock that all storage offers. Two jobs that find a dead one's file at the same moment both write, wait, and
+read again: the one that reads the other's name is refused. Storage slower than that wait lets both begin, and the one
+whose name is not in the file stops saving at its next beat. The same happens to a job that stood still for longer than
+`EXPIRY_S`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ __all__ = ["EXPIRY_S", "InUse", "Lease", "living_epoch"]
 BEAT_S = 5.0
 EXPIRY_S = 30.0
 _DYING_S = 10.0
-"""For so long the process of a job that was just killed may be there, and nothing says that it is dying."""
+"""Seconds for which a process that was just killed may still exist without any sign that it is dying."""
 _DEAD_S = 600.0
-"""For so long a process may take to die."""
+"""Seconds that a process may take to die."""
 _LEAVING_S = 2.0
 _SILENT_S = 24 * 3600.0
-"""After so long without a save, of a process that cannot be seen from here and renews nothing."""
+"""Seconds without a save after which a process counts as gone, if it cannot be seen from here and renews nothing."""
 _LOOK_S = 0.25
 _SETTLE_S = 0.5
 NAME = "OWNER.json"
@@ -46,24 +48,29 @@ _BYTES_MAX = 65536
 
 
 class InUse(CheckpointError, UsageError):
-    """Another job, which lives, saves there."""
+    """Another job, which is alive, saves to the directory."""
 
 
 class _Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the lease file."""
+
     owner: str
     epoch: int
-    """Of the job's start: what is unfinished of other epochs is nobody's."""
+    """Epoch of the job's start. Unfinished data of other epochs belongs to no living job."""
     boot: str = ""
     host: str = ""
     process: tuple[int, int, int, int] = (0, 0, 0, 0)
     beat: int = 0
     renewed: bool = True
-    """By a thread. Else the file says when the process has last saved."""
+    """Whether a thread renews the file. Otherwise the file is written at each save."""
     ended: bool = False
 
 
 class Lease:
-    """One process's. ``owner`` is the same for all processes of a job, and no other job's."""
+    """One process's hold on a job's directory.
+
+    ``owner`` is the same for all processes of a job, and unique to the job.
+    """
 
     def __init__(self, store: DurableStore, owner: str, epoch: int = 0) -> None:
         self._store, self._owner, self.epoch = store, owner, epoch
@@ -74,10 +81,13 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._held = False
         self.lost = ""
-        """Why this job must not save any more."""
+        """Why this job must not save any more; empty while it may."""
 
     def take(self) -> None:
-        """Raises `InUse`, and OSError."""
+        """Become the owner of the directory, waiting for a dying one.
+
+        Raises `InUse` when another job lives, and OSError.
+        """
         with contextlib.suppress(FileExistsError):
             self._store.files.mkdir(self._store.directory)
         began, seen = time.monotonic(), None
@@ -88,17 +98,18 @@ class Lease:
                     self._store.files.create(self._path, self._said())
                     return
                 if _read(self._store, self._path) is None:
-                    self._store.files.replace(self._path, self._said())  # it is no owner's: damaged
+                    self._store.files.replace(self._path, self._said())  # the file is damaged and names no owner
                 continue
             if found.owner == self._owner:
-                with contextlib.suppress(OSError):  # a disk that is full keeps no job from what it owns: renewed later
+                # a full disk must not keep a job from its own directory; the file is renewed later
+                with contextlib.suppress(OSError):
                     self._store.files.replace(self._path, self._said())
                 return
             alive = _is_alive(self._store, self._path, found)
             if not alive:
                 self._store.files.replace(self._path, self._said())
                 time.sleep(_SETTLE_S)
-                continue  # it is ours now, unless another was a moment later
+                continue  # it is ours now, unless another job wrote a moment later
             moved = seen is not None and found.beat != seen
             seen = found.beat if seen is None else seen
             if _is_near(found):
@@ -115,8 +126,10 @@ class Lease:
             time.sleep(_LOOK_S)
 
     def hold(self) -> str:
-        """Before a save, in place of `take` and `keep`: a later start of a job fences the earlier one. Why this one must not save any more;
-        "" also when storage does not say."""
+        """Renew the lease before a save, instead of `take` and `keep`. A later start of a job fences the earlier one.
+
+        Return why this start must not save any more; "" when it may, or when storage does not answer.
+        """
         with contextlib.suppress(OSError):
             found = _read(self._store, self._path)
             if self._held and found is not None and found.owner != self._owner:
@@ -128,13 +141,16 @@ class Lease:
         return self.lost
 
     def keep(self, told: Callable[[str], None] = lambda _: None) -> None:
-        """Renew it from now on, in a thread. ``told`` gets the reason when another job has taken it."""
+        """Renew the lease from now on, in a thread.
+
+        ``told`` gets the reason when another job has taken the directory.
+        """
         self._thread = threading.Thread(target=self._renew, args=[told], name="rackrun-lease", daemon=True)
         self._thread.start()
 
     def _renew(self, told: Callable[[str], None]) -> None:
         while not self._over.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # until it answers again
+            with contextlib.suppress(OSError):  # until storage answers again
                 found = _read(self._store, self._path)
                 if found is not None and found.owner != self._owner and not found.ended:
                     self.lost = f"{self._store.directory} was taken over by another job, on {found.host}"
@@ -146,7 +162,7 @@ class Lease:
                 self._store.files.replace(self._path, self._said())
 
     def leave(self, *, ended: bool) -> None:
-        """Renew it no more. ``ended``: the job is over, and the next may begin at once."""
+        """Stop renewing. ``ended``: the job is over, and the next one may begin at once."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(_LEAVING_S)
@@ -158,6 +174,7 @@ class Lease:
         end_session(self._me)
 
     def _said(self, *, ended: bool = False, renewed: bool = True) -> bytes:
+        """Return the file's content as JSON."""
         return msgspec.json.encode(
             _Owner(
                 owner=self._owner,
@@ -173,7 +190,7 @@ class Lease:
 
 
 def living_epoch(store: DurableStore) -> tuple[bool, int | None]:
-    """Whether the directory says who its owner is; and the epoch of the owner, if it lives. Raises OSError."""
+    """Return whether the directory names an owner, and the owner's epoch if it is alive, else None. Raises OSError."""
     path = store.directory / NAME
     found = _read(store, path)
     if found is None:
@@ -182,7 +199,7 @@ def living_epoch(store: DurableStore) -> tuple[bool, int | None]:
 
 
 def _read(store: DurableStore, path: Path) -> _Owner | None:
-    """None: it is not there, or nobody's. Raises OSError."""
+    """Read the lease file; None when it is missing or damaged. Raises OSError."""
     try:
         return msgspec.json.decode(read_small(store.files, path, _BYTES_MAX), type=_Owner)
     except (FileNotFoundError, CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -190,6 +207,7 @@ def _read(store: DurableStore, path: Path) -> _Owner | None:
 
 
 def _is_alive(store: DurableStore, path: Path, owner: _Owner) -> bool:
+    """Whether the owner is alive: by its process if that can be seen from here, else by the age of the file."""
     if owner.ended:
         return False
     if _is_near(owner):
@@ -198,12 +216,12 @@ def _is_alive(store: DurableStore, path: Path, owner: _Owner) -> bool:
 
 
 def _is_near(owner: _Owner) -> bool:
-    """Its process can be seen from here."""
+    """Whether the owner's process is on this host and in this pid namespace, so that it can be checked."""
     return owner.boot == _boot() and Process(*owner.process).namespace == namespace()
 
 
 def _age_s(store: DurableStore, path: Path) -> float:
-    """By the clock of the storage."""
+    """Return the age of a file in seconds, by the clock of the storage."""
     probe = store.directory / f".clock-{secrets.token_hex(4)}"
     store.files.replace(probe, b"?")
     try:

@@ -1,11 +1,12 @@
 """An object store behind the file operations of the durable tier, through fsspec.
 
-An object is there whole or not at all, and there are no directories: a prefix is one as long as something is below it. There is
-nothing to sync, and neither links nor renames; `rackrun.checkpoint.durable.object_writer` does without them.
+An object is there whole or not at all. There are no directories: a prefix exists as long as an object lies below it.
+There is nothing to sync, and there are neither links nor renames; `rackrun.checkpoint.durable.object_writer` does
+without them.
 
-Traps. What fsspec's implementations raise is not always an OSError, and an OSError of theirs not always has a number: here it does.
-Their caches of listings would hide what other ranks have written. A buffered file that is dropped is uploaded by its
-destructor. A file of ``memory://`` is seen as soon as it is opened.
+fsspec's implementations do not always raise an OSError, and their OSErrors do not always have a number; here they do.
+Their listing caches would hide what other ranks have written. A buffered file that is dropped is uploaded by its
+destructor. A file of ``memory://`` is visible as soon as it is opened.
 """
 
 from __future__ import annotations
@@ -35,18 +36,23 @@ _NEEDS = {
     "az": ("adlfs", "adlfs"),
     "abfs": ("adlfs", "adlfs"),
 }
-"""Scheme -> module, distribution."""
+"""Scheme -> (module, distribution) that it needs."""
 _PART_BYTES = 32 * 2**20
-"""Of an upload in parts: 10,000 of them are what S3 takes."""
+"""Size of one part of a multi-part upload. S3 takes at most 10,000 parts."""
 
 
 def files_at(path: Path) -> Files:
-    """Of the store that ``path`` is in. Raises UsageError when the package for that store is not installed."""
+    """Return the file operations of the store that ``path`` is in.
+
+    Raises UsageError when the store's package is missing.
+    """
     return ObjectFiles(path.scheme) if isinstance(path, RemotePath) else Files()
 
 
 @dataclass
 class _Open:
+    """An open object, found by its number."""
+
     path: RemotePath
     size: int
     kind: int = stat.S_IFREG
@@ -54,6 +60,8 @@ class _Open:
 
 
 class ObjectFiles(Files):
+    """File operations on objects. All errors are OSErrors with a number."""
+
     objects = True
 
     def __init__(self, scheme: str) -> None:
@@ -103,10 +111,10 @@ class ObjectFiles(Files):
         return count
 
     def fsync(self, fd: int) -> None:
-        """An object is durable when its upload is complete, which `close` waits for."""
+        """Do nothing: an object is durable when its upload is complete, which `close` waits for."""
 
     def forget(self, fd: int) -> None:
-        """What is read comes from the store."""
+        """Do nothing: reads come from the store."""
 
     def fstat(self, fd: int) -> os.stat_result:
         one = self._open[fd]
@@ -132,6 +140,7 @@ class ObjectFiles(Files):
             self._fs.pipe_file(_remote(path).key, data)
 
     def create(self, path: Path, data: bytes) -> None:
+        """Create an object only if there is none, as far as the store supports that. Raises FileExistsError."""
         key = _remote(path).key
         with _typed(path):
             if self._there(key):
@@ -140,7 +149,7 @@ class ObjectFiles(Files):
                 self._fs.pipe_file(key, data, mode="create")
             except FileExistsError:
                 raise
-            except (TypeError, ValueError, NotImplementedError, OSError):  # a store that knows no condition
+            except (TypeError, ValueError, NotImplementedError, OSError):  # a store without conditional writes
                 if self._there(key):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
                 self._fs.pipe_file(key, data)
@@ -165,7 +174,7 @@ class ObjectFiles(Files):
         return _status(stat.S_IFREG, int(info.get("size") or 0), _time_of(info))
 
     def sizes(self, directory: Path, names: list[str]) -> dict[str, os.stat_result]:
-        """One listing instead of a question for each."""
+        """Return the status of each file, from one listing instead of a request for each."""
         found = {name: status for name, status in self._list(directory) if stat.S_ISREG(status.st_mode)}
         for name in names:
             if name not in found:
@@ -192,7 +201,7 @@ class ObjectFiles(Files):
         return found
 
     def make_root(self, path: Path) -> None:
-        """There is nothing to make, but the bucket must be there, and say so."""
+        """Check that the bucket exists and answers. There is nothing to make."""
         bucket = RemotePath(*path.parts[:2])
         with _typed(bucket):
             if bucket.scheme != "memory":
@@ -200,7 +209,7 @@ class ObjectFiles(Files):
                 self._fs.info(bucket.key)
 
     def mkdir(self, path: Path) -> None:
-        """There is nothing to make."""
+        """Do nothing: there are no directories to make."""
 
     def rmdir(self, path: Path) -> None:
         if _remote(path).scheme == "memory":
@@ -215,7 +224,7 @@ class ObjectFiles(Files):
 
 
 class _Held:
-    """An upload to a store that shows a file as soon as it is opened."""
+    """An upload for a store that shows a file as soon as it is opened: it is written at once, when closed."""
 
     def __init__(self, fs: Any, key: str) -> None:
         self._fs, self._key, self._data = fs, key, io.BytesIO()
@@ -231,10 +240,13 @@ class _Held:
 
 
 def _drop(upload: Any) -> None:
-    """Nothing of it is to be seen; what the store refuses now, its own rules for unfinished uploads remove."""
+    """Drop an upload so that no object appears.
+
+    The store's own rules remove unfinished uploads that it refuses to drop.
+    """
     with contextlib.suppress(Exception):
         upload.discard()
-    upload.closed = True  # else its destructor completes it
+    upload.closed = True  # otherwise its destructor completes the upload
 
 
 def _remote(path: Path) -> RemotePath:
@@ -270,7 +282,7 @@ _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created", "timeC
 
 
 def _time_of(info: dict[str, Any]) -> float:
-    """By the store's clock; 0.0: it does not say."""
+    """Return when an object was written, in seconds by the store's clock; 0.0 when the store does not say."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, str):
@@ -285,7 +297,7 @@ def _time_of(info: dict[str, Any]) -> float:
 
 @contextlib.contextmanager
 def _typed(path: Path) -> Iterator[None]:
-    """Whatever is raised is an OSError with a number."""
+    """Turn every exception into an OSError with a number."""
     try:
         yield
     except OSError as error:

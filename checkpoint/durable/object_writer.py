@@ -1,14 +1,14 @@
-"""Writing one generation into an object store: data first, the manifest last.
+"""Write one generation into an object store: data first, the manifest last.
 
 ::
 
     <root>/<job>/gen-000000000123/
-        data-<epoch>-<nonce>/       what the writers of one attempt have uploaded: shards and fragments, by their usual names
-        MANIFEST.json               the generation is whole when this is there; its step, epoch and world size name the attempt
+        data-<epoch>-<nonce>/       uploads of the writers of one attempt: shards and fragments, by their usual names
+        MANIFEST.json               the generation is whole when this exists; step, epoch, world size name the attempt
 
-An object appears whole or not at all, so there are no temporary names and nothing is renamed. Attempts that differ in anything do
-not share a prefix: whoever is late writes over nothing that was published. The manifest is created only where there is
-none, as far as the store can be asked for that; of two that are whole, either may stay.
+An object appears whole or not at all, so there are no temporary names and no renames. Attempts that differ in anything
+have different prefixes, so a late writer overwrites nothing that was published. The manifest is created only where none
+exists, as far as the store supports that; of two whole attempts, either may stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ObjectWriter"]
 
 
 class ObjectWriter(GenerationWriter):
-    """`_temporary` is this attempt's prefix."""
+    """Writes shards of one generation into an object store. `_temporary` is this attempt's prefix."""
 
     def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
         name = self._temporary / shard_name(fragment.rank, self.world_size)
@@ -46,10 +46,10 @@ class ObjectWriter(GenerationWriter):
         self._discard()
 
     def _sync_name(self) -> None:
-        """An upload that is complete is durable."""
+        """Do nothing: a completed upload is durable."""
 
     def _discard(self) -> None:
-        """Unless it is what was published."""
+        """Delete this attempt's prefix, unless it is the published one."""
         with contextlib.suppress(OSError):
             if not self._store.is_used(self._temporary):
                 for _ in delete_tree(self._files, self._temporary):

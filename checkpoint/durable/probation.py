@@ -1,7 +1,9 @@
-"""What is remembered of generations across restarts, beside the durable ones: which turned out bad, and how often each was
-restored without proving good. A job that ends again and again after the same restore goes on to an older generation.
+"""Notes on generations across restarts: which turned out bad, and how often each was restored without being confirmed.
 
-Files of a few bytes; what storage refuses is not remembered, and never an error.
+A job that fails again and again after the same restore goes on to an older generation.
+
+The notes are files of a few bytes beside the generations. What storage refuses to store is not remembered; that is
+never an error.
 """
 
 from __future__ import annotations
@@ -29,25 +31,25 @@ _NOTE_BYTES_MAX = 2**20
 
 
 class Probation:
-    """In ``directory``, which all ranks see. One rank writes."""
+    """The notes in ``directory``, which all ranks see. One rank writes."""
 
     def __init__(self, directory: Path, files: Files | None = None) -> None:
         self.directory, self._files = directory, files or files_at(directory)
 
     def quarantined(self) -> dict[int, str]:
-        """Generation -> why."""
+        """Return generation -> why it was quarantined."""
         found = {}
         for generation, path in self._of(_QUARANTINED):
             try:
                 found[generation] = self._read(path)[:_REASON_BYTES_MAX].decode(errors="replace")
             except FileNotFoundError:
-                continue  # it was lifted just now
+                continue  # the quarantine was lifted just now
             except (OSError, CheckpointError) as error:
                 found[generation] = f"why cannot be read: {error}"
         return found
 
     def attempts(self) -> dict[int, int]:
-        """Generation -> restores that nobody has confirmed."""
+        """Return generation -> how many restores of it were not confirmed."""
         found = {}
         for generation, path in self._of(_RESTORED):
             with contextlib.suppress(OSError):
@@ -55,7 +57,7 @@ class Probation:
         return found
 
     def barred(self) -> dict[int, str]:
-        """Generation -> why no restore takes it."""
+        """Return generation -> why no restore takes it."""
         tried = {
             generation: f"passed over: resumed from {times} times, and nothing newer was finished"
             for generation, times in self.attempts().items()
@@ -64,18 +66,20 @@ class Probation:
         return tried | {generation: f"quarantined: {why}" for generation, why in self.quarantined().items()}
 
     def quarantine(self, generation: int, reason: str) -> None:
+        """Record that a generation turned out bad, so that no restore takes it again."""
         self._append(_QUARANTINED, generation, reason.encode()[:_REASON_BYTES_MAX])
 
     def restored(self, generation: int) -> None:
+        """Count one more restore of a generation."""
         self._append(_RESTORED, generation, b".")
 
     def confirm(self, generation: int) -> None:
-        """It has proven good: what was restored from it went on to something newer, or to the end."""
+        """Clear the count of a generation: a run restored from it went on to something newer, or to the end."""
         with contextlib.suppress(OSError):
             self._files.unlink(self.directory / _name(_RESTORED, generation))
 
     def forget(self, generation: int) -> None:
-        """It is gone, or shall be taken again."""
+        """Delete all notes on a generation that is gone, or that may be restored again."""
         self.confirm(generation)
         with contextlib.suppress(OSError):
             self._files.unlink(self.directory / _name(_QUARANTINED, generation))
@@ -106,6 +110,7 @@ class Probation:
         self._files.replace(path, former + data)
 
     def _of(self, what: str) -> Iterator[tuple[int, Path]]:
+        """Yield generation and path of each note of one kind."""
         with contextlib.suppress(OSError):
             for name in self._files.listdir(self.directory):
                 match = _NAME.fullmatch(name)

@@ -1,18 +1,19 @@
-"""Which durable generations stay, and how the others go.
+"""Choose which durable generations stay, and delete the others.
 
-`choose` decides, a pure function: the newest ``keep_last``, the first of each span of ``keep_every`` steps, the pinned ones,
-and always the newest verified one. When none is verified, nothing goes. What no restore takes (quarantined, or passed over:
-`rackrun.checkpoint.durable.probation`) does not count among the newest: it stays beside them until the oldest of them is newer.
+`choose` decides, as a pure function. It keeps the newest ``keep_last``, the first of each span of ``keep_every`` steps,
+the pinned ones, and always the newest verified one. When none is verified, nothing is deleted. A generation that no
+restore takes (quarantined or passed over: `rackrun.checkpoint.durable.probation`) does not count among the newest; it
+stays until the oldest of them is newer than it.
 
-`collect` does it: the decision is written down (``RETENTION.json``), each directory is renamed to ``.trash-...``, the
-renaming is synced, and only then are files deleted, the manifest first. It may be stopped anywhere and run again, by
-anyone, also while another one runs; what cannot be done is reported and tried again next time.
+`collect` carries the decision out: it writes it down (``RETENTION.json``), renames each directory to ``.trash-...``,
+syncs the renaming, and only then deletes files, the manifest first. It may be stopped anywhere and run again, by any
+process, also while another one runs. What cannot be done is reported, and tried again next time.
 
-Traps. Nothing is deleted on the strength of a name that is not on disk, so the job's directory is synced first, and again
-between renaming and deleting: else a power loss could bring back the name of a half-deleted generation, or take away the
-one that the others were deleted for. A full disk is what this is for: writing down the decision may fail. Temporary
-directories belong to somebody as long as their epoch lasts, and clocks of hosts differ: they go only when their epoch is
-over and they are older than a limit.
+Nothing is deleted on account of a name that is not on disk. So the job's directory is synced first, and again between
+renaming and deleting; otherwise a power loss could bring back the name of a half-deleted generation, or lose the one
+that replaced the others. Retention must work on a full disk, so writing down the decision may fail. Temporary
+directories belong to a living job as long as their epoch lasts, and clocks of hosts differ: they are deleted only when
+their epoch is over and they are older than a limit.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ LOG = "RETENTION.json"
 
 @dataclass(frozen=True)
 class Retention:
-    """``keep_every`` is in steps; 0 keeps none for that reason. Raises ValueError for what makes no sense."""
+    """How many generations stay. ``keep_every`` is in steps; 0 keeps none for that reason.
+
+    Raises ValueError when ``keep_last`` is below 1 or ``keep_every`` below 0.
+    """
 
     keep_last: int = 3
     keep_every: int = 0
@@ -60,7 +64,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class Choice:
-    """``keep``: generation -> why. ``drop``: oldest first."""
+    """The generations to keep and to drop. ``keep``: generation -> why. ``drop``: oldest first."""
 
     keep: Mapping[int, str]
     drop: tuple[int, ...]
@@ -68,13 +72,13 @@ class Choice:
 
 @dataclass
 class Collected:
-    """What `collect` did. ``failures``: what it could not do; the next one tries again."""
+    """What `collect` has done. ``failures``: what it could not do; the next call tries again."""
 
     kept: Mapping[int, str] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
     trash: int = 0
-    """Directories of waste that were deleted."""
+    """How many trash directories were deleted."""
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -87,8 +91,11 @@ def choose(
     barred: Collection[int] = (),
     superseded: int | None = None,
 ) -> Choice:
-    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes, or that may not be on disk.
-    ``superseded``: the newest step that is verified in this run; what is of later steps stays. None: of any."""
+    """Choose which generations stay. Choosing again after dropping the others drops nothing more.
+
+    ``barred``: generations that no restore takes, or that may not be on disk. ``superseded``: the newest step that is
+    verified in this run; generations of later steps stay. None: no such limit.
+    """
     keep: dict[int, str] = {}
     spans: set[int] = set()
     for info in sorted(generations, key=lambda info: info.generation):
@@ -112,7 +119,7 @@ def choose(
     return Choice(keep, tuple(generation for generation in reversed(newest) if generation not in keep))
 
 
-def collect(  # noqa: PLR0913 - what a caller knows of the job that it is of
+def collect(  # noqa: PLR0913 - all that a caller knows about its job
     store: DurableStore,
     retention: Retention,
     *,
@@ -124,13 +131,18 @@ def collect(  # noqa: PLR0913 - what a caller knows of the job that it is of
     began: int | None = None,
     over: Callable[[int], bool] = lambda _: False,
 ) -> Collected:
-    """Delete what `choose` drops, temporary directories of epochs before ``epoch`` older than ``orphan_ttl_s``, those of
-    ``epoch`` for generations before ``finished`` (which nobody writes any more: the caller knows), and waste. ``began``: the generation
-    that the run of ``epoch`` has restored, -1 when there was none; what is not superseded by a verified one of its own, or of those it
-    began from, stays (the run's own were read back when they were written). None: no run asks, and any verified one will do. ``over``:
-    whether the job of an epoch is known to be over, so that what it left goes at once. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
+    """Delete what `choose` drops, unfinished data that no writer will finish, and trash. Return what was done.
 
-    Reads all bytes of the newest generation when none is marked as verified yet.
+    Unfinished data of epochs before ``epoch`` goes when it is older than ``orphan_ttl_s``, or at once where ``over``
+    says that the epoch's job has ended. Unfinished data of ``epoch`` goes for generations before ``finished``, which
+    the caller knows that no process writes any more.
+
+    ``began``: the generation that the run of ``epoch`` has restored; -1 when it restored none. A generation stays
+    unless a verified one of this run, or of those it began from, supersedes it; the run's own were read back when they
+    were written. None: no run asks, and any verified generation counts. ``now``: Unix time in seconds, like file times.
+
+    Errors of storage are recorded, not raised. Reads all bytes of the newest generation when none is marked as
+    verified.
     """
     done = Collected()
     try:
@@ -172,7 +184,10 @@ def collect(  # noqa: PLR0913 - what a caller knows of the job that it is of
 
 
 def _superseded(generations: Sequence[GenerationInfo], epoch: int, began: int, newest_verified: int | None) -> int:
-    """The newest step that is verified in the run of ``epoch``, which has begun from ``began``."""
+    """Return the newest step that is verified in the run of ``epoch``; -1 for none.
+
+    ``began``: the generation that the run has restored. It and verified generations before it count as the run's.
+    """
     own = [
         info.step
         for info in generations
@@ -184,7 +199,7 @@ def _superseded(generations: Sequence[GenerationInfo], epoch: int, began: int, n
 
 
 def sweep(store: DurableStore, *, epoch: int) -> Collected:
-    """Only what is unfinished of jobs that are over, and waste: the job of ``epoch`` owns the directory, and begins."""
+    """Delete trash, and unfinished data of all epochs but ``epoch``, whose job owns the directory and is beginning."""
     done = Collected()
     with contextlib.suppress(FileNotFoundError):
         try:
@@ -208,7 +223,7 @@ def _exists(store: DurableStore) -> bool:
 
 
 def _newest_verified(store: DurableStore, generations: Sequence[GenerationInfo]) -> int | None:
-    """By its mark; when none has one, the newest of which all bytes are right now."""
+    """Return the newest generation marked as verified; if none is marked, the newest whose bytes are all right now."""
     for info in generations:
         if info.verified:
             return info.generation
@@ -220,6 +235,7 @@ def _newest_verified(store: DurableStore, generations: Sequence[GenerationInfo])
 
 
 def _write_down(store: DurableStore, choice: Choice, epoch: int, done: Collected) -> None:
+    """Write the decision to ``RETENTION.json``. A failure is recorded, not raised."""
     decision = {"epoch": epoch, "keep": {str(key): why for key, why in choice.keep.items()}, "drop": choice.drop}
     try:
         store.files.replace(store.directory / LOG, msgspec.json.encode(decision))
@@ -228,7 +244,7 @@ def _write_down(store: DurableStore, choice: Choice, epoch: int, done: Collected
 
 
 def _sweep(store: DurableStore, before: float) -> None:
-    """What died before `_write_down` gave it its name."""
+    """Delete temporary files of `_write_down` that are older than ``before``."""
     for name in store.files.listdir(store.directory):
         if name.startswith(f".{LOG}-"):
             with contextlib.suppress(FileNotFoundError):
@@ -237,7 +253,7 @@ def _sweep(store: DurableStore, before: float) -> None:
 
 
 def _take_away(store: DurableStore, generation: int, done: Collected) -> bool:
-    """Nobody reads it from here on."""
+    """Make a generation unreadable from here on: rename it, or delete its manifest in an object store."""
     if not store.files.objects:
         return _set_aside(store, store.path(generation), done)
     try:
@@ -250,6 +266,7 @@ def _take_away(store: DurableStore, generation: int, done: Collected) -> bool:
 
 
 def _discard(store: DurableStore, path: Path, done: Collected) -> bool:
+    """Set a directory aside, or delete it in an object store. Return whether that was done."""
     if not store.files.objects:
         return _set_aside(store, path, done)
     try:
@@ -273,7 +290,7 @@ def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
 
 
 def _is_orphan(store: DurableStore, part: Part, epoch: int, before: float, finished: int) -> bool:
-    """Nobody will finish it."""
+    """Whether no process will finish this unfinished data."""
     if part.epoch == epoch:
         return part.generation < finished
     if part.epoch > epoch:

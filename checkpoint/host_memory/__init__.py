@@ -1,1 +1,1 @@
-"""Host memory that is fast for a GPU: allocated ahead, and registered with the driver."""
+"""Host memory prepared for fast copies: faulted in ahead, and registered with the GPU's driver."""

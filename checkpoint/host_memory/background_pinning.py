@@ -1,7 +1,7 @@
-"""Host memory is registered with a GPU's driver beside training, in pieces: large memory takes the driver tens of seconds.
+"""Register host memory with a GPU's driver in the background, piece by piece: large memory takes tens of seconds.
 
-Until a piece is registered, copies to it are slower, and no less right. A copy must not cross from one piece to the next: the driver takes the
-memory of one copy to be of one kind. `Pinning.cuts` says where to cut it.
+Until a piece is registered, copies to it are slower but correct. A copy must not cross from one piece to the next,
+because the driver assumes that the memory of one copy is of one kind. `Pinning.cuts` says where to cut it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rackrun.checkpoint.host_memory.host_registration import Runtime, register_m
 __all__ = ["PIECE_BYTES", "Pinning"]
 
 PIECE_BYTES = 256 * 2**20
-"""The driver may hold launches up while it registers one: a tenth of a second, at 2 to 8 GB/s."""
+"""Size of a piece. The driver may delay launches while it registers one: a tenth of a second, at 2 to 8 GB/s."""
 
 
 @dataclass
@@ -25,11 +25,15 @@ class _Memory:
     thread: threading.Thread | None = None
     gone: bool = False
     pieces: list[int] = field(default_factory=list)
-    """The addresses of those that are registered."""
+    """The addresses of the registered pieces."""
 
 
 class Pinning:
-    """``use_device`` is called first in each thread that asks the driver. ``tell`` is called once, when something cannot be registered."""
+    """Registers and unregisters memory in the background.
+
+    ``use_device`` is called first in each thread that calls the driver. ``tell`` is called once, with a message, when
+    memory cannot be registered.
+    """
 
     def __init__(
         self, use_device: Callable[[], None], tell: Callable[[str], None], runtime: Runtime | None = None
@@ -39,7 +43,7 @@ class Pinning:
         self._told = False
 
     def pin(self, address: int, size: int) -> None:
-        """Begin; returns at once."""
+        """Begin to register memory. Returns at once."""
         memory = self._memories[address] = _Memory(address, size)
         memory.thread = threading.Thread(
             target=self._register, args=[memory], name=f"rackrun-pin-{address:x}", daemon=True
@@ -47,7 +51,10 @@ class Pinning:
         memory.thread.start()
 
     def unpin(self, address: int) -> None:
-        """Before that memory goes: waits for the piece in hand. Nothing may be copied to it any more."""
+        """Unregister memory before it is freed, after waiting for the piece in progress.
+
+        Nothing may be copied to it any more.
+        """
         memory = self._memories.pop(address, None)
         if memory is None or memory.thread is None:
             return
@@ -57,8 +64,11 @@ class Pinning:
             unregister_memory(piece, self._runtime)
 
     def cuts(self, address: int, size: int) -> list[int]:
-        """Where a copy to these bytes, of memory that was given to `pin` or not, is to be cut: offsets between 0 and ``size``."""
-        for memory in tuple(self._memories.values()):  # others may pin meanwhile
+        """Return where to cut a copy to these bytes: offsets between 0 and ``size``.
+
+        Empty for memory not given to `pin`.
+        """
+        for memory in tuple(self._memories.values()):  # another thread may pin meanwhile
             if memory.address <= address < memory.address + memory.size:
                 first = PIECE_BYTES - (address - memory.address) % PIECE_BYTES
                 return list(range(first, size, PIECE_BYTES))
@@ -76,7 +86,7 @@ class Pinning:
             memory.pieces.append(memory.address + start)
 
     def _failed(self, size: int) -> None:
-        """What the driver has refused once it refuses again."""
+        """Report once that memory cannot be registered. The driver refuses later requests as well."""
         if not self._told:
             self._told = True
             self._tell(

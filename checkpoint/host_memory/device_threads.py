@@ -1,4 +1,4 @@
-"""Threads that touch a device."""
+"""Prepare a thread to use a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from rackrun.checkpoint.host_memory.loaded_libraries import loaded_library
 __all__ = ["use_device"]
 
 _OF_THIS_THREAD = 1
-"""cudaStreamCaptureModeThreadLocal: of captures, only this thread's own forbid it anything. By default an event that is asked for, beside a
-capture of any other thread, ends that capture with an error."""
+"""cudaStreamCaptureModeThreadLocal: only this thread's own captures restrict what it may call.
+
+By default, querying an event while any other thread captures a graph ends that capture with an error.
+"""
 
 
 def use_device(device: torch.device) -> None:
-    """First in each thread that may touch ``device``: else CUDA would make a context on the first GPU, which is another rank's. And what this
-    thread asks for does not spoil a CUDA graph that another one captures."""
+    """Select ``device`` in this thread. Call it first in each thread that may use the device.
+
+    Without it CUDA would make a context on the first GPU, which belongs to another rank. It also keeps this thread's
+    calls from spoiling a CUDA graph that another thread captures. No effect for a device that is not CUDA.
+    """
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)

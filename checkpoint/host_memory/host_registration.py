@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies to and from at full speed: registered with its driver, where that is possible."""
+"""Register host memory with the GPU's driver, so that copies run at full speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Runtime", "register_memory", "unregister_memory"]
 
 
 class Runtime(Protocol):
-    """CUDA's, as far as it is asked. What it returns is an error's code, or 0."""
+    """The calls of CUDA's runtime that are used here. Each returns an error code, or 0."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int: ...  # noqa: N802 - CUDA's names
 
@@ -21,17 +21,20 @@ class Runtime(Protocol):
 
 
 def register_memory(address: int, size: int, runtime: Runtime | None = None) -> bool:
-    """``size`` bytes at ``address``. False: it is not, copies are slower. The memory may be registered already, or be too much."""
+    """Register ``size`` bytes at ``address``. Return False when they are not registered; copies are slower then.
+
+    Memory may be refused because it is registered already, or is too large.
+    """
     return _done((runtime or torch.cuda.cudart()).cudaHostRegister(address, size, 0))
 
 
 def unregister_memory(address: int, runtime: Runtime | None = None) -> bool:
-    """Before the memory goes."""
+    """Unregister memory before it is freed. Return whether that succeeded."""
     return _done((runtime or torch.cuda.cudart()).cudaHostUnregister(address))
 
 
 def _done(code: object) -> bool:
-    """The runtime also remembers what has failed, and the next kernel that anybody launches would raise it."""
+    """Whether the code is 0. If not, the runtime's stored error is cleared: the next kernel launch would raise it."""
     if int(code) == 0:  # type: ignore[call-overload]
         return True
     _forget_error()

@@ -1,11 +1,11 @@
-"""The pages of a mapped file are had ahead, with several threads, while all other threads go on.
+"""Fault in the pages of a mapped file ahead of use, with several threads, while all other threads continue.
 
-`mmap.MAP_POPULATE` and `mmap.madvise` hold Python's lock until the last page is there: for large memory nothing else in the
-process runs for seconds. Here the kernel is asked without that lock, and for one piece after the other, because whoever maps or
-unmaps memory meanwhile waits for the pieces in hand.
+`mmap.MAP_POPULATE` and `mmap.madvise` hold Python's lock until the last page is there: for large memory, nothing else
+in the process runs for seconds. Here the kernel is called without that lock, and for one piece after the other, because
+a thread that maps or unmaps memory meanwhile waits for the pieces in progress.
 
-There is no ``posix_fallocate`` before it, which allocates in one thread only: asked to populate, the kernel says as well that it has no
-memory, where a thread that touches a page would get SIGBUS.
+``posix_fallocate`` is not called first, since it allocates in one thread only. Populating also reports missing memory
+as an error, where a thread that touches a page would get SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rackrun.checkpoint.base.errors import CheckpointError
 __all__ = ["BY_ITSELF", "PIECE_BYTES", "Populating", "populate"]
 
 PIECE_BYTES = 8 * 2**20
-"""A few milliseconds of one core, for which whoever maps memory may wait."""
+"""Size of a piece: a few milliseconds of one core, for which a thread that maps memory may wait."""
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later."""
+"""Available in Linux 5.14 and later."""
 _MAP_FIXED = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,21 +35,21 @@ _libc.mmap.restype = ctypes.c_void_p
 
 @dataclass(frozen=True)
 class Populating:
-    """``wanted`` is asked before each piece."""
+    """How many threads populate. ``wanted`` is called before each piece; False stops with an error."""
 
     threads: int = 1
     wanted: Callable[[], bool] = lambda: True
 
 
 BY_ITSELF = Populating()
-"""The calling thread, to the end."""
+"""Populate in the calling thread alone, to the end."""
 
 
 def populate(fd: int, address: int, size: int, how: Populating = BY_ITSELF) -> None:
-    """Allocate the first ``size`` bytes of ``fd``, which are mapped to be written, and shared, at ``address``.
+    """Allocate the first ``size`` bytes of ``fd``, which are mapped writable and shared at ``address``.
 
-    Returns when all pages are there, or raises `OSError` when there is no memory for them, or `CheckpointError` when they are not
-    wanted any more. No thread is left then.
+    Returns when all pages are there. Raises `OSError` when there is no memory for them, and `CheckpointError` when
+    ``how.wanted`` returns False. All its threads have ended then.
     """
     pieces = iter(range(0, size, PIECE_BYTES))
     taking = threading.Lock()
@@ -82,9 +82,10 @@ def populate(fd: int, address: int, size: int, how: Populating = BY_ITSELF) -> N
 
 
 def _have(fd: int, address: int, start: int, size: int) -> None:
+    """Fault in one piece. Kernels without MADV_POPULATE_WRITE map it anew with MAP_POPULATE."""
     if _libc.madvise(address + start, size, _MADV_POPULATE_WRITE) == 0:
         return
-    os.posix_fallocate(fd, start, size)  # says why, where there is no memory
+    os.posix_fallocate(fd, start, size)  # raises the reason, where there is no memory
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
     mapped = _libc.mmap(address + start, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start)
     if mapped != address + start:

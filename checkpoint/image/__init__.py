@@ -1,1 +1,1 @@
-"""A rank's state as bytes: the header, boxes of tensors, the plain part."""
+"""A rank's state as bytes: the safetensors image, the boxes of its tensors, and its plain part."""

@@ -1,8 +1,8 @@
-"""Boxes: the parts of a tensor that ranks hold, as offsets and sizes per dim, and where they lie in memory.
+"""Boxes: the parts of a tensor that ranks hold, as offsets and sizes for each dim, and their bytes in memory.
 
-Everything about another world size is arithmetic on boxes: which parts cover a wanted one (`cover`), and which bytes of a
-part those are (`runs`). The traps: a tensor without dims has one element and one box, ``Box((), ())``; a box with a size
-of 0 intersects nothing, and nothing has to cover it.
+Resharding to another world size is arithmetic on boxes: which parts cover a wanted box (`cover`), and which bytes of a
+part those are (`runs`). A tensor without dims has one element and one box, ``Box((), ())``. A box with a size of 0
+intersects nothing, and needs no cover.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """``sizes`` elements from ``offsets`` on, in a tensor of as many dims. ValueError when it is none."""
+    """``sizes`` elements from ``offsets`` on, in a tensor of as many dims.
+
+    Raises ValueError when the lengths differ or a number is negative.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -33,6 +36,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
+        """Return the box of a whole tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,7 +44,10 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both hold; None when that is nothing."""
+        """Return the box of the elements in both; None when there are none.
+
+        Raises `LayoutMismatch` for different dims.
+        """
         if self == other:
             return self if self.numel else None
         _same_dims(self, other)
@@ -54,6 +61,7 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
+        """Whether all of ``other`` lies in this box. Raises `LayoutMismatch` for different dims."""
         _same_dims(self, other)
         return all(
             a <= b and b + m <= a + n
@@ -61,24 +69,25 @@ class Box:
         )
 
     def __str__(self) -> str:
-        """As an index: ``[0:4, 8:16]``."""
+        """Return the box as an index: ``[0:4, 8:16]``."""
         return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(self.offsets, self.sizes, strict=True))}]"
 
 
 def cover(target: Box, parts: Sequence[tuple[Box, T]]) -> list[tuple[Box, T]]:
-    """Pieces of ``target``, disjoint and without a gap, each from one part, in the order of ``parts``.
+    """Cover ``target`` with disjoint pieces, each from one part, and return (piece, part) in the order of ``parts``.
 
-    Where parts overlap, the earlier one gives. Parts that are disjoint within ``target`` give one piece each.
-    Raises `LayoutMismatch`, naming what no part holds.
+    Where parts overlap, the earlier one is used. Parts that are disjoint within ``target`` give one piece each. Raises
+    `LayoutMismatch`, naming a box that no part holds.
     """
     if target.numel == 0:
         return []
     clipped = [(piece, of) for box, of in parts if (piece := target.intersect(box)) is not None]
     if clipped and clipped[0][0] == target:
         return clipped[:1]
-    disjoint = sum(piece.numel for piece, _ in clipped) <= target.numel  # or there is a gap
+    disjoint = sum(piece.numel for piece, _ in clipped) <= target.numel  # False also when parts overlap and leave a gap
     rest, pieces = [target], []
-    for piece, of in sorted(clipped, key=_box_of) if disjoint else clipped:  # sorted: what is left stays in few boxes
+    # sorted, so that the rest stays in few boxes
+    for piece, of in sorted(clipped, key=_box_of) if disjoint else clipped:
         left: list[Box] = []
         for box in rest:
             common = box.intersect(piece)
@@ -100,12 +109,15 @@ def cover(target: Box, parts: Sequence[tuple[Box, T]]) -> list[tuple[Box, T]]:
 
 
 def overlap_of(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of them that share an element; None when none do. Quadratic: to say what is wrong, not to find out whether."""
+    """Return two boxes that share an element; None when none do. Quadratic: for error messages, not for checks."""
     return next(((a, b) for a, b in itertools.combinations(boxes, 2) if a.intersect(b) is not None), None)
 
 
 def runs(piece: Box, inside: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """(byte offset, bytes) of the contiguous runs of ``piece`` in the row-major image of ``inside``, ascending."""
+    """Yield (byte offset, bytes) of the contiguous runs of ``piece`` in the row-major memory of ``inside``, ascending.
+
+    ``itemsize``: bytes of an element.
+    """
     assert inside.contains(piece), f"{piece} is not within {inside}"
     if piece.numel == 0:
         return
@@ -121,11 +133,12 @@ def runs(piece: Box, inside: Box, itemsize: int) -> Iterator[tuple[int, int]]:
 
 
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major strides, in elements."""
     return tuple(itertools.accumulate(reversed(sizes[1:]), int.__mul__, initial=1))[::-1] if sizes else ()
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """``box`` without ``hole``, which lies in it. Outer dims are cut first, so that the slabs have long runs."""
+    """Yield boxes that cover ``box`` except ``hole``, which lies in it. Outer dims are cut first, for long runs."""
     offsets, sizes = list(box.offsets), list(box.sizes)
     for dim, (start, size) in enumerate(zip(hole.offsets, hole.sizes, strict=True)):
         before, after = start - offsets[dim], offsets[dim] + sizes[dim] - start - size

@@ -1,7 +1,7 @@
-"""Tensors of a device into an image in the host's memory, many of them in one call of torch.
+"""Copy tensors from a device into an image in host memory, many of them in one torch call.
 
-A Python loop over a thousand tensors holds the interpreter for milliseconds, in which the thread that trains launches nothing. What takes Python
-here is done once for each image that lies in the same place with the same layout: where every tensor goes.
+A Python loop over a thousand tensors holds the interpreter for milliseconds, in which the training thread launches
+nothing. So the Python work, finding each tensor's place, is done once for each image memory and layout.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rackrun.checkpoint.image.safetensors_image import Cuts, bits_of, memory_of,
 __all__ = ["DeviceCopies"]
 
 _KEPT = 4
-"""Two snapshots, and two checkpoints on their way."""
+"""How many images' places are kept: two snapshots, and two checkpoints on their way."""
 
 
 class _Places:
-    """Where the tensors of an image lie in ``into``."""
+    """Where the tensors of one image lie in ``into``."""
 
     def __init__(self, layout: ImageLayout, into: memoryview, cuts: Cuts) -> None:
         self.layout = layout
@@ -29,7 +29,10 @@ class _Places:
         self._places: dict[str, tuple[torch.Tensor, list[int]]] = {}
 
     def of(self, name: str, bits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The place of a tensor that has these ``bits``, as integers of the same size and shape; and where it is cut, in bytes."""
+        """Return a tensor's memory in the image, and where its copy is cut, in bytes.
+
+        The memory is a tensor of integers with the dtype and shape of ``bits``.
+        """
         known = self._places.get(name)
         if known is None:
             start, _ = self.layout.extents[name]
@@ -39,20 +42,23 @@ class _Places:
 
 
 class DeviceCopies:
-    """Not for two threads at once."""
+    """Enqueues copies from a device, and remembers the places of the last images. Not for two threads at once."""
 
     def __init__(self, cuts: Cuts = no_cuts) -> None:
         self._cuts = cuts
         self._kept: dict[tuple[int, bytes], _Places] = {}
 
     def forget(self) -> None:
-        """The memory of an image goes: nothing here refers to it any more."""
+        """Drop all references to image memory, before the memory is freed."""
         self._kept.clear()
 
     def enqueue(
         self, layout: ImageLayout, tensors: Mapping[str, torch.Tensor], names: Collection[str], into: memoryview
     ) -> None:
-        """On the current stream: ``names`` of ``tensors`` are there when it has come so far. Nothing is checked."""
+        """Enqueue copies of ``names`` on the current stream.
+
+        They are done when the stream has come so far. Nothing is checked.
+        """
         for _ in self.in_groups(layout, tensors, names, into, group_bytes=layout.total_bytes):
             pass
 
@@ -64,8 +70,11 @@ class DeviceCopies:
         into: memoryview,
         group_bytes: int,
     ) -> Iterator[int]:
-        """As `enqueue`, in the order of the image, about ``group_bytes`` at a time. Yields, behind each group, where it ends in the image: of
-        ``names``, all that lies before is there when the stream has come so far."""
+        """Enqueue copies like `enqueue`, in the order of the image, about ``group_bytes`` at a time.
+
+        Yields the byte in the image where each group ends: all ``names`` before it are copied when the stream has come
+        so far.
+        """
         places = self._places_in(layout, into)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []

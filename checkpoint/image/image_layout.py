@@ -1,15 +1,15 @@
-"""What one rank's image holds and where: a safetensors header, planned from entries, or parsed without trust.
+"""The layout of one rank's image: a safetensors header, planned from entries or parsed without trust.
 
 ::
 
     u64 length | JSON header, padded with spaces to 4 KiB | tensors without holes, itemsize descending, then by name
 
-Any safetensors reader opens it. What that format has no place for stands as canonical JSON in ``__metadata__["rackrun"]``:
-boxes that are not the whole tensor, and the dtypes of tensors stored as bytes (U8, with one more dim). State that is not
-tensors travels as the U8 tensor `PLAIN`, last.
+Any safetensors reader opens an image. What that format cannot express is canonical JSON in ``__metadata__["rackrun"]``:
+boxes that are not the whole tensor, and the dtypes of tensors stored as bytes (U8, with one more dim). State that is
+not tensors is stored as the U8 tensor `PLAIN`, last.
 
-The trap: a header may come from anywhere. `parse_image` believes no length before it has bounded it, and allocates nothing
-but what the header itself takes. No torch here: an agent reads layouts without waiting for it.
+A header may come from anywhere. `parse_image` bounds every length before it uses it, and allocates no more than the
+header itself takes. This module does not import torch, so that agents read layouts without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 Buffer = memoryview | bytes | bytearray
 PLAIN = "rackrun.plain"
 HEADER_BYTES_MAX = 100_000_000
-"""What safetensors readers accept."""
+"""The longest header that safetensors readers accept."""
 FORMAT = 1
 
 _LENGTH = struct.Struct("<Q")
@@ -56,7 +56,10 @@ _TAG = {
     "float16": "F16", "bfloat16": "BF16", "int16": "I16", "uint16": "U16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""torch's name -> safetensors'. Only what readers have known for long; the rest is stored as bytes."""
+"""torch's dtype name -> safetensors' tag.
+
+Only tags that readers have known for long; other dtypes are stored as bytes.
+"""
 _BY_TAG = {tag: name for name, tag in _TAG.items()}
 _ITEMSIZE = {
     "float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4,
@@ -68,11 +71,11 @@ _ITEMSIZE = {
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of one rank. ``box`` is this rank's part: its sizes are the local shape."""
+    """One tensor of one rank. ``box`` is this rank's part of it: its sizes are the local shape."""
 
     name: str
     dtype: str
-    """torch's name without ``torch.``."""
+    """torch's dtype name without ``torch.``."""
     global_shape: tuple[int, ...]
     box: Box
 
@@ -82,16 +85,16 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Where each tensor of one rank lies. The header says it all: two layouts are equal when their headers are."""
+    """Where each tensor of one rank lies in its image. Two layouts are equal when their headers are."""
 
     entries: tuple[TensorEntry, ...] = field(compare=False)
-    """In the order of the image, without `PLAIN`."""
+    """The tensors in the order of the image, without `PLAIN`."""
     header: bytes
     extents: Mapping[str, tuple[int, int]] = field(compare=False)
-    """Name -> (start, stop) in bytes of the image; `PLAIN` too, when there is any."""
+    """Name -> (start, stop) in bytes of the image; includes `PLAIN` when the image has one."""
     total_bytes: int
     layout_hash: str
-    """BLAKE2b-256 of the header: names, dtypes, shapes, boxes and the size of the plain part."""
+    """BLAKE2b-256 of the header, as hex. The header has names, dtypes, shapes, boxes and the size of the plain part."""
 
     @functools.cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -109,17 +112,17 @@ class _Info(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Extra(msgspec.Struct, frozen=True):
-    """``__metadata__["rackrun"]``. What a later version adds without a new format is ignored."""
+    """The content of ``__metadata__["rackrun"]``. Fields that a later version adds without a new format are ignored."""
 
     format: int
     boxes: dict[str, tuple[_Shape, _Shape]] = {}
     """Name -> (global shape, offsets), where the box is not the whole tensor."""
     dtypes: dict[str, str] = {}
-    """Name -> torch's dtype, where the tensor is stored as U8."""
+    """Name -> torch's dtype name, where the tensor is stored as U8."""
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of an element; raises `LayoutMismatch` for a dtype that images do not hold."""
+    """Return the bytes of an element. Raises `LayoutMismatch` for a dtype that images do not hold."""
     if dtype not in _ITEMSIZE:
         raise LayoutMismatch(
             f"tensors of dtype {dtype!r:.100} cannot be stored.",
@@ -129,10 +132,10 @@ def itemsize_of(dtype: str) -> int:
 
 
 def plan_image(entries: Sequence[TensorEntry], plain: int = 0) -> ImageLayout:
-    """The layout of an image of ``entries`` and of ``plain`` bytes of other state. The order of ``entries`` does not matter.
+    """Return the layout of an image of ``entries``, in any order, and of ``plain`` bytes of other state.
 
-    Raises `LayoutMismatch` for names that occur twice or are reserved, boxes outside their tensor, unknown dtypes, and
-    `CheckpointError` when the header gets longer than safetensors readers accept.
+    Raises `LayoutMismatch` for names that occur twice or are reserved, boxes outside their tensor, and unknown dtypes;
+    `CheckpointError` when the header is longer than safetensors readers accept.
     """
     ordered = sorted(entries, key=lambda entry: (-itemsize_of(entry.dtype), entry.name))
     infos: dict[str, Any] = {_METADATA: None}
@@ -161,7 +164,10 @@ def plan_image(entries: Sequence[TensorEntry], plain: int = 0) -> ImageLayout:
 
 
 def header_bytes(prefix: Buffer, *, limit: int) -> int:
-    """How many bytes of an image `parse_image` needs, by its first 8."""
+    """Return how many bytes of an image `parse_image` needs, from its first 8.
+
+    Raises `IntegrityError` above ``limit``.
+    """
     if len(prefix) < _LENGTH.size:
         raise IntegrityError(f"an image begins with 8 bytes; there are {len(prefix)}.", remedy="use another copy.")
     length: int = _LENGTH.unpack_from(prefix)[0]
@@ -174,10 +180,10 @@ def header_bytes(prefix: Buffer, *, limit: int) -> int:
 
 
 def parse_image(header: Buffer, *, limit: int) -> ImageLayout:
-    """The layout that the first bytes of an image describe. ``limit``: the bytes that the image can have at most.
+    """Return the layout that the first bytes of an image describe. ``limit``: the most bytes that the image can have.
 
-    Raises `IntegrityError` for what no writer writes (lengths that lie, holes, overlaps, a name twice), and
-    `FormatVersionError` for images of others or of newer versions.
+    Raises `IntegrityError` for a header that no writer writes (wrong lengths, holes, overlaps, a name twice), and
+    `FormatVersionError` for an image of another program or of a newer version.
     """
     end = header_bytes(header, limit=limit)
     if len(header) < end:
@@ -254,7 +260,7 @@ C = TypeVar("C")
 
 
 def _decode(text: Callable[[], str], kind: type[C]) -> C:
-    """``text()`` as JSON in which no object has a key twice."""
+    """Decode ``text()`` as JSON in which no object has a key twice. Raises `IntegrityError`."""
     try:
         return _convert(json.loads(text(), object_pairs_hook=_unique), kind)
     except (ValueError, RecursionError) as error:

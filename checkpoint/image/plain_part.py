@@ -1,4 +1,4 @@
-"""The plain part of an image: what is no tensor, as msgpack, with room to grow a little without a new layout."""
+"""The plain part of an image: state that is not tensors, as msgpack, padded so that it can grow in the same layout."""
 
 from __future__ import annotations
 
@@ -15,26 +15,33 @@ __all__ = ["OptimizerPlain", "Plain", "decode_plain", "pack_plain", "with_elsewh
 
 _LENGTH = struct.Struct("<Q")
 _ROOM = 1024
-"""It is padded to a multiple of this, so that a counter that grows by a digit does not change the layout."""
+"""The plain part is padded to a multiple of this many bytes, so that one more digit does not change the layout."""
 
 
 class OptimizerPlain(msgspec.Struct, frozen=True):
+    """The part of an optimizer's state that is not tensors."""
+
     groups: list[dict[str, Any]]
     state: dict[str, dict[str, Any]]
-    """Parameter -> what is no tensor."""
+    """Parameter -> the values of its state that are not tensors."""
     tensors: dict[str, dict[str, tuple[bool, bool]]]
-    """Parameter -> key -> (of the parameter's shape, on the CPU)."""
+    """Parameter -> key of a state tensor -> (whether it has the parameter's shape, whether it is on the CPU)."""
 
 
 class Plain(msgspec.Struct, frozen=True):
+    """A rank's state that is not tensors."""
+
     optimizers: dict[str, OptimizerPlain]
     values: dict[str, Any]
     elsewhere: dict[str, int] = {}
-    """Tensor of this rank -> the rank whose shard has it: replicas share the writing (`rackrun.checkpoint.manager.replica_writers`)."""
+    """Tensor of this rank -> the rank whose shard stores it.
+
+    Replicas share the writing (`rackrun.checkpoint.manager.replica_writers`).
+    """
 
 
 class _Encoded(msgspec.Struct, frozen=True):
-    """The same, its parts as they are."""
+    """A `Plain` whose parts stay encoded."""
 
     optimizers: msgspec.Raw
     values: msgspec.Raw
@@ -42,18 +49,21 @@ class _Encoded(msgspec.Struct, frozen=True):
 
 
 def pack_plain(plain: Plain) -> bytes:
-    """Raises what msgpack does for values that it does not know."""
+    """Encode a plain part. Raises msgspec's errors for values that msgpack cannot represent."""
     return _pack(msgspec.msgpack.encode(plain))
 
 
 def decode_plain(part: bytes) -> Plain:
-    """Raises `IntegrityError` for what nobody has packed."""
+    """Decode a plain part. Raises `IntegrityError` for bytes that are no plain part."""
     with _typed():
         return msgspec.msgpack.decode(_encoded(part), type=Plain, strict=False)
 
 
 def with_elsewhere(part: bytes, elsewhere: Mapping[str, int]) -> bytes:
-    """The same plain part, but for where other tensors are."""
+    """Return the encoded plain part with another ``elsewhere``.
+
+    Raises `IntegrityError` for bytes that are no plain part.
+    """
     with _typed():
         plain = msgspec.msgpack.decode(_encoded(part), type=_Encoded)
     return _pack(msgspec.msgpack.encode(msgspec.structs.replace(plain, elsewhere=dict(elsewhere))))

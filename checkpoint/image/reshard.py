@@ -1,11 +1,12 @@
-"""From the shards of one world into the tensors of another: planned as boxes, read as few byte ranges, copied once.
+"""Copy the shards of one world into the tensors of another: planned as boxes, read as few byte ranges, copied once.
 
-`plan_reshard` is pure and the same wherever it is computed. Where a box has several holders (replicas), the bytes are
-spread evenly over them. A `Fetch` is one range of one shard's image: neighbouring parts, of one tensor or of several, are
-read together across gaps of up to `GAP_BYTES`, because a request costs more than so many bytes; a gap that is read is not
-copied. No fetch is longer than `FETCH_BYTES`, so that what a remote read holds in memory is bounded. `fill` copies each part once, from what ``read`` gave straight into the tensor, of any strides.
+`plan_reshard` is pure, so every rank computes the same plan. Where a box has several holders (replicas), the bytes are
+spread evenly over them. A `Fetch` is one range of one shard's image. Neighbouring parts, of one tensor or of several,
+are read together across gaps of up to `GAP_BYTES`, because a request costs more than reading that many bytes; the gap
+itself is not copied. No fetch is longer than `FETCH_BYTES`, which bounds the memory of a remote read. `fill` copies
+each part once, from the bytes that ``read`` returned straight into the tensor, of any strides.
 
-The trap: parts that overlap without being the same box are two opinions on the same elements. They are refused, unless the
+Parts that overlap without being the same box contradict each other on the shared elements. They are refused, unless the
 caller knows that they are replicas.
 """
 
@@ -30,25 +31,25 @@ GAP_BYTES = 32 * 2**10
 FETCH_BYTES = 64 * 2**20
 
 Read = Callable[[int, int, int], Buffer]
-"""(shard, start, stop) -> those bytes of its image, verified."""
+"""(shard, start, stop) -> those bytes of the shard's image, verified."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A box of a target tensor, and where its elements lie in what was fetched."""
+    """A box of a target tensor, and where its elements lie in the fetched bytes."""
 
     entry: TensorEntry
-    """Of the target."""
+    """The target tensor."""
     piece: Box
     offset: int
-    """In bytes, from the start of the fetch."""
+    """Where the box begins, in bytes from the start of the fetch."""
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides of the box in the fetched bytes, in elements."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Bytes ``start`` to ``stop`` of the image of ``shard``, which is an index into the sources."""
+    """Bytes ``start`` to ``stop`` of one image, and the copies from them. ``shard``: an index into the sources."""
 
     shard: int
     start: int
@@ -75,11 +76,11 @@ def plan_reshard(
     turn: int = 0,
     overlaps_are_replicas: bool = False,
 ) -> list[Fetch]:
-    """What to read to fill the tensors of ``target``, one rank's, in the order of shards and bytes.
+    """Return what to read to fill one rank's ``target`` tensors, in the order of shards and bytes.
 
-    ``turn``: where the choice among equal holders begins; target ranks that give their own number do not all ask the same
-    one first. ``overlaps_are_replicas``: parts that overlap hold the same bits. Raises `LayoutMismatch`, naming tensor and
-    box, for gaps, other overlaps, and where dtype or shape differ.
+    ``turn``: where the choice among equal holders begins. Ranks that pass their own number do not all read from the
+    same holder. ``overlaps_are_replicas``: parts that overlap hold the same bits. Raises `LayoutMismatch`, naming
+    tensor and box, for gaps, for other overlaps, and where dtype or shape differ.
     """
     held: dict[str, list[_Holder]] = {entry.name: [] for entry in target}
     if len(held) != len(target):
@@ -106,11 +107,12 @@ def plan_reshard(
 
 
 def fill(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor], read: Read) -> None:
-    """Read all of ``plan`` and copy it into ``tensors``: local ones, as `locals_of` gives them. Slices of a plan may be
-    filled by several threads: no two copies write the same element.
+    """Read all of ``plan`` and copy it into ``tensors``, which are local ones as `locals_of` returns them.
 
-    Raises `LayoutMismatch` when one is not as planned, before anything is read, and `IntegrityError` when ``read`` gives
-    fewer bytes than asked for. Whatever it raises, the tensors are torn.
+    Several threads may fill slices of one plan: no two copies write the same element.
+
+    Raises `LayoutMismatch`, before anything is read, when a tensor is not as planned, and `IntegrityError` when
+    ``read`` returns fewer bytes than asked for. After any error the tensors may be partly overwritten.
     """
     places = _places(plan, tensors)
     with torch.no_grad():
@@ -129,6 +131,7 @@ def fill(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor], read: Read)
 def _pieces(
     entry: TensorEntry, holders: Sequence[_Holder], overlaps_are_replicas: bool
 ) -> list[tuple[Box, list[_Holder]]]:
+    """Return the pieces that cover ``entry``'s box, each with its holders. Raises `LayoutMismatch`."""
     for shard, source in holders:
         if (source.dtype, source.global_shape) != (entry.dtype, entry.global_shape):
             raise LayoutMismatch(
@@ -161,7 +164,10 @@ def _pieces(
 
 
 def _cut(piece: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """``piece`` in boxes that can be read at once. Gaps only shrink from outer dims to inner ones, so outer dims are cut."""
+    """Yield boxes of ``piece`` that can each be read at once.
+
+    Gaps only shrink from outer dims to inner ones, so outer dims are cut.
+    """
     dim = next((dim for dim, size in enumerate(piece.sizes) if size > 1), None)
     if dim is None:
         yield piece
@@ -184,7 +190,7 @@ def _cut(piece: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def _coalesced(parts: Sequence[_Part]) -> Iterator[Fetch]:
-    """``parts`` in the order of their bytes, neighbours read together."""
+    """Yield fetches of ``parts``, which are in the order of their bytes. Neighbours are read together."""
     first, stop = 0, 0
     for index, part in enumerate(parts):
         begin = parts[first]
@@ -205,7 +211,7 @@ def _fetch(parts: Sequence[_Part], stop: int) -> Fetch:
 
 
 def _places(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The memory to fill, as integers."""
+    """Return each tensor's memory as a tensor of integers. Raises `LayoutMismatch` when a tensor is not as planned."""
     places: dict[str, torch.Tensor] = {}
     for entry in {copy.entry.name: copy.entry for fetch in plan for copy in fetch.copies}.values():
         tensor = tensors.get(entry.name)
@@ -225,7 +231,7 @@ def _copy(copy: Copy, memory: Any, place: torch.Tensor) -> None:
         if size != place.shape[dim]:
             place = place.narrow(dim, start - copy.entry.box.offsets[dim], size)
     strides = copy.strides
-    if place.dim() > len(strides):  # complex, seen as pairs
+    if place.dim() > len(strides):  # a complex tensor, viewed as pairs of reals
         strides = (*(2 * stride for stride in strides), 1)
     held = torch.frombuffer(memory, dtype=place.dtype, count=_span(place.shape, strides), offset=copy.offset)
     place.copy_(held.as_strided(place.shape, strides))
@@ -236,5 +242,5 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, both included."""
+    """Return the number of elements from the first to the last, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

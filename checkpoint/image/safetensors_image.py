@@ -1,8 +1,10 @@
-"""One rank's tensors in memory as a byte-exact safetensors image (`rackrun.checkpoint.image.image_layout`): written, and read as views.
+"""Write one rank's tensors into memory as a safetensors image, and read them as views of it.
 
-The traps: bits are copied, never values (a NaN keeps its payload, fp8 is not dequantised), except that a lazy conjugate or
-negative is resolved; tensors that share storage are stored each on its own; a read tensor is a view of the payload, and
-writing into one that lies in read-only memory ends the process.
+`rackrun.checkpoint.image.image_layout` describes the bytes.
+
+Bits are copied, never values (a NaN keeps its payload, fp8 is not dequantised), except that a lazy conjugate or
+negative is resolved. Tensors that share storage are stored separately. A read tensor is a view of the payload; writing
+into a view of read-only memory crashes the process.
 """
 
 from __future__ import annotations
@@ -49,15 +51,18 @@ __all__ = [
 ]
 
 PIECE_BYTES = 2**20
-"""Small enough for a core's cache, large enough for a thread to hand over the interpreter at its two ends."""
+"""Bytes of one copy.
+
+It is small enough for a core's cache, and large enough that a thread hands over the interpreter only at its two ends.
+"""
 Bytes = NDArray[np.uint8]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def write_image(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], plain: bytes, into: memoryview) -> None:
-    """Write the whole image to the start of ``into``. ``tensors`` are local ones, of any strides, by name.
+    """Write the whole image to the start of ``into``. ``tensors``: name -> local tensor, of any strides.
 
-    Raises `LayoutMismatch` when they or the size of ``plain`` are not what was planned: before anything is written.
+    Raises `LayoutMismatch`, before anything is written, when the tensors or the size of ``plain`` are not as planned.
     """
     start, stop = layout.extents.get(PLAIN, (0, 0))
     into = into.cast("B")
@@ -79,14 +84,14 @@ def write_image(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], plain:
 
 
 def write_head(layout: ImageLayout, plain: bytes, into: memoryview) -> None:
-    """All but the tensors. Nothing is checked."""
+    """Write the header and the plain part. Nothing is checked."""
     start, stop = layout.extents.get(PLAIN, (0, 0))
     into[: len(layout.header)] = layout.header
     into[start:stop] = plain
 
 
 def write_tensor(layout: ImageLayout, name: str, tensor: torch.Tensor, into: memoryview) -> None:
-    """One tensor to its place. Nothing is checked."""
+    """Write one tensor to its place in the image. Nothing is checked."""
     if layout.by_name[name].box.numel:
         bits = bits_of(tensor)
         place = torch.frombuffer(into, dtype=bits.dtype, count=bits.numel(), offset=layout.extents[name][0])
@@ -99,9 +104,12 @@ def write_tensors(
     into: memoryview,
     filled: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Tensors to their places, in the order of the image. ``filled`` is told, about once in `PIECE_BYTES`, that all
-    bytes before have been written, if `write_head` and what is not among ``tensors`` came first: then it finds them in
-    the cache. Nothing is checked."""
+    """Write tensors to their places, in the order of the image. Nothing is checked.
+
+    About once in `PIECE_BYTES` it calls ``filled`` with the byte before which everything has been written, so that the
+    callback finds the bytes in the cache. That holds if `write_head`, and all tensors not in ``tensors``, were written
+    before.
+    """
     told = 0
     for entry in layout.entries:
         if entry.name not in tensors:
@@ -123,7 +131,11 @@ def write_tensors(
 
 
 def read_tensor(layout: ImageLayout, name: str, payload: Buffer) -> torch.Tensor:
-    """A tensor that is a view of ``payload``, which it keeps alive. Not to be written to when ``payload`` is read-only."""
+    """Return a tensor that is a view of ``payload`` and keeps it alive.
+
+    Do not write to it when ``payload`` is read-only. Raises `LayoutMismatch` when the image has no such tensor,
+    `FormatVersionError` when this torch does not know its dtype.
+    """
     entry = layout.by_name.get(name)
     if entry is None:
         raise LayoutMismatch(f"the image holds no tensor {name!r:.200}.", remedy="it was saved by another model.")
@@ -134,16 +146,21 @@ def read_tensor(layout: ImageLayout, name: str, payload: Buffer) -> torch.Tensor
         raise FormatVersionError(
             f"this torch has no {entry.dtype} for tensor {name!r:.200}.", remedy="use a newer torch."
         )
-    if dtype is torch.complex32:  # a new one warns that it is experimental; one seen as pairs does not
+    # creating a complex32 tensor warns that it is experimental; viewing pairs as one does not
+    if dtype is torch.complex32:
         return torch.view_as_complex(_view(payload, torch.float16, (*entry.box.sizes, 2), start))
     return _view(payload, dtype, entry.box.sizes, start)
 
 
 Cuts = Callable[[int, int], list[int]]
-"""Of an address and a size: where a copy from or to these bytes is to be cut, in bytes from the address. See `rackrun.checkpoint.host_memory.background_pinning`."""
+"""(address, size) -> where to cut a copy from or to these bytes, in bytes from the address.
+
+See `rackrun.checkpoint.host_memory.background_pinning`.
+"""
 
 
 def no_cuts(address: int, size: int) -> list[int]:
+    """Return no cuts, for memory that is not registered in pieces."""
     del address, size
     return []
 
@@ -156,8 +173,10 @@ def read_tensors(
     *,
     cuts: Cuts = no_cuts,
 ) -> None:
-    """Fill local tensors, all of the layout's, from ``payload``. ``cuts``: where that is registered with a GPU's driver in pieces. Raises
-    `LayoutMismatch` before anything is written."""
+    """Fill local tensors, all of the layout's, from ``payload``. Raises `LayoutMismatch` before anything is written.
+
+    ``threads``: how many threads copy. ``cuts``: where the payload was registered with a GPU's driver in pieces.
+    """
     _check_length(layout, payload)
     for entry in layout.entries:
         check_local(entry, tensors[entry.name])
@@ -188,7 +207,7 @@ def read_tensors(
 
 
 def _copy_cut(place: torch.Tensor, source: torch.Tensor, cuts: Cuts) -> None:
-    """``source`` is contiguous."""
+    """Copy ``source``, which is contiguous, in the pieces that ``cuts`` gives."""
     at = cuts(source.data_ptr(), source.nbytes)
     if not at:
         place.copy_(source)
@@ -202,14 +221,17 @@ def _copy_cut(place: torch.Tensor, source: torch.Tensor, cuts: Cuts) -> None:
 
 
 def read_plain(layout: ImageLayout, payload: Buffer) -> bytes:
-    """The state that is not tensors."""
+    """Return the state that is not tensors, as it was written."""
     _check_length(layout, payload)
     start, stop = layout.extents.get(PLAIN, (0, 0))
     return bytes(memoryview(payload)[start:stop])
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers of its itemsize; a complex one as pairs. A view, unless it is a lazy conjugate or negative."""
+    """Return the tensor as integers of its itemsize; a complex one as pairs of them.
+
+    It is a view, unless the tensor is a lazy conjugate or negative.
+    """
     tensor = tensor.detach()
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
@@ -221,7 +243,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_local(entry: TensorEntry, tensor: torch.Tensor) -> None:
-    """Raises `LayoutMismatch` when ``tensor`` is not the local part that ``entry`` describes, plainly in memory."""
+    """Raise `LayoutMismatch` unless ``tensor`` is the local part that ``entry`` describes, as plain strided memory."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     plainly = tensor.layout is torch.strided and tensor.device.type != "meta"
     if not plainly or hasattr(type(tensor), "__tensor_flatten__"):
@@ -237,11 +259,16 @@ def check_local(entry: TensorEntry, tensor: torch.Tensor) -> None:
 
 
 def memory_of(buffer: Buffer) -> Any:
-    """What torch.frombuffer takes: it holds on to ``buffer``'s memory, and is not marked read-only, at which torch warns."""
+    """Return the buffer as an object for torch.frombuffer, which keeps ``buffer``'s memory alive.
+
+    It is not marked as read-only, because torch warns about read-only memory.
+    """
     return np.asarray(_Borrowed(buffer)) if memoryview(buffer).readonly else np.frombuffer(buffer, dtype=np.uint8)
 
 
 class _Borrowed:
+    """A buffer that claims to be writable, for `memory_of`."""
+
     def __init__(self, buffer: Buffer) -> None:
         self._kept = np.frombuffer(buffer, dtype=np.uint8)
         address = self._kept.__array_interface__["data"][0]

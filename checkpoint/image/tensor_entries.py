@@ -1,10 +1,11 @@
-"""Which part of each tensor this rank holds, from DTensor placements.
+"""Compute which part of each tensor this rank holds, from DTensor placements.
 
-The trap is the order of splits on one dim. Placements are read left to right. FSDP2 over TP on the same dim splits TP's
-axis first, though it comes last, and says so with ``_StridedShard(split_factor=...)``; read as torch defines it, that names
-other rows than FSDP2 holds when a dim does not divide evenly (7 rows over dp 3, tp 2). So both readings are made, and the
-local shape decides. What neither fits, what both fit with different rows, and what is more than one box is refused: a
-checkpoint with wrong offsets would be found only by its loss.
+The order of several splits on one dim is ambiguous. Placements are read left to right. FSDP2 over TP on the same dim
+splits TP's axis first, though it comes last, and marks this with ``_StridedShard(split_factor=...)``. Read as torch
+defines it, that names other rows than FSDP2 holds when a dim does not divide evenly (7 rows over dp 3, tp 2). So both
+readings are computed, and the local shape decides between them. A tensor is refused when neither reading fits, when
+both fit with different rows, or when its part is more than one box: wrong offsets in a checkpoint would be noticed only
+by the loss.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ Split = tuple[int, int, int]
 
 
 def entries_of(state: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
-    """An entry for each tensor that this rank has a part of; a plain tensor is the whole of itself.
+    """Return an entry for each tensor that this rank has a part of. A plain tensor is one whole box.
 
-    A DTensor whose mesh does not have this rank is left out. Raises `LayoutMismatch`, naming the tensor, for placements
-    that are no box: pending sums (Partial), placements of others, and the cases above.
+    A DTensor whose mesh does not include this rank is left out. Raises `LayoutMismatch`, naming the tensor, for
+    placements that are no box: pending sums (Partial), unknown placements, and the cases in this module's docstring.
     """
     return [entry for name, tensor in state.items() if (entry := _entry_of(name, tensor)) is not None]
 
 
 def locals_of(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The local tensors that `entries_of` describes: the memory itself, not a copy."""
+    """Return the local tensors that `entries_of` describes, by name: the memory itself, not a copy."""
     return {
         name: (tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach())
         for name, tensor in state.items()
@@ -54,7 +55,10 @@ def box_of(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """The box that the rank at ``coordinate`` holds. Raises `LayoutMismatch` when there is none, or none for sure."""
+    """Return the box that the rank at ``coordinate`` holds.
+
+    Raises `LayoutMismatch` when there is none, or it is ambiguous.
+    """
     splits: dict[int, list[Split]] = {}
     for parts, part, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Shard | _StridedShard):
@@ -90,7 +94,7 @@ def box_of(
 
 
 _box_of = functools.lru_cache(maxsize=4096)(box_of)
-"""Blocks repeat, and so do saves."""
+"""Cached, because blocks of a model repeat, and so do saves."""
 
 
 def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry | None:
@@ -109,7 +113,7 @@ def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry | None:
 
 
 def _left_to_right(size: int, splits: Sequence[Split]) -> Ranges:
-    """What torch defines: each split works on what the one before has left."""
+    """Return the ranges by torch's definition: each split divides what the split before has left."""
     ranges = [(0, size)]
     for parts, part, factor in splits:
         ranges = _merged([of for chunk in _chunks(ranges, factor) for of in _chunks(chunk, parts)[part]])
@@ -117,7 +121,7 @@ def _left_to_right(size: int, splits: Sequence[Split]) -> Ranges:
 
 
 def _strided_last(size: int, splits: Sequence[Split]) -> Ranges:
-    """What FSDP2 does: the strided axes split what the others have left, where that is what their factors say."""
+    """Return the ranges by FSDP2's order: strided axes divide what the others left, where their factors say so."""
     plain = [split for split in splits if split[2] == 1]
     strided = [split for split in reversed(splits) if split[2] != 1]
     done = math.prod(parts for parts, _, _ in plain)
@@ -129,12 +133,13 @@ def _strided_last(size: int, splits: Sequence[Split]) -> Ranges:
 
 
 def _chunks(ranges: Ranges, parts: int) -> list[Ranges]:
-    """As torch.chunk: equal ones, then a smaller one, then empty ones."""
+    """Split like torch.chunk: equal parts, then a smaller one, then empty ones."""
     each = -(-_length(ranges) // parts)
     return [_part(ranges, index * each, (index + 1) * each) for index in range(parts)]
 
 
 def _part(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """Return the ranges of the elements ``start`` to ``stop``, counted along ``ranges``."""
     found, at = [], 0
     for first, last in ranges:
         begin, end = max(first, first + start - at), min(last, first + stop - at)

@@ -1,10 +1,10 @@
-"""What a user's state consists of: named tensors, and plain values for everything else.
+"""Split a user's state into named tensors and plain values, and put both back.
 
-Names do not depend on the world: ``model/<name in the module>``, ``optim/state/<module>/<parameter>/exp_avg``. What DDP and
-torch.compile wrap around a module is looked through. So any world finds its parts in the shards of any other.
+Names do not depend on the world: ``model/<name in the module>``, ``optim/state/<module>/<parameter>/exp_avg``. Wrappers
+of DDP and torch.compile are skipped. So any world finds its parts in the shards of any other.
 
-Optimizers have no state before their first step; what was saved says what to allocate. Values that are no tensors travel as
-msgpack, which knows lists and dicts only: they come back in the containers that their owner uses.
+Optimizers have no state before their first step; the saved entries say what to allocate. Values that are not tensors
+are stored as msgpack, which has only lists and dicts; on restore they get the container types that their owner uses.
 """
 
 from __future__ import annotations
@@ -32,23 +32,27 @@ _TENSOR = "__rackrun_tensor__"
 
 @runtime_checkable
 class Stateful(Protocol):
+    """An object with torch's state_dict interface."""
+
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Image(NamedTuple):
-    """What is to be written: ``plain`` is a copy, the tensors are the state itself."""
+    """What is to be written. ``plain`` is a copy; the tensors are the state itself."""
 
     layout: ImageLayout
     tensors: dict[str, torch.Tensor]
     plain: bytes
     later: frozenset[str]
-    """Neither forward nor backward changes these: parameters, and what optimizers hold for them."""
+    """Tensors that neither forward nor backward changes: parameters, and the optimizers' state for them."""
 
 
 class Contents:
+    """The prepared state of one rank: modules, optimizers, tensors, stateful objects and plain values, by name."""
+
     def __init__(self, state: Mapping[str, Any]) -> None:
-        """Raises `LayoutMismatch` for a name with a slash."""
+        """Sort the parts of ``state`` by kind. Raises `LayoutMismatch` for an empty name or one with a slash."""
         for name in state:
             if "/" in name or not name:
                 raise LayoutMismatch(f"{name!r} cannot name a part of the state.", remedy="use a name without '/'.")
@@ -65,19 +69,19 @@ class Contents:
 
     @property
     def device(self) -> torch.device:
-        """Where it is trained."""
+        """The device that the state is trained on: a GPU if any tensor is on one."""
         devices = [tensor.device for tensor in self._parts().values()]
         return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
     @property
     def complete(self) -> bool:
-        """Every optimizer has state: it will not grow at its first step."""
+        """Whether every optimizer has state, so that the state will not grow at the first step."""
         return all(optimizer.state for optimizer in self.optimizers.values())
 
     def describe(self) -> Image:
-        """The state as it is now. The layout is planned anew when the structure has changed.
+        """Return the state as it is now. The layout is planned anew when the structure has changed.
 
-        Raises `LayoutMismatch` for tensors that are no box of a whole one, and values that are not plain.
+        Raises `LayoutMismatch` for tensors whose part is no box, and values that are not plain data.
         """
         parts, plain = self._parts(), self._encode_plain()
         planned = self._entries_of(parts), len(plain)
@@ -88,7 +92,10 @@ class Contents:
         return Image(self._layout, tensors, plain, later)
 
     def _entries_of(self, parts: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
-        """Computing boxes takes longer than all else: those of the same tensor as last time are kept."""
+        """Return the entries of all tensors.
+
+        Computing boxes takes longest, so those of unchanged tensors are reused.
+        """
         known, self._known = self._known, {}
         for name, tensor in parts.items():
             former, entries = known.get(name, (None, []))
@@ -101,8 +108,11 @@ class Contents:
 
     # -- restore
     def targets(self, plain: Plain, saved: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-        """What has to be filled, allocated where it does not exist yet: DTensors where the state has them. ``saved``: what is
-        known of the saved tensors, by name. Raises `LayoutMismatch` when the state has been built in another way."""
+        """Return the tensors to fill, by name, after allocating those that do not exist yet.
+
+        They are DTensors where the state has DTensors. ``saved``: name -> entry of each saved tensor. Raises
+        `LayoutMismatch` when the state was built in another way than the saved one.
+        """
         for name, optimizer in self.optimizers.items():
             self._make_optimizer_state(name, optimizer, _of(plain.optimizers, name), saved)
         parts = self._parts()
@@ -111,13 +121,17 @@ class Contents:
             held = {path: parts.pop(path) for path in [path for path in parts if path.startswith(prefix)]}
             for path, entry in saved.items():
                 if path.startswith(prefix):
-                    # a state_dict may be a copy: what is read goes into tensors of its own
+                    # A state_dict may be a copy, so the values are read into tensors of their own.
                     parts[path] = _like_held(held.get(path), entry)
         return parts
 
     def put(self, plain: Plain, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The last act of a restore, once ``tensors`` are filled. What could not be put back in place is given back too: all
-        plain values, by name."""
+        """Put everything back once ``tensors`` are filled: the last step of a restore.
+
+        Return all plain values, by name.
+
+        Values that cannot be changed in place are only in the returned dict.
+        """
         for name, optimizer in self.optimizers.items():
             saved = _of(plain.optimizers, name)
             for group, values in zip(optimizer.param_groups, saved.groups, strict=True):
@@ -147,6 +161,7 @@ class Contents:
 
     # -- helpers
     def _parts(self) -> dict[str, torch.Tensor]:
+        """Return all tensors of the state, by name."""
         found: dict[str, torch.Tensor] = {}
         for name, module in self.modules.items():
             for sub in module.modules():
@@ -168,6 +183,10 @@ class Contents:
         return found | self.tensors
 
     def _is_settled(self, path: str) -> bool:
+        """Whether the tensor at ``path`` is a parameter, or an optimizer's state for one.
+
+        Forward and backward do not change these.
+        """
         name, _, rest = path.partition("/")
         if name in self.modules:
             with contextlib.suppress(AttributeError):
@@ -175,6 +194,7 @@ class Contents:
         return name in self.optimizers and rest.startswith("state/")
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter of an optimizer with its name in a prepared module, or its index when there is none."""
         names = {
             id(p): f"{name}/{path}" for name, module in self.modules.items() for path, p in module.named_parameters()
         }
@@ -215,6 +235,7 @@ class Contents:
     def _make_optimizer_state(
         self, name: str, optimizer: torch.optim.Optimizer, plain: OptimizerPlain, saved: Mapping[str, TensorEntry]
     ) -> None:
+        """Allocate the optimizer state that was saved and does not exist yet, and remove what was not saved."""
         if len(plain.groups) != len(optimizer.param_groups):
             raise LayoutMismatch(
                 f"{name!r} has {len(optimizer.param_groups)} parameter groups, and was saved with {len(plain.groups)}.",
@@ -239,6 +260,7 @@ class Contents:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of DDP and torch.compile."""
     inner = getattr(module, "_orig_mod", module)
     inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
     return cast("nn.Module", getattr(inner, "_orig_mod", inner))
@@ -263,7 +285,7 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
 
 
 def _like_held(held: torch.Tensor | None, entry: TensorEntry) -> torch.Tensor:
-    """To be filled: whole, or a DTensor where the object holds one of this shape."""
+    """Return an empty tensor to fill: a DTensor where the object holds one of this shape, otherwise a whole tensor."""
     if isinstance(held, DTensor) and tuple(held.shape) == entry.global_shape:
         return torch.empty_like(held, dtype=_dtype(entry))
     return torch.empty(entry.global_shape, dtype=_dtype(entry))
@@ -313,7 +335,7 @@ def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _like(model: Any, value: Any) -> Any:
-    """``value`` in the containers that ``model`` uses."""
+    """Return ``value`` in the container types that ``model`` uses."""
     if isinstance(model, list | tuple) and isinstance(value, list):
         items = [_like(model[i] if i < len(model) else None, item) for i, item in enumerate(value)]
         return tuple(items) if isinstance(model, tuple) else items

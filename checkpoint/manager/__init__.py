@@ -1,4 +1,4 @@
-"""`CheckpointManager`, and what it runs."""
+"""`CheckpointManager`, the interface for training scripts, and the modules that save and restore for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle"]
 if not TYPE_CHECKING:  # for a type checker there is no other name than those above
 
     def __getattr__(name: str) -> object:
-        # torch is imported when the manager is first used: agents and rackctl read arenas and manifests without it
+        # torch is imported when the manager is first used: agents and rackctl read arenas and manifests without torch
         if name in __all__:
             from rackrun.checkpoint.manager import manager
 

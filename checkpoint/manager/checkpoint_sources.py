@@ -1,9 +1,12 @@
-"""What this rank could restore from: arenas that it sees, and durable generations, told alike so that `choose` takes both.
+"""List what this rank could restore from: the arenas it can open, and the durable generations in the directory.
 
-A durable shard is known by the digest that its sealed image had: it is computed from the checksums in its fragment, or named
-there where replicas have shared the writing, so that a shard on disk stands in for a damaged one in memory, generation by
-generation. A durable generation without a commit record
-(its host's memory is gone) gives one: it was written after the commit, and its manifest is its word for it.
+Memory and disk are described by the same `Holding` records, so that `choose` compares them. A durable shard is
+identified by the digest of the sealed image it was written from. The digest is computed from the checksums in the
+shard's fragment, or read from the fragment where replicas shared the writing. A shard on disk can therefore replace a
+damaged one in memory, within one generation.
+
+A durable generation whose commit record is gone (the host's memory was lost) gets one from its manifest: the manifest
+was written after the commit, so it proves the commit.
 """
 
 from __future__ import annotations
@@ -31,36 +34,45 @@ DISK = "disk"
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says that it sees."""
+    """What one rank can restore from."""
 
     place: str = ""
-    """Ranks of one place see the same arenas."""
+    """Identifies the host and folder of the arenas. Ranks with the same place see the same arenas."""
     holdings: tuple[Holding, ...] = ()
-    """In memory, verified. Each arena is looked at by one rank of its place."""
+    """The shards in memory, verified. Each arena is verified by one of the ranks that see it."""
     records: tuple[CommitRecord, ...] = ()
     durable: tuple[tuple[int, str], ...] = ()
     """(generation, digest of its manifest), newest first."""
     left_out: dict[int, str] = {}
-    """Generations that are there and cannot be read as much as what they are, and why; -1: none can even be listed."""
+    """Generation -> why it cannot be used, although something of it exists.
+
+    Key -1: the directory cannot even be listed.
+    """
     damaged: tuple[int, ...] = ()
-    """Those of them whose bytes on disk are wrong or missing. Of the others nothing is known."""
+    """The generations of ``left_out`` whose bytes on disk are wrong or missing.
+
+    The state of the others is not known.
+    """
     newest_generation: int = -1
     newest_epoch: int = -1
 
 
 class Sources:
-    """Opened for one restore."""
+    """The arenas and durable generations that this rank has opened for one restore."""
 
     def __init__(self, folder: ArenaFolder | None, store: DurableStore, *, rank: int, world: int) -> None:
         self._folder, self._store = folder, store
         self._rank, self._world = rank, world
         self._arenas: dict[tuple[int, int], tuple[Arena, SlotReader]] = {}
-        """(generation, owner) -> where."""
+        """(generation, owner) -> the arena that holds the shard, and a reader of its slot."""
         self._opened: list[Arena] = []
         self._durable: dict[int, GenerationReader] = {}
 
     def look(self) -> Seen:
-        """Every byte in memory that counts is verified here."""
+        """Return what this rank can restore from, after verifying every byte of the arenas assigned to it.
+
+        Damage is left out and recorded, not raised.
+        """
         durable: list[GenerationInfo] = []
         left_out: dict[int, str] = {}
         damaged: tuple[int, ...] = ()
@@ -74,7 +86,7 @@ class Sources:
         records, unreadable = self._folder.commits() if self._folder is not None else ([], {})
         left_out = {**unreadable, **left_out}
         known = [*(info.generation for info in durable), *(record.generation for record in records), *left_out]
-        newest = max(known, default=-1)  # of what is lost too
+        newest = max(known, default=-1)  # lost generations count too
         epoch = max((info.epoch for info in durable), default=-1)
         holdings: list[Holding] = []
         for arena, mine in self._visible():
@@ -111,7 +123,7 @@ class Sources:
         return self._folder.place if self._folder is not None else ""
 
     def on_disk(self, common: set[tuple[int, str]]) -> tuple[list[Holding], list[CommitRecord]]:
-        """`look_into` of all that can be read."""
+        """Return the shards and commit records of all generations in ``common`` that can be read (see `look_into`)."""
         holdings, records = list[Holding](), list[CommitRecord]()
         for generation, _ in sorted(common):
             with contextlib.suppress(CheckpointError):
@@ -121,7 +133,10 @@ class Sources:
         return holdings, records
 
     def look_into(self, generation: int) -> tuple[list[Holding], CommitRecord]:
-        """The shards of a durable generation, and a record of it. Raises CheckpointError with what is wrong."""
+        """Return the shards of a durable generation and a commit record of it.
+
+        Raises CheckpointError when it cannot be read.
+        """
         holdings = _durable_holdings(self._reader(generation))
         copies = [
             Copy(owner=h.owner, holder=DISK, domain=DISK, digest=h.digest, layout_hash=h.layout_hash) for h in holdings
@@ -129,7 +144,11 @@ class Sources:
         return holdings, CommitRecord.of(generation, holdings[0].step, holdings[0].epoch, copies=copies)
 
     def shard(self, plan: RestorePlan, owner: int) -> ShardBytes:
-        """The nearest that can be opened. Raises what is wrong with the directory's, else `NoUsableGeneration`."""
+        """Return the bytes of ``owner``'s shard, from the first source of the plan that this rank can open.
+
+        Raises the reader's error when the shard in the directory cannot be opened, and `NoUsableGeneration` when this
+        rank reaches no source.
+        """
         for source in plan.sources[owner]:
             if (
                 source.tier is Tier.OWN_TRAY
@@ -154,7 +173,7 @@ class Sources:
         self._durable.clear()
 
     def _visible(self) -> list[tuple[Arena, bool]]:
-        """Arenas, and whether it is for this rank to verify them."""
+        """Return the arenas this rank can open, each with whether this rank is the one to verify it."""
         found = []
         for path, (rank, _) in self._folder.arenas().items() if self._folder is not None else ():
             if self._folder is not None and (arena := self._folder.attach(path)) is not None:
@@ -169,7 +188,7 @@ class Sources:
 
 
 class ShardBytes:
-    """One shard's verified bytes."""
+    """The verified bytes of one shard, read from memory or from disk."""
 
     def __init__(self, tier: Tier, memory: SlotReader | None, disk: tuple[GenerationReader, int] | None) -> None:
         self.tier = tier
@@ -183,14 +202,15 @@ class ShardBytes:
         return self._disk[0].reader(self._disk[1]).size
 
     def read(self, start: int, stop: int) -> memoryview:
+        """Return verified bytes of the shard. Raises IntegrityError when bytes on disk are wrong."""
         if self._memory is not None:
-            return self._memory.payload[start:stop]  # verified when it was looked at
+            return self._memory.payload[start:stop]  # verified by `Sources.look`
         assert self._disk is not None
         return self._disk[0].read(self._disk[1], start, stop)
 
 
 def newest_records(told: Iterable[CommitRecord]) -> list[CommitRecord]:
-    """One for each generation: of the larger epoch, should there be two."""
+    """Return one record for each generation: the one of the largest epoch."""
     found: dict[int, CommitRecord] = {}
     for record in sorted(told, key=lambda record: record.epoch):
         found[record.generation] = record
@@ -205,7 +225,7 @@ def _in_memory(info: SlotInfo, place: str) -> Holding:
 
 
 def _durable_holdings(reader: GenerationReader) -> list[Holding]:
-    """Their bytes are verified when they are read."""
+    """Return the shards of a durable generation. Their bytes count as verified because each read verifies them."""
     manifest = reader.manifest
     found = []
     for rank in range(manifest.world_size):
@@ -220,7 +240,7 @@ def _durable_holdings(reader: GenerationReader) -> list[Holding]:
 
 
 def identity_of(manifest: Manifest, shard: ShardReader) -> tuple[str, str]:
-    """Digest and layout hash of the sealed image that a shard on disk is, or is a part of."""
+    """Return the digest and the layout hash of the sealed image that a shard on disk equals, or is a share of."""
     header = SlotHeader(
         b"", 0, kind="data", generation=manifest.generation, step=manifest.step, owner=shard.rank,
         payload_bytes=shard.size, layout_hash=shard.layout_hash,

@@ -1,4 +1,6 @@
-"""Checkpoints for a training script of its own, under torchrun or alone: in memory at every save, on disk now and then.
+"""`CheckpointManager`: checkpoints for a training script, in memory at every save and on disk at some of them.
+
+It works under torchrun or in a single process.
 
 ::
 
@@ -11,13 +13,13 @@
             progress["step"] = step + 1
             checkpoints.save(step)
 
-`save` returns at once: a helper thread copies parameters and optimizer state while the next forward and backward run, seals
-them in this rank's arena, and commits the generation once every rank has sealed. The arenas are files on a tmpfs, so they
-outlive workers that torchrun starts again. `rackrun.checkpoint.commit.peer_commit` says what keeps a commit true,
-`rackrun.checkpoint.manager.restoring` how all ranks agree on one.
+`save` returns at once. A helper thread copies parameters and optimizer state while the next forward and backward run,
+seals the copy in this rank's arena, and commits the generation once every rank has sealed. Arenas are files on a tmpfs,
+so they outlive workers that torchrun restarts. `rackrun.checkpoint.commit.peer_commit` explains what makes a commit
+hold, and `rackrun.checkpoint.manager.restoring` how all ranks agree on the generation to restore.
 
-The traps: `prepare`, `restore`, `save` and `close` are called by all ranks in the same order. Memory protects against the
-death of processes; a host's memory is lost with it, and that is what the directory is for.
+All ranks must call `prepare`, `restore`, `save` and `close`, in the same order. Memory protects against the death of
+processes only: when a host is lost its memory is lost too, and the directory is needed.
 """
 
 from __future__ import annotations
@@ -55,10 +57,12 @@ __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle", "Sa
 register("restore.looked", "restore.epoch_agreed", "close.gathered")
 
 _SECONDS = 300.0
-"""How long ranks wait for each other."""
+"""How long ranks wait for each other, in seconds."""
 
 
 class _Hello(msgspec.Struct, frozen=True):
+    """What each rank reports to rank 0 in `prepare`."""
+
     seen: Seen
     host: str
     clock_ms: int
@@ -66,21 +70,26 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 class _Agreed(msgspec.Struct, frozen=True):
+    """What rank 0 decides for all ranks in `prepare`."""
+
     epoch: int
-    """It fences every earlier writer."""
+    """The fencing token of this start: larger than the epoch of every earlier writer."""
     first: int
-    """Generation."""
+    """The number of the first generation that this start saves."""
     hosts: dict[str, int]
-    """Host -> its ranks."""
+    """Host -> the number of its ranks."""
 
     @classmethod
     def of(cls, everyone: Sequence[_Hello]) -> _Agreed:
+        """Choose an epoch and a first generation above all that any rank has seen, and count the ranks of each host."""
         used = [g for one in everyone for g in (one.seen.newest_generation, *one.quarantined)]
         epoch = max(everyone[0].clock_ms, *(one.seen.newest_epoch + 1 for one in everyone))
         return cls(epoch, 1 + max(0, *used), dict(collections.Counter(one.host for one in everyone)))
 
 
 class CheckpointManager:
+    """Saves and restores the training state of one job: in memory, and in a directory that all ranks see."""
+
     def __init__(
         self,
         directory: Path | str,
@@ -90,12 +99,15 @@ class CheckpointManager:
         durable_every: int | None = None,
         keep: int = 3,
     ) -> None:
-        """Checkpoints of ``job`` under ``directory``, which all ranks see: a path, or a place in an object store (``s3://bucket/folder``).
-        Nothing is touched before `prepare`.
+        """Configure checkpoints of ``job`` under ``directory``. No file is touched before `prepare`.
 
-        ``memory``: None keeps no arena that outlives this process. ``durable_every``: steps whose number is a multiple of it
-        go to disk too; None: only those saved with ``durable=True``. ``keep``: durable generations that stay, beside the
-        newest one that was read back whole.
+        directory: a path that all ranks see, or a place in an object store (``s3://bucket/folder``).
+        memory: the arenas' settings; None keeps no arena that outlives this process.
+        durable_every: steps whose number is a multiple of it are written to disk too; None writes only those saved with
+            ``durable=True``.
+        keep: how many durable generations stay. The newest one whose bytes were all read back stays as well.
+
+        Raises CheckpointError when ``durable_every`` or ``keep`` is below 1.
         """
         if (durable_every is not None and durable_every < 1) or keep < 1:
             raise CheckpointError(
@@ -111,18 +123,22 @@ class CheckpointManager:
         self._restored: Saved | None = None
         self._hooks: list[Any] = []
         self._seen: list[Seen] = []
-        """Every rank's, on rank 0."""
+        """What every rank has seen. Set on rank 0 only."""
         self._epoch = -1
         self._lease: Lease | None = None
         self._begun = self._closed = False
 
     # -- before training
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Collective, once, after the process group is made. ``state``: modules, optimizers, tensors, objects with
-        ``state_dict``, and plain data, by name. Each optimizer's ``step`` waits for the copy from now on.
+        """Register the state to save, and agree with all ranks on an epoch.
 
-        Raises `LayoutMismatch` for what cannot be stored, `MemoryPlanError` when the arenas do not fit, `CheckpointError` when
-        the directory cannot be made.
+        Collective; once, after the process group is made.
+
+        ``state``: modules, optimizers, tensors, objects with ``state_dict``, and plain data, by name. From now on each
+        optimizer's ``step`` waits for the copy of the last save.
+
+        Raises `LayoutMismatch` for state that cannot be stored, `MemoryPlanError` when the arenas do not fit, and
+        `CheckpointError` when the directory cannot be made or `prepare` was called before.
         """
         if self._contents is not None or self._closed:
             raise CheckpointError("prepare was called already.", remedy="make another manager for another state.")
@@ -140,13 +156,13 @@ class CheckpointManager:
             raise
         self._contents = contents
         atexit.register(self._break_off)
-        if contents.complete:  # else the first save makes the arena, once the optimizers have state
+        if contents.complete:  # otherwise the first save makes the arena, once the optimizers have state
             self._saver.reserve(image.layout.total_bytes)
         for optimizer in contents.optimizers.values():
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()))
 
     def _agree(self) -> Place:
-        """With all ranks."""
+        """Exchange with all ranks what each has seen, and agree on the epoch and the first generation."""
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         clock_ms, quarantined = time.time_ns() // 1_000_000, tuple(self._probation.quarantined())
         peers, agreed = self._peers, None
@@ -180,10 +196,15 @@ class CheckpointManager:
         )
 
     def restore(self) -> RestoreReport | None:
-        """Collective, after `prepare` and before training: the newest committed generation, the same on all ranks, from this
-        rank's arena or from the directory. None: there is nothing yet.
+        """Load the newest usable generation into the prepared state.
 
-        Raises `NoUsableGeneration` when there are some and none is whole, `LayoutMismatch` when they are of another state.
+        Return what was restored; None when nothing was ever saved.
+
+        Collective, after `prepare` and before training. All ranks restore the same committed generation, each from its
+        own arena or from the directory.
+
+        Raises `NoUsableGeneration` when there are generations and none is whole, and `LayoutMismatch` when the saved
+        state does not fit the prepared one.
         """
         contents = self._prepared()
         if self._begun:
@@ -208,13 +229,16 @@ class CheckpointManager:
 
     # -- while training
     def save(self, step: int, *, durable: bool | None = None) -> SaveHandle:
-        """Begin a generation of the state as it is now. What forward and backward may change is copied before this returns;
-        parameters and optimizer state must not change before `before_optimizer_step`, which optimizers call themselves.
+        """Begin to save the state as it is now, and return a handle of the save.
 
-        ``durable``: whether it goes to disk as well; None: as ``durable_every`` says, unless an older one is still being written. One
-        that is asked for with True is never passed over: it waits its turn. What goes wrong is in the handle, on
-        stderr and in `counters`; only `MemoryPlanError` (the first save may have to make the arena) and `LayoutMismatch` are
-        raised.
+        What forward and backward may change is copied before this returns. Parameters and optimizer state must not
+        change before `before_optimizer_step`, which prepared optimizers call themselves.
+
+        ``durable``: whether the generation is written to disk as well. None follows ``durable_every``, and skips the
+        disk while an older generation is still being written. True never skips: the write waits its turn.
+
+        Failures are reported by the handle, on stderr and in `counters`. Only `MemoryPlanError` (the first save may
+        have to make the arena) and `LayoutMismatch` are raised.
         """
         contents = self._prepared()
         began = time.monotonic()
@@ -228,7 +252,7 @@ class CheckpointManager:
         return handle
 
     def before_optimizer_step(self) -> None:
-        """Wait until the last save's copy is done: the state may be changed then."""
+        """Wait until the copy of the last save is done; after that the state may be changed."""
         self._prepared()
         began = time.monotonic()
         self._saver.wait_staged()
@@ -236,35 +260,45 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """``with checkpoints.guard():`` around whatever changes parameters, where that is no prepared optimizer's step."""
+        """Protect code that changes parameters outside a prepared optimizer's step: ``with checkpoints.guard():``.
+
+        On entry it waits until the copy of the last save is done.
+        """
         self.before_optimizer_step()
         yield
 
     def latest(self) -> Saved | None:
-        """The newest generation that is known here to be committed, or was restored."""
+        """Return the newest generation that this rank knows to be committed or has restored; None for none."""
         self._prepared()
         return self._saver.newest
 
     def confirm(self, step: int) -> None:
-        """The restored state has proven good up to ``step``: restoring it again is not held against it."""
+        """Record that the restored state has proven good up to ``step``.
+
+        Restoring the generation again is then not counted against it.
+        """
         self._prepared()
         if self._restored is not None and step > self._restored.step and self._peers.rank == 0:
             self._probation.confirm(self._restored.generation)
 
     def quarantine(self, generation: int, reason: str) -> None:
-        """It turned out bad: no restore takes it again. One rank's word is enough."""
+        """Mark a generation as bad: no restore takes it again. It is enough that one rank calls this."""
         self._prepared()
         self._probation.quarantine(generation, reason)
 
     # -- at the end
     def wait_until_finished(self) -> None:
-        """Until every save so far is committed, and on disk where that was due; or has failed."""
+        """Wait until every save so far is committed, and on disk where that was due, or has failed."""
         self._prepared()
         self._saver.finish()
 
     def close(self, *, keep_memory: bool = False) -> None:
-        """Collective. When what was due last is not on disk yet, the newest generation is written. The arenas go when all ranks have come here, unless ``keep_memory``,
-        and unless the newest that was due could not be written: that is said, and the same job finds it in memory."""
+        """Finish all saves and release the memory. Collective.
+
+        If the last generation that was due is not on disk yet, the newest one is written. The arenas are removed once
+        all ranks have reached this call. They stay with ``keep_memory``, or when the newest generation that was due
+        could not be written: that is reported on stderr, and the next start of the same job finds it in memory.
+        """
         if self._closed:
             return
         remove = not keep_memory
@@ -282,7 +316,7 @@ class CheckpointManager:
                 remove = False
                 self._saver.complain(error.what)
             crash_point("close.gathered")
-            with contextlib.suppress(PeersGone):  # whoever hosts the store may end once all have heard
+            with contextlib.suppress(PeersGone):  # the process that hosts the store may end once all have heard
                 self._peers.gather("closed", remove, seconds=_SECONDS)
         self._leave(remove=remove)
 
@@ -296,7 +330,7 @@ class CheckpointManager:
             self._break_off()
 
     def _break_off(self) -> None:
-        """This process ends before its time: what is committed stays."""
+        """End early, after an error or at interpreter exit. Committed generations stay in memory."""
         if self._contents is not None:
             self._peers.stop()
         self._leave(remove=False)

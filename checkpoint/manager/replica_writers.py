@@ -1,11 +1,11 @@
-"""Which rank writes what of a generation to disk: a tensor that several ranks have alike is written once.
+"""Decide which rank writes which tensor of a generation to disk: a tensor that several ranks hold is written once.
 
-Alike is the same box of the same tensor with the same bytes. That is looked at anew for every generation that goes to disk,
-in the sealed images: a replica is compared, never assumed, and whoever has other bytes writes its own. What may be shared
-is told by the caller (parameters and optimizer state); all else stays with its rank.
+Two ranks hold the same tensor when name, dtype, shape, box and bytes are equal. The sealed images are compared anew for
+every generation that goes to disk: replicas are never assumed equal, and a rank with other bytes writes its own. The
+caller names the tensors that may be shared (parameters and optimizer state); each rank writes all others itself.
 
-A rank's file is then an image of its own, with a part of the tensors, whose plain part says which shards have the others. It
-is put together from the sealed image while it is written, and takes no memory.
+A rank's file is then an image with part of the tensors. Its plain part says which shards have the others. The image is
+assembled from the sealed image while it is written, and takes no extra memory.
 """
 
 from __future__ import annotations
@@ -29,29 +29,34 @@ __all__ = ["Held", "Share", "Writers", "agree", "assign", "held_in"]
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a rank has sealed that others may have too, tensor by tensor. Nothing when it has failed."""
+    """The tensors of a rank's sealed image that other ranks may hold too, one list entry each.
+
+    Empty when the rank failed.
+    """
 
     boxes: list[str] = []
-    """Equal for equal boxes of tensors of one name, dtype and shape."""
+    """Digests of name, dtype, shape and box: equal for equal boxes of the same tensor."""
     digests: list[int] = []
     sizes: list[int] = []
-    """In bytes."""
+    """Size of each, in bytes."""
 
 
 class Writers(msgspec.Struct, frozen=True):
-    """The answer to a rank's `Held`, tensor by tensor."""
+    """Which rank writes each tensor of a rank's `Held`, in the same order."""
 
     ranks: list[int] = []
-    """Who writes it."""
+    """The rank that writes each tensor."""
     apart: list[int] = []
-    """Indices of those of which most other ranks have other bytes."""
+    """Indices of the tensors whose bytes differ from those of most other ranks."""
 
 
 def held_in(
     reader: SlotReader, layout: ImageLayout, names: Collection[str], chunk_bytes: int
 ) -> tuple[list[str], Held]:
-    """The tensors among ``names`` that have any bytes, and what is to be told of them. Raises `IntegrityError` when the sealed
-    image is damaged."""
+    """Return the names of the non-empty tensors among ``names``, and their `Held` record.
+
+    Raises `IntegrityError` when the sealed image is damaged.
+    """
     entries = [entry for entry in layout.entries if entry.name in names and entry.box.numel]
     sealed, digests = _Verified(reader, chunk_bytes), []
     for entry in entries:
@@ -65,7 +70,10 @@ def held_in(
 
 
 def agree(peers: Peers, generation: int, mine: Held, *, seconds: float) -> Writers:
-    """With all ranks, through rank 0. Raises `PeersGone`."""
+    """Exchange `Held` records with all ranks through rank 0, and return this rank's `Writers`. Collective.
+
+    ``seconds``: how long to wait for other ranks. Raises `PeersGone` when one does not answer.
+    """
     if peers.rank == 0:
         keys = [f"held/{generation}/{rank}" for rank in range(1, peers.world_size)]
         answers = assign([mine, *(peers.hear(keys, Held, seconds=seconds) if keys else ())])
@@ -81,7 +89,11 @@ def agree(peers: Peers, generation: int, mine: Held, *, seconds: float) -> Write
 
 
 def assign(everyone: Sequence[Held]) -> list[Writers]:
-    """Who writes what, for every rank: the largest first, to whoever of those that have it has the least to write. Pure."""
+    """Assign a writer to every tensor of every rank. Pure.
+
+    Tensors held by one rank are assigned first. The others follow from the largest down, each to the holder with the
+    fewest bytes to write so far.
+    """
     copies: dict[str, dict[int, list[tuple[int, int]]]] = {}
     sizes: dict[str, int] = {}
     for rank, held in enumerate(everyone):
@@ -92,7 +104,8 @@ def assign(everyone: Sequence[Held]) -> list[Writers]:
     apart: list[list[int]] = [[] for _ in everyone]
     loads = [0] * len(everyone)
     groups = [(sizes[box], box, places) for box, by_digest in copies.items() for places in by_digest.values()]
-    groups.sort(key=lambda group: (len(group[2]) > 1, -group[0], group[1], group[2]))  # first, what has no choice
+    # tensors that only one rank can write come first
+    groups.sort(key=lambda group: (len(group[2]) > 1, -group[0], group[1], group[2]))
     for size, _, places in groups:
         writer = min((rank for rank, _ in places), key=lambda rank: (loads[rank], rank))
         loads[writer] += size
@@ -106,7 +119,7 @@ def assign(everyone: Sequence[Held]) -> list[Writers]:
 
 
 class Share:
-    """A sealed image without the tensors that are ``elsewhere`` (name -> rank), as an image: read it by slices."""
+    """A sealed image without the tensors that are ``elsewhere`` (name -> rank), as an image that is read by slices."""
 
     def __init__(self, reader: SlotReader, whole: ImageLayout, elsewhere: Mapping[str, int], chunk_bytes: int) -> None:
         plain = with_elsewhere(bytes(reader.payload[slice(*whole.extents[PLAIN])]), elsewhere)
@@ -116,9 +129,9 @@ class Share:
         self._reader, self._sealed = reader, _Verified(reader, chunk_bytes)
         made = {0: self.layout.header, self.layout.extents[PLAIN][0]: plain}
         self._made = {start: memoryview(data) for start, data in made.items()}
-        """Where what is not in the sealed image begins."""
+        """Offset in this image -> bytes that are not in the sealed image: the header and the plain part."""
         self._from = {self.layout.extents[entry.name][0]: whole.extents[entry.name][0] for entry in kept}
-        """The same of what is, and where it begins there."""
+        """Offset of a tensor in this image -> its offset in the sealed image."""
         stops = {0: len(self.layout.header)} | dict(self.layout.extents.values())
         self._extents = sorted((start, stop) for start, stop in stops.items() if stop > start)
         self._starts = [start for start, _ in self._extents]
@@ -128,7 +141,10 @@ class Share:
         return self
 
     def crcs(self) -> np.ndarray:
-        """CRC32C of every `CHUNK_BYTES`, of bytes that are what was sealed. Raises `IntegrityError`."""
+        """Return the CRC32C of every `CHUNK_BYTES` of this image (uint32).
+
+        Raises `IntegrityError` when bytes differ from those that were sealed.
+        """
         found = []
         for start in range(0, self.nbytes, CHUNK_BYTES):
             value = 0
@@ -138,7 +154,7 @@ class Share:
         return np.array(found, dtype=np.uint32)
 
     def __getitem__(self, wanted: slice) -> memoryview:
-        """A copy, not verified."""
+        """Return a copy of the bytes, not verified."""
         start, stop, _ = wanted.indices(self.nbytes)
         return memoryview(b"".join(self._pieces(start, stop, verified=False)))
 
@@ -160,13 +176,14 @@ class Share:
 
 
 class _Verified:
-    """Bytes of a sealed image, each chunk compared with its CRC32C when it is come to."""
+    """Reads bytes of a sealed image, and compares each chunk with its CRC32C when the chunk is first read."""
 
     def __init__(self, reader: SlotReader, chunk_bytes: int) -> None:
         self._reader, self._chunk_bytes = reader, chunk_bytes
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes from ``start`` to ``stop``, verified, in pieces. Raises IntegrityError."""
         size = self._chunk_bytes
         while start < stop:
             index = start // size

@@ -1,8 +1,9 @@
-"""One restore: all ranks take the newest generation for which every shard has a verified source, each from its nearest.
+"""Restore: all ranks take the newest generation for which every shard has a verified source.
 
-Rank 0 chooses (`rackrun.checkpoint.commit.checkpoint_choice`) from what all of them see; each fills its tensors, from its own shard where that
-has its boxes, from all shards where they do not (another world size, mesh or sharding). When a source turns out bad on one
-rank, all of them choose again without it: nobody ever mixes steps.
+Rank 0 chooses the generation (`rackrun.checkpoint.commit.checkpoint_choice`) from what all ranks report. Each rank
+fills its tensors from the nearest source: from its own shard where that has the boxes it needs, otherwise from all
+shards (another world size, mesh or sharding). When a source turns out bad on one rank, all ranks choose again without
+it, so they never mix steps.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ register("restore.planned", "restore.filled", "restore.agreed", "restore.put")
 
 _SECONDS = 600.0
 _AT_ONCE = 8
-"""Generations on disk are looked into, newest first, so many at a time: until one can be taken."""
+"""How many generations on disk are read at a time, newest first, until one can be taken."""
 
 
 @dataclass(frozen=True)
@@ -50,39 +51,50 @@ class RestoreReport:
     generation: int
     step: int
     world_size: int
-    """Of the run that saved it."""
+    """World size of the run that saved the generation."""
     tiers: Mapping[int, str]
-    """Shard (rank of that run) -> where this rank read it: ``own_tray`` is memory, ``shared`` is the directory."""
+    """Shard (rank of the run that saved it) -> where this rank read it.
+
+    ``own_tray`` is memory, ``shared`` is the directory.
+    """
     bytes: int
     seconds: float
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values by name. Dicts and lists that were prepared are changed in place too."""
+    """Plain values by name. Prepared dicts and lists are also changed in place."""
     passed_over: Mapping[int, str] = field(default_factory=dict)
-    """Newer generation -> why it was not taken. Rank 0 has said so on stderr too."""
+    """Newer generation -> why it was not taken. Rank 0 reports these on stderr too."""
 
 
 class _Plan(msgspec.Struct, frozen=True):
+    """What rank 0 has chosen for one attempt."""
+
     plan: RestorePlan | None = None
     nothing: bool = False
-    """Nothing was ever committed."""
+    """True when nothing was ever committed."""
     problem: str = ""
 
 
 class _Filled(msgspec.Struct, frozen=True):
+    """How one attempt went on one rank."""
+
     failed: list[tuple[int, Tier]] = []
-    """(owner, where) of what could not be read."""
+    """(owner, tier) of the shards that could not be read."""
     damaged: bool = False
-    """Bytes on disk are wrong."""
+    """True when bytes on disk are wrong."""
     problem: str = ""
     mismatch: str = ""
-    """The state does not fit what was saved."""
+    """Why the prepared state does not fit what was saved; empty when it fits."""
 
 
 def restore(
     contents: Contents, sources: Sources, seen: Sequence[Seen], peers: Peers, probation: Probation
 ) -> RestoreReport | None:
-    """Collective; ``seen`` is every rank's, on rank 0. None: there is nothing to restore. Raises `NoUsableGeneration` on all ranks when there is something and
-    none of it can be used, `LayoutMismatch` on all when it is of another state; tensors are torn then."""
+    """Fill ``contents`` from the newest usable generation. Return a report; None when there is nothing to restore.
+
+    Collective. ``seen``: what every rank reported; used on rank 0 only. Raises `NoUsableGeneration` on all ranks when
+    there are generations and none can be used. Raises `LayoutMismatch` on all ranks when the saved state does not fit;
+    tensors may be partly overwritten then.
+    """
     began = time.monotonic()
     chooser = _Chooser(sources, seen, probation) if peers.rank == 0 else None
     for attempt in itertools.count():
@@ -125,7 +137,7 @@ def restore(
 
 
 class _Chooser:
-    """On rank 0."""
+    """Chooses the generation to restore. Exists on rank 0 only."""
 
     def __init__(self, sources: Sources, seen: Sequence[Seen], probation: Probation) -> None:
         self._sources, self._probation = sources, probation
@@ -133,14 +145,14 @@ class _Chooser:
         self._records = newest_records(record for one in seen for record in one.records)
         self._left_out = {g: why for one in reversed(seen) for g, why in one.left_out.items()}
         self._damaged = {g for one in seen for g in one.damaged}
-        """On disk."""
+        """Generations whose bytes on disk are damaged."""
         common = set(seen[0].durable).intersection(*(one.durable for one in seen))
         self._unread = sorted((generation for generation, _ in common), reverse=True)
         for generation in {g for one in seen for g, _ in one.durable} - set(self._unread):
             self._left_out.setdefault(generation, "the ranks do not see the same generations on disk.")
 
     def choose(self) -> _Plan:
-        """Of what is on disk so much is read that nothing newer than the plan's generation is left."""
+        """Choose a generation. Generations on disk are read until no unread one is newer than the choice."""
         while True:
             found = self._choose()
             if not self._unread or (found.plan is not None and found.plan.generation > self._unread[0]):
@@ -151,7 +163,7 @@ class _Chooser:
         story = " ".join(_sentence(g, why) for g, why in self._left_out.items())
         if not self._records and not self._left_out:
             return _Plan(nothing=True)
-        if not self._records:  # to begin anew would be to lose them
+        if not self._records:  # a new start from nothing would lose these generations
             return _Plan(problem=f"no generation can be read. {story}")
         quarantined, attempts = self._probation.quarantined(), self._probation.attempts()
         try:
@@ -182,6 +194,7 @@ class _Chooser:
             self._damaged.add(generation)
 
     def without(self, generation: int, everyone: Sequence[_Filled]) -> None:
+        """Exclude the shards that could not be read from the next choice, and report why."""
         failed = {(generation, *pair) for one in everyone for pair in one.failed}
         problems = sorted({one.problem for one in everyone if one.problem})
         for problem in problems:
@@ -190,14 +203,18 @@ class _Chooser:
         self._inventory = [h for h in self._inventory if (h.generation, h.owner, h.tier) not in failed]
 
     def tell(self, plan: RestorePlan) -> None:
-        """Why it is not a newer one."""
+        """Report on stderr why newer generations were passed over, and quarantine those that are damaged."""
         for generation, why in sorted(plan.passed_over.items()):
             what = f"generation {generation}" if generation >= 0 else "the directory"
             print(f"rackrun: {what} is not used: {why}", file=sys.stderr, flush=True)
         self.quarantine_damaged(above=plan.generation)
 
     def quarantine_damaged(self, *, above: int) -> None:
-        """What is damaged stays so, and must not outlive a good one as one of the newest. One that memory had whole is not ``above``."""
+        """Quarantine the damaged generations newer than ``above``.
+
+        Damage does not heal, and retention must not keep a damaged generation in place of a good one. The generation
+        that was restored is not newer than ``above``, so it is spared when memory had it whole.
+        """
         known = self._probation.quarantined()
         for generation in sorted(self._damaged):
             if generation > above and generation not in known:
@@ -209,7 +226,7 @@ def _sentence(generation: int, why: str) -> str:
 
 
 class _Filling:
-    """One rank's part of one attempt."""
+    """One rank's part of one attempt to restore."""
 
     def __init__(self, contents: Contents, sources: Sources, plan: RestorePlan, rank: int, world_size: int) -> None:
         self._contents, self._sources, self._plan = contents, sources, plan
@@ -219,10 +236,11 @@ class _Filling:
         self.shards: dict[int, ShardBytes] = {}
         self.bytes = 0
         self._reading = self._own
-        """The shard that is being read."""
+        """The shard that is being read; errors are attributed to it."""
         self._layouts: dict[int, ImageLayout] = {}
 
     def run(self) -> _Filled:
+        """Fill this rank's tensors, and return what failed. Raises nothing that other ranks have to learn of."""
         try:
             self._fill()
         except LayoutMismatch as error:
@@ -235,6 +253,7 @@ class _Filling:
         return _Filled()
 
     def finish(self) -> dict[str, Any]:
+        """Put the plain values into the prepared state, and return them by name."""
         return self._contents.put(self._plain, self._parts)
 
     def _fill(self) -> None:
@@ -256,7 +275,11 @@ class _Filling:
             self._carry_out(plan_reshard(layouts, others, turn=self._rank), owners, others)
 
     def _saved(self, own: ImageLayout, plain: Plain) -> dict[str, tuple[int, TensorEntry]]:
-        """All that the rank of this shard had, and where it is: replicas share the writing to disk."""
+        """Return each tensor that this rank's shard consists of, with the shard that stores it.
+
+        Replicas share the writing to disk, so another rank's shard may store it. Raises `IntegrityError` when it does
+        not.
+        """
         found = {name: (self._own, entry) for name, entry in own.by_name.items()}
         for name, owner in plain.elsewhere.items():
             entry = self._layout(owner).by_name.get(name) if owner in self._plan.sources else None

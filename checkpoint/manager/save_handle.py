@@ -1,6 +1,6 @@
-"""One save, as whoever asked for it sees it, and its two threads' work: copy, seal, commit; then write to disk.
+"""One save: the handle its caller holds, and the work of its two threads (copy, seal and commit; then write to disk).
 
-Nothing here raises into training. What goes wrong is the `SaveHandle.failure` of that save.
+Nothing here raises into training. A failure is recorded in the `SaveHandle.failure` of that save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLUSH_S = 3600.0
 
 @dataclass
 class Counters:
-    """Of this rank. ``stall_s``: what training waited for, in `save` and at the fence."""
+    """This rank's totals over all saves. ``stall_s``: seconds that training waited, in `save` and at the fence."""
 
     saves: int = 0
     committed: int = 0
@@ -42,23 +42,26 @@ class Counters:
     durable: int = 0
     durable_failed: int = 0
     durable_passed_over: int = 0
-    """They were due while an older one was still being written."""
+    """Generations that were due on disk while an older one was still being written."""
     stall_s: float = 0.0
 
 
 class SaveHandle:
-    """Four futures of a bool, in the order in which they are done: True when it is so, False when it will never be."""
+    """The progress of one save, as four futures of a bool: True when the state is reached, False when it never will be.
+
+    They are set in the order ``staged``, ``sealed``, ``committed``, ``durable``.
+    """
 
     def __init__(self, generation: int, step: int) -> None:
         self.generation, self.step = generation, step
         self.staged: Future[bool] = Future()
-        """The state may be changed."""
+        """The copy is done, so the training state may be changed."""
         self.sealed: Future[bool] = Future()
         """This rank's image is whole."""
         self.committed: Future[bool] = Future()
-        """Every rank's is."""
+        """Every rank's image is whole, and the generation is committed."""
         self.durable: Future[bool] = Future()
-        """It is on disk. False also where that was not due."""
+        """The generation is on disk. False also where that was not due."""
         self.failure = ""
 
     def fail(self, why: str) -> None:
@@ -66,7 +69,7 @@ class SaveHandle:
         self.end()
 
     def end(self) -> None:
-        """What is not so by now never will be."""
+        """Set every future that is not set yet to False."""
         for future in (self.staged, self.sealed, self.committed, self.durable):
             if not future.done():
                 future.set_result(False)
@@ -80,19 +83,22 @@ class SaveHandle:
 
 @dataclass
 class Saving:
-    """A shard on its way into a slot."""
+    """One rank's shard while it is copied into a slot."""
 
     handle: SaveHandle
     image: Image
     writer: SlotWriter | None = None
     ready: torch.cuda.Event | None = None
     failure: str = ""
-    """Why there is no slot."""
+    """Why there is no slot, or why the copy failed."""
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Of what is copied while the next step runs."""
+    """Each tensor that is copied while the next step runs, with its version when the save began."""
 
     def copy_and_seal(self, staging: Staging) -> None:
-        """In the helper thread."""
+        """Copy the tensors into the slot and seal it.
+
+        Runs in the helper thread; records a failure instead of raising.
+        """
         layout, writer = self.image.layout, self.writer
         if writer is None:
             self.handle.staged.set_result(False)
@@ -112,7 +118,7 @@ class Saving:
             writer.seal(layout.total_bytes, layout.layout_hash)
             self.handle.sealed.set_result(True)
             crash_point("save.sealed")
-        except Exception as error:  # noqa: BLE001 - told to all ranks as this one's failure
+        except Exception as error:  # noqa: BLE001 - reported to all ranks as this rank's failure
             self.failure = f"{type(error).__name__}: {error}"
             writer.abandon()
         finally:
@@ -121,7 +127,7 @@ class Saving:
                 self.handle.staged.set_result(False)
 
     def _let_go(self) -> None:
-        """The caller may free what was copied."""
+        """Drop the references to the tensors and the slot, so that the caller may free what was copied."""
         self.versions.clear()
         self.image.tensors.clear()
         self.writer = None
@@ -129,19 +135,24 @@ class Saving:
 
 @dataclass(frozen=True)
 class Disk:
-    """Where generations become durable, and what stays there. ``began``: the generation that was restored; -1: none was."""
+    """Where generations become durable, and how many stay. ``began``: the generation that was restored; -1 for none."""
 
     store: DurableStore
     epoch: int
     keep: int
     began: int
     hold: Callable[[], str] = str
-    """Why nothing is written any more: a later start has taken the directory. Rank 0's counts."""
+    """Returns why nothing may be written any more (a later start has taken the directory), else "".
+
+    Rank 0's answer counts.
+    """
 
 
 class Flush:
-    """A committed generation on its way to disk: what other ranks have too is written by one of them. Its slot is not written
-    over meanwhile."""
+    """Writes a committed generation to disk. A tensor that several ranks hold is written by one of them.
+
+    The generation's slot is leased, so that it is not overwritten meanwhile.
+    """
 
     def __init__(
         self,
@@ -153,7 +164,7 @@ class Flush:
         peers: Peers,
         former: int,
     ) -> None:
-        """``former``: the generation before, of which all ranks have heard."""
+        """Lease the slot. ``former``: the generation flushed before, whose outcome all ranks have heard."""
         self._handle, self._disk, self._arena = handle, disk, arena
         self._layout, self._settled = image.layout, image.later
         self._peers, self._former = peers, former
@@ -161,7 +172,7 @@ class Flush:
         self._reader: SlotReader | None = None
         self._failure = ""
         self.remark = ""
-        """What is to be told besides."""
+        """A warning to report besides the outcome."""
         try:
             self._lease.enter_context(arena.lease(handle.generation))
             self._reader = arena.reader(handle.generation)
@@ -169,7 +180,10 @@ class Flush:
             self._failure = error.what
 
     def run(self) -> str:
-        """All ranks run it; rank 0 finishes. Why it is not on disk; "" when it is. Raises `PeersGone`."""
+        """Write this rank's shard; rank 0 then makes the generation whole. All ranks run this.
+
+        Return why the generation is not on disk; "" when it is. Raises `PeersGone` when another rank does not answer.
+        """
         generation, peers = self._handle.generation, self._peers
         disk = self._disk
         writer = disk.store.writer(generation, self._handle.step, disk.epoch, peers.world_size)
@@ -193,7 +207,7 @@ class Flush:
         peers.say(f"durable/{generation}", outcome)
         peers.forget([*keys, f"durable/{self._former}"])
         if outcome:
-            writer.give_up()  # all have said that they are done with it
+            writer.give_up()  # all ranks have said that they are done with it
         collect(
             disk.store, Retention(disk.keep), epoch=disk.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S,
             finished=generation, began=disk.began, over=lambda epoch: epoch < disk.epoch and not fenced,
@@ -201,7 +215,10 @@ class Flush:
         return outcome
 
     def _elsewhere(self) -> dict[str, int]:
-        """With all ranks: what others write of this rank's tensors. A rank that fails shares nothing."""
+        """Agree with all ranks which of this rank's tensors other ranks write: name -> rank.
+
+        A rank that fails shares nothing.
+        """
         names, held = list[str](), Held()
         try:
             if self._reader is not None:

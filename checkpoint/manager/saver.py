@@ -1,8 +1,8 @@
-"""How a rank saves: a slot, a copy that overlaps with training, a seal, the commit with all others, and then the disk.
+"""How a rank saves: take a slot, copy while training goes on, seal, commit with all ranks, then write to disk.
 
-One save at a time is on its way to its commit, and one generation on its way to disk; the next save waits for the commit of
-the last, which is there long before in the ordinary case. Nothing here raises into training but what the first save may
-find: that the arena does not fit (`MemoryPlanError`).
+At most one save waits for its commit, and one generation is written to disk at a time. The next save waits for the
+commit of the last, which is usually done long before. The only error raised into training is `MemoryPlanError`, when
+the first save finds that the arena does not fit.
 """
 
 from __future__ import annotations
@@ -31,37 +31,41 @@ __all__ = ["Place", "Saved", "Saver"]
 register("restore.marking", "restore.marked", "save.begun", "commit.heard", "commit.done", "commit.retired")
 
 _SPARE_ROOM = 64
-"""An arena has room for an image larger by one part in so many."""
+"""A new arena gets room for an image that is larger by one part in this many."""
 
 
 class Saved(NamedTuple):
+    """A generation and its step."""
+
     generation: int
     step: int
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank saves for, as all ranks have agreed."""
+    """Where a rank saves, as all ranks have agreed."""
 
     job: str
     peers: Peers
     store: DurableStore
     folder: ArenaFolder | None
-    """None: arenas are this process's own, and go with it."""
+    """None: arenas are private to this process, and end with it."""
     epoch: int
     first: int
-    """Generation."""
+    """Number of the first generation."""
     slots: int
     local_ranks: int
     keep: int
-    """Durable generations."""
+    """How many durable generations stay."""
     seconds: float
-    """How long ranks wait for each other."""
+    """How long ranks wait for each other, in seconds."""
     hold: Callable[[], str] = str
-    """Why nothing goes to disk any more. Rank 0's counts."""
+    """Returns why nothing may be written to disk any more, else "". Rank 0's answer counts."""
 
 
 class Saver:
+    """Carries out one rank's saves, in threads of their own."""
+
     def __init__(self, place: Place, staging: Staging, counters: Counters) -> None:
         self._place, self._staging, self._counters = place, staging, counters
         self._desk = CommitDesk(place.peers.another(), place.epoch, seconds=place.seconds)
@@ -71,24 +75,30 @@ class Saver:
         self._saving: SaveHandle | None = None
         self._threads: list[threading.Thread] = []
         self._flushing: list[threading.Thread] = []
-        """One writes; those that were asked for by name wait behind it."""
+        """Threads that write generations to disk.
+
+        One writes; those whose write was explicitly asked for wait behind it.
+        """
         self._flushed = -1
-        """The generation that went to disk last."""
+        """The newest generation whose write to disk was begun; -1 for none."""
         self._owed = -1
-        """The generation that was due, and is not on disk: an older one was being written, or storage has failed."""
+        """The generation that was due on disk and is not there; -1 for none.
+
+        An older one was being written, or storage failed.
+        """
         self._last: Saving | None = None
-        """The newest that was committed."""
+        """The newest save that was committed."""
         self._began = -1
-        """The generation that was restored."""
+        """The generation that was restored; -1 for none."""
         self._lost = ""
-        """Why no more is saved."""
+        """Why nothing more is saved; empty while saving works."""
         self._complained: set[str] = set()
         self.newest: Saved | None = None
-        """Committed or restored: not to be written over."""
+        """The newest generation that is committed or was restored. Its slot must not be overwritten."""
         self._attach()
 
     def _attach(self) -> None:
-        """Take over the arena that this rank's last process has left."""
+        """Attach the arena that this rank's previous process has left."""
         folder, peers = self._place.folder, self._place.peers
         for path, mine in folder.arenas().items() if folder is not None else ():
             if folder is not None and mine == (peers.rank, peers.world_size) and self._arena is None:
@@ -97,8 +107,11 @@ class Saver:
             self._staging.pin(self._arena)
 
     def begin_from(self, restored: Saved, *, here: bool) -> None:
-        """``restored`` must not be written over, when it came from ``here``, this rank's arena. What is newer could not be used
-        by all, and what was not used here is damaged."""
+        """Protect the ``restored`` generation from being overwritten, and mark unusable slots as bad.
+
+        ``here``: the restore read this rank's arena. Newer slots could not be used by all ranks. The slot of the
+        restored generation itself is damaged when it was not read.
+        """
         self.newest = restored
         self._began = restored.generation
         for info in self._arena.slots() if self._arena is not None else ():
@@ -113,7 +126,10 @@ class Saver:
         crash_point("restore.marked")
 
     def reserve(self, size: int) -> Arena:
-        """This rank's arena, made anew when an image of ``size`` bytes does not fit into it. Raises `MemoryPlanError`."""
+        """Return this rank's arena; make a new one when an image of ``size`` bytes does not fit.
+
+        Raises `MemoryPlanError`.
+        """
         if self._arena is not None and self._arena.payload_bytes >= size:
             return self._arena
         if self._arena is not None:
@@ -131,8 +147,11 @@ class Saver:
 
     # -- a save
     def save(self, image: Image, step: int, *, due: bool, asked: bool) -> SaveHandle:
-        """Begin the next generation. ``due``: it is to go to disk too. ``asked``: also when an older one is being written; where memory
-        has no slot beside that, this waits, and so does the save after it."""
+        """Begin the next generation and return its handle.
+
+        ``due``: it is written to disk too. ``asked``: it is written even when an older one is still being written.
+        Where memory then has no free slot, this call waits, and so does the next save.
+        """
         writing = self._alive()
         held = len(writing) + (self.newest is not None and self.newest.generation != self._flushed)
         if writing and held >= self._place.slots and (asked or len(writing) > 1):
@@ -150,33 +169,36 @@ class Saver:
         return handle
 
     def wait_staged(self) -> None:
-        """Until the last save's copy is done."""
+        """Wait until the copy of the last save is done."""
         if self._saving is not None:
             self._saving.staged.result()
 
     def wait_committed(self) -> None:
-        """Until the last save is committed, or never will be."""
+        """Wait until the last save is committed or has failed."""
         if self._saving is not None:
             self._saving.committed.result()
             self._saving = None
 
     def finish(self) -> None:
-        """Until all that was begun is on disk where it was due, or has failed."""
+        """Wait until all saves are committed, and on disk where that was due, or have failed."""
         self.wait_committed()
         for thread in self._alive():
             thread.join()
 
     @property
     def durable(self) -> bool:
-        """Something was to go to disk."""
+        """Whether any generation was to be written to disk."""
         return self._flushed >= 0
 
     def owed(self) -> int:
-        """After `finish`: the generation that was due and is not on disk, nor is a newer one; -1: none."""
+        """Return the generation that was due on disk when neither it nor a newer one is there; -1 for none.
+
+        After `finish`.
+        """
         return self._owed
 
     def write_newest(self) -> None:
-        """Collective, after `finish`: to disk."""
+        """Write the newest committed generation to disk. Collective, after `finish`."""
         if self._last is not None and self._arena is not None:
             self._begin_flush(self._last, self._arena)
             self.finish()
@@ -186,7 +208,7 @@ class Saver:
         return self._flushing
 
     def close(self, *, seconds: float) -> None:
-        """Threads that do not end within ``seconds`` are left."""
+        """Join the threads and close the arenas. Threads that do not end within ``seconds`` each are left running."""
         for thread in self._threads:
             thread.join(seconds)
         for arena in [*self._outgrown, *([self._arena] if self._arena is not None else [])]:
@@ -194,7 +216,7 @@ class Saver:
             arena.close()
 
     def complain(self, what: str) -> None:
-        """On stderr, once for each reason: a full disk stays full."""
+        """Report a problem on stderr, once for each reason: a full disk stays full."""
         reason = what.partition(": ")[2] or what
         if reason not in self._complained:
             self._complained.add(reason)
@@ -202,7 +224,7 @@ class Saver:
 
     # -- the steps of a save
     def _begin(self, saving: Saving) -> None:
-        """Take a slot, and copy what may change at once."""
+        """Take a slot, and copy at once the tensors that forward and backward may change."""
         image = saving.image
         try:
             arena = self.reserve(image.layout.total_bytes)
@@ -222,7 +244,7 @@ class Saver:
         crash_point("save.begun")
 
     def _carry_out(self, saving: Saving, due: bool, asked: bool) -> None:
-        """In a thread of its own."""
+        """Copy, seal and commit. Runs in a thread of its own."""
         handle = saving.handle
         try:
             saving.copy_and_seal(self._staging)
@@ -234,7 +256,7 @@ class Saver:
             self._fail(handle, f"{type(error).__name__}: {error}")
 
     def _settle(self, saving: Saving, due: bool, asked: bool) -> None:
-        """Commit with all others, or give it up with them."""
+        """Commit the generation with all ranks, or give it up with them."""
         handle, arena = saving.handle, self._arena
         assert arena is not None
         outcome = self._desk.settle(handle.generation, self._said(saving, arena, due, asked))
@@ -263,6 +285,7 @@ class Saver:
             handle.durable.set_result(False)
 
     def _said(self, saving: Saving, arena: Arena, due: bool, asked: bool) -> Sealed:
+        """Return what this rank reports of its save: the sealed image's digest, or why there is none."""
         step = saving.handle.step
         if not saving.failure:
             try:
@@ -277,7 +300,7 @@ class Saver:
         )  # fmt: skip
 
     def _retire(self) -> None:
-        """After a commit: what only an older world, or a smaller state, could have used."""
+        """After a commit, remove the arenas that only an older world or a smaller state could have used."""
         folder = self._place.folder
         if folder is not None:
             folder.sweep(self._place.epoch)

@@ -1,4 +1,4 @@
-"""Copying tensors into a slot while training goes on: what neither forward nor backward changes."""
+"""Copy tensors into a slot while training goes on: those that neither forward nor backward changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ __all__ = ["Staging"]
 
 
 class Staging:
-    """From memory to memory; from a GPU on a stream of its own, beside the next step's kernels, into pinned memory where
-    the driver allows it."""
+    """Copies tensors into host memory.
+
+    From a GPU it copies on a stream of its own, beside the next step's kernels, into pinned memory where the driver
+    allows that.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,18 +31,21 @@ class Staging:
         self._copies = DeviceCopies(self._pinning.cuts)
 
     def pin(self, arena: Arena) -> None:
-        """Begin to: until it is done, copies are slower."""
+        """Begin to pin the arena's memory. Copies are slower until that is done. No effect without a GPU."""
         if self._stream is not None:
             self._pinning.pin(*arena.memory())
 
     def unpin(self, arena: Arena) -> None:
-        """Before the arena is closed. Nothing is copied to it."""
+        """Unpin the arena's memory. Call it before the arena is closed, when nothing is being copied to it."""
         if self._stream is not None:
             self._copies.forget()
             self._pinning.unpin(arena.memory()[0])
 
     def ready(self) -> torch.cuda.Event | None:
-        """Taken by the thread that trains, when the tensors are as they are to be copied."""
+        """Record an event at which the tensors have the values to be copied.
+
+        Call it in the training thread; None without a GPU.
+        """
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -54,7 +60,7 @@ class Staging:
         into: memoryview,
         ready: torch.cuda.Event | None,
     ) -> None:
-        """Any thread; returns when ``names`` are there."""
+        """Copy the tensors ``names`` into the image ``into``; return when they are there. Any thread may call this."""
         if ready is None:
             _copy(layout, tensors, names, into)
             return
@@ -66,7 +72,7 @@ class Staging:
         self._stream.synchronize()
 
     def _use_device(self) -> None:
-        """First in each thread: else it would make a context on the first GPU."""
+        """Select the device. Call it first in each thread: otherwise CUDA makes a context on the first GPU."""
         use_device(self._device)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints without a job: survey, rebuild, convert, export."""
+"""Checkpoints without a running job: survey, rebuild, convert, export."""

@@ -1,7 +1,8 @@
-"""From one layout of checkpoints to another: rackrun's own, torch's plain distributed checkpoint, and Hugging Face's safetensors set.
+"""Convert checkpoints between rackrun's layout, torch's plain distributed checkpoint, and safetensors sets.
 
-Offline, in one process, with all of it in memory. What was written is read again before it has its name, and compared bit for bit with
-what was to be written. A plain distributed checkpoint is made of pickles, whose reading may run any code: it is read when
+Safetensors sets have Hugging Face's form. A conversion runs offline, in one process, with the whole state in memory.
+The result is read again before it gets its name, and compared bit for bit with what was to be written. A plain
+distributed checkpoint consists of pickles, which may run any code when they are read, so it is read only when
 ``unsafe_pickle`` says that its writer is trusted.
 """
 
@@ -41,16 +42,18 @@ NameOf = Callable[[list[str]], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Converted:
+    """What was converted. ``bytes``: of tensors."""
+
     source: Layout
     target: Layout
     tensors: int
     bytes: int
     others: int
-    """Values that are no tensors."""
+    """How many values are not tensors."""
 
 
 def layout_of(path: Path) -> Layout:
-    """By what lies there. Raises UsageError when it is not there."""
+    """Return the layout of the files at ``path``. Raises UsageError when it is no directory."""
     if is_remote(path):
         return "rackrun"
     if not path.is_dir():
@@ -69,9 +72,12 @@ def convert(
     file_bytes_max: int = 5 * 10**9,
     unsafe_pickle: bool = False,
 ) -> Converted:
-    """``source``: a job's directory, or one generation in it; a plain distributed checkpoint; a safetensors set. ``target``: a new
-    directory; of rackrun's own layout a job's directory, which gets its next generation. ``names``: from the names of all
-    tensors to those in the target; what is absent is left out, and so are values that are no tensors. None: all under the names they have.
+    """Convert ``source`` into the new checkpoint ``target``.
+
+    ``source``: a job's directory, or one generation in it; a plain distributed checkpoint; a safetensors set.
+    ``target``: a new directory; in rackrun's layout, a job's directory, which gets its next generation. ``names``: maps
+    the names of all tensors to those in the target; tensors that it leaves out are not converted, nor are values that
+    are not tensors. None keeps everything under its name.
 
     Raises UsageError, and CheckpointError when something is damaged, cannot be written, or does not fit the layout.
     """
@@ -129,7 +135,7 @@ def _save(state: dict[str, Any], writer: StorageWriter) -> None:
 @contextlib.contextmanager
 def _typed() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that there is no process group: that is meant
+        warnings.simplefilter("ignore")  # torch warns that there is no process group; that is intended
         try:
             yield
         except dcp.api.CheckpointException as error:
@@ -159,7 +165,7 @@ def _write_rackrun(target: Path, state: dict[str, Any], wanted: dict[str, torch.
 
 
 def _write_set(part: Path, state: dict[str, Any], file_bytes_max: int) -> dict[str, torch.Tensor]:
-    """Through a generation beside it: a set is put together in one way only."""
+    """Write a safetensors set by exporting a temporary generation, since sets are assembled in one place only."""
     between = part / "generation"
     try:
         _save(state, RackrunStorageWriter(between))
@@ -176,7 +182,7 @@ def _write_set(part: Path, state: dict[str, Any], file_bytes_max: int) -> dict[s
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """A directory that becomes ``target`` when all went well, and is gone otherwise."""
+    """Yield a directory that is renamed to ``target`` on success and removed otherwise."""
     if target.exists() or not target.parent.is_dir():
         what = "is there already" if target.exists() else f"cannot be made: {target.parent} is no directory"
         raise UsageError(f"{target} {what}.", remedy="give a new directory in one that is there.")

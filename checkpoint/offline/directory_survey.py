@@ -1,6 +1,6 @@
-"""What lies in a checkpoint directory: jobs, whole generations, damaged ones, and what writers and retention have left.
+"""List what a checkpoint directory contains: jobs, whole and damaged generations, unfinished data, and trash.
 
-It only looks, and trusts nothing but `DurableStore`. Jobs may write and collect meanwhile: what is gone by then is left out.
+It only reads, and trusts only `DurableStore`. Jobs may write and delete meanwhile; what is gone by then is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
 
 @dataclass(frozen=True)
 class Damaged:
-    """A directory with a generation's name that is not a whole one."""
+    """A directory with a generation's name that is not a whole generation."""
 
     generation: int
     path: Path
@@ -40,46 +40,46 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Leftover:
-    """*unfinished*: a writer is at work on it, or died. *trash*: on its way out."""
+    """Unfinished data or trash. *unfinished*: a writer is at work on it, or died. *trash*: it is being deleted."""
 
     kind: Literal["unfinished", "trash"]
     path: Path
     generation: int
     epoch: int
-    """Of the writers; -1 of trash."""
+    """Epoch of the writers; -1 for trash."""
     shards: int
-    """Of how many ranks it has all bytes."""
+    """How many ranks' shards it has whole."""
     world_size: int | None
-    """None: no rank's fragment is there to say it."""
+    """None when there is no fragment that states it."""
     bytes: int
     touched_s: float
-    """Newest file time, in seconds since the epoch of Unix."""
+    """Newest file time, in Unix seconds."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """One job's directory. Generations are newest first."""
+    """The content of one job's directory. Generations are newest first."""
 
     job: str
     directory: Path
     whole: tuple[GenerationInfo, ...]
     written_s: Mapping[int, float]
-    """Generation -> when its manifest was written, in seconds since the epoch of Unix."""
+    """Generation -> when its manifest was written, in Unix seconds."""
     damaged: tuple[Damaged, ...]
     leftovers: tuple[Leftover, ...]
     barred: Mapping[int, str]
     """Generation -> why no restore takes it."""
 
     def generations(self) -> list[int]:
-        """Whole or not."""
+        """Return all generations, whole or damaged, newest first."""
         found = [info.generation for info in self.whole] + [one.generation for one in self.damaged]
         return sorted(found, reverse=True)
 
 
 def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStore]:
-    """The jobs under ``directory``, or the one whose own directory it is; only ``job``, when that is given.
+    """Return the stores of the jobs under ``directory``, or of the one job whose own directory it is.
 
-    Raises UsageError when the directory is not there or no directory, and when there is no such job.
+    ``job``: only that one. Raises UsageError when ``directory`` is not a directory, and when there is no such job.
     """
     path = absolute(directory).resolve()
     files = files_at(path)
@@ -102,7 +102,10 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
 
 
 def one_store(directory: Path, job: str | None) -> DurableStore:
-    """The only job there is, or ``job``. Raises as `stores_in`, and UsageError when there are several."""
+    """Return the store of the only job there is, or of ``job``.
+
+    Raises UsageError like `stores_in` and when there are several jobs, `NoUsableGeneration` when there is none.
+    """
     stores = stores_in(directory, job)
     if len(stores) > 1:
         raise UsageError(
@@ -115,6 +118,7 @@ def one_store(directory: Path, job: str | None) -> DurableStore:
 
 
 def nothing_in(directory: Path) -> NoUsableGeneration:
+    """Return the error for a directory without checkpoints."""
     return NoUsableGeneration(
         f"there is no checkpoint in {directory}.",
         remedy="is it the directory of --checkpoint-dir? See rackctl ckpt ls.",
@@ -122,7 +126,7 @@ def nothing_in(directory: Path) -> NoUsableGeneration:
 
 
 def survey(store: DurableStore) -> Survey:
-    """Raises CheckpointError when the job's directory cannot be listed."""
+    """List the content of a job's directory. Raises CheckpointError when it cannot be listed."""
     whole = store.generations()
     names = _listed(store.files, store.directory)
     seen = {info.generation for info in whole}
@@ -131,7 +135,7 @@ def survey(store: DurableStore) -> Survey:
         try:
             store.whole(number)
         except NoUsableGeneration:
-            continue  # collected meanwhile
+            continue  # deleted meanwhile
         except CheckpointError as error:
             damaged.append(Damaged(number, store.path(number), error.what, error.remedy))
     written = {}
@@ -157,6 +161,7 @@ def _listed(files: Files, path: Path) -> list[str]:
 
 
 def _belongs(name: str) -> bool:
+    """Whether this name is one that rackrun gives in a job's directory."""
     return generation_of(name) is not None or TemporaryName.parse(name) is not None or bool(_TRASH.match(name))
 
 
@@ -190,5 +195,5 @@ def _leftover(
                 if fragment := _FRAGMENT.fullmatch(below):
                     shards, world_size = shards + 1, int(fragment[1])
     except OSError:
-        return None  # finished or collected meanwhile
+        return None  # finished or deleted meanwhile
     return Leftover(kind, path, generation, epoch, shards, world_size, size, touched)

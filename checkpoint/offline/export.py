@@ -1,12 +1,12 @@
-"""A generation as one consolidated set of safetensors files with ``model.safetensors.index.json``, as other tools open it.
+"""Export a generation as one set of safetensors files with ``model.safetensors.index.json``, which other tools open.
 
-Offline, never on the path of training: every tensor is put together from the boxes of all ranks, once, whatever the world
-size was. Every byte that is read is checked against its CRC32C; bits are copied, never values. The set is built beside its
-place, synced, and renamed: it is there whole, or not at all.
+It runs offline, never during training. Every tensor is assembled once from the boxes of all ranks, whatever the world
+size was. Every byte read is checked against its CRC32C; bits are copied, never values. The set is built beside its
+place, synced, and renamed, so it is there whole or not at all.
 
-It takes memory for the largest tensor that is in parts, and for one of its parts. What other tools have no type for
-(complex numbers and rarer ones) is refused by name; `export`'s ``name_of`` leaves it out. State that is not tensors is not
-exported.
+It needs memory for the largest tensor that is in parts, and for one of its parts. A dtype that other tools do not have
+(complex numbers and rarer ones) is refused by name; `export`'s ``name_of`` can leave such a tensor out. State that is
+not tensors is not exported.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _TYPES = {
     "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1),
     "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
 }  # fmt: skip
-"""torch's name -> safetensors' name, bytes of an element."""
+"""torch's dtype name -> (safetensors' name, bytes of an element)."""
 
 register("export.file_written", "export.index_written", "export.synced", "export.renamed")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """``files``: in order, without the index. ``bytes``: of tensors."""
+    """What was exported. ``files``: their names in order, without the index. ``bytes``: of tensors."""
 
     path: Path
     files: tuple[str, ...]
@@ -59,12 +59,12 @@ class Exported:
 @dataclass
 class _Tensor:
     name: str
-    """In the set."""
+    """The tensor's name in the set."""
     source: str
     dtype: str
     shape: tuple[int, ...]
     parts: list[tuple[Box, tuple[int, Box, int]]] = field(default_factory=list)
-    """(box, (rank, the same box, where it begins in the rank's image))"""
+    """(box, (rank, the same box, where it begins in the rank's image))."""
 
     @property
     def itemsize(self) -> int:
@@ -84,11 +84,13 @@ def export(
     progress: Callable[[int, int], None] | None = None,
     files: Files | None = None,
 ) -> Exported:
-    """Write the set into the new directory ``into``, in files of at most ``file_bytes_max`` bytes of tensors, or of one
-    tensor. ``name_of``: a tensor's name in the set; None leaves it out. ``progress`` gets (bytes done, bytes in all).
+    """Write the set into the new directory ``into``, in files with at most ``file_bytes_max`` bytes of tensors each.
 
-    Raises CheckpointError: IntegrityError when bytes are not what was saved, LayoutMismatch when the ranks do not make up
-    whole tensors, and itself when ``into`` is there or cannot be written. Nothing is left behind.
+    A larger tensor gets a file of its own. ``name_of``: returns a tensor's name in the set; None leaves it out.
+    ``progress`` gets (bytes done, bytes in all).
+
+    Raises IntegrityError when bytes are not what was saved, LayoutMismatch when the ranks' parts are not whole tensors,
+    and CheckpointError when ``into`` exists or cannot be written. Nothing is left behind.
     """
     into, files = Path(into), files or Files()
     tensors = _collect(generation, name_of)
@@ -129,7 +131,7 @@ def export(
 
 
 def tensor_names(generation: GenerationReader) -> list[str]:
-    """Of all tensors that any rank holds, each once: what `export`'s ``name_of`` is asked for. Raises as `export` does."""
+    """Return the names of all tensors that any rank holds, each once. Raises as `export` does."""
     names: dict[str, None] = {}
     for rank in range(generation.world_size):
         names |= dict.fromkeys(entry.name for entry in _layout(generation, rank).entries)
@@ -137,7 +139,7 @@ def tensor_names(generation: GenerationReader) -> list[str]:
 
 
 def _collect(generation: GenerationReader, name_of: Callable[[str], str | None]) -> list[_Tensor]:
-    """What all ranks hold, by the tensors' names in the set."""
+    """Return the tensors of all ranks with their parts, sorted by name in the set."""
     by_source: dict[str, _Tensor | None] = {}
     taken: dict[str, str] = {}
     for rank in range(generation.world_size):
@@ -188,6 +190,7 @@ def _check(tensor: _Tensor, dtype: str, shape: tuple[int, ...], rank: int) -> No
 
 
 def _split(tensors: Sequence[_Tensor], file_bytes_max: int) -> list[list[_Tensor]]:
+    """Divide tensors among files. In a file they are sorted by itemsize, so that each is aligned."""
     groups: list[list[_Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -234,6 +237,7 @@ def _file(
 
 
 def _bytes_of(generation: GenerationReader, tensor: _Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of one whole tensor. Raises LayoutMismatch when parts are missing."""
     whole = Box.whole(tensor.shape)
     if whole.numel == 0:
         return

@@ -1,9 +1,9 @@
-"""What is left of a job that is gone: arenas and commit records in memory, shards on disk. It is only read here.
+"""Read what is left of a job that is gone: arenas and commit records in memory, shards on disk.
 
-A shard of a generation counts as found when its bytes were read and are those that were committed, by the digest in the
-commit record; or, where no record is left, by the manifest on disk, which was written after the commit.
+A shard counts as found when its bytes were read and are those that were committed, by the digest in the commit record.
+Where no record is left, the manifest on disk counts, which was written after the commit.
 
-There is no parity here: a manager keeps none, and what agents keep of snapshots is gone with them.
+Parity is not used: a manager keeps none, and agents' parity of snapshots is gone with the agents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rackrun.checkpoint.manager.checkpoint_sources import identity_of, newest_re
 __all__ = ["Found", "Remains", "Sought", "identities"]
 
 Identity = tuple[str, str]
-"""Digest of a sealed image, and its layout hash."""
+"""(digest of a sealed image, its layout hash)."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,35 @@ class Sought:
     step: int
     epoch: int
     shards: tuple[Identity | None, ...]
-    """By rank; None: nothing says what it was."""
+    """The identity of each rank's shard; None when nothing says what it was."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One shard, verified."""
+    """One rank's shard, verified."""
 
     where: str
     reader: SlotReader | Callable[[], ShardReader]
-    """In memory; or to be opened, on disk."""
+    """A reader of a shard in memory, or a function that opens one on disk."""
     identity: Identity
     chunk_bytes: int
     bytes: int
 
 
 class Remains:
-    """Of the job of ``store``: what is on disk there, and the arenas below ``folders``. As a context manager it closes what it opened."""
+    """What is left of the job of ``store``: its generations on disk, and the arenas below ``folders``.
+
+    As a context manager it closes the arenas it has opened.
+    """
 
     def __init__(self, store: DurableStore, folders: Sequence[Path], *, gone: bool = False) -> None:
-        """``gone``: the job is, even if an arena names a process of another container. Raises CheckpointError when it lives."""
+        """Open the arenas. ``gone``: the job is gone, even if an arena names a process in another container.
+
+        Raises CheckpointError when the job is alive.
+        """
         self.store = store
         self.unused: dict[Path, str] = {}
-        """Arenas that are not read, and why."""
+        """Arena -> why it is not read."""
         self._open = contextlib.ExitStack()
         self._slots: list[tuple[Path, Arena, SlotInfo]] = []
         found = {one.path: one for folder in folders for one in find_arenas(folder) if one.job in ("", store.job)}
@@ -82,27 +88,30 @@ class Remains:
         self.arenas = len(found) - len(self.unused)
 
     def check_gone(self) -> None:
-        """Raises CheckpointError when a process of the job has come back."""
+        """Raise CheckpointError when a process of the job has come back."""
         for place in () if self._gone else self._places:
             if (alive := next((keeper for keeper in keepers_in(place) if keeper.alive()), None)) is not None:
                 raise _in_use(place, f"{alive} would come back for it")
 
     def generations(self) -> list[int]:
-        """Committed ones, newest first: in memory, or on disk in any state."""
+        """Return the generations that were committed in memory, or are on disk in any state; newest first."""
         on_disk: list[int | None] = []
         with contextlib.suppress(OSError):
             on_disk = [generation_of(name) for name in self.store.files.listdir(self.store.directory)]
         return sorted({*self._records, *(number for number in on_disk if number is not None)}, reverse=True)
 
     def sought(self, generation: int) -> Sought:
-        """Raises IntegrityError when neither a record nor a manifest can be read."""
+        """Return a generation as it was committed.
+
+        Raises IntegrityError when neither a record nor a manifest can be read.
+        """
         if (record := self._records.get(generation)) is not None:
             return _recorded(record)
         manifest = self._manifest(generation)
         return Sought(generation, manifest.step, manifest.epoch, identities(self.store, manifest))
 
     def find(self, sought: Sought) -> tuple[dict[int, Found], dict[int, str]]:
-        """What there is of every rank's shard, from memory where it is there; and of which there is nothing, and why."""
+        """Return rank -> its shard, from memory where possible; and rank -> why no verified shard was found."""
         found: dict[int, Found] = {}
         missing: dict[int, str] = {}
         for rank, identity in enumerate(sought.shards):
@@ -144,7 +153,8 @@ class Remains:
 
     def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> Found:
         manifest = self._manifest(sought.generation)
-        with contextlib.closing(_shard(self.store, manifest, rank)) as shard:  # not one open for each rank
+        # closed at once, so that there is not one open file for each rank
+        with contextlib.closing(_shard(self.store, manifest, rank)) as shard:
             if (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
                 raise IntegrityError(f"{shard.path} is not what was committed.")
             if bad := shard.verify():
@@ -168,7 +178,7 @@ class Remains:
 
 
 def identities(store: DurableStore, manifest: Manifest) -> tuple[Identity | None, ...]:
-    """Of each rank's shard in ``store``; None: its fragment cannot be read."""
+    """Return the identity of each rank's shard in ``store``; None when its fragment cannot be read."""
     found: list[Identity | None] = []
     for rank in range(manifest.world_size):
         identity = None

@@ -1,10 +1,10 @@
-"""A whole generation on disk, out of what a job that is gone has left: the newest of which every byte has a verified source.
+"""Rebuild the newest generation for which every byte has a verified source, on disk, from what a dead job has left.
 
-It is put together beside the job's generations, read back, and only then given its name. What had that name and was damaged
-is set aside, as waste for retention. Whatever ends this on the way, it goes on from there the next time: what is set aside
-is not needed any more by then.
+The generation is assembled beside the job's generations, read back, and only then given its name. A damaged generation
+of that name is set aside as trash for retention. If a rebuild is interrupted, the next one continues: by the time
+something is set aside, it is no longer needed.
 
-What is whole on disk, and right, is never touched.
+A generation that is whole and right on disk is never touched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rackrun.checkpoint.offline.job_remains import Found, Remains, Sought, ident
 __all__ = ["BESIDE", "Rebuilt", "rebuild_generation"]
 
 BESIDE = ".rebuilding"
-"""In the job's directory: what is not whole yet."""
+"""Folder in the job's directory for generations that are not whole yet."""
 _LOCK = ".rebuilding.lock"
 
 Progress = Callable[[int, int], None]
@@ -39,18 +39,20 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Rebuilt:
+    """What was rebuilt, and from what."""
+
     generation: int
     step: int
     world_size: int
     written: bool
-    """False: it was there, whole, and every byte was right."""
+    """False when the generation was there already, whole, with every byte right."""
     sources: Mapping[int, str] = field(default_factory=dict)
     """Rank -> the file that its shard was read from."""
     bytes: int = 0
     passed_over: Mapping[int, str] = field(default_factory=dict)
-    """Newer generation -> why it is not taken."""
+    """Newer generation -> why it was not taken."""
     missing: tuple[int, ...] = ()
-    """Those of them of which bytes are missing: they were not barred."""
+    """Those of ``passed_over`` that were not barred: some of their bytes are missing."""
 
 
 def rebuild_generation(
@@ -61,10 +63,11 @@ def rebuild_generation(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Rebuilt:
-    """Make the newest generation that can be had whole in ``target``, or just ``generation``. ``progress`` is called with the bytes
-    written so far and all there are.
+    """Make the newest generation that can be restored whole in ``target``, or just ``generation``.
 
-    Raises `NoUsableGeneration` with what is missing of each, `CheckpointError` when it cannot be written.
+    ``dry_run``: write nothing. ``progress`` gets (bytes written so far, bytes in all).
+
+    Raises `NoUsableGeneration` with what is missing of each generation, `CheckpointError` when it cannot be written.
     """
     beside = DurableStore(target.directory / BESIDE, target.job, files=target.files)
     passed: dict[int, str] = {}
@@ -102,12 +105,15 @@ class _Source:
     told: Rebuilt
     sought: Sought
     found: Mapping[int, Found]
-    """Empty: an earlier attempt has put it together, and it is right."""
+    """Rank -> its shard. Empty when an earlier attempt has assembled the generation, and it is right."""
     shares: Mapping[int, Share] = field(default_factory=dict)
 
 
 def _whole(store: DurableStore, generation: int) -> Rebuilt | None:
-    """It is there, and all bytes were read and are right. Raises FormatVersionError: who knows?"""
+    """Return the generation if it is there and all bytes are right, else None.
+
+    Raises FormatVersionError when another release wrote it, so that nothing is known about it.
+    """
     try:
         manifest, _ = store.whole(generation)
         if not store.verify(generation).ok:
@@ -121,7 +127,10 @@ def _whole(store: DurableStore, generation: int) -> Rebuilt | None:
 
 
 def _finished(remains: Remains, beside: DurableStore, generation: int) -> _Source | None:
-    """Ended before it had its name; and it is what was committed, where anything still says what that was."""
+    """Return a generation that an earlier, interrupted attempt assembled whole; None when there is none.
+
+    It must be the one that was committed, as far as anything still says what that was.
+    """
     if (told := _whole(beside, generation)) is None:
         return None
     manifest, _ = beside.whole(generation)
@@ -136,7 +145,7 @@ def _finished(remains: Remains, beside: DurableStore, generation: int) -> _Sourc
 
 
 def _found(remains: Remains, generation: int) -> _Source:
-    """Raises CheckpointError with all that is missing."""
+    """Return the sources of all shards of a generation. Raises CheckpointError with all that is missing."""
     sought = remains.sought(generation)
     found, missing = remains.find(sought)
     if missing:
@@ -148,11 +157,11 @@ def _found(remains: Remains, generation: int) -> _Source:
 
 
 def _check_the_same(remains: Remains, target: DurableStore, there: Rebuilt) -> None:
-    """Another directory may be another run's."""
+    """Raise CheckpointError when the generation in ``target`` is of another run."""
     try:
         sought = remains.sought(there.generation)
     except CheckpointError:
-        return  # newer than all that is left of this one
+        return  # newer than all that is left of this job
     if (sought.step, len(sought.shards)) != (there.step, there.world_size):
         raise CheckpointError(
             f"{target.path(there.generation)} is step {there.step} of {there.world_size} ranks, and not this job's step {sought.step}.",
@@ -167,14 +176,14 @@ def _make(
     number = source.told.generation
     with _alone(target):
         if _whole(target, number) is not None:
-            return  # another has been here
+            return  # another process has rebuilt it
         if source.found:
             _clear(beside, number)
             try:
                 _write(beside, source, progress)
             except CheckpointError:
                 with contextlib.suppress(CheckpointError):
-                    _clear(beside, number)  # the room is the job's
+                    _clear(beside, number)  # the space belongs to the job
                 raise
         remains.check_gone()
         _publish(beside, target, number)
@@ -182,7 +191,7 @@ def _make(
 
 @contextlib.contextmanager
 def _alone(target: DurableStore) -> Iterator[None]:
-    """Raises CheckpointError when another process does the same, or nothing can be written."""
+    """Hold the lock of the target. Raises CheckpointError when another process holds it, or nothing can be written."""
     path = target.directory / _LOCK
     try:
         target.root.mkdir(parents=True, exist_ok=True)
@@ -218,14 +227,14 @@ def _alone(target: DurableStore) -> Iterator[None]:
 
 
 def _tidy(beside: DurableStore, target: DurableStore, generation: int) -> None:
-    """It is there already, and what has put it there was ended before it had cleared up."""
+    """Remove what an interrupted attempt left behind, after it had already put the generation in place."""
     if any(os.path.lexists(path) for path in (beside.root, target.directory / _LOCK)):
         with contextlib.suppress(CheckpointError), _alone(target):
             _clear(beside, generation)
 
 
 def _clear(beside: DurableStore, generation: int) -> None:
-    """What earlier attempts have left, but for other generations that are whole: they may be nowhere else."""
+    """Remove what earlier attempts left, except other whole generations, which may exist nowhere else."""
     keep = {info.path for info in beside.generations() if info.generation != generation}
     try:
         if not stat.S_ISDIR(beside.files.stat(beside.root).st_mode):
@@ -244,6 +253,7 @@ def _clear(beside: DurableStore, generation: int) -> None:
 
 
 def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> None:
+    """Write all shards beside the target, make the generation whole, and read it back. Raises CheckpointError."""
     sought, found, shares = source.sought, source.found, source.shares
     try:
         with contextlib.suppress(FileExistsError):
@@ -287,7 +297,7 @@ def _write_shard(writer: GenerationWriter, rank: int, found: Found, share: Share
 
 
 def _publish(beside: DurableStore, target: DurableStore, generation: int) -> None:
-    """It is whole and right. What has its name is not."""
+    """Move the assembled generation to its place, after setting aside a damaged one of that name."""
     try:
         set_aside(target.files, target.path(generation))
         target.files.rename(beside.path(generation), target.path(generation))
@@ -301,8 +311,10 @@ def _publish(beside: DurableStore, target: DurableStore, generation: int) -> Non
 
 
 def _shares(found: Mapping[int, Found]) -> dict[int, Share]:
-    """Who writes what, as the job itself does it. When shards on disk are used too, they rely on what the others had there:
-    every other one is written as a whole."""
+    """Divide the writing of equal tensors, as the job itself does; empty when each shard is written whole.
+
+    If some shards come from disk, they rely on what the other shards had there, so all others are written whole.
+    """
     if len(found) == 1 or not all(isinstance(one.reader, SlotReader) for one in found.values()):
         return {}
     layouts: dict[int, ImageLayout] = {}
@@ -331,12 +343,12 @@ def _layout(reader: SlotReader) -> ImageLayout:
 
 
 def _total(found: Mapping[int, Found], shares: Mapping[int, Share]) -> int:
-    """Bytes to be written."""
+    """Return how many bytes will be written."""
     return sum(shares[rank].nbytes if rank in shares else one.bytes for rank, one in found.items())
 
 
 class _FromDisk:
-    """A shard's verified bytes, by slices."""
+    """The verified bytes of a shard on disk, read by slices."""
 
     def __init__(self, reader: ShardReader) -> None:
         self._reader, self.nbytes = reader, reader.size

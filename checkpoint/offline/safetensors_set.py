@@ -1,6 +1,6 @@
-"""Reading a set of safetensors files as other tools write them: ``model.safetensors.index.json`` with its files, or one file.
+"""Read a set of safetensors files written by other tools: ``model.safetensors.index.json`` with its files, or one file.
 
-Nothing that a file says is believed before it was bounded: lengths, offsets, and names of files, which are names in this folder.
+Lengths, offsets and file names are checked before they are used. File names must be names in the same folder.
 """
 
 from __future__ import annotations
@@ -49,12 +49,17 @@ class _File:
 
 
 def is_set(folder: Path) -> bool:
+    """Whether the folder has safetensors files or an index of them."""
     names = os.listdir(folder)
     return any(name.endswith((INDEX_SUFFIX, ".safetensors")) for name in names)
 
 
 def read_set(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors, by name. Raises `IntegrityError` for what is damaged or missing, `FormatVersionError` for dtypes that are not known."""
+    """Return all tensors by name.
+
+    Raises `IntegrityError` for what is damaged or missing, `FormatVersionError` for an unknown dtype, and
+    `CheckpointError` when the folder has several sets.
+    """
     try:
         names = sorted(os.listdir(folder))
         indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -88,6 +93,7 @@ def read_set(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of everything in one file. Raises `IntegrityError` or `FormatVersionError`."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size

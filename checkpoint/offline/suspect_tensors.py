@@ -1,7 +1,7 @@
-"""Which tensors a damaged chunk of a durable shard may have hit.
+"""Find the tensors that a damaged chunk of a durable shard may have hit.
 
-A CRC32C says that some byte of a chunk is wrong, not which. The shard's header says what lies in the chunk, and it is
-believed only when it has the layout hash that the manifest names: so it may be read out of the very chunk that is damaged.
+A CRC32C shows that some byte of a chunk is wrong, not which. The shard's header says what lies in the chunk. The header
+is trusted only when it has the layout hash in the manifest, so it may be read from the damaged chunk itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ _PREFIX_BYTES = 8
 
 
 def suspects(store: DurableStore, generation: int, damage: Damage) -> tuple[str, ...]:
-    """Names of the tensors with bytes in the damaged chunk, in the order in which they lie there; `HEADER` when it is the
-    header that is wrong. Empty when it cannot be told: damage outside of chunks, a shard that is no image."""
+    """Return the names of the tensors with bytes in the damaged chunk, in the order in which they lie there.
+
+    It is `HEADER` when the header is wrong. Empty when nothing can be said: damage outside of chunks, or a shard that
+    is no image.
+    """
     if damage.rank is None or damage.chunk is None:
         return ()
     try:
@@ -44,7 +47,7 @@ def suspects(store: DurableStore, generation: int, damage: Damage) -> tuple[str,
 
 
 def _layout(store: DurableStore, manifest: Manifest, rank: int) -> ImageLayout | None:
-    """None: the header is not what was saved."""
+    """Return the shard's layout; None when the header is not the one that was saved."""
     record = manifest.shards[rank]
     path = store.data(manifest) / shard_name(rank, manifest.world_size)
     try:

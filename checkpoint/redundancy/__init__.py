@@ -1,1 +1,1 @@
-"""Who keeps whose copy or parity, and the arithmetic of it."""
+"""Copies and parity of shards: which rank keeps what for which other rank, and the arithmetic of parity."""

@@ -1,12 +1,12 @@
-"""Parity over a set of shards of different lengths: as many lost members as the set has parities are rebuilt from the others.
+"""Parity over a set of shards of different lengths: as many lost members as the set has parities can be rebuilt.
 
-Stripes and rows are those of `rackrun.checkpoint.redundancy.stripe_set`. A keeper's `Row` takes in the others' stripes as they arrive,
-each checked against its owner's CRC32C and multiplied by its factor, which is 1 for XOR; `rebuild` gives a lost shard back,
-stripe by stripe, each checked against the same.
+`rackrun.checkpoint.redundancy.stripe_set` defines stripes and rows. A keeper's `Row` adds the other members' stripes as
+they arrive: each is checked against its owner's CRC32C and multiplied by its factor, which is 1 for XOR. `rebuild`
+restores a lost shard stripe by stripe, each checked against the same CRC32C.
 
-A stripe that breaks off or is damaged spoils its row: what was mixed in is not taken out again, because a row without
-every member is of no use. A spoiled or incomplete row gives no header, and without one nothing is rebuilt. A member that
-is lost takes its parities with it, which is counted in.
+A stripe that breaks off or is damaged spoils its row. What was added is not taken out again, because a row without all
+members is useless. A spoiled or incomplete row gives no header, and nothing is rebuilt without one. A member that is
+lost takes its parities with it; the set's size accounts for that.
 """
 
 from __future__ import annotations
@@ -28,31 +28,39 @@ __all__ = ["Incoming", "Read", "Row", "mix_into", "rebuild", "xor_into"]
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 Room: TypeAlias = Callable[[int], Bytes]
-"""Writable memory of so many bytes or more. What a former call gave is at its beginning, the rest is zeros."""
+"""Returns writable memory of at least that many bytes.
+
+It begins with what a former call returned; the rest is zeros.
+"""
 Read: TypeAlias = Callable[[Part | int, int, int], Iterable[Bytes]]
-"""``read(where, start, stop)``: those bytes of a member's shard, or of a block of parity, in order, in any pieces."""
+"""``read(where, start, stop)`` yields bytes of a member's shard, or of a block of parity, in pieces of any size."""
 _BLOCK = 2**20
 
 
 class Row:
-    """One block of parity. Not for two threads at once; different ones are independent, and arithmetic and CRC release the GIL."""
+    """One block of parity that is being built.
+
+    Not for two threads at once. Different rows are independent, and their arithmetic and CRC release the GIL.
+    """
 
     def __init__(self, generation: int, stripe_set: StripeSet, part: Part, room: Room | None = None) -> None:
         self.owners = stripe_set.owners(part)
-        """Those whose stripes it takes in."""
+        """The members whose stripes are in the row."""
         self.generation, self.stripe_set, self.part = generation, stripe_set, part
         self._room = _own_room() if room is None else room
         self._came: dict[int, Incoming] = {}
         self.spoiled = ""
-        """Why it will never be whole."""
+        """Why the row will never be whole; empty while it may."""
 
     @property
     def keeper(self) -> int:
         return self.part.keeper
 
     def begin(self, owner: int, length: int) -> Incoming:
-        """``owner``, whose shard has ``length`` bytes, is about to give its stripe. `ParityError` when it did before, or when the
-        row is spoiled."""
+        """Begin the stripe of ``owner``, whose shard has ``length`` bytes.
+
+        Raises `ParityError` when the owner began before or has no stripe here, or when the row is spoiled.
+        """
         start, stop = self.stripe_set.stripe(owner, self.part, length)
         if self.spoiled:
             raise ParityError(f"rank {self.keeper}'s row is spoiled: {self.spoiled}.")
@@ -64,12 +72,12 @@ class Row:
 
     @property
     def missing(self) -> list[int]:
-        """Members whose stripe is not here, whole."""
+        """Members whose stripe has not arrived whole."""
         whole = [owner for owner, stripe in self._came.items() if stripe.whole]
         return [owner for owner in self.owners if owner not in whole]
 
     def header(self) -> RowHeader:
-        """Of a row that has all stripes. `ParityError`: it has not."""
+        """Return the header of a complete row. Raises `ParityError` when stripes are missing or the row is spoiled."""
         if self.spoiled or self.missing:
             why = self.spoiled or f"the stripes of {self.missing} never came"
             raise ParityError(f"rank {self.keeper}'s row of generation {self.generation}: {why}.")
@@ -85,7 +93,7 @@ class Row:
         )
 
     def parity(self) -> NDArray[np.uint8]:
-        """The bytes behind `header`."""
+        """Return the bytes of the row's parity (uint8). Raises `ParityError` like `header`."""
         return _flat(self._room(0))[: self.header().row_bytes]
 
     def _mix(self, at: int, data: NDArray[np.uint8], factor: int) -> None:
@@ -93,7 +101,7 @@ class Row:
 
 
 class Incoming:
-    """One stripe on its way into a row: `add` its bytes in order, then `end`."""
+    """One stripe that is being added to a row: call `add` with its bytes in order, then `end`."""
 
     def __init__(self, row: Row, owner: int, length: int, size: int) -> None:
         self._row, self._owner, self.length, self._size = row, owner, length, size
@@ -103,18 +111,22 @@ class Incoming:
         self.whole = False
 
     def add(self, data: Bytes) -> None:
+        """Add bytes to the row. Raises `ParityError` when there are more than the stripe has, or the row is spoiled."""
         view = _flat(data)
         if self._row.spoiled or self._at + len(view) > self._size:
             raise self._spoil(f"more than {self._size} bytes of rank {self._owner}")
-        for start in range(0, len(view), _BLOCK):  # one pass over memory for both
+        for start in range(0, len(view), _BLOCK):  # one pass over memory for CRC and parity
             block = view[start : start + _BLOCK]
             self.crc = crc32c(block, self.crc)
             self._row._mix(self._at, block, self._factor)
             self._at += len(block)
 
     def end(self, crc: int) -> None:
-        """That was all of it. `ParityError` when it was not, `IntegrityError` when it is not what the owner sent; the row is
-        spoiled then."""
+        """End the stripe. ``crc``: its owner's CRC32C.
+
+        Raises `ParityError` when bytes are missing, `IntegrityError` when they are not what the owner sent. The row is
+        spoiled then.
+        """
         if self._row.spoiled or self._at != self._size:
             raise self._spoil(f"{self._at} bytes of rank {self._owner}, of {self._size}")
         if self.crc != crc:
@@ -123,7 +135,7 @@ class Incoming:
         self.whole = True
 
     def broke_off(self) -> None:
-        """It will not be ended."""
+        """Spoil the row, because the rest of this stripe will not come. No effect after `end`."""
         if not self.whole:
             self._spoil(f"rank {self._owner} broke off")
 
@@ -141,10 +153,11 @@ def rebuild(
     read: Read,
     threads: int = 1,
 ) -> None:
-    """The shard of ``lost``, put into ``room(its length)``, when all of ``gone`` are lost, itself included.
+    """Rebuild the shard of ``lost`` into ``room(its length)``. ``gone``: all lost members, including ``lost``.
 
-    `ParityError` when too many are or rows are not of one set and generation, `IntegrityError` when a stripe is not the one that was
-    lost. ``header`` gives what stands in front of a block of parity. ``read`` may be called by ``threads`` threads at once.
+    ``header`` returns the header of a block of parity. ``threads`` threads may call ``read`` at once. Raises
+    `ParityError` when too many members are lost, or the rows are not of one set and generation; `IntegrityError` when a
+    rebuilt stripe is not the one that was lost.
     """
     recipes = stripe_set.recipes(lost, gone)
     rows = [_agreed(stripe_set, [header(part) for part in recipe.parities]) for recipe in recipes]
@@ -156,7 +169,7 @@ def rebuild(
 
     def stripe_of(row: RowHeader, recipe: Recipe) -> None:
         if failed.is_set():
-            return  # each read of somebody silent takes its whole deadline
+            return  # each read from a silent peer takes its whole deadline
         try:
             start, stop = row.stripe(lost)
             _rebuild_stripe(row, recipe, lost, shard[start:stop], read)
@@ -174,7 +187,7 @@ def rebuild(
 
 
 def _agreed(stripe_set: StripeSet, headers: list[RowHeader]) -> RowHeader:
-    """Of the parities of one row: they have taken in the same stripes."""
+    """Return the common header of one row's parities. Raises `ParityError` unless they contain the same stripes."""
     first = headers[0]
     told = {(one.generation, one.members, one.parity, one.lengths, one.crcs) for one in headers}
     if len(told) != 1 or first.stripe_set() != stripe_set:
@@ -183,6 +196,7 @@ def _agreed(stripe_set: StripeSet, headers: list[RowHeader]) -> RowHeader:
 
 
 def _rebuild_stripe(header: RowHeader, recipe: Recipe, lost: int, target: NDArray[np.uint8], read: Read) -> None:
+    """Rebuild one stripe into ``target``, and compare it with its CRC32C. Raises `IntegrityError`."""
     for nth, (part, factor) in enumerate(recipe.parities.items()):
         _each(read(part, 0, len(target)), target, factor, fresh=nth == 0)
     for member, factor in recipe.stripes.items():
@@ -201,7 +215,7 @@ def _rebuild_stripe(header: RowHeader, recipe: Recipe, lost: int, target: NDArra
 
 
 def _each(pieces: Iterable[Bytes], target: NDArray[np.uint8], factor: int, *, fresh: bool = False) -> None:
-    """``fresh``: there is nothing in the target yet."""
+    """Add ``factor`` times the pieces to ``target``, which they must fill. ``fresh``: the target has no content yet."""
     at = 0
     for piece in pieces:
         view = _flat(piece)
@@ -218,7 +232,10 @@ def _each(pieces: Iterable[Bytes], target: NDArray[np.uint8], factor: int, *, fr
 
 
 def mix_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: int) -> None:
-    """``target ^= factor * source`` in GF(2^8). Raises `rackrun.checkpoint.redundancy.isal.CodecMissing` for a factor above 1 where Reed-Solomon is not installed."""
+    """Compute ``target ^= factor * source`` in GF(2^8), in place.
+
+    Raises `rackrun.checkpoint.redundancy.isal.CodecMissing` for a factor above 1 where Reed-Solomon is not installed.
+    """
     if factor == 1:
         xor_into(target, source)
     elif factor:
@@ -226,10 +243,10 @@ def mix_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: int) 
 
 
 def xor_into(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    """``target ^= source``, in blocks that stay in the cache.
+    """Compute ``target ^= source`` in place, in blocks that stay in the cache.
 
-    numpy's loop over uint8 is as wide as the processor's vectors and does not mind where the bytes begin; over uint64 it
-    is no faster, and it copies whatever is not aligned.
+    numpy's loop over uint8 is as wide as the processor's vectors, whatever the alignment. Over uint64 it is no faster,
+    and it copies memory that is not aligned.
     """
     for start in range(0, len(target), _BLOCK):
         block = target[start : start + _BLOCK]

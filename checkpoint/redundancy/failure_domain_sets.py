@@ -1,7 +1,8 @@
-"""Sets over distinct failure domains, and holders outside them: the combinatorics below `rackrun.checkpoint.redundancy.shard_placement`.
+"""Form sets over distinct failure domains, and assign holders outside a sender's domain.
 
-Pure, and deterministic in the order of what it is given. Nothing here knows what a domain is. ``None`` says that it
-cannot be done; the caller knows what to tell the user.
+This is the combinatorics below `rackrun.checkpoint.redundancy.shard_placement`. It is pure, and deterministic in the
+order of its input. Nothing here knows what a domain is. ``None`` means that it cannot be done; the caller words the
+error.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ Domain = str | int
 
 @dataclass(frozen=True)
 class Site:
-    """Ranks as seen from the protected level."""
+    """The ranks as grouped by failure domain at the protected level, and at the levels outside it."""
 
     domain: Mapping[int, Domain]
-    """Of every rank: with whom it fails."""
+    """Rank -> its failure domain at the protected level, for all ranks."""
     outer: Sequence[Mapping[int, Domain]]
-    """The levels outside the protected one, the nearest first; ranks whose label is not known are absent."""
+    """Rank -> domain, for each level outside the protected one, nearest first.
+
+    Ranks without a known label are absent.
+    """
 
     def distance(self, a: int, b: int) -> int:
+        """Return the index of the nearest outer level that both ranks share; the number of levels if there is none."""
         for distance, level in enumerate(self.outer):
             if a in level and level[a] == level.get(b):
                 return distance
@@ -34,10 +39,10 @@ class Site:
 
 
 def form_sets(site: Site, ranks: Sequence[int], size: int, least: int) -> list[list[int]] | None:
-    """Sets of ``size`` or more, formed within the nearest level that can fill them; what is left over joins them.
+    """Form sets of ``size`` or more ranks in distinct domains; None when that is impossible.
 
-    Where that is impossible nearness gives way, and where there are too few domains sets are as large as they get,
-    ``least`` or more.
+    Sets are formed within the nearest level that can fill them, and remaining ranks join them. Where that is
+    impossible, sets cross levels. Where there are too few domains, sets are as large as possible, at least ``least``.
     """
     sets: list[list[int]] = []
     pending = list(ranks)
@@ -52,9 +57,10 @@ def form_sets(site: Site, ranks: Sequence[int], size: int, least: int) -> list[l
 
 
 def assign_holders(site: Site, taken: Mapping[int, set[Domain]], copies: int) -> dict[int, tuple[int, ...]] | None:
-    """For each sender, holders in ``copies`` distinct domains, those that it has ``taken`` already included.
+    """Return each sender's holders, so that ``copies`` distinct domains have its shard; None when impossible.
 
-    The least loaded rank first, then the nearest; then loads are evened out, exactly so when each sender needs one.
+    The domains that a sender has ``taken`` already count. The least loaded rank is chosen first, then the nearest. Then
+    loads are evened out, exactly so when each sender needs one holder.
     """
     load = dict.fromkeys(site.domain, 0)
     sends: dict[int, list[int]] = {sender: [] for sender in taken}
@@ -83,10 +89,10 @@ def _grouped(ranks: Iterable[int], key: Mapping[int, Domain]) -> list[list[int]]
 
 
 def _full(site: Site, ranks: Sequence[int], size: int) -> list[list[int]] | None:
-    """Sets of ``size`` or more, or None.
+    """Form sets of ``size`` or more; None when that is impossible.
 
-    Whole domains stay together where they can: two lost trays then meet in all of their sets or in none, and more
-    pairs of trays are harmless.
+    Whole domains stay together where they can. Two lost trays then meet in all of their sets or in none, so more pairs
+    of trays are harmless.
     """
     domains = sorted(site.by_domain(ranks), key=len, reverse=True)
     for count in dict.fromkeys((len(domains) // size, 1)):
@@ -97,7 +103,7 @@ def _full(site: Site, ranks: Sequence[int], size: int) -> list[list[int]] | None
 
 
 def _deal(domains: Sequence[Sequence[int]], size: int, least: int) -> list[list[int]] | None:
-    """Deal out domain after domain, as cards: with as many sets as a domain has ranks, none gets two of one."""
+    """Deal out the ranks of one domain after the other, so that no set gets two of one domain; None when impossible."""
     flat = [rank for ranks in domains for rank in ranks]
     count = max(max(map(len, domains), default=0), len(flat) // size, 1)
     if len(flat) < least * count:
@@ -106,7 +112,7 @@ def _deal(domains: Sequence[Sequence[int]], size: int, least: int) -> list[list[
 
 
 def _join(site: Site, sets: Sequence[list[int]], pending: Iterable[int]) -> bool:
-    """Put each into the nearest, then smallest set that has nobody of its domain."""
+    """Add each pending rank to the nearest, then smallest set without its domain. Return False when there is none."""
     for rank in pending:
         free = [members for members in sets if all(site.domain[rank] != site.domain[other] for other in members)]
         if not free:
@@ -118,9 +124,10 @@ def _join(site: Site, sets: Sequence[list[int]], pending: Iterable[int]) -> bool
 def _relief(
     site: Site, taken: Mapping[int, set[Domain]], sends: Mapping[int, Sequence[int]], load: Mapping[int, int]
 ) -> list[tuple[int, int, int]]:
-    """A chain of (sender, old holder, new holder) from a loaded rank to one with at least two copies fewer.
+    """Return moves (sender, old holder, new holder) that shift load from a rank to one with at least two copies fewer.
 
-    What a more loaded rank reached is not searched again: it holds nobody light enough for the less loaded either.
+    What a more loaded rank reached is not searched again: it leads to no rank light enough for a less loaded one
+    either.
     """
     chains: dict[int, list[tuple[int, int, int]]] = {}
     lightest = min(load.values())

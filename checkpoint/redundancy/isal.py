@@ -1,9 +1,9 @@
-"""Many bytes times one number of GF(2^8), added to others: Intel's ISA-L, which pyeclib brings along.
+"""Multiply bulk bytes by one number of GF(2^8) and add them to others, with Intel's ISA-L, which pyeclib bundles.
 
-``pip install rackrun[rs]`` installs pyeclib, whose wheels (x86_64, aarch64) have the library in them; one that the system has
-does as well. pyeclib's own calls are not used: they take all stripes of a row at once and give copies with headers, while a
-row here takes in each stripe as it arrives: encoded alone, beside stripes of zeros, one goes in at about 1 GB/s on a core.
-ISA-L's ``ec_encode_data_update`` does just that, in place, without the GIL, at 0.9 of the rate of XOR.
+``pip install rackrun[rs]`` installs pyeclib, whose wheels (x86_64, aarch64) contain the library; a system-wide copy
+works as well. pyeclib's own calls are not used: they take all stripes of a row at once and return copies with headers,
+while a row here adds each stripe as it arrives. Encoded alone, beside stripes of zeros, a stripe would go in at about 1
+GB/s on a core. ISA-L's ``ec_encode_data_update`` adds one stripe in place, without the GIL, at 0.9 of the rate of XOR.
 https://github.com/intel/isa-l/blob/master/include/erasure_code.h
 """
 
@@ -23,19 +23,20 @@ from rackrun.checkpoint.base.errors import CheckpointError
 __all__ = ["CodecMissing", "check", "is_here", "multiply_into"]
 
 _TABLE_BYTES = 32
-_BYTES_MAX = 2**30  # of one call: it counts in 32 bits
+_BYTES_MAX = 2**30  # bytes of one call, which counts in 32 bits
 
 
 class CodecMissing(CheckpointError):
-    """Reed-Solomon is an extra, and it is not installed."""
+    """Reed-Solomon is an optional extra, and is not installed."""
 
 
 def check() -> None:
-    """Raises `CodecMissing`."""
+    """Raise `CodecMissing` when ISA-L is not installed."""
     _library()
 
 
 def is_here() -> bool:
+    """Whether ISA-L is installed."""
     try:
         check()
     except CodecMissing:
@@ -44,7 +45,10 @@ def is_here() -> bool:
 
 
 def multiply_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: int) -> None:
-    """``target ^= factor * source``. Both are contiguous and of one length. Raises `CodecMissing`."""
+    """Compute ``target ^= factor * source`` in GF(2^8), in place.
+
+    Both are contiguous uint8 arrays of one length. Raises `CodecMissing` when ISA-L is not installed.
+    """
     assert len(target) == len(source)
     assert target.flags.c_contiguous
     assert target.flags.writeable
@@ -77,7 +81,7 @@ def _library() -> Any:
 
 
 def _bundled() -> str | None:
-    """In pyeclib's wheel."""
+    """Return the path of the library in pyeclib's wheel; None when there is none."""
     try:
         files = importlib.metadata.files("pyeclib") or []
     except importlib.metadata.PackageNotFoundError:

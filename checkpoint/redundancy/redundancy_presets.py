@@ -1,7 +1,7 @@
-"""Redundancy and labels in a few words, as a command line has them.
+"""Parse redundancy presets such as ``xor:8@tray``, as a command line has them, and make evenly spread labels.
 
-``local``; ``mirror:tray`` (two copies), ``mirror:3@rack``; ``xor:8@tray`` (sets of 8); ``rs:8+2@tray`` (sets of 10, of which
-any two may be lost). A bare ``mirror`` or ``xor`` is two copies or sets of 8, over trays.
+``local``; ``mirror:tray`` (two copies), ``mirror:3@rack``; ``xor:8@tray`` (sets of 8); ``rs:8+2@tray`` (sets of 10, any
+two of which may be lost). A bare ``mirror`` or ``xor`` means two copies or sets of 8, over trays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PRESET = re.compile(r"(?:(mirror|xor)(?::(\d{1,6}))?|rs:(\d{1,6})\+(\d{1,6}))(?
 
 
 def redundancy_of(text: str) -> Redundancy:
-    """Raises `PlacementError` for what is none of the above."""
+    """Parse a preset. Raises `PlacementError` for text that is none."""
     if text in ("local", "none"):
         return Redundancy.local()
     match = _PRESET.fullmatch(text)
@@ -34,8 +34,10 @@ def redundancy_of(text: str) -> Redundancy:
 
 
 def even_labels(world_size: int, trays: int, racks: int = 1) -> dict[int, Labels]:
-    """Ranks over trays and trays over racks, in blocks that differ by one at most. Raises `PlacementError` for more trays
-    than ranks, or more racks than trays."""
+    """Return labels that spread ranks over trays, and trays over racks, in blocks that differ by one at most.
+
+    Raises `PlacementError` for more trays than ranks, or more racks than trays.
+    """
     if not 1 <= racks <= trays <= world_size:
         raise PlacementError(
             f"{world_size} ranks cannot be on {trays} tray(s) in {racks} rack(s).",

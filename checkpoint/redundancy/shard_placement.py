@@ -1,17 +1,18 @@
-"""Who keeps the copy or the parity of whose shard, so that what fails together never takes both.
+"""Place the copies and the parity of shards so that ranks which fail together never hold both shard and protection.
 
-Pure. A rank's labels name what it shares its fate with; equal labels of one level fail together, so a label must be
-unique in the job ("rack-2/tray-7" rather than "7"). The plan follows from the sorted label table alone: every agent
-computes the same one.
+It is pure. A rank's labels name what it fails together with. Equal labels of one level fail together, so a label must
+be unique in the job ("rack-2/tray-7" rather than "7"). The plan follows from the sorted label table alone, so every
+agent computes the same one.
 
 * **Groups, not rings**: a shard is lost only when one small group is, so fewer combinations of losses hurt.
 * **Protection, then balance, then nearness**: sets are formed inside the nearest level (one rack before two) that can
-  fill them; what is left over joins sets elsewhere; when that is impossible, nearness gives way.
+  fill them, and remaining ranks join sets elsewhere. When that is impossible, sets cross levels.
 * **A set is never smaller than asked for while the labels allow it**, and never refused for a remainder: 17 trays in
   sets of 8 are sets of 8 and 9. Smaller sets, where there are too few domains, cost more; `statement` says how much.
-* **Data parallelism's own copies count**: ranks of one shard id in enough domains need nothing.
+* **Data parallelism's own copies count**: ranks with one shard id in enough domains need nothing.
 
-Trap: ``across="tray"`` promises trays only. What it does to racks depends on where the ranks are: see `statement`.
+``across="tray"`` promises the survival of trays only. What the loss of a rack does depends on where the ranks are: see
+`Placement.statement`.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ __all__ = ["LEVELS", "Labels", "Level", "Placement", "PlacementError", "Redundan
 
 Level = Literal["process", "gpu", "tray", "rack", "power"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-"""What fails together, the nearest first."""
-_SET_MAX = POINTS // 2  # what is left over may make a set nearly twice as large
-_WORK_MAX = 500_000  # ranks looked at in counting losses: half a second
+"""The levels at which ranks fail together, the nearest first."""
+_SET_MAX = POINTS // 2  # remaining ranks may make a set nearly twice as large
+_WORK_MAX = 500_000  # ranks examined when losses are counted: half a second
 
 
 class PlacementError(CheckpointError, UsageError):
-    """The labels cannot give the protection that was asked for."""
+    """The labels do not allow the protection that was asked for."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Where one rank is. ``None``: not known. An unknown process is the rank's own."""
+    """Where one rank is. ``None``: not known. A rank whose process is not known has a process of its own."""
 
     process: str | None = None
     gpu: str | None = None
@@ -55,12 +56,13 @@ class Labels:
     power: str | None = None
 
     def at(self, level: Level) -> str | None:
+        """Return the label of a level."""
         label: str | None = getattr(self, level)
         return label
 
     @cached_property
     def order(self) -> tuple[object, ...]:
-        """The widest first; where a label is not known, last."""
+        """Sort key: the widest level first. An unknown label comes last."""
         power, rack, tray, gpu, process = self.power, self.rack, self.tray, self.gpu, self.process
         wide = (power is None, power or "", rack is None, rack or "", tray is None, tray or "")
         return (*wide, gpu is None, gpu or "", process is None, process or "")
@@ -68,15 +70,15 @@ class Labels:
 
 @dataclass(frozen=True)
 class Redundancy:
-    """What is kept beyond a rank's own copy: ``local()`` nothing, ``mirror()`` copies, ``xor()`` and ``rs()`` parity."""
+    """What is kept beyond a rank's own copy: nothing (`local`), copies (`mirror`), or parity (`xor`, `rs`)."""
 
     kind: Literal["local", "mirror", "xor", "rs"]
     width: int = 1
-    """mirror: copies, the owner's own included. xor, rs: members of a set. local: 1."""
+    """For mirror: copies, including the owner's. For xor and rs: members of a set. For local: 1."""
     across: Level = "process"
-    """The level at which no two holders of one shard, or members of one set, are the same."""
+    """The level at which all holders of one shard, or members of one set, are distinct."""
     parity: int = 1
-    """rs: members of a set that may be lost at once. xor: 1."""
+    """How many members of a set may be lost at once. 1 for xor."""
 
     @classmethod
     def local(cls) -> Redundancy:
@@ -92,7 +94,7 @@ class Redundancy:
 
     @classmethod
     def rs(cls, data: int = 8, parity: int = 2, across: Level = "tray") -> Redundancy:
-        """Reed-Solomon over sets of ``data + parity``, any ``parity`` members of which may be lost."""
+        """Return Reed-Solomon over sets of ``data + parity`` members, any ``parity`` of which may be lost."""
         return cls("rs", data + parity, across, parity)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class Redundancy:
             raise PlacementError(f"{self.width} {what}: nothing is protected.", remedy="Use 2 or more, or local().")
 
     def kept(self) -> Fraction:
-        """Shards that a rank keeps for others, by the terms alone; `Placement.kept` has the figure of the plan."""
+        """Return how many shards a rank keeps for others, by these terms; `Placement.kept` has the figure of a plan."""
         if self.in_sets:
             return Fraction(self.parity, self.width - self.parity)
         return Fraction(self.width - 1)
@@ -129,32 +131,32 @@ class Redundancy:
 
 @dataclass(frozen=True)
 class Placement:
-    """The plan. A shard is named by any rank that owns it."""
+    """Which rank keeps what for which other rank. A shard is named by any rank that owns it."""
 
     redundancy: Redundancy
     labels: Mapping[int, Labels]
     twins: tuple[tuple[int, ...], ...]
     """The ranks of each shard, in the order of the label table. The first one sends."""
     sends: Mapping[int, tuple[int, ...]]
-    """mirror: sender -> the ranks that keep a copy for it. Only of shards that need one."""
+    """For mirror: sender -> the ranks that keep a copy for it, for each shard that needs one."""
     sets: tuple[tuple[int, ...], ...]
-    """xor, rs: members in order, as `rackrun.checkpoint.redundancy.stripe_set` numbers them."""
+    """For xor and rs: the members of each set, in `rackrun.checkpoint.redundancy.stripe_set`'s order."""
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """All ranks that hold a whole copy of this rank's shard, itself and its twins first."""
+        """Return all ranks that hold a whole copy of this rank's shard: itself and its twins first."""
         twins = self._twins_of(rank)
         return twins + tuple(holder for twin in twins for holder in self.sends.get(twin, ()))
 
     def set_of(self, rank: int) -> tuple[int, ...] | None:
-        """The set that this rank's shard is in; of a twin's, when only the twin is in one."""
+        """Return the set of this rank's shard, or of a twin's when only the twin is in one; None when there is none."""
         return next((self._sets[twin] for twin in (rank, *self._twins_of(rank)) if twin in self._sets), None)
 
     def keeps_for(self, rank: int) -> tuple[int, ...]:
-        """Mirror: the owners of whose shards this rank keeps a copy."""
+        """Return the owners whose shards this rank keeps a copy of (mirror)."""
         return tuple(sender for sender, holders in self.sends.items() if rank in holders)
 
     def kept(self) -> Fraction:
-        """Shards kept for others by the rank that keeps most."""
+        """Return how many shards the rank that keeps most keeps for others."""
         copies = dict.fromkeys(self.labels, 0)
         for holders in self.sends.values():
             for holder in holders:
@@ -164,7 +166,7 @@ class Placement:
         return max(parity, Fraction(max(copies.values(), default=0)))
 
     def survives(self, lost: AbstractSet[int]) -> bool:
-        """Whether every shard can still be had when the memory of these ranks is gone."""
+        """Whether every shard can still be restored when the memory of these ranks is lost. Raises PlacementError."""
         if unknown := sorted(set(lost) - self.labels.keys()):
             raise PlacementError(f"no such ranks: {unknown}.", remedy="Name ranks of the label table.")
         whole = {
@@ -177,14 +179,17 @@ class Placement:
         )
 
     def tolerance(self, level: Level) -> int | None:
-        """The largest k for which the loss of any k domains of a level is survived. None: labels are missing."""
+        """Return the largest k such that the loss of any k domains is survived. None when labels are missing."""
         domains = _domains(self.labels, level)
         if len(domains) < len(self.labels):
             return None
         return min((self._fatal(twins, domains) for twins in self.twins), default=1) - 1
 
     def recoverable(self, level: Level, k: int) -> Fraction | None:
-        """The share of the losses of ``k`` domains that is survived. None: unknown labels, or too many to count."""
+        """Return the share of all losses of ``k`` domains that is survived.
+
+        None when labels are missing, or too many to count.
+        """
         domains = _domains(self.labels, level)
         names = list(dict.fromkeys(domains.values()))
         if len(domains) < len(self.labels) or not 0 < k <= len(names) or comb(len(names), k) * len(domains) > _WORK_MAX:
@@ -194,7 +199,7 @@ class Placement:
         return Fraction(sum(map(self.survives, patterns)), len(patterns))
 
     def statement(self) -> str:
-        """What the plan survives and what it costs, in a few lines."""
+        """Return what the plan survives and what it costs, as a few lines of text."""
         return "\n".join([self._shape(), *self._survival(), *self._costs()])
 
     @cached_property
@@ -211,7 +216,7 @@ class Placement:
         return self._shards[rank]
 
     def _fatal(self, twins: Sequence[int], domains: Mapping[int, Domain]) -> int:
-        """How few domains must go for this shard to be lost; never too many."""
+        """Return how few domains must be lost for this shard to be lost. It may be too low, never too high."""
         whole = {domains[holder] for twin in twins for holder in (twin, *self.sends.get(twin, ()))}
         others = [
             Counter(domains[other] for other in self._sets[twin] if other != twin)
@@ -225,7 +230,10 @@ class Placement:
         return len(whole) + more
 
     def _fewest(self, others: Counter[Domain], gone: AbstractSet[Domain]) -> int:
-        """Domains beside ``gone`` that must go until a set of a lost rank and ``others`` has lost more than it may."""
+        """Return how many domains beside ``gone`` must be lost until a set has lost more members than it may.
+
+        ``others``: how many members of the set, besides the lost rank, each domain has.
+        """
         left = self.redundancy.parity - sum(others[domain] for domain in gone)
         count = 0
         for _, members in Counter({d: n for d, n in others.items() if d not in gone}).most_common():
@@ -273,8 +281,8 @@ def place(
 ) -> Placement:
     """Plan ``redundancy`` for the ranks of ``labels``.
 
-    ``replicas`` gives shard ids: ranks of equal id hold the same bytes. A rank without one has a shard of its own.
-    Raises `PlacementError` when the labels cannot give the protection.
+    ``replicas``: rank -> shard id; ranks of equal id hold the same bytes. A rank without an id has a shard of its own.
+    Raises `PlacementError` when the labels do not allow the protection.
     """
     order = sorted(labels, key=lambda rank: (labels[rank].order, rank))
     by_shard: dict[tuple[str, str | int], list[int]] = {}
@@ -298,7 +306,7 @@ def _sets(site: Site, twins: Sequence[tuple[int, ...]], redundancy: Redundancy) 
     exposed = [ranks[0] for ranks in twins if len({site.domain[rank] for rank in ranks}) < least]
     if not exposed:
         return ()
-    # Shards that have their copies already become members only when the others cannot do without them.
+    # Shards that have their copies already become members only when the others cannot be protected without them.
     sets = form_sets(site, exposed, size, least) or form_sets(site, list(site.domain), size, least)
     return None if sets is None else tuple(map(tuple, sets))
 
@@ -345,7 +353,10 @@ def _known(labels: Mapping[int, Labels]) -> str:
 
 
 def _domains(labels: Mapping[int, Labels], level: Level) -> dict[int, Domain]:
-    """Ranks whose label is not known are absent, save that an unknown process is the rank's own."""
+    """Return rank -> domain.
+
+    A rank without a known label is absent, but an unknown process counts as the rank's own.
+    """
     found: dict[int, Domain] = {}
     for rank, label in labels.items():
         name = label.at(level)

@@ -1,9 +1,11 @@
-"""Sets: which shards are tied together, how each is cut into stripes, and what stands in front of a row of parity.
+"""Stripe sets: which shards protect each other, how each is cut into stripes, and the header of a row of parity.
 
-Of N members any M may be lost. With M = 1 (XOR) the layout is that of RAID-5, as in SCR's redset, and M more (Reed-Solomon)
-keep its rotation. Each shard is cut into N - M stripes, by its own length alone, so nobody has to know the others' lengths.
-Row ``r`` ties one stripe of each member but M together: members r, r + 1, ... keep its parities 0, 1, ..., each as wide as
-the widest stripe; shorter ones count as padded with zeros, which are neither stored nor sent. N = 4, M = 1 and 2::
+Any M of a set's N members may be lost. With M = 1 (XOR) the layout is that of RAID-5, as in SCR's redset; a larger M
+(Reed-Solomon) keeps its rotation. Each shard is cut into N - M stripes, by its own length alone, so no member needs the
+others' lengths. Row ``r`` joins one stripe of each member but M. Members r, r + 1, ... keep its parities 0, 1, ...,
+each as wide as the widest stripe; shorter stripes count as padded with zeros, which are neither stored nor sent.
+
+For N = 4, and M = 1 and 2::
 
     row      member 0   member 1   member 2   member 3        member 0   member 1   member 2   member 3
     0        parity     stripe 0   stripe 0   stripe 0        parity 0   parity 1   stripe 0   stripe 0
@@ -11,9 +13,9 @@ the widest stripe; shorter ones count as padded with zeros, which are neither st
     2        stripe 1   stripe 1   parity     stripe 2        stripe 1   stripe 0   parity 0   parity 1
     3        stripe 2   stripe 2   stripe 2   parity          parity 1   stripe 1   stripe 1   parity 0
 
-So a member keeps M blocks of parity, its *parts*: part ``j`` is parity ``j`` of the row that many before its own number. In front of each stands its `RowHeader`:
-who is in the set, the true lengths, the CRC32C of every stripe in the row. Whatever is read here may be damaged or made up:
-every length is bounded before it is used.
+So a member keeps M blocks of parity, its *parts*: part ``j`` is parity ``j`` of the row ``j`` before its own number. In
+front of each block is its `RowHeader`: the members of the set, the true lengths, and the CRC32C of every stripe in the
+row. Anything read here may be damaged or forged: every length is bounded before it is used.
 """
 
 from __future__ import annotations
@@ -32,38 +34,38 @@ from rackrun.checkpoint.redundancy.galois import POINTS, coefficient, multiply, 
 __all__ = ["ParityError", "Part", "Recipe", "RowHeader", "Span", "StripeSet", "decode_header", "encode_header"]
 
 Span = tuple[int, int]
-"""Bytes from start up to stop."""
+"""(start, stop) in bytes."""
 
 FORMAT = 3
 LENGTH_MAX = 2**46
 MEMBERS_MAX = 2**16
 _ALIGN = 64
 _PAGE = 4096
-_HEAD = struct.Struct("<II")  # bytes of the header, their CRC32C
+_HEAD = struct.Struct("<II")  # bytes of the header, and their CRC32C
 
 
 class ParityError(CheckpointError):
-    """A stripe came twice or never, or it is not of this set."""
+    """A stripe came twice or never, or does not belong to this set."""
 
 
 class Part(NamedTuple):
-    """One block of parity: who keeps it, and which of those that it keeps."""
+    """One block of parity: the member that keeps it, and its number among that member's blocks."""
 
     keeper: int
     number: int = 0
 
 
 class Recipe(NamedTuple):
-    """One stripe of a lost member, out of the parities and the other stripes of its row: the sum of each times its factor."""
+    """How one stripe of a lost member is computed: a sum of parities and stripes of its row, each times its factor."""
 
     parities: Mapping[Part, int]
     stripes: Mapping[int, int]
-    """By member."""
+    """Member -> the factor of its stripe."""
 
 
 @dataclass(frozen=True)
 class StripeSet:
-    """The members: ranks, in the order of `Placement.sets`. Any ``parity`` of them may be lost."""
+    """The members of a set: ranks, in the order of `Placement.sets`. Any ``parity`` of them may be lost."""
 
     members: tuple[int, ...]
     parity: int = 1
@@ -75,21 +77,25 @@ class StripeSet:
             raise ParityError(f"no set: {count} members {self.members[:9]}, of which {self.parity} may be lost.")
 
     def index(self, member: int) -> int:
+        """Return a member's number in the set. Raises `ParityError` for a rank that is no member."""
         if member not in self.members:
             raise ParityError(f"rank {member} is not in the set {self.members}.")
         return self.members.index(member)
 
     def parts(self, keeper: int) -> list[Part]:
-        """What ``keeper`` keeps."""
+        """Return the blocks of parity that ``keeper`` keeps."""
         return [Part(keeper, number) for number in range(self.parity)]
 
     def owners(self, part: Part) -> list[int]:
-        """Those whose stripes are in the row that this is a parity of."""
+        """Return the members whose stripes are in the row of this parity."""
         row = self._row(part)
         return [member for i, member in enumerate(self.members) if not self._keeps(i, row)]
 
     def stripe(self, owner: int, part: Part, length: int) -> Span:
-        """The bytes of ``owner``'s shard of ``length`` bytes that go into that row; none where it keeps one of its parities."""
+        """Return which bytes of ``owner``'s shard, of ``length`` bytes, are in the row of ``part``.
+
+        Empty, (0, 0), when the owner keeps one of the row's parities.
+        """
         i, row = self.index(owner), self._row(part)
         width = self.widest(length)
         without = sum((i - number) % len(self.members) < row for number in range(self.parity))
@@ -97,11 +103,14 @@ class StripeSet:
         return (0, 0) if self._keeps(i, row) else (min(start, length), min(start + width, length))
 
     def factor(self, owner: int, part: Part) -> int:
-        """What ``owner``'s stripe is multiplied by in it: 1 in all of part 0."""
+        """Return the factor of ``owner``'s stripe in this parity: 1 in all of part 0."""
         return coefficient(part.number, self.index(owner)) if part.number else 1
 
     def recipes(self, lost: int, gone: Collection[int]) -> list[Recipe]:
-        """For every stripe of ``lost``, in order, when all of ``gone`` are lost, itself included. `ParityError`: too many are."""
+        """Return the recipe of every stripe of ``lost``, in order. ``gone``: all lost members, including ``lost``.
+
+        Raises `ParityError` when too many members are lost.
+        """
         if lost not in gone or len(gone) > self.parity:
             left = [member for member in self.members if member not in gone]
             raise ParityError(
@@ -132,15 +141,20 @@ class StripeSet:
         )
 
     def _row(self, part: Part) -> int:
+        """Return the row of a block of parity. Raises `ParityError`."""
         if not 0 <= part.number < self.parity:
             raise ParityError(f"rank {part.keeper} keeps {self.parity} parts, not a number {part.number}.")
         return (self.index(part.keeper) - part.number) % len(self.members)
 
     def _keeps(self, index: int, row: int) -> bool:
+        """Whether the member of this number keeps a parity of the row."""
         return (index - row) % len(self.members) < self.parity
 
     def widest(self, length: int) -> int:
-        """Bytes of the longest stripe of a shard of ``length`` bytes, rounded up."""
+        """Return the bytes of the longest stripe of a shard of ``length`` bytes, rounded up to 64.
+
+        Raises `ParityError`.
+        """
         if not 0 <= length <= LENGTH_MAX:
             raise ParityError(f"the length of a shard is 0 to 2**46, not {length}.")
         return -(-length // ((len(self.members) - self.parity) * _ALIGN)) * _ALIGN
@@ -150,12 +164,15 @@ class StripeSet:
         return -(-(256 + 64 * len(self.members)) // _PAGE) * _PAGE
 
     def kept_bytes(self, length: int) -> int:
-        """What a member keeps for the others when none of their shards is longer: headers, and blocks of parity."""
+        """Return how many bytes a member keeps for the others, headers included. ``length``: of the longest shard."""
         return self.parity * (self.header_bytes + self.widest(length))
 
 
 class RowHeader(msgspec.Struct, frozen=True):
-    """What a keeper knows of a row. ``lengths`` and ``crcs`` are 0 for those who have no stripe in it."""
+    """Describes a row of parity. ``lengths`` and ``crcs`` have an item for each member.
+
+    Both items are 0 for a member without a stripe in the row.
+    """
 
     generation: int
     keeper: int
@@ -172,13 +189,14 @@ class RowHeader(msgspec.Struct, frozen=True):
         return StripeSet(self.members, self.parity)
 
     def stripe(self, owner: int) -> Span:
-        """Which bytes of ``owner``'s shard are in this row."""
+        """Return which bytes of ``owner``'s shard are in this row."""
         stripe_set = self.stripe_set()
         part = Part(self.keeper, self.part)
         return stripe_set.stripe(owner, part, self.lengths[stripe_set.index(owner)])
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of the row's parity: those of its longest stripe."""
         stripe_set, part = self.stripe_set(), Part(self.keeper, self.part)
         lengths = zip(self.members, self.lengths, strict=True)
         spans = [stripe_set.stripe(owner, part, length) for owner, length in lengths]
@@ -186,13 +204,16 @@ class RowHeader(msgspec.Struct, frozen=True):
 
 
 def encode_header(header: RowHeader) -> bytes:
-    """``StripeSet.header_bytes`` bytes: canonical JSON, so equal headers are equal bytes."""
+    """Return ``StripeSet.header_bytes`` bytes of canonical JSON: equal headers give equal bytes."""
     encoded = msgspec.json.encode(header)
     return (_HEAD.pack(len(encoded), crc(memoryview(encoded))) + encoded).ljust(header.stripe_set().header_bytes, b"\0")
 
 
 def decode_header(data: bytes | memoryview) -> RowHeader:
-    """The header at the beginning of ``data``. Bounds every length before it is used."""
+    """Decode the header at the beginning of ``data``. Bounds every length before it is used.
+
+    Raises `IntegrityError` for a damaged header, `FormatVersionError` for one of another format.
+    """
     view = memoryview(data)
     if len(view) < _HEAD.size:
         raise IntegrityError(f"parity of {len(view)} bytes has no header.")

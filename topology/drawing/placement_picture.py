@@ -1,6 +1,7 @@
-"""A rack and who would sit on it, as a picture: for a terminal, and as SVG. Pure: from a topology, a placement and what is known of health.
+"""Draw racks with the ranks placed on them, for a terminal and as SVG.
 
-A cell says in letters what it is; colour tells cliques apart a second time, and nothing depends on it.
+It is pure: the picture follows from a topology, a placement and known health. The text of a cell says what the cell is.
+Colours only repeat the cliques' letters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LOOKS = {
     "lost": Look("bold reverse", "#374151", "#ffffff"),
     "bad": Look("bold reverse", "#374151", "#ffffff"),
 }
-"""By `Cell.kind`; ``free``: nothing is placed."""
+"""The look of each `Cell.kind`. ``free``: there is no placement."""
 _MEANINGS = (
     Meaning("12", "rank"),
     Meaning("spare", "healthy and ready"),
@@ -42,7 +43,7 @@ def cells(
     health: Mapping[str, Fitness] | None = None,
     lost: Collection[str] = (),
 ) -> dict[SlotId, Cell]:
-    """What each slot is. ``health`` and ``lost`` name slots, or trays for all of their slots."""
+    """Return the cell of each slot. ``health`` and ``lost`` name slots, or trays for all of their slots."""
     health = health or {}
     letters = letters_of(topology)
     ranks = placement.rank_on if placement else {}
@@ -78,7 +79,7 @@ def draw_text(
     *,
     racks_max: int = 8,
 ) -> RenderableType:
-    """Racks side by side as far as the terminal is wide, then what the letters mean."""
+    """Draw racks side by side as far as the terminal is wide, then a legend."""
     return terminal(topology, cells(topology, placement, health, lost), _LOOKS, _MEANINGS, racks_max=racks_max)
 
 
@@ -90,5 +91,5 @@ def draw_svg(
     *,
     racks_max: int = 64,
 ) -> str:
-    """The same as one SVG document that needs nothing from elsewhere. Each cell says more when pointed at."""
+    """Draw the same as one self-contained SVG document. Each cell has a tooltip."""
     return svg(topology, cells(topology, placement, health, lost), _LOOKS, _MEANINGS, racks_max=racks_max)

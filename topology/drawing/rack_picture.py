@@ -1,4 +1,4 @@
-"""Racks drawn for a terminal and as SVG: trays are rows, GPUs are cells. What a cell says is its caller's matter."""
+"""Draw racks for a terminal and as SVG: trays are rows, GPUs are cells. The caller decides what a cell shows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _SVG_COLOURS = ("#0e7490", "#15803d", "#a21caf", "#b45309", "#1d4ed8", "#be123c")
 _WIDE, _HIGH, _LEFT, _TOP, _GAP = 46, 18, 96, 40, 24
 _TRAYS = 18
-"""Hosts that take the room of a rack."""
+"""How many hosts take the space of one rack."""
 
 
 class Look(NamedTuple):
-    """Of one kind of cell."""
+    """The style of one kind of cell."""
 
     style: str
-    """For a terminal; ``{clique}`` stands for the colour of the cell's clique."""
+    """Style in a terminal; ``{clique}`` stands for the colour of the cell's clique."""
     fill: str
     ink: str = "#111827"
     dashed: bool = True
@@ -42,13 +42,15 @@ class Meaning(NamedTuple):
 
 
 class Cell(NamedTuple):
+    """What one slot shows."""
+
     kind: str
     """A key of the looks."""
     text: str
     clique: str
-    """A letter of the legend."""
+    """The clique's letter in the legend."""
     said: str = ""
-    """For who points at it in the SVG; empty: the text."""
+    """The tooltip in the SVG; when empty, the text is used."""
 
 
 def terminal(
@@ -60,8 +62,11 @@ def terminal(
     racks_max: int,
     brief: bool = False,
 ) -> RenderableType:
-    """Racks side by side as far as the terminal is wide. ``brief``: nothing that goes without saying: a tray's index where it ends
-    the tray's name, a clique that is a whole rack or a single tray. Hosts in racks of their own are one table then."""
+    """Draw racks side by side as far as the terminal is wide, then a legend.
+
+    ``brief`` leaves out what is obvious: a tray's index where the tray's name ends in it, and cliques that are a whole
+    rack or a single tray. If all racks have one host, the hosts are drawn in one table then.
+    """
     hosts = brief and len(topology.racks) > 1 and all(len(rack.trays) == 1 for rack in topology.racks)
     shown = topology.racks[: racks_max * (_TRAYS if hosts else 1)]
     cliques = _shown_letters(topology, shown)
@@ -97,7 +102,7 @@ def svg(
     racks_max: int,
     lines: Sequence[str] = (),
 ) -> str:
-    """The same as one SVG document that needs nothing from elsewhere. Each cell says more when pointed at. ``lines`` stand below."""
+    """Draw the racks as one self-contained SVG document. Each cell has a tooltip. ``lines``: text below the legend."""
     shown = topology.racks[:racks_max]
     parts: list[str] = []
     x = _GAP
@@ -129,7 +134,7 @@ def svg(
 
 
 def letters_of(topology: Topology) -> dict[CliqueId, str]:
-    """A to Z, AA to AZ, ... in the order in which cliques are met."""
+    """Return a letter for each clique: A to Z, AA to AZ, ... in the order of the slots."""
     found: dict[CliqueId, str] = {}
     for seat in topology.seats:
         if seat.clique not in found:
@@ -170,7 +175,7 @@ def _table(rack: Rack, cells: Mapping[SlotId, Cell], looks: Mapping[str, Look], 
 
 
 def _width(rows: Sequence[Sequence[Cell]]) -> int:
-    """Of what stands before the last letter of the widest cell."""
+    """Return the width of the widest cell, without its last letter."""
     return max((len(cell.text) for row in rows for cell in row), default=2) - 1
 
 
@@ -179,7 +184,7 @@ def _rows(racks: Collection[Rack], cells: Mapping[SlotId, Cell]) -> list[list[Ce
 
 
 def _whole(rows: Sequence[Sequence[Cell]]) -> bool:
-    """No tray is cut into several cliques."""
+    """Whether no tray is divided into several cliques."""
     return all(len({cell.clique for cell in row}) <= 1 for row in rows)
 
 

@@ -1,1 +1,1 @@
-"""What NVIDIA's driver tells: NVML, and the kernel's log."""
+"""Read what NVIDIA's driver reports: NVML, and the kernel's log."""

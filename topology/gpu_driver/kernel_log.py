@@ -1,4 +1,4 @@
-"""The kernel's log as it is written: ``/dev/kmsg``, from now on. It needs CAP_SYSLOG where kernel.dmesg_restrict is 1."""
+"""Read new records of the kernel's log from ``/dev/kmsg``. Needs CAP_SYSLOG where kernel.dmesg_restrict is 1."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ RECORD_MAX = 1 << 14
 
 
 class KernelLogUnavailable(msgspec.Struct, frozen=True, kw_only=True):
-    """Xids of the log are not seen; those that NVML reports are."""
+    """The kernel's log cannot be read, so its Xids are not seen. Those that NVML reports are."""
 
     what: str
     remedy: str
 
 
 class KernelLog:
-    """``fileno()`` becomes readable when there is something for ``read()``."""
+    """The kernel's log from now on. ``fileno()`` becomes readable when ``read()`` has something to return."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.missed = 0
-        """Times that records were overwritten before they were read."""
+        """How often records were overwritten before they were read."""
 
     @classmethod
     def open(cls, path: str = "/dev/kmsg") -> KernelLog | KernelLogUnavailable:
+        """Open the log at its end. Never raises: returns why it cannot be read."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             what = f"{path} cannot be read: {error.strerror}."
             return KernelLogUnavailable(what=what, remedy="give the agent CAP_SYSLOG, and the device in its container.")
-        with contextlib.suppress(OSError):  # not every kind of file has an end
+        with contextlib.suppress(OSError):  # some kinds of file cannot seek
             os.lseek(fd, 0, os.SEEK_END)
         return cls(fd)
 
@@ -48,7 +49,7 @@ class KernelLog:
         os.close(self._fd)
 
     def read(self) -> list[KernelXid]:
-        """All that was written since, as far as the driver reports errors with it. Never waits."""
+        """Return the driver's errors in all records written since the last call. Never waits."""
         found = []
         while True:
             try:
@@ -56,7 +57,8 @@ class KernelLog:
             except BlockingIOError:
                 break
             except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten: the next read goes on with the oldest that is there
+                # overwritten: the next read continues with the oldest record that is left
+                if error.errno == errno.EPIPE:
                     self.missed += 1
                     continue
                 raise

@@ -1,4 +1,4 @@
-"""The kernel's log, where the driver writes what it reports: a second source, with more detail than NVML's events.
+"""Parse the driver's messages in the kernel's log: a second source, with more detail than NVML's events.
 
 ::
 
@@ -6,8 +6,8 @@
     NVRM: Xid (PCI:0008:01:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 08 (0x004505c6 0x00000000 ...)
     NVRM: Xid (PCI:0000:9b:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)
 
-What is cut off, or runs into another message, is read as far as it is certain: never half a number, never another GPU's
-words. SXids, of NVSwitches, name no GPU and are passed over.
+A message that is cut off, or runs into another one, is parsed as far as it is certain: never half a number, never words
+about another GPU. SXids, which concern NVSwitches, name no GPU and are skipped.
 
 Source: NVIDIA, "Xid Errors", https://docs.nvidia.com/deploy/xid-errors/.
 """
@@ -24,24 +24,26 @@ __all__ = ["KernelXid", "NvlinkReport", "parse_kernel_line", "parse_kmsg_record"
 
 
 class NvlinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What Xids 144 to 150 say in full."""
+    """The details of Xids 144 to 150."""
 
     unit: str
     fatal: bool
     link: int
-    """-1: of no link in particular."""
+    """Index of the NVLink; -1 for no link in particular."""
     intr_info: int
     error_status: int
 
 
 class KernelXid(msgspec.Struct, frozen=True, kw_only=True):
+    """An Xid from the kernel's log."""
+
     xid: int
     bdf: str
-    """`normal_bdf`."""
+    """PCI address in the form of `normal_bdf`."""
     text: str
     nvlink: NvlinkReport | None = None
     action: int | None = None
-    """Of Xid 154: the new recovery action."""
+    """For Xid 154: the new recovery action."""
 
 
 _XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)(?: [^)]*)?\)[^:]*: (\d{1,4}), *(.*)$")
@@ -62,11 +64,11 @@ _ACTION_NAMES = {
     "node reboot required": 2,
     "drain p2p": 3,
     "drain and reset": 4,
-}  # by name where it is known: the numbers above 4 changed their meaning
+}  # the name counts where it is known: the numbers above 4 changed their meaning
 
 
 def parse_kernel_line(line: str) -> KernelXid | None:
-    """An error that the driver reports; None for every other line. The line may have dmesg's time in front of it."""
+    """Parse an error that the driver reports; None for every other line. The line may begin with dmesg's time."""
     text = line.strip()
     match = _XID.search(text)
     if match is None:
@@ -87,9 +89,9 @@ def parse_kernel_line(line: str) -> KernelXid | None:
 
 
 def parse_kmsg_record(record: str) -> KernelXid | None:
-    """The same of a record of ``/dev/kmsg`` (``PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT``).
+    """Parse a record of ``/dev/kmsg`` (``PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT``); None when it is no Xid.
 
-    A record that a process wrote, not the kernel, is passed over: its priority has a facility.
+    A record written by a process instead of the kernel is skipped: its priority has a facility.
     """
     head, separator, text = record.partition(";")
     priority = head.partition(",")[0]

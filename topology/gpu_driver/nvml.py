@@ -1,8 +1,8 @@
-"""What NVIDIA's driver says of this tray, through nvidia-ml-py. Runs in a process of its own: see `nvml_watch`.
+"""Read a tray's GPUs through nvidia-ml-py. It runs in a process of its own: see `nvml_watch`.
 
-Every call is guarded. A field that this driver, this GPU or this binding does not have is unknown, and never makes a GPU
-unhealthy; GPU_IS_LOST and RESET_REQUIRED are the driver's verdict about the GPU; a lack of permission is said; what else
-fails is tried once more, then reported.
+Every call is guarded. A field that this driver, this GPU or this binding does not have is unknown, and never makes a
+GPU unhealthy. GPU_IS_LOST and RESET_REQUIRED are the driver's verdict about the GPU. A lack of permission is reported.
+Any other failing call is repeated once, then reported.
 """
 
 from __future__ import annotations
@@ -49,15 +49,18 @@ SLOWDOWNS = 0x8 | 0x40 | 0x80
 NO_PERMISSION, DRIVER_NOT_LOADED, TIMEOUT, LIBRARY_NOT_FOUND = 4, 9, 10, 12
 FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH = 13, 15, 16, 25
 UNKNOWN_FIELD = frozenset({2, 3, 6, 7, FUNCTION_NOT_FOUND, VERSION_MISMATCH, 26, 27})
-"""Invalid argument, not supported, not found, too little room, no such function, other version, deprecated, not ready."""
+"""NVML's codes that mean that a field is unknown.
+
+Invalid argument, not supported, not found, too little room, no such function, other version, deprecated, not ready.
+"""
 _VERDICTS: dict[int, Literal["lost", "reset_required"]] = {GPU_IS_LOST: "lost", RESET_REQUIRED: "reset_required"}
 
 _MODES: dict[int | None, Literal["exclusive", "prohibited"]] = {1: "exclusive", 2: "prohibited", 3: "exclusive"}
-"""1 is EXCLUSIVE_THREAD, of old drivers."""
+"""NVML's compute mode -> its name. 1 is EXCLUSIVE_THREAD, of old drivers."""
 
 
 class Nvml:
-    """An open NVML. Its calls may block for ever: a driver that hangs takes its callers with it."""
+    """An open NVML. Its calls may block for ever: when the driver hangs, so does every caller."""
 
     def __init__(self, binding: Any) -> None:
         self._nvml = binding
@@ -65,10 +68,11 @@ class Nvml:
         self._known: dict[int, GpuReading] = {}
         self._events: Any = None
         self._unheard: set[int] = set()
-        """GPUs that were lost when they were to be listened to."""
+        """GPUs that were lost when `listen` was called."""
 
     @classmethod
     def open(cls) -> Nvml | NvmlUnavailable:
+        """Load NVML and begin to listen. Return why NVML is not available instead of raising."""
         try:
             import pynvml  # type: ignore[import-untyped]
         except ImportError as error:
@@ -89,6 +93,7 @@ class Nvml:
             self._nvml.nvmlShutdown()
 
     def read(self) -> TrayReading | NvmlUnavailable:
+        """Read all GPUs of the tray. Return why nothing can be read instead of raising."""
         nvml = self._nvml
         try:
             driver = text_of(nvml.nvmlSystemGetDriverVersion())
@@ -102,7 +107,7 @@ class Nvml:
         return TrayReading(driver=driver, gpus=gpus, events=self._events is not None, cuda=cuda)
 
     def wait(self, timeout_ms: int) -> XidEvent | None:
-        """The next Xid, with the recovery action as it is right after; None when there is none in time.
+        """Wait for the next Xid, and read the recovery action right after it. Return None when none comes in time.
 
         Raises pynvml.NVMLError when events cannot be waited for.
         """
@@ -131,13 +136,16 @@ class Nvml:
 
     @property
     def errors(self) -> type[Exception]:
-        """What `wait` raises."""
+        """The exception type that `wait` raises."""
         raised: type[Exception] = self._nvml.NVMLError
         return raised
 
     def listen(self) -> None:
-        """From now on, to every GPU that answers. Before the first reading, so that no Xid falls between the two; and again
-        when waiting fails, as it does once one of the GPUs is lost. Without permission or support there are no events."""
+        """Listen for Xids from now on, on every GPU that answers.
+
+        Called before the first reading, so that no Xid is missed between the two, and again when waiting fails, as it
+        does once a GPU is lost. Without permission or support there are no events.
+        """
         nvml = self._nvml
         self._unheard.clear()
         try:
@@ -149,7 +157,7 @@ class Nvml:
                 self._events = events
             else:
                 nvml.nvmlEventSetFree(events)
-        except nvml.NVMLError:  # if more than events is wrong, the next reading says so
+        except nvml.NVMLError:  # if more than events is wrong, the next reading reports it
             self._events = None
 
     def _register(self, index: int, events: Any) -> bool:
@@ -180,7 +188,7 @@ class Nvml:
         known = self._known.get(index)
         if reading.uuid:
             self._known[index] = reading
-        elif known is not None:  # it answers no more; who it was is known
+        elif known is not None:  # it no longer answers, but its identity is known
             reading = _named(reading, known)
         return reading
 
@@ -196,7 +204,7 @@ class _Asked:
         self._refused: list[str] = []
 
     def __call__(self, field: str, name: str, *arguments: Any) -> Any:
-        """The call's answer, or None. Nothing more is asked of a GPU that the driver has given up."""
+        """Make a call and return its answer, or None. A GPU that the driver has lost is not asked again."""
         return self._ask(field, lambda: getattr(self._nvml, name)(*arguments), name)
 
     def _ask(self, field: str, call: Callable[[], Any], name: str) -> Any:
@@ -205,7 +213,7 @@ class _Asked:
         for again in (True, False):
             try:
                 return call()
-            except (AttributeError, UnicodeDecodeError):  # the binding is older than the call; or takes bytes for text
+            except (AttributeError, UnicodeDecodeError):  # the binding is older than the call, or decodes bytes as text
                 self._unknown.append(field)
                 return None
             except self._nvml.NVMLError as error:
@@ -224,6 +232,7 @@ class _Asked:
         return None
 
     def closed(self, index: int) -> GpuReading:
+        """Return a reading without values, for a GPU that cannot be opened."""
         return GpuReading(index=index, **self._ended())
 
     def _ended(self) -> dict[str, Any]:
@@ -235,6 +244,7 @@ class _Asked:
         }
 
     def reading(self, index: int, handle: Any) -> GpuReading:
+        """Read all fields of one GPU."""
         pci = self("bdf", "nvmlDeviceGetPciInfo", handle)
         rows = self("remapped", "nvmlDeviceGetRemappedRows", handle)
         slow = self("slowdown", "nvmlDeviceGetCurrentClocksEventReasons", handle)
@@ -262,10 +272,13 @@ class _Asked:
         return GpuReading(index=index, **fields, **self._ended())
 
     def as_found(self, reading: GpuReading, handle: Any) -> GpuReading:
-        """With what matters before anybody of ours uses it. A driver that does not say says nothing against it."""
+        """Add what matters before a worker uses the GPU.
+
+        If the driver does not report a field, nothing is held against the GPU.
+        """
         if reading.verdict:
             return reading
-        fresh = _Asked(self._nvml)  # whatever fails here is no fault of the GPU
+        fresh = _Asked(self._nvml)  # a failure here is not the GPU's fault
         mode = fresh("mode", "nvmlDeviceGetComputeMode", handle)
         slices = fresh("mig", "nvmlDeviceGetMigMode", handle)
         users = fresh("users", "nvmlDeviceGetComputeRunningProcesses", handle)
@@ -277,6 +290,7 @@ class _Asked:
         )
 
     def recovery_action(self, handle: Any) -> int | None:
+        """Return the driver's recovery action (field 230); None when it cannot be read."""
         values = self("recovery_action", "nvmlDeviceGetFieldValues", handle, [FIELD_RECOVERY_ACTION])
         if values is None:
             return None
@@ -318,7 +332,7 @@ class _Asked:
         return parse_sram_threshold(buffer.raw)
 
     def _links(self, handle: Any) -> tuple[int, ...] | None:
-        """By the field, which tells four states; by the older call, which tells two, where there is no field."""
+        """Read the links' states: from the field, which has four states, or from the older call, which has two."""
         wanted = [(FIELD_LINK_STATE, link) for link in range(LINKS_MAX)]
         values = self("links", "nvmlDeviceGetFieldValues", handle, wanted)
         states = []

@@ -1,7 +1,7 @@
-"""The process that calls NVML: reports to its parent until that closes its standard input.
+"""The child process that calls NVML, and reports to its parent until the parent closes its standard input.
 
-``python -m rackrun.topology.gpu_driver.nvml_child [--once] [--period-ms N]``. On its standard output: each message is its length (4
-bytes, little-endian) and msgpack of a `Message`. An Xid is reported as it happens, readings every period.
+``python -m rackrun.topology.gpu_driver.nvml_child [--once] [--period-ms N]``. Each message on its standard output is a
+length (4 bytes, little-endian) and msgpack of a `Message`. An Xid is reported as it happens, a reading every period.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Message", "main"]
 _PARENT = os.getppid()
 _PR_SET_PDEATHSIG = 1
 XIDS_MAX = 64
-"""In a row: then there is a reading, however many more there are."""
+"""How many Xids are reported in a row before there is a reading again."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of them."""
+    """One of a reading, an Xid, or the reason why NVML is not available."""
 
     reading: TrayReading | None = None
     xid: XidEvent | None = None
@@ -35,11 +35,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def main() -> None:
+    """Report until the parent closes standard input or is gone; with ``--once``, report one reading."""
     parser = argparse.ArgumentParser(prog="nvml_child")
     parser.add_argument("--once", action="store_true", help="one reading, then end")
     parser.add_argument("--period-ms", type=int, default=500)
     options = parser.parse_args()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs does not see our input close
+    # a process in a hanging call does not notice that its input was closed
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     while os.getppid() == _PARENT:
         nvml = Nvml.open()
         if isinstance(nvml, NvmlUnavailable):
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def _report(nvml: Nvml, period_ms: int, *, once: bool) -> bool:
-    """Until the parent has gone (False) or NVML has to be opened again (True)."""
+    """Report until the parent is gone (return False) or NVML has to be opened again (return True)."""
     while True:
         reading = nvml.read()
         if isinstance(reading, NvmlUnavailable):
@@ -73,7 +75,7 @@ def _report(nvml: Nvml, period_ms: int, *, once: bool) -> bool:
 
 
 def _tell_xids(nvml: Nvml, timeout_ms: int) -> bool:
-    """Those of one period, and those that come with them. False when events cannot be waited for."""
+    """Report the Xids of one period, and those that follow at once. Return False when events cannot be waited for."""
     try:
         event = nvml.wait(timeout_ms)
         for _ in range(XIDS_MAX):
@@ -87,9 +89,9 @@ def _tell_xids(nvml: Nvml, timeout_ms: int) -> bool:
 
 
 def _parent_waits(timeout_ms: int) -> bool:
-    """False once the parent has closed our input, or is gone; until then this takes the whole time.
+    """Wait ``timeout_ms``. Return False as soon as the parent has closed the input or is gone.
 
-    Its end alone may not close our input: what it forked without exec holds the other end as well.
+    The parent's end alone may not close the input: processes that it forked without exec hold the other end as well.
     """
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], timeout_ms / 1000)
     return not readable and os.getppid() == _PARENT
@@ -105,5 +107,5 @@ def _send(message: Message) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BrokenPipeError:  # the parent has gone
+    except BrokenPipeError:  # the parent is gone
         os._exit(0)

@@ -1,8 +1,8 @@
-"""NVML at arm's length: it is called in a child process, because its calls may never come back.
+"""Read NVML through a child process, because its calls may never return.
 
-When a driver hangs, a thread that calls it cannot be ended, and the process that it belongs to cannot exit. An agent must be
-able to: its leases and its workers depend on it. So it talks to a child over a pipe, and gives the child up when that is
-silent for too long. The same keeps a crash inside the driver's library, and its threads, out of a process that forks.
+When a driver hangs, a thread that calls it cannot be ended, and its process cannot exit. An agent must be able to exit:
+its leases and its workers depend on that. So the agent reads from a child over a pipe, and gives the child up after too
+long a silence. This also keeps crashes inside the driver's library, and its threads, out of a process that forks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading, X
 __all__ = ["NvmlWatch", "read_once"]
 
 START_MS = 20_000
-"""What opening NVML may take: without the persistence daemon the driver initialises every GPU first."""
+"""How long opening NVML may take, in ms: without the persistence daemon, the driver initialises every GPU first."""
 KILL_S = 1.0
 
 _abandoned: list[subprocess.Popen[bytes]] = []
-"""Children that do not die because the kernel does not let them. Kept, so that nobody waits for them."""
+"""Children that cannot die because the kernel holds them. They are kept here and polled later, not waited for."""
 
 
 class NvmlWatch:
     """Readings every ``period_ms``, and Xids as they happen.
 
-    ``fileno()`` becomes readable when there is something for ``next(0)``; silence is only seen by calling that from time to
-    time. After ``patience_ms`` of silence, or the child's end, every further answer is the `NvmlUnavailable` that says so:
-    make another watch then, later. Make another one after a GPU was reset, too: NVML must be opened again. The child ends with
-    the thread that made the watch.
+    ``fileno()`` becomes readable when ``next(0)`` has something to return; silence is noticed only by calling it from
+    time to time. After ``patience_ms`` of silence, or the child's end, every further call returns the same
+    `NvmlUnavailable`: make another watch later. Also make another one after a GPU was reset, because NVML must be
+    opened again. The child ends with the thread that made the watch.
     """
 
     def __init__(
@@ -78,7 +78,10 @@ class NvmlWatch:
         return self._fd
 
     def next(self, timeout_s: float) -> TrayReading | XidEvent | NvmlUnavailable | None:
-        """The next message; None when there is none within ``timeout_s``. What lies in the pipe comes before any judgement."""
+        """Return the next message; None when there is none within ``timeout_s``.
+
+        Messages in the pipe come before `ended`.
+        """
         until = time.monotonic() + timeout_s
         while self.ended is None:
             message = self._take()
@@ -93,11 +96,14 @@ class NvmlWatch:
         return self.ended
 
     def reaped(self, status: int) -> None:
-        """Somebody who reaps every child of this process has reaped ours; ``status`` is `os.waitpid`'s."""
+        """Record that code which reaps every child of this process has reaped this one.
+
+        ``status``: from `os.waitpid`.
+        """
         self._child.returncode = os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
-        """Ends the child; one that the kernel holds is left behind."""
+        """End the child. A child that the kernel holds is left behind."""
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -148,7 +154,7 @@ class NvmlWatch:
 
 
 def read_once(*, timeout_s: float = 30.0, env: Mapping[str, str] | None = None) -> TrayReading | NvmlUnavailable:
-    """One reading, in a child that is given up after ``timeout_s``."""
+    """Return one reading, taken in a child that is given up after ``timeout_s``."""
     with NvmlWatch(once=True, start_ms=int(timeout_s * 1000), env=env) as watch:
         answer = watch.next(timeout_s + 1.0)
     assert isinstance(answer, TrayReading | NvmlUnavailable), "a single reading waits for no events"

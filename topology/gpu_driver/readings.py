@@ -1,7 +1,7 @@
-"""What a driver says of a tray's GPUs at one moment: facts, not judgements. `health` judges them, `nvml` reads them.
+"""What a driver reports of a tray's GPUs at one moment: facts, not judgements. `nvml` reads them, `health` judges them.
 
-A field that the driver or the GPU does not have is None and named in `GpuReading.unknown`: unknown is never unhealthy.
-Layouts and values: NVIDIA's nvml.h (NVML API reference, "Device Queries", "Fabric", "Field Values").
+A field that the driver or the GPU does not have is None, and listed in `GpuReading.unknown`: unknown is never
+unhealthy. Layouts and values: NVIDIA's nvml.h (NVML API reference, "Device Queries", "Fabric", "Field Values").
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ __all__ = [
 
 
 class FabricState(IntEnum):
+    """Progress of a GPU's registration with its fabric."""
+
     NOT_SUPPORTED = 0
     NOT_STARTED = 1
     IN_PROGRESS = 2
@@ -48,6 +50,8 @@ class RecoveryAction(IntEnum):
 
 
 class LinkState(IntEnum):
+    """State of an NVLink."""
+
     INACTIVE = 0
     ACTIVE = 1
     SLEEP = 2
@@ -58,12 +62,12 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU's registration with its NVLink fabric."""
 
     state: int
-    """`FabricState`."""
+    """A value of `FabricState`."""
     domain: str = ""
-    """The cluster UUID; empty where there is none: a GPU without a fabric of several hosts."""
+    """The cluster UUID; empty for a GPU that is in no fabric of several hosts."""
     clique: int = 0
     status: int = 0
-    """NVML's return code of the registration; says something once the state is COMPLETED."""
+    """NVML's return code of the registration; meaningful once the state is COMPLETED."""
     mask: int = 0
     """Two bits (one field: four) for each thing that may be wrong: see `fabric_faults`."""
     summary: int | None = None
@@ -71,51 +75,55 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def joined(self) -> CliqueId | None:
-        """The clique, once registered with a domain. NCCL's rule: equal domain and clique, and nothing else."""
+        """The clique, once registered with a domain; None before. As for NCCL, only domain and clique count."""
         if self.state != FabricState.COMPLETED or self.status != 0 or not self.domain:
             return None
         return CliqueId(self.domain, self.clique)
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the GPU is in the room."""
+    """The GPU's physical location."""
 
     chassis: str
     """Serial of the rack."""
     slot: int
-    """In the rack, switch trays counted."""
+    """Position in the rack, counting switch trays."""
     tray: int
-    """Among the compute trays."""
+    """Position among the compute trays."""
     host: int
-    """In the tray."""
+    """Number of the host in the tray."""
     module: int
-    """Of the GPU in its host, from 1."""
+    """Number of the GPU in its host, from 1."""
     guid: str = ""
-    """Of its NVLink port, hex."""
+    """GUID of its NVLink port, as hex."""
 
 
 class RemappedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of memory rows that were remapped after errors."""
+
     correctable: int
     uncorrectable: int
     pending: bool
     """A row waits for a reset to be replaced."""
     failed: bool
-    """There was no row left to replace one with."""
+    """No row was left to replace a failed one."""
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the driver reports of one GPU."""
+
     index: int
     uuid: str = ""
     """Empty when the GPU was lost before it was ever read."""
     bdf: str = ""
-    """`normal_bdf`."""
+    """PCI address in the form of `normal_bdf`."""
     serial: str = ""
     name: str = ""
     module_id: int | None = None
     verdict: Literal["", "lost", "reset_required"] = ""
     """What calls fail with, where that is the driver's judgement of the GPU."""
     failing: tuple[str, ...] = ()
-    """Calls that failed in a way nobody can interpret, twice in a row: ``nvmlDeviceGetUUID: UNKNOWN``."""
+    """Calls that failed twice in a row with an unclassified error, such as ``nvmlDeviceGetUUID: UNKNOWN``."""
     unknown: tuple[str, ...] = ()
     """Fields that this driver or this GPU does not have."""
     refused: tuple[str, ...] = ()
@@ -127,51 +135,59 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     remapped: RemappedRows | None = None
     recovery_action: int | None = None
     ecc_uncorrected: int | None = None
-    """Since the last reset."""
+    """Uncorrected ECC errors since the last reset."""
     sram_threshold: bool | None = None
-    """So many SRAM errors that it should be replaced."""
+    """Whether there were so many SRAM errors that the GPU should be replaced."""
     slowdown: int | None = None
-    """Bits of what slows the clocks: 0x8 hardware, 0x40 heat, 0x80 the power brake; others are normal under load."""
+    """Bits of what slows the clocks: 0x8 hardware, 0x40 heat, 0x80 the power brake.
+
+    Others are normal under load, and masked.
+    """
     numa: int | None = None
-    """The NUMA node of the CPU that it hangs on."""
+    """The NUMA node of the CPU to which the GPU is attached."""
     cpus: str = ""
-    """Cores near it, ``0-71``."""
+    """CPU cores near the GPU, such as ``0-71``."""
     mode: Literal["", "exclusive", "prohibited"] = ""
-    """How many processes may compute on it: any number, one, none. This and what follows is of a process's first reading alone."""
+    """How many processes may compute on it: "" any number, "exclusive" one, "prohibited" none.
+
+    This field and the following ones are only in the first reading of a process.
+    """
     mig: bool = False
-    """It is cut into slices (MIG)."""
+    """Whether the GPU is divided into slices (MIG)."""
     users: tuple[int, ...] = ()
-    """Processes that compute on it, as far as this one may see them."""
+    """Pids of the processes that compute on it, as far as this process may see them."""
 
 
 class TrayReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the driver reports of all GPUs of a tray."""
+
     driver: str
     gpus: tuple[GpuReading, ...]
     events: bool = True
-    """Xids are reported as they happen."""
+    """Whether Xids are reported as they happen."""
     cuda: int | None = None
-    """The newest CUDA that the driver serves: 13020 is 13.2. None: it does not say."""
+    """The newest CUDA version that the driver supports: 13020 is 13.2. None when it does not say."""
 
     @property
     def driver_branch(self) -> int | None:
-        """575 of ``575.57.08``."""
+        """The driver's branch: 575 for ``575.57.08``. None when the version is not understood."""
         match = re.match(r"(\d{3,4})\.", self.driver)
         return int(match[1]) if match else None
 
 
 class XidEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The driver reported an error of a GPU just now."""
+    """An error that the driver has just reported for a GPU."""
 
     xid: int
     index: int | None = None
     uuid: str = ""
     bdf: str = ""
     live: int | None = None
-    """The recovery action as it was read right after; None when it could not be."""
+    """The recovery action read right after the error; None when it could not be read."""
 
 
 class NvmlUnavailable(msgspec.Struct, frozen=True, kw_only=True):
-    """Why nothing can be read, and what to do about it. Says nothing about the GPUs."""
+    """Why nothing can be read, and what to do about it. It says nothing about the GPUs."""
 
     why: Literal["missing", "no_driver", "too_old", "no_permission", "hanging", "crashed", "failed"]
     what: str
@@ -195,10 +211,10 @@ _CONFIGURATION = {
 
 
 def fabric_faults(mask: int) -> tuple[tuple[str, bool], ...]:
-    """What the health mask says is wrong, each with whether it passes by itself.
+    """Return what the health mask says is wrong, each with whether it may end by itself.
 
-    Positions and values are nvml.h's ``NVML_GPU_FABRIC_HEALTH_MASK_*``. The widths are 2 bits (one: 4): older
-    bindings have 0x11 for them, so theirs are not used.
+    Positions and values are nvml.h's ``NVML_GPU_FABRIC_HEALTH_MASK_*``. The widths are 2 bits (one: 4). Older bindings
+    have 0x11 for the widths, so theirs are not used.
     """
 
     def field(shift: int) -> int:
@@ -223,7 +239,9 @@ _BDF = re.compile(
 
 
 def normal_bdf(text: str) -> str:
-    """``00000008:01:00.0``: eight digits of domain and a function, lower case; ``""`` when it is no PCI address.
+    """Return a PCI address as ``00000008:01:00.0``: a domain of eight digits, a function, lower case.
+
+    Return ``""`` when the text is no PCI address.
 
     NVML writes eight digits of domain, sysfs four, and the kernel log four and no function.
     """

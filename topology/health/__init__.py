@@ -1,1 +1,1 @@
-"""What is made of what the driver tells: Xids, findings, the health of a tray."""
+"""Judge the health of GPUs from what the driver reports: Xids, readings, and the health of a tray."""

@@ -1,10 +1,10 @@
-"""The circuit breaker: what many trays say at once is not about the trays.
+"""The circuit breaker: verdicts from many trays at once suggest a common cause, and are not acted on.
 
-Verdicts of all trays pass through it before anything is taken out of use. Two rules: when too many trays would go within
-a short time nothing more goes, and a person is asked; and when GPUs of several trays of one clique have lost their fabric at
-once, it is the switch: its GPUs are kept, and the clique is reported.
+Verdicts of all trays pass through it before anything is taken out of use. It has two rules. When too many trays would
+be taken out of use within a short time, nothing more is, until a person has looked. When GPUs of several trays of one
+clique lose their fabric at once, the switch is suspected: the GPUs are kept, and the clique is reported.
 
-What has really died is found by the runtime anyway: holding a verdict back stops a swap or a fence in advance, no recovery.
+The runtime notices dead ranks anyway. So withholding a verdict prevents a swap or a fence in advance, but no recovery.
 """
 
 from __future__ import annotations
@@ -20,25 +20,30 @@ __all__ = ["Breaker", "BreakerPolicy", "Passed", "SwitchSuspected", "Withheld"]
 
 
 class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of the breaker."""
+
     share: float = 0.5
-    """Of the trays. When more than this go within ``window_ms``, and more than one, nothing more goes until `Breaker.reset`."""
+    """A share of all trays.
+
+    If more (and more than one) go within ``window_ms``, nothing more goes until `Breaker.reset`.
+    """
     window_ms: int = 300_000
     gather_ms: int = 500
     """How long a verdict about the fabric waits for others of its clique."""
     switch_trays: int = 2
-    """Trays of one clique with evidence against the fabric within ``switch_window_ms``: it is the switch."""
+    """When so many trays of one clique report the fabric within ``switch_window_ms``, the switch is suspected."""
     switch_window_ms: int = 10_000
 
 
 class Passed(msgspec.Struct, frozen=True, kw_only=True):
-    """Act on it."""
+    """A verdict to act on."""
 
     tray: str
     verdict: Verdict
 
 
 class Withheld(msgspec.Struct, frozen=True, kw_only=True):
-    """Do not act on it; say so."""
+    """A verdict not to act on, but to report."""
 
     tray: str
     verdict: Verdict
@@ -46,7 +51,7 @@ class Withheld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwitchSuspected(msgspec.Struct, frozen=True, kw_only=True):
-    """Look at the NVLink switches of this clique; its GPUs are not to blame."""
+    """The NVLink switches of this clique are suspected; its GPUs are not to blame."""
 
     at_ms: int
     clique: CliqueId
@@ -58,7 +63,7 @@ Decision = Passed | Withheld | SwitchSuspected
 
 
 class Breaker:
-    """``handle(at_ms, tray, verdict)`` and ``tick(at_ms)``, both to decisions. ``wake_at_ms`` is when to tick next."""
+    """Decides which verdicts to act on: ``handle(at_ms, tray, verdict)``, and ``tick(at_ms)`` at ``wake_at_ms``."""
 
     def __init__(self, trays: Mapping[str, CliqueId | None], policy: BreakerPolicy | None = None) -> None:
         self._clique_of = dict(trays)
@@ -66,19 +71,22 @@ class Breaker:
         self._gone: dict[str, int] = {}
         """Tray -> when it was last taken out of use."""
         self._fabric: dict[CliqueId, dict[str, int]] = {}
-        """Clique -> tray -> when it last spoke against the fabric."""
+        """Clique -> tray -> when it last had a verdict against the fabric."""
         self._suspected: dict[CliqueId, int] = {}
         self._waiting: list[tuple[int, str, Verdict]] = []
         self.open_since_ms: int | None = None
         self.withheld: dict[tuple[str, int], Withheld] = {}
-        """By tray and GPU: what was not acted on. A verdict is told once, so whoever resets the breaker looks here."""
+        """(tray, GPU index) -> the verdict that was not acted on.
+
+        A verdict is reported once, so look here after the breaker is reset.
+        """
 
     def learn(self, trays: Mapping[str, CliqueId | None]) -> None:
-        """More trays, or other cliques."""
+        """Add trays, or change their cliques."""
         self._clique_of.update(trays)
 
     def forget(self, tray: str) -> None:
-        """The tray is lost: what was said of its GPUs and not acted on may be so no more when it comes back."""
+        """Drop what waits or was withheld for a lost tray: it may no longer hold when the tray comes back."""
         self._waiting = [one for one in self._waiting if one[1] != tray]
         self.withheld = {at: one for at, one in self.withheld.items() if at[0] != tray}
 
@@ -87,7 +95,7 @@ class Breaker:
         return min((until for until, _, _ in self._waiting), default=None)
 
     def reset(self) -> None:
-        """A person has looked."""
+        """Close the breaker again, after a person has looked."""
         self.open_since_ms = None
         self._gone.clear()
         self._suspected.clear()
@@ -95,13 +103,13 @@ class Breaker:
         self.withheld.clear()
 
     def handle(self, at_ms: int, tray: str, verdict: Verdict) -> list[Decision]:
-        """What is to be done about it, and about what has waited long enough."""
+        """Return what to do about a verdict, and about earlier ones that have waited long enough."""
         self.withheld.pop((tray, verdict.index), None)
         self._waiting = [one for one in self._waiting if (one[1], one[2].index) != (tray, verdict.index)]
         return self._noted([*self._ripe(at_ms), *self._decide(at_ms, tray, verdict)])
 
     def tick(self, at_ms: int) -> list[Decision]:
-        """What has waited long enough."""
+        """Return what to do about verdicts that have waited long enough."""
         return self._noted(self._ripe(at_ms))
 
     def _decide(self, at_ms: int, tray: str, verdict: Verdict) -> list[Decision]:
@@ -131,7 +139,10 @@ class Breaker:
         return decisions
 
     def _against_fabric(self, at_ms: int, tray: str, clique: CliqueId) -> list[Decision]:
-        """Notes it; when this makes the switch a suspect, says so and gives up what waited for the same reason."""
+        """Note a report against the fabric.
+
+        If it makes the switch a suspect, report that, and withhold the waiting verdicts.
+        """
         policy = self._policy
         spoke = self._fabric.setdefault(clique, {})
         spoke[tray] = at_ms
@@ -152,7 +163,7 @@ class Breaker:
         return [suspected, *(_blame_the_switch(one, verdict, clique) for _, one, verdict in waited)]
 
     def _quarantine(self, at_ms: int, tray: str, verdict: Verdict) -> Decision:
-        if verdict.health is Health.LOST:  # it is gone, whatever is decided
+        if verdict.health is Health.LOST:  # the GPU is gone, whatever is decided
             return Passed(tray=tray, verdict=verdict)
         policy = self._policy
         self._gone = {one: at for one, at in self._gone.items() if at_ms - at <= policy.window_ms}

@@ -1,8 +1,8 @@
-"""What one reading says against a GPU, and against using it as a spare. Pure functions of values.
+"""What one reading says against a GPU, and against using it as a spare. Pure.
 
-`against` is about a GPU in use: only what makes it worse than it was, or threatens it. `preflight` is about one that is to
-be used: all that NCCL and the driver want in order. NCCL turns NVLink off for a whole communicator, silently, when one
-member's fabric registration is not complete; so that one spare would slow a rack down to the network.
+`against` concerns a GPU in use: only what makes it worse than it was, or threatens it. `preflight` concerns a GPU that
+is to be used: all that NCCL and the driver require. NCCL silently turns NVLink off for a whole communicator when one
+member's fabric registration is not complete, so one such spare would slow a rack down to network speed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,21 @@ _SUMMARIES = {2: "unhealthy", 3: "limited capacity"}
 
 
 class Finding(NamedTuple):
+    """One problem found in a reading."""
+
     health: Health
     what: str
     fabric: bool = False
     passing: bool = False
-    """It may end by itself; it counts when it lasts."""
+    """Whether it may end by itself; then it counts only when it lasts."""
     scope: Scope = "gpu"
 
 
 def against(reading: GpuReading, before: GpuReading | None = None) -> tuple[Finding, ...]:
-    """All that ``reading`` says against its GPU, which is in use. ``before`` is the best it was (`best_of`): what never was is not lost."""
+    """Return all that ``reading`` says against a GPU in use.
+
+    ``before``: the best state it was in (`best_of`). Only what it had then can count as lost.
+    """
     found: list[Finding] = []
     if reading.verdict == "lost":
         found.append(Finding(Health.LOST, "the driver has lost the GPU"))
@@ -62,7 +67,7 @@ def against(reading: GpuReading, before: GpuReading | None = None) -> tuple[Find
 
 
 def best_of(before: GpuReading, reading: GpuReading) -> GpuReading:
-    """``before`` with the fabric registration and the links that have come up since."""
+    """Return ``before`` with the fabric registration and the links that have come up since."""
     completed = before.fabric is not None and before.fabric.state == FabricState.COMPLETED
     fabric = before.fabric if completed or reading.fabric is None else reading.fabric
     links = tuple(
@@ -92,14 +97,17 @@ def _fabric(reading: GpuReading, before: GpuReading | None) -> Iterable[Finding]
         yield Finding(Health.FABRIC, f"it moved from clique {was.joined} to {fabric.joined}", fabric=True)
     faults = fabric_faults(fabric.mask)
     for what, passing in faults:
-        if what != "fabric manager disconnected":  # what is set up keeps working without it
+        if what != "fabric manager disconnected":  # existing connections keep working without it
             yield Finding(Health.DEGRADED, f"fabric: {what}", fabric=True, passing=passing)
     if not faults and fabric.summary in _SUMMARIES:
         yield Finding(Health.DEGRADED, f"fabric: {_SUMMARIES[fabric.summary]}", fabric=True)
 
 
 def _links_down(reading: GpuReading, before: GpuReading | None) -> list[int]:
-    """In a fabric every link must be up. Elsewhere links may have nothing at their end, and only those that were up count."""
+    """Return the indices of the NVLinks that are down.
+
+    In a fabric every link must be up. Elsewhere a link may be unconnected, so only links that were up before count.
+    """
     links = reading.links or ()
     in_fabric = reading.fabric is not None and reading.fabric.state == FabricState.COMPLETED
     was_up = (before.links or ()) if before else ()
@@ -117,9 +125,9 @@ def preflight(
     clique: CliqueId | None = None,
     links: int | None = None,
 ) -> tuple[str, ...]:
-    """Why the GPUs ``indices`` of this tray must not be used as spares now; nothing when they may.
+    """Return why the GPUs ``indices`` of this tray must not be used as spares now; empty when they may.
 
-    ``clique`` is what they are to join, ``links`` how many NVLinks each must have; None: not checked.
+    ``clique``: the clique that they are to join. ``links``: how many NVLinks each must have up. None: not checked.
     """
     if isinstance(reading, NvmlUnavailable):
         return (f"nothing can be read of this tray: {reading.what}",)
@@ -136,7 +144,7 @@ def _against_spare(gpu: GpuReading, clique: CliqueId | None, links: int | None) 
     findings = against(gpu)
     found = [finding.what for finding in findings]
     if clique is None or not clique.domain.startswith("host:"):
-        # Within one host NCCL does not ask for it, and on some machines it never completes.
+        # Within one host NCCL does not require it, and on some machines it never completes.
         found += _against_registration(gpu, clique)
     up = sum(state in _UP for state in gpu.links or ())
     down_is_said = any(finding.what.startswith("NVLink") for finding in findings)

@@ -1,7 +1,8 @@
-"""What is not judged about a tray's GPUs: because the user says so, or because nobody there uses it.
+"""Leave out health checks that do not apply to a tray's GPUs, by the user's setting or because nothing uses the part.
 
-A guest that has been given one GPU of a board of eight reads NVLinks whose other ends are not its own, and perhaps a fabric registration
-that is the host's. Both would make its GPU unfit for ever, and it uses neither. `RACKRUN_HEALTH=ignore:fabric,links` says the same of any tray.
+A guest with one GPU of a board of eight reads NVLinks whose other ends belong to others, and perhaps a fabric
+registration that is the host's. Both would make its GPU unfit for ever, though it uses neither.
+`RACKRUN_HEALTH=ignore:fabric,links` says the same of any tray.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ __all__ = ["HEALTH_VARIABLE", "Part", "ignored_by", "is_lone", "without"]
 
 HEALTH_VARIABLE = "RACKRUN_HEALTH"
 Part: TypeAlias = Literal["fabric", "links"]
-"""``fabric``: the registration with an NVLink fabric, and its health; ``links``: the state of NVLinks."""
+"""``fabric``: the registration with an NVLink fabric, and its health. ``links``: the state of NVLinks."""
 _PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def ignored_by(environment: Mapping[str, str]) -> tuple[Part, ...]:
-    """What `HEALTH_VARIABLE` names: ``ignore:`` and parts, separated by commas; (): it is not set, or empty. Raises UsageError."""
+    """Return the parts that `HEALTH_VARIABLE` names: ``ignore:`` and parts, separated by commas.
+
+    Empty when it is not set.
+
+    Raises UsageError for another value.
+    """
     text = environment.get(HEALTH_VARIABLE, "").strip()
     if not text:
         return ()
@@ -38,9 +44,9 @@ def ignored_by(environment: Mapping[str, str]) -> tuple[Part, ...]:
 
 
 def is_lone(reading: TrayReading, gpus: Sequence[int]) -> bool:
-    """One GPU, in no NVLink domain of several hosts: whatever its links lead to, no collective of this tray goes over them.
+    """Whether the tray has a single GPU, in no NVLink domain of several hosts, so that no collective uses its links.
 
-    ``gpus``: those with a slot, as NVML counts.
+    ``gpus``: NVML indices of the GPUs with a slot.
     """
     here = [gpu for gpu in reading.gpus if gpu.index in gpus]
     if len(gpus) != 1 or len(here) != 1:
@@ -51,7 +57,7 @@ def is_lone(reading: TrayReading, gpus: Sequence[int]) -> bool:
 
 
 def without(reading: TrayReading, parts: Collection[Part]) -> TrayReading:
-    """``reading`` as a driver would give it that does not know these parts: what is unknown is never unhealthy."""
+    """Return ``reading`` without these parts, as from a driver that does not know them. Unknown is never unhealthy."""
     if not parts:
         return reading
     unknown = dict.fromkeys(parts)

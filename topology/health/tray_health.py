@@ -1,7 +1,7 @@
-"""The health of one tray's GPUs: a pure machine over readings and errors, each with its time.
+"""Judge the health of one tray's GPUs: a pure machine over readings and errors, each with its time.
 
-It gets worse at once and better only after a calm time, so that what flaps does not bring a GPU back and forth. What an Xid
-said stays until the GPU is repaired: after a fatal one, a clean reading proves nothing.
+A GPU gets worse at once, and better only after a calm time, so that a flapping GPU does not go back and forth. What an
+Xid reported holds until the GPU is repaired: after a fatal one, a clean reading proves nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ __all__ = ["GpuRepaired", "HealthPolicy", "Said", "TrayHealth"]
 
 
 class HealthPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits for judging GPUs, in ms unless said otherwise."""
+
     app_max: int = 3
-    """Failed processes on one GPU within ``app_window_ms``; then it is the hardware, and its tray goes."""
+    """How many failed processes on one GPU within ``app_window_ms`` mean a hardware fault.
+
+    The GPU's tray is taken out of use then.
+    """
     app_window_ms: int = 3_600_000
     app_burst_ms: int = 5_000
-    """Errors this close to each other are one failed process."""
+    """Errors this close to each other count as one failed process."""
     passing_ms: int = 30_000
-    """What passes by itself, such as the recovery of a route, counts when it lasts this long."""
+    """A problem that may end by itself, such as a route recovery, counts when it lasts this long."""
     calm_ms: int = 60_000
-    """Without anything against it this long, a GPU is better."""
+    """A GPU gets better after this long without a problem."""
     flaps_max: int = 3
-    """Times it got better within ``app_window_ms``; from then on it stays as bad as it was."""
+    """After it got better so many times within ``app_window_ms``, a GPU stays as bad as it was."""
     recent_ms: int = 60_000
-    """Xids of one GPU within this time are read together."""
+    """Xids of one GPU within this time are judged together."""
 
 
 class GpuRepaired(msgspec.Struct, frozen=True, kw_only=True):
-    """A reset or a reboot is done: nothing said before counts."""
+    """A GPU was reset, or its host rebooted: earlier reports no longer count."""
 
     index: int
 
@@ -47,7 +52,7 @@ Said = TrayReading | NvmlUnavailable | XidEvent | KernelXid | GpuRepaired
 @dataclass
 class _Gpu:
     best: GpuReading
-    """As it was first seen, with the links that have come up since: only what was there can be lost."""
+    """The first reading, with the links that have come up since. Only what was there can be lost."""
     last: GpuReading
     health: Health = Health.OK
     scope: Scope = "gpu"
@@ -55,38 +60,47 @@ class _Gpu:
     bettered: list[int] = field(default_factory=list)
     passing_since: dict[str, int] = field(default_factory=dict)
     said: list[Evidence] = field(default_factory=list)
-    """By Xids; until it is repaired."""
+    """Evidence from Xids, kept until the GPU is repaired."""
     read: list[Evidence] = field(default_factory=list)
-    """By the last reading."""
+    """Evidence from the last reading."""
     xids: list[tuple[int, int]] = field(default_factory=list)
-    """(time, number)"""
+    """(time, number) of recent Xids."""
     failed: list[int] = field(default_factory=list)
-    """Times at which its process failed for an error of the class APP."""
+    """Times at which a process on it failed with an error of class APP."""
     announced: int | None = None
-    """The recovery action of the last Xid 154."""
+    """The recovery action that the last Xid 154 announced."""
 
 
 class TrayHealth:
-    """``handle(at_ms, said) -> verdicts``. Times are of one monotonic clock and never go back."""
+    """The state of one tray: ``handle(at_ms, said) -> verdicts``.
+
+    Times are of one monotonic clock and never go back.
+    """
 
     def __init__(self, policy: HealthPolicy | None = None) -> None:
         self._policy = policy or HealthPolicy()
         self._gpus: dict[int, _Gpu] = {}
         self._driver: int | None = None
         self.blind: NvmlUnavailable | None = None
-        """Why NVML tells nothing at present. It says nothing about the GPUs: theirs is what was known."""
+        """Why NVML reports nothing at present; None while it does. The GPUs keep the health that was known."""
         self.strays: list[KernelXid | XidEvent] = []
-        """Errors of devices that are not in this tray's readings: another kind of device, or before the first reading."""
+        """Errors of devices that are in no reading of this tray.
+
+        They are other kinds of devices, or their errors came before the first reading.
+        """
 
     def handle(self, at_ms: int, said: Said) -> list[Verdict]:
-        """What has changed by it, in the order of GPU indices."""
+        """Take in a reading, an error or a repair.
+
+        Return the verdicts that have changed, in the order of GPU indices.
+        """
         match said:
             case TrayReading():
                 return self._on_reading(at_ms, said)
             case NvmlUnavailable():
                 self.blind = said
                 for gpu in self._gpus.values():
-                    gpu.calm_since = None  # nobody has seen it calm
+                    gpu.calm_since = None  # no reading has shown it calm
                 return []
             case XidEvent() | KernelXid():
                 return self._on_xid(at_ms, said)
@@ -120,7 +134,7 @@ class TrayHealth:
 
     def _read(self, at_ms: int, gpu: _Gpu, reading: GpuReading, before: GpuReading | None) -> None:
         if reading.recovery_action is not None:
-            gpu.announced = None  # what is read now is newer
+            gpu.announced = None  # the reading just taken is newer
         found = against(reading, before)
         passing = {finding.what for finding in found if finding.passing}
         gpu.passing_since = {what: gpu.passing_since.get(what, at_ms) for what in sorted(passing)}
@@ -144,7 +158,7 @@ class TrayHealth:
         if event.xid == ACTION_CHANGED:
             if kernel and kernel.action is not None:
                 live = kernel.action
-            gpu.announced = live or None  # none wanted: it says nothing about the next error
+            gpu.announced = live or None  # none wanted: that says nothing about the next error
         gpu.xids = [(at, xid) for at, xid in gpu.xids if at_ms - at <= policy.recent_ms]
         judged = judge_xid(
             event.xid,
@@ -170,6 +184,7 @@ class TrayHealth:
         return self._settle(at_ms, index, gpu)
 
     def _process_failed(self, at_ms: int, index: int, gpu: _Gpu, said: Evidence) -> list[Verdict]:
+        """Count a failed process; after too many the GPU counts as degraded."""
         policy = self._policy
         gpu.failed = [at for at in gpu.failed if at_ms - at < policy.app_window_ms]
         if gpu.failed and at_ms - gpu.failed[-1] < policy.app_burst_ms:
@@ -198,6 +213,7 @@ class TrayHealth:
 
     # -- judgement
     def _settle(self, at_ms: int, index: int, gpu: _Gpu) -> list[Verdict]:
+        """Compare the evidence with the GPU's present health, and return a verdict if it changes."""
         evidence = [*gpu.said, *gpu.read]
         now = max((one.health for one in evidence), key=SEVERITY.__getitem__, default=Health.OK)
         worst = [one for one in evidence if one.health is now]
@@ -214,6 +230,7 @@ class TrayHealth:
     def _better(
         self, at_ms: int, index: int, gpu: _Gpu, now: Health, scope: Scope, evidence: list[Evidence]
     ) -> list[Verdict]:
+        """Make a GPU better once it was calm long enough, unless it has flapped too often."""
         policy = self._policy
         gpu.calm_since = at_ms if gpu.calm_since is None else gpu.calm_since
         if at_ms - gpu.calm_since < policy.calm_ms:
@@ -254,5 +271,5 @@ def _evidence(
 
 
 def _other(seen: GpuReading, known: GpuReading) -> bool:
-    """Whether another GPU sits there now: after a repair it comes back with another UUID."""
+    """Whether another GPU is in that place now: after a repair the UUID differs."""
     return bool(seen.uuid and known.uuid and seen.uuid != known.uuid)

@@ -1,7 +1,7 @@
-"""What an Xid makes of its GPU.
+"""Classify an Xid: what it says about the health of its GPU.
 
-Three sources may speak about one error; the first that does decides: the recovery action as it is read now, the one that
-Xid 154 announced, the catalogue's entry (`xid_table`).
+Up to three sources describe one error. The first that has an answer decides: the recovery action read now, the one that
+Xid 154 announced, then the catalogue's entry (`xid_table`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NVLINK5_XIDS = range(144, 151)
 NVLINK_XIDS = frozenset({74, 136, 155, *NVLINK5_XIDS})
 NEW_INTR_INFO_SINCE = 575
 LINK_DOWN_IGNORED = frozenset({38, 40})
-"""Reasons of NETIR_LINK_DOWN that ask for nothing; all others, also those to come, ask for a reset."""
+"""Reasons of NETIR_LINK_DOWN that need no action. All others, including future ones, need a reset."""
 
 _ACTIONS: dict[str, Health] = {
-    "": Health.OK,  # named by nobody: it accompanies another Xid, or the recovery action tells
+    "": Health.OK,  # the catalogue names no action: it accompanies another Xid, or the recovery action decides
     "IGNORE": Health.OK,
     "RESTART_APP": Health.APP,
     "RESET_GPU": Health.RESET,
@@ -31,7 +31,7 @@ _ACTIONS: dict[str, Health] = {
     "CONTACT_SUPPORT": Health.DEGRADED,
     "CHECK_MECHANICALS": Health.DEGRADED,
     "UPDATE_SWFW": Health.DEGRADED,
-    "CHECK_UVM": Health.DEGRADED,  # a reset if managed memory is in use, else nothing: nobody can tell from here
+    "CHECK_UVM": Health.DEGRADED,  # a reset if managed memory is in use, else nothing; that cannot be seen from here
     "WORKFLOW_XID_45": Health.OK,  # clean-up after another error, or after a process was killed
     "WORKFLOW_XID_48": Health.RESET,
     "WORKFLOW_NVLINK_ERR": Health.RESET,
@@ -41,13 +41,15 @@ _ACTIONS: dict[str, Health] = {
 
 
 class Judgement(NamedTuple):
+    """The health class of an Xid, and why."""
+
     health: Health
     why: str
     fabric: bool
 
 
 class Nvlink5(NamedTuple):
-    """One report of an NVLink5 port, decoded."""
+    """One decoded report of an NVLink5 port."""
 
     unit: str
     action: str
@@ -63,10 +65,11 @@ def judge_xid(
     nvlink: NvlinkReport | None = None,
     recent: frozenset[int] = frozenset(),
 ) -> Judgement:
-    """The class of a GPU that reported ``xid``, and why.
+    """Return the health class of a GPU that reported ``xid``, and why.
 
-    ``live`` is its recovery action read after the report (None: could not be read), ``announced`` the last that Xid 154
-    named, ``driver`` the branch (575), ``recent`` other Xids of this GPU within the last minute.
+    ``live``: its recovery action read after the report; None when it could not be read. ``announced``: the last
+    recovery action that Xid 154 named. ``driver``: the driver branch, such as 575. ``recent``: other Xids of this GPU
+    within the last minute.
     """
     health, why = _by_catalogue(xid, driver, nvlink, recent)
     fabric = xid in NVLINK_XIDS and SEVERITY[health] > SEVERITY[Health.APP]
@@ -77,16 +80,18 @@ def judge_xid(
         if wanted is not Health.OK:
             return Judgement(wanted, f"{why}; recovery action {action}, by {source}", fabric or wanted is Health.FABRIC)
         if _announces(xid, driver) and SEVERITY[health] > SEVERITY[Health.APP]:
-            undecoded = xid in NVLINK5_XIDS and nvlink is None  # most of them concern nobody
+            undecoded = xid in NVLINK5_XIDS and nvlink is None  # most undecoded reports matter to no one
             calm = Health.OK if undecoded else Health.APP
             return Judgement(calm, f"{why}; {source} asks for no recovery", fabric=False)
-        break  # it asks for nothing, but with this Xid that says nothing
+        break  # the source asks for nothing, but with this Xid that means nothing
     return Judgement(health, why, fabric)
 
 
 def decode_nvlink5(xid: int, intr_info: int, error_status: int, driver: int | None = None) -> Nvlink5 | None:
-    """None when the table does not have it. Without ``driver`` both layouts of ``intr_info`` are tried: within one Xid
-    no word is valid in both."""
+    """Decode the report of an NVLink5 port. Return None when the table does not have it.
+
+    Without ``driver`` both layouts of ``intr_info`` are tried: within one Xid, no word is valid in both.
+    """
     old, new = driver is None or driver < NEW_INTR_INFO_SINCE, driver is None or driver >= NEW_INTR_INFO_SINCE
     marker = 0 if xid == 150 else xid - 143
     for entry in NVLINK5_UNITS:
@@ -103,7 +108,10 @@ def decode_nvlink5(xid: int, intr_info: int, error_status: int, driver: int | No
 
 
 def _announces(xid: int, driver: int | None) -> bool:
-    """Whether this driver sets the recovery action with this Xid. What has fallen off the bus answers nothing new."""
+    """Whether this driver sets the recovery action with this Xid.
+
+    A GPU that has fallen off the bus gives no new answer.
+    """
     entry = CATALOGUE.get(xid)
     since = entry.announced_since if entry else None
     return xid != FALLEN_OFF_THE_BUS and since is not None and driver is not None and driver >= since
@@ -130,7 +138,7 @@ def _by_port(xid: int, name: str, driver: int | None, nvlink: NvlinkReport | Non
         return Health.DEGRADED, f"{name}, without its details"
     where = f"{name} on link {nvlink.link}" if nvlink.link >= 0 else name
     found = decode_nvlink5(xid, nvlink.intr_info, nvlink.error_status, driver)
-    if found is None:  # the driver's own word decides
+    if found is None:  # the driver's own severity decides
         said = "Fatal" if nvlink.fatal else "Nonfatal"
         return (Health.RESET if nvlink.fatal else Health.OK), f"{where}, {nvlink.unit} {said}: not in the table"
     reason = "" if found.link_down_reason is None else f", reason {found.link_down_reason}"

@@ -1,4 +1,4 @@
-"""NVIDIA's Xid catalogue as data: what the driver's error numbers mean, and what NVIDIA says to do at once.
+"""NVIDIA's Xid catalogue as data: what the driver's error numbers mean, and the immediate action that NVIDIA names.
 
 Source: Xid-Catalog.xlsx and "Analyzing Xid Errors with the Xid Catalog",
 https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html (sheets "Catalog" and "XID 144-150 Decode").
@@ -13,11 +13,13 @@ __all__ = ["CATALOGUE", "NVLINK5", "NVLINK5_UNITS", "CatalogueEntry", "Nvlink5Un
 
 
 class CatalogueEntry(NamedTuple):
+    """One number of the catalogue."""
+
     mnemonic: str
     action: str
     """The catalogue's immediate action; ``""`` where it names none."""
     announced_since: int | None = None
-    """The driver branch from which on Xid 154 and the recovery action follow this error."""
+    """The first driver branch in which Xid 154 and the recovery action follow this error."""
 
 
 _E = CatalogueEntry
@@ -119,7 +121,7 @@ CATALOGUE: dict[int, CatalogueEntry] = {
 
 
 class Nvlink5Unit(NamedTuple):
-    """The part of an NVLink5 port that reports, by its code in ``intrInfo``."""
+    """The part of an NVLink5 port that reports an error, by its code in ``intrInfo``."""
 
     xid: int
     unit: str
@@ -159,7 +161,7 @@ def _rows(unit: str, action: str, *statuses: int) -> dict[tuple[str, int], str]:
 
 
 NVLINK5: dict[tuple[str, int], str] = {
-    # (unit, errorStatus) -> action. NETIR_LINK_DOWN goes by its reason instead: see `xid.decode_nvlink5`.
+    # (unit, errorStatus) -> action. NETIR_LINK_DOWN is decided by its reason instead: see `xid.decode_nvlink5`.
     **_rows("SAW_MVB", _IGNORE, 0x1, 0x4, 0x8, 0x20),
     **_rows("SAW_MVB", _RESET, 0x2, 0x10),
     **_rows("RLW_CTRL", _IGNORE, 0x80000000),

@@ -1,13 +1,13 @@
-"""What may be wrong with a topology, or with where it is read from.
+"""Errors of a topology, and of the files and sources it is read from.
 
 ::
 
     RackrunError
     +-- UsageError
-        +-- TopologyError            yours: a rack that cannot be
+        +-- TopologyError            yours: an impossible rack
             +-- RackFileError        a rack file that does not parse: file, line, field
             +-- SourcesDisagree      two sources contradict each other about one device
-            +-- DoesNotFit           no place for a mesh: too few healthy slots, or cut the wrong way
+            +-- DoesNotFit           no place for a mesh: too few usable slots, or no clique with enough of them
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["DoesNotFit", "RackFileError", "SourcesDisagree", "TopologyError"]
 
 
 class TopologyError(UsageError):
-    """A rack that cannot be."""
+    """The described rack is impossible."""
 
 
 class RackFileError(TopologyError):
-    """A rack file that does not parse."""
+    """A rack file does not parse."""
 
 
 class SourcesDisagree(TopologyError):
-    """Two sources contradict each other about one device. Both are named; neither is chosen."""
+    """Two sources contradict each other about one device. The error names both; neither is used."""
 
 
 class DoesNotFit(TopologyError):
-    """A mesh that finds no place: too few usable slots, or none of its bound groups' size in one clique."""
+    """A mesh does not fit: there are too few usable slots, or no clique has room for one of its bound groups."""

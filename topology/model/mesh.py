@@ -16,26 +16,31 @@ __all__ = ["BOUND", "DATA_AXES", "Ints", "Mesh"]
 
 Ints = npt.NDArray[np.int64]
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
-"""Ranks that differ along these have different samples. Along others they share them."""
+"""Ranks that differ along these axes have different samples. Ranks that differ along other axes share them."""
 BOUND = ("tp", "ep")
-"""Tensor and expert parallelism talk in every layer: over the network they crawl. The others cross it once a micro-batch or step."""
+"""Axes bound to a clique by default.
+
+Tensor and expert parallelism communicate in every layer, which is too slow over the network. The other axes communicate
+once for each micro-batch or step.
+"""
 
 
 class Mesh(msgspec.Struct, frozen=True, dict=True):
-    """Ranks are row-major, the last axis the fastest, as in torch's ``init_device_mesh``.
+    """A mesh of ranks in row-major order: the last axis varies fastest, as in torch's ``init_device_mesh``.
 
-    The ranks that differ only along bound axes are a *bound group*: all of it sits in one clique.
+    The ranks that differ only along bound axes are a *bound group*, which must be inside one clique.
     """
 
     axes: tuple[tuple[str, int], ...]
     bound: tuple[str, ...]
-    """Those of ``axes`` that are bound, in their order."""
+    """The names of the bound axes, in the order of ``axes``."""
 
     @classmethod
     def of(cls, axes: Mapping[str, int], bound: Iterable[str] | None = None) -> Mesh:
-        """``axes`` in order, such as ``{"pp": 2, "dp": 8, "tp": 4}``. ``bound``: `BOUND`, as far as the mesh has them.
+        """Return the mesh of ``axes``, in order, such as ``{"pp": 2, "dp": 8, "tp": 4}``.
 
-        Raises `TopologyError`.
+        ``bound``: names of the bound axes; None for those of `BOUND` that the mesh has. Raises `TopologyError` for a
+        size below 1, or a bound axis that the mesh does not have.
         """
         for name, size in axes.items():
             if size < 1:
@@ -70,26 +75,29 @@ class Mesh(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def groups(self) -> Ints:
-        """(groups, group_size): the ranks of each bound group. Groups are in row-major order of the free axes."""
+        """The ranks of each bound group: int64[groups, group_size]. Groups are in row-major order of the free axes."""
         ranks = np.arange(self.world_size).reshape(self.shape)
         last = [at for at in range(len(self.axes)) if at not in self.free]
         return ranks.transpose([*self.free, *last]).reshape(-1, self.group_size)
 
     @cached_property
     def columns(self) -> Ints:
-        """(group_size, groups): `groups` the other way round, which is faster to reduce."""
+        """`groups` transposed, int64[group_size, groups]: faster to reduce."""
         return np.ascontiguousarray(self.groups.T)
 
     @cached_property
     def group_of(self) -> Ints:
-        """(world_size,): the bound group of each rank."""
+        """The bound group of each rank: int64[world_size]."""
         found = np.empty(self.world_size, np.int64)
         found[self.groups] = np.arange(len(self.groups))[:, None]
         return found
 
     @cached_property
     def lines(self) -> Ints:
-        """(lines, stages): the groups that follow each other along ``pp``, one row for each place on the other free axes."""
+        """The groups that follow each other along ``pp``: int64[lines, stages].
+
+        There is a row for each place on the other free axes.
+        """
         grid = np.arange(len(self.groups)).reshape([self.shape[at] for at in self.free])
         for order, at in enumerate(self.free):
             if self.axes[at][0] == "pp":
@@ -97,7 +105,7 @@ class Mesh(msgspec.Struct, frozen=True, dict=True):
         return grid.reshape(-1, 1)
 
     def neighbours(self, group: int) -> tuple[list[int], list[int]]:
-        """The groups before and after ``group``: along ``pp``, and along the other free axes."""
+        """Return the groups next to ``group``: those along ``pp``, and those along the other free axes."""
         sizes = [self.shape[at] for at in self.free]
         along_pp: list[int] = []
         others: list[int] = []
@@ -110,5 +118,6 @@ class Mesh(msgspec.Struct, frozen=True, dict=True):
         return along_pp, others
 
     def coordinate(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """Return (axis, index) of a rank for each axis."""
         found = np.unravel_index(rank, self.shape) if self.shape else ()
         return tuple((name, int(at)) for (name, _), at in zip(self.axes, found, strict=True))

@@ -1,18 +1,18 @@
-"""Rack files: a topology written down, for racks that are simulated, or that no driver describes. YAML; see examples/racks/.
+"""Read rack files: YAML descriptions of racks that are simulated, or that no driver describes.
 
-::
+See examples/racks/. ::
 
     format: 1
-    trays: {count: 18, gpus: 4, numa: [0, 0, 1, 1]}       # of every rack that does not say otherwise
+    trays: {count: 18, gpus: 4, numa: [0, 0, 1, 1]}       # the default for every rack
     racks:
       - serial: "1825024170029"
         fabric: [leaf-0, spine-0]
-        nvlink: {domain: 5f4e0c3a-..., clique: 32766}     # all trays of it; or `tray`: each tray by itself; or cliques: [...]
+        nvlink: {domain: 5f4e0c3a-..., clique: 32766}     # all its trays; or `tray`: each tray alone; or cliques: [...]
 
-Racks that name the same domain and clique are joined by NVLink: two racks of an NVL36x2, for example.
+Racks that name the same domain and clique are joined by NVLink, for example the two racks of an NVL36x2.
 
-What is not said is made up, the same in every reading: names, and GPU UUIDs that follow from the rack's serial. Every error
-names the file, the line and the field.
+What the file does not state is generated, the same at every reading: names, and GPU UUIDs derived from the rack's
+serial. Every error names the file, the line and the field.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 def read_rack_file(path: Path) -> Topology:
-    """Raises `RackFileError`."""
+    """Read a rack file. Raises `RackFileError`."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -58,12 +58,12 @@ def read_rack_file(path: Path) -> Topology:
 
 
 def made_up_uuid(rack: str, tray: int, gpu: int) -> str:
-    """Of a GPU for which the file gives none. No driver lists it."""
+    """Return the UUID of a GPU for which the file gives none. No driver lists it."""
     return f"GPU-{uuid.uuid5(_MADE_UP, f'{rack}/{tray}/{gpu}')}"
 
 
 class _Fields:
-    """A mapping of the file, whose fields are taken one by one; what nobody takes is an error."""
+    """A mapping in the file, whose fields are read one by one. An unknown field is an error."""
 
     def __init__(self, reader: _Reader, node: yaml.Node, what: str, known: str) -> None:
         self.reader, self.node, self.what = reader, node, what
@@ -82,10 +82,12 @@ class _Fields:
             self._found[name] = value
 
     def take(self, name: str, read: Callable[[yaml.Node, str], T], default: T) -> T:
+        """Return a field as ``read`` reads it, or ``default`` when the field is missing."""
         node = self._found.get(name)
         return default if node is None else read(node, f"{name!r} of {self.what}")
 
     def must(self, name: str, read: Callable[[yaml.Node, str], T]) -> T:
+        """Return a field as ``read`` reads it. Raises `RackFileError` when the field is missing."""
         node = self._found.get(name)
         if node is None:
             self.reader.refuse(self.node, f"{self.what} has no {name!r}", f"add {name}")
@@ -99,13 +101,14 @@ class _Reader:
     def __init__(self, file: str) -> None:
         self._file = file
         self._said: dict[str, int] = {}
-        """Every word of the file -> the last line that says it: for what is wrong with the whole."""
+        """Every word of the file -> the last line it is on, to find the line of an error in the whole."""
 
     def refuse(self, node: yaml.Node, what: str, remedy: str) -> NoReturn:
         raise RackFileError(f"{self._file}:{node.start_mark.line + 1}: {what}.", remedy=f"{remedy}.")
 
     # -- the file
     def topology(self, root: yaml.Node) -> Topology:
+        """Read the whole file. Raises `RackFileError`."""
         fields = _Fields(self, root, "the file", "format name trays racks")
         if fields.must("format", self._number) != FORMAT:
             self.refuse(root, f"it is not of format {FORMAT}", f"write it as format {FORMAT}, or use a newer release")
@@ -126,7 +129,7 @@ class _Reader:
             raise RackFileError(f"{self._file}:{line}: {error.what}", remedy=error.remedy) from error
 
     def _line_of(self, what: str) -> int:
-        """Of the last value of the file that ``what`` names; 0: of none."""
+        """Return the last line with a value that ``what`` names; 0 when there is none."""
         words = set(re.split(r"[\s,:;()']+", what))
         return max((line for value, line in self._said.items() if value in words), default=0)
 
@@ -203,7 +206,7 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             if node.value != "tray":
                 self.refuse(node, f"{what} is {node.value!r}", "write `tray`, or a mapping with domain and clique")
-            return []  # a GPU that is in no clique is joined with its own tray's
+            return []  # a GPU that is in no clique is joined with those of its own tray
         fields = _Fields(self, node, what, "domain clique cliques")
         domain = fields.must("domain", self._text)
         if "cliques" not in fields:
@@ -272,7 +275,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Named:
-    """A tray of which something is said."""
+    """A tray that the file describes individually."""
 
     name: str = ""
     host: str = ""
@@ -283,7 +286,7 @@ class _Named:
 
 @dataclass
 class _Trays:
-    """How the trays of a rack are, as far as they are alike."""
+    """What the trays of a rack have in common."""
 
     count: int = 0
     gpus: int = 1
@@ -294,6 +297,7 @@ class _Trays:
     named: list[_Named] = field(default_factory=list)
 
     def tray(self, rack: str, prefix: str, index: int) -> Tray:
+        """Return a tray of the rack, with generated values where the file states none."""
         own = self.named[index] if self.named else _Named()
         made_up = f"{prefix}-tray-{index:02}" if prefix else f"tray-{index:02}"
         gpus = own.gpus
@@ -320,7 +324,7 @@ class _Trays:
 
 
 def _joined(cliques: list[Clique]) -> list[Clique]:
-    """Those that several racks name are one: an NVLink domain may reach over racks (NVL36x2 is two racks of one domain)."""
+    """Merge cliques that several racks name: an NVLink domain may span racks (NVL36x2 is two racks of one domain)."""
     members: dict[CliqueId, list[str]] = {}
     for clique in cliques:
         members.setdefault(clique.id, []).extend(clique.gpus)

@@ -1,9 +1,10 @@
-"""Racks, trays and GPUs as they stand in the room, and the NVLink domains and cliques that join them: two trees, tied by GPU UUIDs.
+"""Racks, trays and GPUs by location, and the NVLink domains and cliques that join them: two trees, linked by GPU UUIDs.
 
-They are kept apart because they change apart: a rack may be cut into several cliques, a domain's UUID may change when the
-fabric manager starts again, and a tray that was repaired comes back in its slot with other GPUs.
+The trees are separate because they change separately: a rack may be divided into several cliques, a domain's UUID may
+change when the fabric manager restarts, and a repaired tray returns to its slot with other GPUs.
 
-A `Topology` is a value: equal ones have equal JSON and equal `Topology.content_id`, in whatever order they were found.
+A `Topology` is a value: equal ones have equal JSON and an equal `Topology.content_id`, in whatever order they were
+found.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ __all__ = ["Clique", "CliqueId", "Gpu", "Rack", "Seat", "Topology", "Tray"]
 
 
 class CliqueId(msgspec.Struct, frozen=True, order=True):
-    """GPUs of equal domain and clique reach each other's memory over NVLink (NCCL's rule for multi-node NVLink)."""
+    """Names a clique. GPUs of equal domain and clique can access each other's memory over NVLink.
+
+    NCCL uses the same rule for multi-node NVLink.
+    """
 
     domain: str
-    """The cluster UUID; ``host:NAME`` for the NVSwitches of one host, which have none."""
+    """The cluster UUID; ``host:NAME`` for the NVSwitches of a single host, which have no UUID."""
     clique: int
 
     def __str__(self) -> str:
@@ -32,51 +36,57 @@ class CliqueId(msgspec.Struct, frozen=True, order=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One GPU of a tray."""
+
     uuid: str
     index: int
-    """As the driver of its tray counts, from 0; its worker's slot is ``tray/index``."""
+    """The driver's index on its tray, from 0. Its worker's slot is ``tray/index``."""
     module_id: int | None = None
     bdf: str = ""
-    """PCI address, ``00000008:01:00.0``."""
+    """PCI address, such as ``00000008:01:00.0``."""
     serial: str = ""
     numa: int | None = None
-    """The NUMA node of the CPU that it hangs on, not that of its own memory."""
+    """The NUMA node of the CPU to which the GPU is attached, not of the GPU's own memory."""
     cpus: str = ""
-    """The cores near it, ``0-71``."""
+    """The CPU cores near the GPU, such as ``0-71``."""
     nics: tuple[str, ...] = ()
-    """The network cards near it, the nearest first."""
+    """The network cards near the GPU, nearest first."""
 
 
 class Tray(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A compute tray: one host, what is repaired and replaced as a whole."""
+    """A compute tray: one host, which is repaired and replaced as a whole."""
 
     name: str
-    """As the runtime calls it: `rackrun.protocol.ids.TrayId`."""
+    """The runtime's name for the tray: `rackrun.protocol.ids.TrayId`."""
     index: int
-    """Among the compute trays of its rack, from 0."""
+    """Position among the compute trays of its rack, from 0."""
     gpus: tuple[Gpu, ...]
     host: str = ""
     slot: int | None = None
-    """In the rack, counting switch trays too."""
+    """Position in the rack, counting switch trays too."""
     serial: str = ""
 
 
 class Rack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rack and its trays."""
+
     serial: str
-    """Of the chassis: what stays when all else is replaced."""
+    """Serial of the chassis, which stays when everything in it is replaced."""
     trays: tuple[Tray, ...]
     fabric: tuple[str, ...] = ()
-    """The switches above it, the nearest first, to the one that all racks share."""
+    """The switches above the rack, nearest first, up to the one that all racks share."""
 
 
 class Clique(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs of one clique."""
+
     id: CliqueId
     gpus: tuple[str, ...]
-    """UUIDs."""
+    """GPU UUIDs."""
 
 
 class Seat(NamedTuple):
-    """A GPU, and where it is."""
+    """A GPU, its place, and its clique."""
 
     rack: Rack
     tray: Tray
@@ -89,13 +99,15 @@ class Seat(NamedTuple):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """All racks of a job, and the cliques of their GPUs."""
+
     racks: tuple[Rack, ...]
     cliques: tuple[Clique, ...] = ()
-    """A GPU that is in none is joined with its own tray's alone: see `seats`."""
+    """A GPU that is in no clique is joined only with the GPUs of its own tray: see `seats`."""
 
     @classmethod
     def of(cls, racks: Iterable[Rack], cliques: Iterable[Clique] = ()) -> Topology:
-        """In canonical order, checked. Raises `TopologyError`."""
+        """Return the topology in canonical order. Raises `TopologyError` when it contradicts itself."""
         topology = cls(
             racks=tuple(sorted((_sorted(rack) for rack in racks), key=lambda rack: rack.serial)),
             cliques=tuple(
@@ -109,12 +121,12 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return topology
 
     def to_json(self) -> bytes:
-        """Canonical: equal topologies are equal bytes."""
+        """Return canonical JSON: equal topologies give equal bytes."""
         return msgspec.json.encode(self, order="deterministic")
 
     @classmethod
     def from_json(cls, data: bytes) -> Topology:
-        """Raises `TopologyError`."""
+        """Decode a topology. Raises `TopologyError`."""
         try:
             found = msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
@@ -123,7 +135,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def content_id(self) -> str:
-        """sha256 of the JSON, hex."""
+        """sha256 of the JSON, as hex."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     @cached_property
@@ -154,6 +166,7 @@ def _sorted(rack: Rack) -> Rack:
 
 
 def _check(topology: Topology) -> None:
+    """Raise `TopologyError` for names, serials or UUIDs that occur twice, and for cliques with unknown GPUs."""
     trays = [(rack, tray) for rack in topology.racks for tray in rack.trays]
     gpus = {gpu.uuid for _, tray in trays for gpu in tray.gpus}
     _unique("chassis serial", ((rack.serial, f"rack {rack.serial}") for rack in topology.racks))

@@ -1,1 +1,1 @@
-"""Which rank runs on which slot, and what its process is told of it."""
+"""Decide which rank runs on which slot, and the environment of its process."""

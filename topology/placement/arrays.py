@@ -1,4 +1,4 @@
-"""A topology as arrays: what the placement computes on. Slots and cliques are numbers here."""
+"""A topology as numpy arrays, for the placement to compute on. Slots and cliques are numbers here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Board"]
 
 
 class Board:
-    """Made once for a topology, and never changed.
+    """A topology's arrays: made once for a topology, and never changed.
 
-    Slots are numbered by chassis serial, tray index and GPU index. Cliques are numbered as they hang on the fabric, so that near
-    ones have near numbers.
+    Slots are numbered by chassis serial, tray index and GPU index. Cliques are numbered in the order of the fabric's
+    tree, so that near cliques have near numbers.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -41,28 +41,36 @@ class Board:
         self.cliques: tuple[CliqueId, ...] = tuple(order)
         numbers = {clique: at for at, clique in enumerate(order)}
         self.clique: Ints = np.array([numbers[seat.clique] for seat in seats], np.int64)
-        """(slots,): the clique of each slot."""
+        """The clique of each slot: int64[slots]."""
         domains: dict[str, int] = {}
         self.domain: Ints = np.array([domains.setdefault(clique.domain, len(domains)) for clique in order], np.int64)
-        """(cliques,)"""
+        """The NVLink domain of each clique: int64[cliques]."""
         by_clique = np.argsort(self.clique, kind="stable")
         self.sizes: Ints = np.bincount(self.clique, minlength=len(order))
-        """(cliques,): the slots of each."""
+        """How many slots each clique has: int64[cliques]."""
         self.members: list[Ints] = np.split(by_clique, np.cumsum(self.sizes)[:-1]) if order else []
         self.tiers: Ints = _tiers([paths[seats[first[clique]].rack.serial] for clique in order])
-        """(tiers, cliques): what each clique hangs on, tier by tier: itself, its rack, the nearest switch, and so on."""
+        """What each clique hangs on at each tier: int64[tiers, cliques].
+
+        The tiers are the clique itself, its rack, the nearest switch, and so on.
+        """
 
     def distance(self, one: Ints, other: Ints | int) -> Ints:
-        """Of cliques: 0 for the same, 1 inside a rack, 2 under one switch, and 1 more for each tier up to a common one.
+        """Return the fabric distance between cliques.
 
-        A clique that spans racks counts as being where its first GPU is.
+        It is 0 for the same clique, 1 within a rack, 2 under one switch, and 1 more for each tier up to a common one.
+
+        ``one`` and ``other`` are clique numbers. A clique that spans racks counts as being where its first GPU is.
         """
         found: Ints = (self.tiers[:, one] != self.tiers[:, np.atleast_1d(other)]).sum(0)
         return found
 
 
 def _paths(topology: Topology) -> dict[str, tuple[str, ...]]:
-    """From the top of the fabric down to the rack, all of one length: a rack with fewer switches above it has its own."""
+    """Return each rack's path from the top of the fabric down to the rack.
+
+    All paths have one length: a rack with fewer switches above it gets switches of its own.
+    """
     depth = max((len(rack.fabric) for rack in topology.racks), default=0)
 
     def path(rack: Rack) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Which clique takes which bound groups, when nothing is placed yet.
+"""Decide which clique takes which bound groups when nothing is placed yet.
 
-How many groups a clique takes is exact: as many as are needed, as few as possible on degrading slots. Where they go is a
-greedy descent of the fabric's tree: pipelines stay whole in the smallest part of it that has room, and follow each other.
+How many groups a clique takes is exact: as many as are needed, with as few ranks as possible on degrading slots. Where
+they go is a greedy descent of the fabric's tree: pipelines stay whole in the smallest subtree with room, and follow
+each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["counts", "domain_rooms", "lay_out"]
 
 
 def lay_out(question: Question) -> Ints:
-    """(groups,): a clique for each bound group; `NOWHERE` for those that fit into none."""
+    """Return a clique for each bound group, int64[groups]; `NOWHERE` for a group that fits into none."""
     mesh = question.mesh
     groups = len(mesh.groups)
     room = _room(question)
@@ -29,7 +30,7 @@ def lay_out(question: Question) -> Ints:
     for line, row in zip(lines, rows, strict=False):
         home[line] = row
     left = [int(group) for line in lines[whole:] for group in line]
-    if left:  # it does not all fit: what does, does
+    if left:  # not everything fits, so place what does
         used = np.bincount(home[home != NOWHERE], minlength=len(room))
         for group, clique in zip(left, np.repeat(np.arange(len(room)), np.maximum(room - used, 0)), strict=False):
             home[group] = clique
@@ -37,7 +38,7 @@ def lay_out(question: Question) -> Ints:
 
 
 def counts(question: Question) -> tuple[Ints, Ints]:
-    """(cliques,) each: the slots that may be used, and those of them that are not to be avoided."""
+    """Return how many slots of each clique may be used, and how many of them need not be avoided: int64[cliques]."""
     if question.known is not None:
         return question.known.usable, question.known.usable
     board, states = question.board, question.states
@@ -47,14 +48,20 @@ def counts(question: Question) -> tuple[Ints, Ints]:
 
 
 def domain_rooms(question: Question) -> Ints:
-    """(domains,): how many groups may sit in each NVLink domain, so that its spares are held back. Bad slots count as held back."""
+    """Return how many groups each NVLink domain may hold, int64[domains], so that its spares are held back.
+
+    Bad slots count as held back.
+    """
     board = question.board
     slots = np.bincount(board.domain, weights=board.sizes).astype(np.int64)
     return np.maximum(slots - question.spares, 0) // question.mesh.group_size
 
 
 def _room(question: Question) -> Ints:
-    """(cliques,): the most groups that each may take, such that no choice among them has too many on degrading slots."""
+    """Return the most groups that each clique may take, int64[cliques].
+
+    Whichever of these places are chosen, no more ranks than necessary are on degrading slots.
+    """
     size, groups = question.mesh.group_size, len(question.mesh.groups)
     usable, good = counts(question)
     fits = usable // size
@@ -72,7 +79,10 @@ def _room(question: Question) -> Ints:
 
 
 def _trim(fits: Ints, cliques: Ints, limit: int, usable: Ints, good: Ints, size: int) -> None:
-    """Take groups away from the cliques of one domain until it keeps its spares: from degrading slots first, and where few are free."""
+    """Reduce the groups of one domain's cliques until it keeps its spares.
+
+    Groups that use degrading slots go first, then groups of cliques with few free slots.
+    """
 
     def worth(clique: int) -> tuple[int, int, int]:
         return (
@@ -86,7 +96,10 @@ def _trim(fits: Ints, cliques: Ints, limit: int, usable: Ints, good: Ints, size:
 
 
 def _worse(groups: int, good: int, size: int) -> int:
-    """How many more ranks sit on degrading slots when one group joins ``groups`` others in a clique with ``good`` slots."""
+    """Return how many more ranks are on degrading slots when one group joins ``groups`` others in a clique.
+
+    ``good``: how many slots of the clique need not be avoided.
+    """
     return max(0, (groups + 1) * size - good) - max(0, groups * size - good)
 
 
@@ -101,7 +114,7 @@ class _Tree:
         self._slots = stages * question.mesh.group_size
 
     def fill(self, lines: int) -> list[list[int]]:
-        """A row of ``stages`` cliques for each line."""
+        """Return a row of ``stages`` cliques for each line."""
         first = self._room.copy()
         rows = self._fill(0, len(self._room), len(self._tiers), lines)
         if all(row[0] == row[-1] for row in rows):
@@ -110,7 +123,7 @@ class _Tree:
         return rows
 
     def _fill(self, low: int, high: int, tier: int, lines: int) -> list[list[int]]:
-        """In the cliques from ``low`` to ``high``, which hang together on one thing of ``tier``."""
+        """Place ``lines`` in the cliques from ``low`` to ``high``, which share one node of ``tier``."""
         if tier == 0:
             self._room[low] -= lines * self._stages
             return [[low] * self._stages for _ in range(lines)]
@@ -122,7 +135,7 @@ class _Tree:
         return rows + [self._split(low, high) for _ in range(lines - len(rows))]
 
     def _choose(self, rooms: Ints, bounds: list[int], lines: int) -> dict[int, int]:
-        """How many lines each child takes: the roomiest are filled until one can take the rest."""
+        """Return how many lines each child takes: the roomiest children are filled until one can take the rest."""
         order = np.argsort(-rooms, kind="stable")
         takes: dict[int, int] = {}
         for at, child in enumerate(order):
@@ -138,12 +151,12 @@ class _Tree:
         return takes
 
     def _cost(self, low: int, high: int, lines: int) -> tuple[int, int, int]:
-        """The fewest cliques that ``lines`` need there, then the most free slots."""
+        """Return a sort key: the fewest cliques that ``lines`` need there, then the most usable slots."""
         rooms = np.sort(self._room[low:high])[::-1].cumsum()
         return int(np.searchsorted(rooms, lines * self._stages)), -int(self._usable[low:high].sum()), low
 
     def _split(self, low: int, high: int) -> list[int]:
-        """One line that fits into no child as a whole, in as few pieces as possible."""
+        """Place one line that fits into no child as a whole, in as few pieces as possible."""
         row: list[int] = []
         while len(row) < self._stages:
             rooms = self._room[low:high]
@@ -156,7 +169,7 @@ class _Tree:
         return sorted(row)
 
     def _even(self, lines_of: dict[int, int], lines: int) -> list[list[int]]:
-        """Take back what is too much from the cliques with the fewest free slots, from the last one on."""
+        """Take surplus lines back from the cliques with the fewest free slots, starting at the last one."""
         heap = [(int(self._usable[at]) - count * self._slots, -at) for at, count in lines_of.items()]
         heapq.heapify(heap)
         for _ in range(sum(lines_of.values()) - lines):

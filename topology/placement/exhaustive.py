@@ -1,4 +1,4 @@
-"""When there are few ways to spread groups over cliques, all are looked at."""
+"""Try all ways to spread groups over cliques, when there are few."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from rackrun.topology.placement.slot_assignment import seat_groups
 __all__ = ["CELLS_MAX", "RANKS_MAX", "best_way"]
 
 CELLS_MAX = 1_000_000
-"""Ways times groups, or times cliques if there are more of them."""
+"""Limit on the number of ways times the number of groups, or of cliques if there are more of them."""
 RANKS_MAX = 64
-"""Of a world in which it is done. In a larger one a way takes longer, and the greedy choice is as good in practice."""
+"""Largest world in which all ways are tried.
+
+In a larger one a way takes longer, and the greedy choice is as good in practice.
+"""
 _TRIED_MAX = 400
 
 
 def best_way(question: Question, home: Ints) -> Ints:
-    """(world_size,): the best slots, over all homes of the groups in question; those of ``home`` when there are too many to look at.
+    """Return the best slot of each rank, int64[world_size], over all homes of the groups that may move.
 
-    ``home`` has a clique for every group.
+    ``home`` has a clique for every group; its slots are returned when there are too many ways to try.
     """
     found = seat_groups(question, home)
     ways = _ways(question, home)
@@ -38,7 +41,10 @@ def best_way(question: Question, home: Ints) -> Ints:
 
 
 def _ways(question: Question, home: Ints) -> Ints | None:
-    """(ways, groups): a clique for each group, so that all have room."""
+    """Return all ways that fit, int64[ways, groups]: a clique for each group.
+
+    None when there are too many, or no choice.
+    """
     mesh = question.mesh
     if mesh.world_size > RANKS_MAX:
         return None
@@ -62,7 +68,10 @@ def _ways(question: Question, home: Ints) -> Ints | None:
 
 
 def _asked(question: Question, home: Ints) -> Ints:
-    """All groups at first; later those with a rank that lost its slot, or may leave it, and those that find a new home."""
+    """Return the groups that may move: at first all.
+
+    Later those with a rank that lost its slot or may leave it, and those that get a new home.
+    """
     if question.previous is None:
         return np.arange(len(home))
     old = question.previous
@@ -71,7 +80,7 @@ def _asked(question: Question, home: Ints) -> Ints:
 
 
 def _promising(question: Question, ways: Ints) -> Ints:
-    """Those that are best in what the homes alone decide: of the terms in their order, as far as they are of that kind."""
+    """Return the indices of the ways that are best in the terms that depend on the homes alone."""
     size = question.mesh.group_size
     usable, good = counts(question)
     used = _taken(ways, len(usable)) * size
@@ -85,7 +94,7 @@ def _promising(question: Question, ways: Ints) -> Ints:
 
 
 def _distances(question: Question, ways: Ints) -> tuple[Ints, Ints]:
-    """(ways,) each: along pp, and along the other axes."""
+    """Return the fabric distances of each way along pp, and along the other axes: int64[ways] each."""
     mesh, tiers = question.mesh, question.board.tiers
     found = np.zeros((2, len(ways)), np.int64)
     for group in range(ways.shape[1]):
@@ -97,13 +106,13 @@ def _distances(question: Question, ways: Ints) -> tuple[Ints, Ints]:
 
 
 def _taken(ways: Ints, cliques: int) -> Ints:
-    """(ways, cliques): how many groups each has."""
+    """Return how many groups each clique has in each way: int64[ways, cliques]."""
     rows = np.arange(len(ways))[:, None] * cliques
     return np.bincount((ways + rows).ravel(), minlength=len(ways) * cliques).reshape(len(ways), cliques)
 
 
 def _least(*keys: Ints) -> Ints:
-    """Where the keys, compared in order, are smallest."""
+    """Return the indices at which the keys, compared in order, are smallest."""
     left = np.arange(len(keys[0]))
     for key in keys:
         if len(left):

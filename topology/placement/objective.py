@@ -1,4 +1,4 @@
-"""What makes one placement better than another."""
+"""The objective of a placement: what makes one placement better than another."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NOWHERE = -1
 
 
 class Fitness(IntEnum):
-    """What may be done with a slot."""
+    """Whether a slot may be used."""
 
     USABLE = 0
     AVOID = 1
-    """It still works, but is on its way out: used last, and left for a better one when there is one."""
+    """It still works but is degrading: used last, and left when a better slot is free."""
     BAD = 2
-    """Never used."""
+    """It is never used."""
 
 
 class Terms(NamedTuple):
-    """Compared from left to right; smaller is better. All are counts."""
+    """The value of a placement: counts, compared from left to right; smaller is better."""
 
     crossing: int
     """Bound groups that are not inside one clique."""
@@ -37,15 +37,15 @@ class Terms(NamedTuple):
     degrading: int
     """Ranks on slots to avoid."""
     moved: int
-    """Ranks that do not sit where they sat."""
+    """Ranks that are on another slot than before."""
     touched: int
-    """Bound groups with a rank that moved; one that changes its clique counts twice."""
+    """Bound groups with a rank that moved. A group that changes its clique counts twice."""
     pp: int
     """Fabric distance between neighbours along pp, summed over ranks."""
     dp: int
     """The same along the other axes that are not bound."""
     imbalance: int
-    """Free slots of each clique, squared, summed: the least when they are even. A spare serves its own clique only."""
+    """Sum of the squares of each clique's free slots: least when they are even. A spare serves its own clique only."""
     lemons: int
     """Lemon points of the slots in use."""
 
@@ -55,37 +55,46 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What a caller that follows every change knows of `Question.previous`, so that the solver need not look at every slot for one loss."""
+    """What a caller that follows every change knows about `Question.previous`.
+
+    With it the solver need not examine every slot after a single loss.
+    """
 
     homes: Ints
-    """(groups,): the clique of each bound group. Every group is inside one clique."""
+    """The clique of each bound group, int64[groups]. Every group is inside one clique."""
     lost: Ints
-    """The ranks whose previous slot is BAD, in ascending order. No previous slot is `NOWHERE`, and no slot is AVOID."""
+    """The ranks whose previous slot is BAD, ascending. No previous slot is `NOWHERE`, and no slot is AVOID."""
     usable: Ints
-    """(cliques,): how many slots of each are not BAD."""
+    """How many slots of each clique are not BAD: int64[cliques]."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """All that a placement is computed from."""
+    """All input from which a placement is computed."""
 
     board: Board
     mesh: Mesh
     states: Ints
-    """(slots,): a `Fitness`; BAD also for a slot that is not preflighted and on which nobody sits."""
+    """The `Fitness` of each slot, int64[slots]. BAD also for a slot that is not preflighted and has no rank."""
     lemons: Ints
-    """(slots,)"""
+    """Lemon points of each slot: int64[slots]."""
     previous: Ints | None = None
-    """(world_size,): slots; `NOWHERE` for one that is no longer there."""
+    """The previous slot of each rank, int64[world_size]; `NOWHERE` for a slot that no longer exists.
+
+    None: no placement.
+    """
     spares: int = 0
-    """Slots of each NVLink domain to hold back. Only when there is nothing previous: later they are there to be used."""
+    """How many slots of each NVLink domain to hold back.
+
+    Only without a previous placement: later, spares may be used.
+    """
     allow_crossing: bool = False
     known: Known | None = None
-    """The answer is the same without it, and takes longer."""
+    """Optional: the answer is the same without it, and takes longer."""
 
     @cached_property
     def previous_cliques(self) -> Ints:
-        """(groups,): the clique that each bound group sat in; `NOWHERE` when it sat in several or in none."""
+        """The clique that each bound group was in, int64[groups]; `NOWHERE` when it was in several or in none."""
         assert self.previous is not None
         if self.known is not None:
             return self.known.homes
@@ -102,7 +111,7 @@ class Question:
 
 
 def score(question: Question, seats: Ints) -> Terms:
-    """Of ``seats``, (world_size,): the slot of each rank."""
+    """Return the terms of ``seats``, int64[world_size]: the slot of each rank."""
     board, mesh = question.board, question.mesh
     cliques = board.clique[seats]
     grouped = cliques[mesh.groups]

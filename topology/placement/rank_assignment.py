@@ -1,4 +1,4 @@
-"""Which rank sits on which slot, and which spare comes next. A pure function: equal questions have equal answers, on every machine.
+"""Place ranks on slots, and order the spares. Pure: equal questions have equal answers on every machine.
 
 ::
 
@@ -7,7 +7,8 @@
     after = place(board, first.mesh, previous=first, health={"tray-03": Fitness.BAD})
     after.moves                                              # who moved where, and why
 
-`rackrun.topology.placement.objective.Terms` says what is better; `rackrun.topology.placement.solver` how it is found. docs/topology.md explains both.
+`rackrun.topology.placement.objective.Terms` defines what is better, and `rackrun.topology.placement.solver` finds it.
+docs/topology.md explains both.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ __all__ = ["Fitness", "Move", "Placement", "as_seated", "place"]
 
 
 class Move(NamedTuple):
+    """A rank that changed its slot."""
+
     rank: Rank
     source: SlotId | None
-    """None: it had no slot of this topology."""
+    """None when the rank had no slot of this topology."""
     target: SlotId
     why: str
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
+    """The slot of every rank, and the order of the spares. Equal when the `content_id` is."""
+
     question: Question = field(repr=False)
     seats: Ints = field(repr=False)
-    """(world_size,): the slot of each rank, as `Board` numbers them."""
+    """The slot of each rank, as numbered by `Board`: int64[world_size]."""
 
     @property
     def board(self) -> Board:
@@ -56,12 +61,15 @@ class Placement:
 
     @cached_property
     def slots(self) -> tuple[SlotId, ...]:
-        """Of each rank."""
+        """The slot of each rank, by name."""
         return tuple(map(self.board.slots.__getitem__, self.seats.tolist()))
 
     @cached_property
     def spares(self) -> tuple[SlotId, ...]:
-        """Free, not bad and preflighted; the better ones first, then in the order of slots. For one rank: `spares_for`."""
+        """Slots that are free, not bad and preflighted: the healthier first, then in the order of slots.
+
+        For the spares of one rank, see `spares_for`.
+        """
         free, question = self._free, self.question
         order = free[np.lexsort((free, question.lemons[free], question.states[free]))]
         return tuple(map(self.board.slots.__getitem__, order.tolist()))
@@ -72,7 +80,10 @@ class Placement:
 
     @cached_property
     def content_id(self) -> str:
-        """sha256 of the mesh, the slot of each rank and the order of the spares, hex: two agents that agree have the same."""
+        """sha256 of the mesh, the slot of each rank and the order of the spares, as hex.
+
+        Two agents that agree have the same one.
+        """
         mesh = " ".join(f"{name}={size}{'*' * (name in self.mesh.bound)}" for name, size in self.mesh.axes)
         return hashlib.sha256("\n".join((mesh, *self.slots, "", *self.spares)).encode()).hexdigest()
 
@@ -84,7 +95,7 @@ class Placement:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """Against the previous placement; none when there was none."""
+        """Which ranks moved since the previous placement. Empty when there was none."""
         previous = self.question.previous
         if previous is None:
             return ()
@@ -104,10 +115,10 @@ class Placement:
         return {slot: Rank(rank) for rank, slot in enumerate(self.slots)}
 
     def spares_for(self, rank: int) -> tuple[SlotId, ...]:
-        """The spares that may take ``rank`` over, in the order in which they are used.
+        """Return the spares that may take ``rank`` over, in the order in which they are used.
 
-        Of a rank in a bound group: those of its clique, the best and nearest first. Of any other: all, those of its clique first
-        among the equally healthy, then those near its neighbours.
+        For a rank in a bound group: the spares of its clique, best and nearest first. For any other rank: all spares;
+        among equally healthy ones those of its clique come first, then those near its neighbours.
         """
         question, board, free = self.question, self.board, self._free
         here = int(board.clique[self.seats[rank]])
@@ -131,7 +142,10 @@ class Placement:
         return tuple(map(board.slots.__getitem__, order.tolist()))
 
     def explain(self, rank: int) -> list[str]:
-        """Where ``rank`` sits, why, and who would take over: a few plain lines."""
+        """Return a few lines of text: where ``rank`` is, why, and which spares would take over.
+
+        Raises `TopologyError`.
+        """
         if not 0 <= rank < self.mesh.world_size:
             raise TopologyError(
                 f"there is no rank {rank} among {self.mesh.world_size}.",
@@ -152,7 +166,7 @@ class Placement:
         return lines
 
     def where(self, rank: int) -> list[str]:
-        """Where ``rank`` sits, and with whom it is bound."""
+        """Return two lines of text: where ``rank`` is, and with which ranks it is bound."""
         seat = self.board.topology.seats[int(self.seats[rank])]
         coordinate = ", ".join(f"{name} {at}" for name, at in self.mesh.coordinate(rank))
         return [f"rank {rank} ({coordinate}) sits on {seat.slot}: {_place(seat)}.", self._group(rank)]
@@ -210,18 +224,19 @@ def place(
     previous: Placement | Sequence[SlotId] | None = None,
     allow_cross_clique: bool = False,
 ) -> Placement:
-    """The slot of every rank.
+    """Return a placement: the slot of every rank.
 
     topology: a `Board` of it saves the time to read it, which is most of a repair's.
-    spares: slots of each NVLink domain that are held back at first, whole trays before single slots; bad ones among them count.
-        Given a ``previous`` placement they are there to be used.
-    health, lemons: by slot, or by tray for all of its slots; the worse of the two holds. What is not named is usable.
-    preflighted: slots or trays that may be used; None: all. Who sits on a slot has passed.
-    previous: a placement, or the slots of all ranks; a name that there is not, such as "", is of a rank without a slot. What can
-        stay, stays.
-    allow_cross_clique: place groups that fit into no clique anyhow, near each other. They crawl.
+    spares: slots of each NVLink domain that are held back at first, whole trays before single slots; bad ones count as
+        held back. With a ``previous`` placement they may be used.
+    health, lemons: by slot, or by tray for all of its slots; the worse value counts. Slots that are not named are
+        usable.
+    preflighted: slots or trays that may be used; None for all. A slot that a rank is on has passed.
+    previous: a placement, or the slots of all ranks; an unknown name, such as "", means that the rank has no slot.
+        Ranks that can stay, stay.
+    allow_cross_clique: also place groups that fit into no clique, with their ranks near each other. They will be slow.
 
-    Raises `DoesNotFit`; `TopologyError` for slots that there are not.
+    Raises `DoesNotFit` when there is no room, and `TopologyError` for unknown slots.
     """
     board = topology if isinstance(topology, Board) else Board(topology)
     before = _previous(board, mesh, previous)
@@ -246,7 +261,7 @@ def place(
 
 
 def as_seated(board: Board, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
-    """The ranks of ``mesh`` on ``slots``, as they sit: nothing is chosen."""
+    """Return the ranks of ``mesh`` on ``slots`` as they are; nothing is chosen."""
     nothing = np.zeros(len(board.slots), np.int64)
     seats = np.array([board.number[slot] for slot in slots], np.int64)
     for array in (nothing, seats):
@@ -262,8 +277,11 @@ def place_first(
     health: Mapping[str, Fitness] | None = None,
     allow_cross_clique: bool = False,
 ) -> Placement:
-    """`place` from nothing, with ``spares`` slots held back over all NVLink domains: as many in each as the mesh leaves room for.
-    A bound group may need all of a domain, such as the eight GPUs of a host; whole domains wait then. Raises `DoesNotFit`."""
+    """Place from nothing, with ``spares`` slots held back over all NVLink domains, evenly, where there is room.
+
+    A bound group may need all of a domain, such as the eight GPUs of a host; then whole domains are spare. Raises
+    `DoesNotFit`.
+    """
     each = spares // len(dict.fromkeys(board.domain.tolist()))
     while True:
         try:
@@ -302,7 +320,7 @@ def _slots_of(board: Board, name: str) -> list[int]:
 
 
 def _spread(board: Board, key: Ints, clique: int, slots: Ints) -> Ints:
-    """A key of a clique's members, for any slots: 0 outside it."""
+    """Extend a key of a clique's members to any slots: 0 outside the clique."""
     every = np.zeros(len(board.slots), np.int64)
     every[board.members[clique]] = key
     return every[slots]

@@ -1,6 +1,6 @@
-"""What the process on a slot is told about its place: NCCL's environment, the cores it runs on, the memory it takes.
+"""The environment of the process on a slot: NCCL's variables, its CPU cores, and its memory node.
 
-Pure: nothing is read from this machine and nothing is set.
+It is pure: nothing is read from this machine, and nothing is set.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _PART = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 @dataclass(frozen=True)
 class Variable:
+    """An environment variable, with the reason for its value."""
+
     name: str
     value: str
     why: str
@@ -26,31 +28,33 @@ class Variable:
 
 @dataclass(frozen=True)
 class Binding:
-    """For ``sched_setaffinity`` and ``set_mempolicy``."""
+    """Arguments for ``sched_setaffinity`` and ``set_mempolicy``, with the reason."""
 
     cpus: tuple[int, ...]
-    """Empty: the topology does not say, so leave them as they are."""
+    """Empty when the topology does not name cores; leave the affinity as it is then."""
     numa: int | None
-    """The node of the CPU that the GPU hangs on; on Grace the GPU's own memory is another node."""
+    """The NUMA node of the CPU to which the GPU is attached. On Grace, the GPU's own memory is another node."""
     why: str
 
 
 def nccl_environment(topology: Topology, slot: SlotId) -> tuple[Variable, ...]:
-    """Of the process on ``slot``, rank or spare, by name.
+    """Return NCCL's variables for the process on ``slot``, rank or spare, sorted by name.
 
-    It depends on the topology alone: NCCL reads its environment once, and a spare has read it long before it gets a rank.
+    They depend on the topology alone: NCCL reads its environment once, and a spare has read it long before it gets a
+    rank.
 
-    ``NCCL_MNNVL_ENABLE``, NVLink between hosts: 2 (automatic) where some clique spans trays; there one rank whose fabric is not up
-    turns it off for its whole communicator without a word, with 1 as with 2, so preflight has to see to that. Else 0: a fabric
-    that no clique needs cannot end the job then.
+    ``NCCL_MNNVL_ENABLE`` (NVLink between hosts) is 2 (automatic) where some clique spans trays. There, one rank whose
+    fabric is not up silently turns it off for its whole communicator, with 1 as with 2, so preflight has to check that.
+    Otherwise it is 0, so that a fabric which no clique needs cannot end the job.
 
-    ``NCCL_MNNVL_CLIQUE_ID``: only where a domain is cut into several cliques. The driver's number is the same where it made the cut;
-    where a rack file did, NCCL would not know of it.
+    ``NCCL_MNNVL_CLIQUE_ID`` is set only where a domain is divided into several cliques. If the driver divided it, the
+    number is the driver's own; if a rack file did, NCCL would not know of it.
 
-    ``NCCL_IB_HCA``: the cards near the GPUs of the tray, by their exact names, which leaves out those for storage and management.
-    The same for all of the tray: processes of one host that see different cards would number them differently.
+    ``NCCL_IB_HCA`` names the cards near the GPUs of the tray exactly, which leaves out those for storage and
+    management. It is the same for the whole tray: processes of one host that see different cards would number them
+    differently.
 
-    Source: NCCL 2.30, ``src/init.cc`` and ``src/mnnvl.cc``. Raises `TopologyError`.
+    Source: NCCL 2.30, ``src/init.cc`` and ``src/mnnvl.cc``. Raises `TopologyError` for an unknown slot.
     """
     seat = _seat(topology, slot)
     found = [_multi_node(topology)]
@@ -73,12 +77,14 @@ def nccl_environment(topology: Topology, slot: SlotId) -> tuple[Variable, ...]:
 
 
 def binding(topology: Topology, slot: SlotId) -> Binding:
-    """The cores near the GPU of ``slot``, shared evenly with the tray's other GPUs that have the same ones; in order of index.
+    """Return the cores near the GPU of ``slot``, and its memory node.
 
-    Each run of consecutive cores is divided by itself, so that ``0-47,96-143``, two threads of each core, gives both threads of
-    a core to one GPU. Spares count: a spare that takes a rank over is already where it belongs.
+    The cores are shared evenly, in order of index, with the tray's GPUs that have the same ones.
 
-    Raises `TopologyError`: a list of cores that is none, or an unknown slot.
+    Each run of consecutive cores is divided separately, so that ``0-47,96-143``, two threads of each core, gives both
+    threads of a core to one GPU. Spares are included: a spare that takes a rank over is bound correctly already.
+
+    Raises `TopologyError` for a malformed list of cores or an unknown slot.
     """
     seat = _seat(topology, slot)
     own = cores(seat.gpu.cpus, slot)
@@ -108,7 +114,7 @@ def _share(own: tuple[int, ...], part: int, parts: int) -> tuple[int, ...]:
 
 
 def cores(text: str, whose: str = "") -> tuple[int, ...]:
-    """``"0-3,8"`` as (0, 1, 2, 3, 8); nothing as (). Raises `TopologyError`."""
+    """Parse a list of cores: ``"0-3,8"`` gives (0, 1, 2, 3, 8); empty text gives (). Raises `TopologyError`."""
     found: set[int] = set()
     for part in text.split(",") if text.strip() else ():
         match = _PART.fullmatch(part.strip())

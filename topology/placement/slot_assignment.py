@@ -1,4 +1,7 @@
-"""Inside a clique all slots are equally near each other. Which of them are used: the best, with as few moves as possible."""
+"""Choose the slots inside each clique: the best ones, with as few moves as possible.
+
+Inside a clique all slots are equally near each other.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ __all__ = ["preference", "seat_groups"]
 
 
 def seat_groups(question: Question, home: Ints) -> Ints:
-    """(world_size,): slots. ``home``, (groups,): the clique of each bound group; it must have room.
+    """Return the slot of each rank, int64[world_size].
 
-    `NOWHERE` groups come last and take what is nearest to each other.
+    ``home``: the clique of each bound group, int64[groups], which must have room. `NOWHERE` groups are placed last, on
+    the slots nearest to each other.
     """
     if question.known is not None and not (home == NOWHERE).any():
         return _seat_unseated(question, home, question.known)
@@ -50,7 +54,7 @@ def seat_groups(question: Question, home: Ints) -> Ints:
 
 
 def _seat_unseated(question: Question, home: Ints, known: Known) -> Ints:
-    """As `seat_groups`, from what is known to stand: only the cliques of ranks without a slot are looked into."""
+    """Place ranks like `seat_groups`, using ``known``: only the cliques of ranks without a slot are examined."""
     board, mesh = question.board, question.mesh
     assert question.previous is not None
     moved = mesh.groups[home != known.homes].ravel()
@@ -72,9 +76,9 @@ def _seat_unseated(question: Question, home: Ints, known: Known) -> Ints:
 
 
 def preference(question: Question, rank: int, slots: Ints) -> tuple[Ints, ...]:
-    """Keys for ``np.lexsort``, the last the first to count: which of ``slots`` of a clique ``rank`` takes.
+    """Return keys for ``np.lexsort``, the most important last, for the choice of ``rank`` among ``slots`` of a clique.
 
-    Not to be avoided, few lemon points, the same rack, the nearest tray, and then the order of slots.
+    In order: slots that need not be avoided, few lemon points, the same rack, the nearest tray, the order of slots.
     """
     board = question.board
     old = question.previous[rank] if question.previous is not None else NOWHERE
@@ -87,7 +91,10 @@ def preference(question: Question, rank: int, slots: Ints) -> tuple[Ints, ...]:
 
 
 def _kept(question: Question, home: Ints) -> Ints:
-    """What stands: the slots of ranks whose group keeps its clique, and whose own slot may still be used."""
+    """Return the slots that ranks keep; `NOWHERE` for the others.
+
+    A rank keeps its slot if its group keeps its clique and the slot may still be used.
+    """
     mesh = question.mesh
     if question.previous is None:
         return np.full(mesh.world_size, NOWHERE, np.int64)
@@ -106,7 +113,10 @@ def _ranks_by_clique(homes: Ints, which: np.ndarray[tuple[int], np.dtype[np.bool
 
 
 def _escaping(question: Question, seats: Ints, ranks: Ints, count: int) -> Ints:
-    """Which ``count`` of the ranks on degrading slots move: of groups that are touched anyhow, then of as few others as possible."""
+    """Return which ``count`` of the ranks on degrading slots move.
+
+    Ranks of groups that have to move others anyway come first, then ranks of as few other groups as possible.
+    """
     group_of = question.mesh.group_of
     touched = set(group_of[ranks[seats[ranks] == NOWHERE]].tolist())
     of_group: dict[int, list[int]] = {}
@@ -134,7 +144,10 @@ def _escaping(question: Question, seats: Ints, ranks: Ints, count: int) -> Ints:
 
 
 def _without_spares(question: Question, free: Ints, held: int) -> Ints:
-    """``free`` without ``held`` slots: those to avoid are held back first, then lemons, and among equals whole trays from the end."""
+    """Return ``free`` without ``held`` slots.
+
+    Slots to avoid are held back first, then lemons, and among equals whole trays from the end.
+    """
     if not held:
         return free
     worth = np.stack([question.states[free], question.lemons[free]], 1)
@@ -149,9 +162,10 @@ def _without_spares(question: Question, free: Ints, held: int) -> Ints:
 
 
 def _without_last(question: Question, slots: Ints, held: int) -> Ints:
-    """Hold back whole trays from the end while more than two are left; the rest one by one, from each tray, from the end.
+    """Hold back whole trays from the end while more than two are left, then single slots from the end of each tray.
 
-    As `rackrun.core.members.slot_order.split` does: a lost tray is replaced by a whole one, and a lost rank on a small machine by its neighbour.
+    This follows `rackrun.core.members.slot_order.split`: a lost tray is replaced by a whole one, and a lost rank on a
+    small machine by its neighbour.
     """
     trays: dict[int, list[int]] = {}
     for slot in slots.tolist():
@@ -168,7 +182,10 @@ def _without_last(question: Question, slots: Ints, held: int) -> Ints:
 
 
 def _scatter(question: Question, seats: Ints, groups: Ints) -> None:
-    """Groups that fit into no clique: each rank keeps its slot if it can, or takes the nearest to the roomiest clique."""
+    """Place groups that fit into no clique.
+
+    Each rank keeps its slot if it can, or takes one near the roomiest clique.
+    """
     board, states = question.board, question.states
     free = states < Fitness.BAD
     free[seats[seats != NOWHERE]] = False

@@ -1,10 +1,12 @@
-"""From a question to the slots of all ranks. First the clique of each bound group, its *home*; then the slots inside each clique.
+"""Compute the slots of all ranks: first the clique of each bound group, its *home*, then the slots inside each clique.
 
-What stands is kept. In a clique with enough slots for its groups only ranks that lost their slot move, and those on degrading slots
-while better ones are free. A clique with too few gives up as many whole groups as it must, those that lost most.
+Existing assignments are kept. In a clique with enough slots for its groups, the only ranks that move are those that
+lost their slot, and those on degrading slots while better ones are free. A clique with too few slots gives up as many
+whole groups as it must: those that lost most.
 
-Why that is the least: let F ranks of a clique have no slot, s slots be free, and groups be of size S. If k groups leave, the rest
-fits when F <= s + k S, whichever they are; so k is fixed, and leaving costs least for groups that have little left to keep.
+Why that is the least: let F ranks of a clique have no slot, s slots be free, and groups be of size S. If k groups
+leave, the rest fits when F <= s + k S, whichever groups they are. So k is fixed, and leaving costs least for groups
+that have little to keep.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from rackrun.topology.placement.slot_assignment import seat_groups
 __all__ = ["nearness", "solve"]
 
 _LEAVERS_MAX = 400
-"""Up to so many choices of who leaves a clique, each is looked at."""
+"""All choices of the groups that leave a clique are tried when there are at most this many."""
 
 
 def solve(question: Question, *, look_further: bool = True) -> Ints:
-    """(world_size,): the slot of each rank. Raises `DoesNotFit`.
+    """Return the slot of each rank, int64[world_size]. Raises `DoesNotFit`.
 
-    look_further: see `rackrun.topology.placement.exhaustive`; False leaves it at the greedy choice.
+    look_further: whether to try all ways (`rackrun.topology.placement.exhaustive`); False keeps the greedy choice.
     """
     mesh = question.mesh
     usable, good = counts(question)
@@ -51,7 +53,12 @@ def solve(question: Question, *, look_further: bool = True) -> Ints:
 
 
 def nearness(question: Question, home: Ints, group: int, cliques: Ints) -> tuple[Ints, Ints]:
-    """(len(cliques),) each: the fabric distance from each of ``cliques`` to the neighbours of ``group`` along pp, and along the other axes."""
+    """Return the fabric distances from each of ``cliques`` to the neighbours of ``group``.
+
+    The first array is for neighbours along pp, the second for those along the other axes.
+
+    Each is int64[len(cliques)].
+    """
     board = question.board
     found = []
     for neighbours in question.mesh.neighbours(group):
@@ -64,7 +71,7 @@ def nearness(question: Question, home: Ints, group: int, cliques: Ints) -> tuple
 
 
 def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
-    """Which groups leave their clique, and where they go."""
+    """Return the home of each group after deciding which groups leave their clique, and where they go."""
     size = question.mesh.group_size
     home = question.previous_cliques.copy()
     fits = usable // size
@@ -95,7 +102,7 @@ def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
 
 
 def _on_avoid(question: Question, home: Ints) -> Ints:
-    """(cliques,): the ranks of groups that stay, on slots to avoid."""
+    """Return how many ranks of staying groups are on slots to avoid, for each clique: int64[cliques]."""
     mesh = question.mesh
     assert question.previous is not None
     sits = (question.previous != NOWHERE) & (question.states[question.previous] == Fitness.AVOID)
@@ -104,7 +111,10 @@ def _on_avoid(question: Question, home: Ints) -> Ints:
 
 
 def _leavers(question: Question, home: Ints, clique: int, count: int, avoid: int) -> list[int]:
-    """Those that have the least to keep: slots that are still good, and as many to avoid as must be used anyhow."""
+    """Return the ``count`` groups of a clique that lose least by leaving.
+
+    What a group loses is its slots that are still good, and slots to avoid as far as those must be used anyway.
+    """
     assert question.previous is not None
     groups = np.flatnonzero(home == clique)
     old = question.previous[question.mesh.groups[groups]]
@@ -122,7 +132,10 @@ def _leavers(question: Question, home: Ints, clique: int, count: int, avoid: int
 
 
 def _rehome_singles(question: Question, good: Ints) -> Ints:
-    """Ranks that are bound to nothing: each that lost its slot goes where one is free, and then those on degrading slots."""
+    """Return the home of each rank, for ranks that are bound to no others.
+
+    Ranks that lost their slot go where one is free, then those on degrading slots.
+    """
     assert question.previous is not None
     old = question.previous
     home = question.previous_cliques.copy()
@@ -137,7 +150,7 @@ def _rehome_singles(question: Question, good: Ints) -> Ints:
     escapes = min(max(int(free_good.sum()) - len(failed), 0), len(leaving))
 
     def settle(ranks: Iterable[int], rooms: Ints, most: int, *, elsewhere: bool) -> list[int]:
-        """Give ``ranks`` a clique with room, at most ``most`` of them; returns those without one."""
+        """Give at most ``most`` of ``ranks`` a clique with room. Return the ranks without one."""
         left = []
         for rank in ranks:
             own = home[rank]
@@ -168,7 +181,7 @@ def _rehome_singles(question: Question, good: Ints) -> Ints:
 
 
 def _lemons(question: Question, cliques: Ints, size: int) -> Ints:
-    """Lemon points of the best ``size`` free slots of each of ``cliques``."""
+    """Return the lemon points of the best ``size`` free slots of each of ``cliques``."""
     found = np.zeros(len(cliques), np.int64)
     if question.lemons.any():
         free = question.states < Fitness.BAD
@@ -183,7 +196,7 @@ def _lemons(question: Question, cliques: Ints, size: int) -> Ints:
 
 
 def least(*keys: Ints) -> int:
-    """The index with the smallest keys, compared in order."""
+    """Return the index with the smallest keys, compared in order."""
     left = np.arange(len(keys[0]))
     for key in keys:
         values = key[left]

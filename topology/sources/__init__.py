@@ -1,1 +1,1 @@
-"""Who knows the topology, and how their answers become one."""
+"""Read the topology from several sources, and merge what they report."""

@@ -1,4 +1,4 @@
-"""Which tray this is, and what is on it."""
+"""Discover this machine's tray and its GPUs through NVML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["discover"]
 def discover(
     host: str = "", *, timeout_s: float = 30.0, env: Mapping[str, str] | None = None
 ) -> PartialTopology | NvmlUnavailable:
-    """What NVML says of this machine; without NVML, why. Never waits longer than ``timeout_s``."""
+    """Return what NVML reports of this machine, or why it reports nothing. Never waits longer than ``timeout_s``."""
     reading = read_once(timeout_s=timeout_s, env=env)
     if isinstance(reading, NvmlUnavailable):
         return reading

@@ -1,4 +1,4 @@
-"""Kubernetes node labels, topograph's graph and its models: who is in which clique, and below which switches.
+"""Read cliques and switches from Kubernetes node labels, and from topograph's graphs and models.
 
 Label keys: NVIDIA GPU Operator (``nvidia.com/gpu.clique``, "<ClusterUUID>.<CliqueID>"), topograph's "Node Labels"
 reference, AWS, CoreWeave. Graph: topograph's engine ``graph``. Models: topograph's "Modeling and API Simulation".
@@ -29,12 +29,12 @@ BLOCKS = (
 TIERS = tuple(f"fabric.topograph.run/tier-{tier}" for tier in range(1, 9))
 OLD_TIERS = tuple(f"network.topology.nvidia.com/{tier}" for tier in ("leaf", "spine", "core"))
 _MODEL_DOMAIN = re.compile(r"accelerat.*/(?:domain|level-0)")
-"""What models call it beside `BLOCKS`."""
+"""Further names that models use for `BLOCKS`."""
 _CLIQUE = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.(\d{1,10})", re.IGNORECASE | re.ASCII)
 
 
 def parse_clique(text: str) -> CliqueId | None:
-    """``<ClusterUUID>.<CliqueID>``. None for other text, and for the UUID of zeros, which stands for none."""
+    """Parse ``<ClusterUUID>.<CliqueID>``. None for other text, and for the UUID of zeros, which means no fabric."""
     match = _CLIQUE.fullmatch(text.strip())
     if match is None or not match[1].strip("0-"):
         return None
@@ -42,12 +42,12 @@ def parse_clique(text: str) -> CliqueId | None:
 
 
 def from_labels(host: str, labels: Mapping[str, str], where: str) -> PartialTopology:
-    """The labels of one node, as a pod may see its own."""
+    """Return the topology in the labels of one node, as a pod may see its own. Raises `TopologyError`."""
     return PartialTopology(kind="kubernetes", where=where, trays=(_tray(host, labels, where),))
 
 
 def from_kubernetes_nodes(document: Any, where: str = "kubectl get nodes -o json") -> PartialTopology:
-    """A list of nodes, decoded from JSON. Raises `TopologyError`."""
+    """Return the topology in the labels of a list of nodes, decoded from JSON. Raises `TopologyError`."""
     try:
         nodes = [(node["metadata"]["name"], node["metadata"].get("labels") or {}) for node in document["items"]]
     except (KeyError, TypeError) as error:
@@ -60,9 +60,10 @@ def from_kubernetes_nodes(document: Any, where: str = "kubectl get nodes -o json
 
 
 def from_topograph_graph(document: Any, where: str) -> PartialTopology:
-    """``{"instances": [{"id": ..., "network_layers": [leaf, spine], "attributes": {"nvlink": ...}}]}``, decoded from JSON.
+    """Return the topology in a graph of topograph, decoded from JSON.
 
-    An instance's id must be its host name: run topograph with a map of instances to nodes. Raises `TopologyError`.
+    The form is ``{"instances": [{"id": ..., "network_layers": [leaf, spine], "attributes": {"nvlink": ...}}]}``. An
+    instance's id must be its host name: run topograph with a map of instances to nodes. Raises `TopologyError`.
     """
     trays = []
     try:
@@ -79,9 +80,12 @@ def from_topograph_graph(document: Any, where: str) -> PartialTopology:
 
 
 def from_topograph_model(text: str, where: str) -> PartialTopology:
-    """A model, YAML: ``switches`` with ``blocks``, or with ``nodes`` and ``capacity_blocks``. Raises `TopologyError`.
+    """Return the topology in a model of topograph (YAML).
 
-    Models of the first form, where ``switches`` is a list, are refused. Of two levels of domains the outer one is taken.
+    A model has ``switches`` with ``blocks``, or with ``nodes`` and ``capacity_blocks``.
+
+    Models of the first form, where ``switches`` is a list, are refused. Of two levels of domains, the outer one is
+    used. Raises `TopologyError`.
     """
     try:
         model = yaml.safe_load(text)

@@ -1,10 +1,10 @@
-"""NMX and NetQ: where compute trays sit in their racks, by NVLink's manager, and the switches above them, by the network's.
+"""Read trays' places from NMX (NVLink's manager), and the switches above them from NetQ (the network's manager).
 
-Formats: NMX's ``nmx/v1/compute-nodes`` and NetQ's ``topologygraph/fetch-topology``, as NVIDIA's topograph asks for them. A
-node's name must be its host name.
+Formats: NMX's ``nmx/v1/compute-nodes`` and NetQ's ``topologygraph/fetch-topology``, as NVIDIA's topograph requests
+them. A node's name must be its host name.
 
-A domain's UUID is taken as a name for trays that belong together, not as the driver's cluster UUID: nothing says that the
-two are the same, and NMX's compute nodes name no clique.
+A domain's UUID is used as a name for trays that belong together, not as the driver's cluster UUID: nothing states that
+the two are the same, and NMX's compute nodes name no clique.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Tier(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    """``NODE-*-NODE``, in no order that says which is above."""
+    """``NODE-*-NODE``; the order does not say which node is above the other."""
 
 
 class _Graph(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,10 @@ class _Graph(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def from_nmx_compute_nodes(document: Any, where: str = "NMX") -> PartialTopology:
-    """The list of compute nodes, decoded from JSON. A node without a name is left out with a note. Raises `TopologyError`."""
+    """Return the topology in a list of compute nodes, decoded from JSON. Raises `TopologyError`.
+
+    A node without a name is left out with a note.
+    """
     try:
         nodes = msgspec.convert(document, tuple[_ComputeNode, ...])
     except msgspec.ValidationError as error:
@@ -82,9 +85,10 @@ def from_nmx_compute_nodes(document: Any, where: str = "NMX") -> PartialTopology
 
 
 def from_netq_graph(document: Any, where: str = "NetQ") -> PartialTopology:
-    """The graph, decoded from JSON: a list of one. Raises `TopologyError`.
+    """Return the topology in NetQ's graph, decoded from JSON: a list with one item. Raises `TopologyError`.
 
-    A host may hang on several switches. Those that share something below them count as one, named after the first.
+    A host may be connected to several switches. Switches that share something below them count as one, named after the
+    first.
     """
     try:
         (graph,) = msgspec.convert(document, tuple[_Graph])
@@ -111,7 +115,7 @@ def from_netq_graph(document: Any, where: str = "NetQ") -> PartialTopology:
 
 
 def _paths(hosts: Iterable[str], above: Mapping[str, set[str]]) -> dict[str, list[frozenset[str]]]:
-    """The switches above each host, tier by tier. A link goes to a higher tier, so this ends."""
+    """Return the switches above each host, tier by tier. Every link goes to a higher tier, so this ends."""
     at = {host: frozenset([host]) for host in hosts}
     paths: dict[str, list[frozenset[str]]] = {host: [] for host in at}
     while at:
@@ -124,7 +128,7 @@ def _paths(hosts: Iterable[str], above: Mapping[str, set[str]]) -> dict[str, lis
 
 
 def _joined(groups: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Groups that share a member become one. By member."""
+    """Merge groups that share a member, and return member -> its merged group."""
     of: dict[str, frozenset[str]] = {}
     for group in groups:
         whole = group.union(*(of[one] for one in group if one in of))

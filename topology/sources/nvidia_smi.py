@@ -1,6 +1,7 @@
-"""nvidia-smi's text, where NVML cannot be called: its CSV, and the matrix of ``nvidia-smi topo -m``.
+"""Parse nvidia-smi's output, for hosts where NVML cannot be called: its CSV, and the matrix of ``nvidia-smi topo -m``.
 
-The matrix says nothing of NICs on a GB200: there every GPU hangs on its CPU by NVLink-C2C, and all NICs are SYS.
+The matrix says nothing about NICs on a GB200: there every GPU is attached to its CPU by NVLink-C2C, and all NICs are
+SYS.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, Parti
 __all__ = ["QUERY", "TopoMatrix", "from_smi_csv", "parse_topo_matrix", "with_matrix"]
 
 QUERY = "index,uuid,pci.bus_id,serial,fabric.clusterUuid,fabric.cliqueId"
-"""For ``nvidia-smi --query-gpu=... --format=csv,noheader``."""
+"""The fields for ``nvidia-smi --query-gpu=... --format=csv,noheader``."""
 
 _CONNECTION = re.compile(r"X|PIX|PXB|PHB|NODE|SYS|NV\d+")
 _ROW = re.compile(r"\s*GPU(\d+)\s+(\S.*)", re.ASCII)
@@ -29,7 +30,7 @@ _NOTHING = frozenset({"", "n/a", "[n/a]", "[not supported]", "not supported", "[
 
 
 def from_smi_csv(text: str, host: str) -> PartialTopology:
-    """The answer to `QUERY`, with or without a header. Raises `TopologyError`."""
+    """Parse the answer to `QUERY`, with or without a header. Raises `TopologyError`."""
     gpus = []
     for row in csv.reader(line for line in text.splitlines() if line.strip()):
         cells = [cell.strip() for cell in row]
@@ -52,21 +53,21 @@ def from_smi_csv(text: str, host: str) -> PartialTopology:
 
 
 class TopoMatrix(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one host, by GPU index."""
+    """The matrix of one host, by GPU index."""
 
     nvlinks: dict[int, int]
-    """To the GPU that it has the most to."""
+    """GPU -> the number of NVLinks to the GPU that it has the most to."""
     nics: dict[int, tuple[str, ...]]
-    """Behind the same PCIe switch or host bridge, the nearest first."""
+    """GPU -> NICs behind the same PCIe switch or host bridge, nearest first."""
     cpus: dict[int, str]
     numa: dict[int, int]
 
 
 def parse_topo_matrix(text: str) -> TopoMatrix:
-    """``nvidia-smi topo -m``. Raises `TopologyError` when there is no matrix in it.
+    """Parse the output of ``nvidia-smi topo -m``. Raises `TopologyError` when there is no matrix in it.
 
-    Told apart by its cells rather than by its columns: a header may be underlined by escapes or wrapped, two names may run
-    into each other, lines may stand before the matrix, and empty cells shift what comes after.
+    Rows are recognised by their cells rather than by columns: a header may contain escapes or be wrapped, two names may
+    run into each other, other lines may come before the matrix, and empty cells shift what follows.
     """
     lines = [_ESCAPE.sub("", line).rstrip() for line in text.splitlines()]
     gpu_rows: dict[int, tuple[list[str], list[str]]] = {}
@@ -95,7 +96,7 @@ def parse_topo_matrix(text: str) -> TopoMatrix:
 
 
 def with_matrix(partial: PartialTopology, matrix: TopoMatrix) -> PartialTopology:
-    """The one tray of ``partial``, with what the matrix adds."""
+    """Add the matrix's data to the one tray of ``partial``, where it is missing."""
     (tray,) = partial.trays
     gpus = tuple(
         msgspec.structs.replace(
@@ -110,7 +111,10 @@ def with_matrix(partial: PartialTopology, matrix: TopoMatrix) -> PartialTopology
 
 
 def _cells(rest: str) -> tuple[list[str], list[str]] | None:
-    """Connections, then the affinities. Tabs divide them where there are any, so that an empty one is seen."""
+    """Return the connections and the affinities of a row; None for another line.
+
+    Cells are split at tabs where there are any, so that an empty cell is seen.
+    """
     words = [word.strip() for word in (rest.split("\t") if "\t" in rest else rest.split())]
     connections: list[str] = []
     while words and (_CONNECTION.fullmatch(words[0]) or (not words[0] and not connections)):
@@ -121,7 +125,10 @@ def _cells(rest: str) -> tuple[list[str], list[str]] | None:
 
 
 def _affinities(rest: list[str], index: int, matrix: TopoMatrix) -> None:
-    """CPU affinity, NUMA affinity, the GPU's own node: any of them may be empty or N/A."""
+    """Store the affinities of a row: CPU affinity, NUMA affinity, the GPU's own node.
+
+    Any of them may be empty or N/A.
+    """
     cpus = rest[0] if rest else ""
     numa = rest[1] if len(rest) > 1 else ""
     if _NUMBERS.fullmatch(cpus):
@@ -131,7 +138,7 @@ def _affinities(rest: list[str], index: int, matrix: TopoMatrix) -> None:
 
 
 def _column_names(lines: list[str], count: int) -> list[str]:
-    """The header's names, of however many lines it takes, as many as a row has connections."""
+    """Return the names in the header, however many lines it takes: as many as a row has connections."""
     before: list[str] = []
     for line in lines:
         row = _ROW.match(line)
@@ -143,7 +150,7 @@ def _column_names(lines: list[str], count: int) -> list[str]:
     names = re.findall(
         r"GPU\d+|NIC\d+|mlx\d+_(?:bond_)?\d+?(?=mlx|NIC|GPU|\s|$)|\b(?!CPU|NUMA|Affinity|GPU|ID)\w+_\w+", header
     )
-    if len(names) < count:  # cut off or unreadable: the GPUs come first, and what follows has no name
+    if len(names) < count:  # cut off or unreadable: the GPUs come first, and the rest gets numbered names
         gpus = sum(1 for line in lines if (row := _ROW.match(line)) and _cells(row[2]))
         names = [f"GPU{at}" for at in range(gpus)] + [f"NIC{at}" for at in range(count - gpus)]
     return names[:count]

@@ -1,7 +1,7 @@
-"""What one source knows of the topology, and the topology that several sources know together.
+"""What one source knows of the topology, and the merge of several sources into one topology.
 
-Sources are merged by host. Where one is silent the next speaks, in the order of `PRECEDENCE`; where two contradict each
-other about a clique, a rack or a GPU's UUID, nobody is believed: `SourcesDisagree` names both.
+Sources are merged by host. Where one source lacks a value the next is used, in the order of `PRECEDENCE`. Where two
+contradict each other about a clique, a rack or a GPU's UUID, neither is used: `SourcesDisagree` names both.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ PRECEDENCE: tuple[Kind, ...] = ("nvml", "nvidia-smi", "nmx", "kubernetes", "topo
 
 
 class FoundGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A GPU as one source reports it. Empty fields are not known."""
+
     index: int
     uuid: str = ""
     module_id: int | None = None
@@ -44,34 +46,44 @@ class FoundGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FoundTray(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tray as one source reports it. Empty fields are not known."""
+
     host: str
-    """By which sources are joined: the host name without its domain."""
+    """The host name without its domain, by which sources are merged."""
     rack: str = ""
     """Serial of the chassis."""
     index: int | None = None
-    """Among the compute trays of its rack."""
+    """Position among the compute trays of its rack."""
     slot: int | None = None
     serial: str = ""
     gpus: tuple[FoundGpu, ...] = ()
     clique: CliqueId | None = None
-    """Of all its GPUs, where the source knows hosts only."""
+    """The clique of all its GPUs, where the source knows hosts only."""
     block: str = ""
-    """A name for hosts that belong together, such as Slurm's block: taken for an NVLink domain when nobody knows cliques."""
+    """A name for hosts that belong together, such as Slurm's block.
+
+    It counts as an NVLink domain if no source knows cliques.
+    """
     fabric: tuple[str, ...] = ()
-    """The switches above it, the nearest first."""
+    """The switches above it, nearest first."""
 
 
 class PartialTopology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one source knows."""
+
     kind: Kind
     where: str
-    """Read from: ``NVML on tray-03``, ``/etc/slurm/topology.yaml``."""
+    """Where it was read, such as ``NVML on tray-03`` or ``/etc/slurm/topology.yaml``."""
     trays: tuple[FoundTray, ...]
     notes: tuple[str, ...] = ()
-    """What could not be read, and what follows from it."""
+    """What could not be read, and what follows from that."""
 
 
 def partial_of_reading(reading: TrayReading, host: str) -> PartialTopology:
-    """This tray as NVML tells it. A GPU that is lost and was never read has no UUID, and is left out with a note."""
+    """Return this tray as NVML reports it.
+
+    A GPU without a UUID (lost before it was ever read) is left out with a note.
+    """
     platforms = [gpu.platform for gpu in reading.gpus if gpu.platform is not None]
     place = platforms[0] if platforms else None
     notes = [f"GPU {gpu.index} is {gpu.verdict or 'nameless'} and left out" for gpu in reading.gpus if not gpu.uuid]
@@ -103,7 +115,10 @@ def partial_of_reading(reading: TrayReading, host: str) -> PartialTopology:
 
 
 def partial_of_tray(topology: Topology, name: str, where: str) -> PartialTopology:
-    """The tray ``name`` as a rack file describes it; ``where`` is the file. Its host is the tray's name. Raises KeyError."""
+    """Return the tray ``name`` as a rack file describes it. ``where``: the file. Its host is the tray's name.
+
+    Raises KeyError for an unknown tray.
+    """
     rack, tray = topology.trays[name]
     clique_of = {gpu: clique.id for clique in topology.cliques for gpu in clique.gpus}
     gpus = tuple(
@@ -133,9 +148,9 @@ def partial_of_tray(topology: Topology, name: str, where: str) -> PartialTopolog
 
 
 def merge(partials: Iterable[PartialTopology]) -> Topology:
-    """One topology of all of them, whatever their order. Trays are named after their hosts.
+    """Merge sources into one topology, in any order. Trays are named after their hosts.
 
-    Raises `SourcesDisagree`, and `TopologyError` for what cannot be or has no GPUs.
+    Raises `SourcesDisagree`, and `TopologyError` for an impossible topology or one without GPUs.
     """
     ordered = sorted(partials, key=lambda one: (PRECEDENCE.index(one.kind), one.where, msgspec.json.encode(one)))
     said: dict[str, list[_Said]] = {}
@@ -143,7 +158,7 @@ def merge(partials: Iterable[PartialTopology]) -> Topology:
         for tray in partial.trays:
             said.setdefault(tray.host, []).append(_Said(partial.kind, partial.where, tray))
     hosts = [_Host(host, sources) for host, sources in sorted(said.items())]
-    hosts = [host for host in hosts if host.gpus]  # what only a scheduler knows of runs nothing for us
+    hosts = [host for host in hosts if host.gpus]  # a host that only a scheduler knows runs nothing here
     if not hosts:
         raise TopologyError("no source knows any GPU.", remedy="run where NVML answers, or give a rack file.")
     _name_racks(hosts)
@@ -169,7 +184,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class _Host:
-    """One host, as all sources together have it."""
+    """One host, with the values that all sources give together."""
 
     def __init__(self, name: str, sources: Sequence[_Said]) -> None:
         self.name, self._sources = name, sources
@@ -184,11 +199,12 @@ class _Host:
         self.gpus = tuple(gpu for gpu in found if gpu.uuid)
 
     def clique_of(self, gpu: Gpu) -> CliqueId | None:
+        """Return a GPU's clique; None when no source names one. Raises `SourcesDisagree`."""
         known = self._agreed(
             f"GPU {gpu.index} of {self.name} is in clique",
             lambda tray: next((one.clique for one in tray.gpus if one.index == gpu.index), None) or tray.clique,
         )
-        # The driver knows all cliques of several hosts: where it names none, a block is only a place.
+        # The driver knows all cliques that span hosts: where it names none, a block is only a location.
         guess = self.block and not any(said.kind == "nvml" for said in self._sources)
         return known or (CliqueId(f"block:{self.block}", 0) if guess else None)
 
@@ -212,7 +228,7 @@ class _Host:
         return next((value for value in values if value not in (None, "", ())), None)
 
     def _agreed(self, what: str, take: Callable[[FoundTray], T | None]) -> T | None:
-        """The same, where two different answers are an error."""
+        """Return the value that the sources give. Raises `SourcesDisagree` when two give different ones."""
         found: tuple[T, str] | None = None
         for said in self._sources:
             value = take(said.tray)
@@ -229,7 +245,10 @@ class _Host:
 
 
 def _name_racks(hosts: Sequence[_Host]) -> None:
-    """A host whose chassis nobody knows is in the rack of its clique, when that is one; else in one of its own."""
+    """Give hosts with an unknown chassis a rack.
+
+    It is that of their clique if the clique is in one rack, else a rack of their own.
+    """
     racks_of: dict[CliqueId, set[str]] = {}
     cliques = {host.name: {clique for gpu in host.gpus if (clique := host.clique_of(gpu))} for host in hosts}
     for host in hosts:
@@ -244,7 +263,7 @@ def _name_racks(hosts: Sequence[_Host]) -> None:
 
 
 def _rack(serial: str, hosts: Sequence[_Host]) -> Rack:
-    """Trays whose index nobody knows take those that are free, by name."""
+    """Build a rack. Trays with an unknown index take the free ones, in the order of their names."""
     taken = {host.index for host in hosts if host.index is not None}
     free = (index for index in range(len(hosts) + len(taken)) if index not in taken)
     trays = tuple(

@@ -1,6 +1,7 @@
-"""Slurm's topology: blocks are NVLink domains by convention, switches the network above.
+"""Read Slurm's topology: its blocks are NVLink domains by convention, its switches the network above.
 
-Formats: topology.yaml(5) and topology.conf(5); SLURM_TOPOLOGY_ADDR of sbatch(1), ``block.node`` or ``switch.switch.node``.
+Formats: topology.yaml(5) and topology.conf(5); SLURM_TOPOLOGY_ADDR of sbatch(1), ``block.node`` or
+``switch.switch.node``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PART = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def expand_hosts(text: str) -> list[str]:
-    """``tray[01-03,07],login`` to names; zeros in front are kept. Raises `TopologyError`."""
+    """Expand a host list such as ``tray[01-03,07],login`` to names; leading zeros are kept. Raises `TopologyError`."""
     found: list[str] = []
     for item in _outside_brackets(text):
         pieces = re.split(r"\[([^\]]*)\]", item)
@@ -37,7 +38,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def from_topology_yaml(text: str, where: str = "topology.yaml") -> PartialTopology:
-    """The first topology of blocks and the first of switches in the file. Raises `TopologyError`."""
+    """Return the first topology of blocks and the first of switches in a topology.yaml. Raises `TopologyError`."""
     try:
         document = yaml.safe_load(text)
         topologies = [one for one in document if "block" in one or "tree" in one]
@@ -54,7 +55,10 @@ def from_topology_yaml(text: str, where: str = "topology.yaml") -> PartialTopolo
 
 
 def from_topology_conf(text: str, where: str = "topology.conf") -> PartialTopology:
-    """``BlockName=... Nodes=...`` and ``SwitchName=... Switches=...|Nodes=...``. Raises `TopologyError`."""
+    """Return the topology in a topology.conf. Raises `TopologyError`.
+
+    Its lines are ``BlockName=... Nodes=...`` and ``SwitchName=... Switches=...|Nodes=...``.
+    """
     blocks, switches = [], []
     joined = re.sub(r"\\\s*\n", " ", text)
     for number, line in enumerate(joined.splitlines(), 1):
@@ -72,7 +76,10 @@ def from_topology_conf(text: str, where: str = "topology.conf") -> PartialTopolo
 
 
 def from_topology_addr(host: str, addr: str, pattern: str = "", where: str = "SLURM_TOPOLOGY_ADDR") -> PartialTopology:
-    """This node's own, of its environment. ``pattern`` is SLURM_TOPOLOGY_ADDR_PATTERN: ``block.node``, ``switch.node``."""
+    """Return the topology of this node, from its environment.
+
+    ``pattern``: SLURM_TOPOLOGY_ADDR_PATTERN, such as ``block.node`` or ``switch.node``. Raises `TopologyError`.
+    """
     parts, kinds = addr.split("."), pattern.split(".")
     if pattern and len(kinds) != len(parts):
         raise TopologyError(
@@ -87,7 +94,10 @@ def from_topology_addr(host: str, addr: str, pattern: str = "", where: str = "SL
 def of_blocks(
     kind: Kind, where: str, blocks: Sequence[tuple[str, str]], switches: Sequence[tuple[str, str, str]]
 ) -> PartialTopology:
-    """``blocks``: (name, hosts); ``switches``: (name, switches below, hosts), both as `expand_hosts` reads them. Raises `TopologyError`."""
+    """Return the topology of blocks, (name, hosts), and switches, (name, switches below, hosts).
+
+    Hosts and switches are lists that `expand_hosts` reads. Raises `TopologyError` for a host in two blocks.
+    """
     block_of: dict[str, str] = {}
     for block, nodes in blocks:
         for host in expand_hosts(nodes):
