@@ -282,7 +282,7 @@ class Rejoin:
         self._say_unlike(plan, manifest)
 
     def _say_unlike(self, plan: Plan, manifest: Manifest) -> None:
-        """Print once when the adopted state was computed with other hardware, libraries or settings than this rank's."""
+        """Print once when the adopted state was computed with other hardware, libraries or settings than here."""
         different = unlike(manifest.numerics, self._runtime.device)
         if different and different != self._unlike:
             self._unlike = different
@@ -470,7 +470,7 @@ class Rejoin:
         return left - 1 if left else None
 
     def _address(self, mine: Member) -> str:
-        """Return the end of the address of this process's snapshots, which is the same for every agent that keeps them."""
+        """Return the end of the address of this process's snapshots, the same for every agent that keeps them."""
         return f"/{mine.slot}/{mine.incarnation}"
 
 

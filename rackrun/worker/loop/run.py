@@ -1,4 +1,4 @@
-"""The `Run` object that the user's ``main(run)`` receives: position in the run, data, tracked state, and the step loop."""
+"""The `Run` object that the user's ``main(run)`` receives: position, data, tracked state, and the step loop."""
 
 from __future__ import annotations
 
@@ -304,8 +304,8 @@ class Run:
         self._checks.begins_loop()
         done = self._units.passed
         if done.step > total:
-            # Resumed from a checkpoint: this start asks for fewer steps than are committed. The at_end phases follow the
-            # last committed step.
+            # Resumed from a checkpoint: this start asks for fewer steps than are committed. The at_end phases follow
+            # the last committed step.
             if self.is_main and not done.phase:
                 say(
                     f"step {done.step} is committed, and run.steps({total}) ends before it: no step is left, and run.at_end follows"
