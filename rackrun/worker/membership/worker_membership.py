@@ -145,8 +145,8 @@ class World:
         self._has_state = True
         """Whether this process holds state: not between leaving ``main`` and the new state being filled."""
         self.resumed = Generation(0)
-        """The newest generation in which this worker was given its state and all ranks had reported what they knew; 0 if none
-        (see `rackrun.protocol.events.WorkerParked`)."""
+        """The newest generation in which this worker was given its state and heard what all ranks knew; 0 if none (see
+        `rackrun.protocol.events.WorkerParked`)."""
         self._seated: tuple[Member, ...] = ()
         """The members of the world by rank, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
