@@ -32,9 +32,8 @@ def leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
             continue
         elif isinstance(one, (Mapping, list, tuple)):
             items = list(one.items() if isinstance(one, Mapping) else enumerate(one))
-            for key, item in reversed(
-                items
-            ):  # a comprehension would be a function call of its own, and there may be a container for each parameter
+            # A comprehension would be a function call of its own, and there may be a container for each parameter.
+            for key, item in reversed(items):
                 left.append((f"{path}/{key}", item))
     return found
 
