@@ -1,6 +1,7 @@
-"""The same arithmetic in C, compiled when there is a compiler: one pass over memory where torch's operations make five.
+"""The arithmetic of `rackrun.worker.exact.fixed_point` in C, compiled if there is a compiler: one pass over memory
+where torch needs five.
 
-It computes the same bits, so ranks with and without it agree. ``RACKRUN_KERNELS=0`` does without.
+It computes the same bits, so ranks with and without it agree. ``RACKRUN_KERNELS=0`` turns it off.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _check(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @functools.cache
 def load() -> Kernel | None:
-    """None where nothing can be compiled: torch's own operations do the same."""
+    """Return the compiled kernel; None if nothing can be compiled, as torch's own operations do the same."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.environ.get("RACKRUN_KERNELS") == "0":
         return None
