@@ -49,7 +49,7 @@ class LearningRates:
                 continue
             if isinstance(
                 own, torch.Tensor
-            ):  # in place: a graph or a kernel may hold on to it, and groups may share it
+            ):  # in place, because a graph or kernel may refer to it, and groups may share it
                 tensors.add(id(own))
                 before = own.detach().clone()
                 with torch.no_grad():

@@ -152,7 +152,7 @@ class _Nccl(ABC):
     def _end(self) -> None:
         """End the communicator. Later calls are refused without a wait, as NCCL frees only when the device has passed
         what was enqueued."""
-        with contextlib.suppress(RuntimeError):  # a device that has failed: its communicator is ended all the same
+        with contextlib.suppress(RuntimeError):  # if the device has failed, its communicator is ended anyway
             use_device(self._device)
         nobody_inside = self._enqueue.acquire(timeout=_ENQUEUE_S)
         self._broken = True
@@ -165,7 +165,7 @@ class _Nccl(ABC):
             lets_go = self._stop()
         if lets_go and not nobody_inside and self._enqueue.acquire(timeout=_LEAVE_S):
             self._enqueue.release()
-        with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
+        with contextlib.suppress(RuntimeError):  # raised by a communicator that has failed already
             self._free()
 
     @abstractmethod

@@ -13,7 +13,7 @@ __all__ = ["prepare_environment"]
 
 _ALWAYS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog would end survivors when a peer is lost
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the thread that watches the watchdog
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the thread that monitors the watchdog
     # after an error it writes dumps, and makes others write theirs through the store
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",  # rackrun informs the others

@@ -10,8 +10,8 @@ the two ranks would know whether it exists on the other.
 
 A call returns at once, whatever has to be built for it (`rackrun.worker.communicators.deferred_collective`), so a send
 may be called before a collective, and the receive after it. Calls on one communicator begin in their order. A batch
-begins when the communicators of all its peers exist, which are started in the order of the pairs' numbers. This order
-is the same on all ranks, so no pairs wait for each other in a circle.
+begins when the communicators of all its peers exist, pair by pair in the order of the pairs' numbers. This order is the
+same on all ranks, so pairs never wait for each other in a circle.
 
 A build cannot be interrupted, only abandoned: each has a thread, which `break_` leaves alone. One that fails makes all
 calls fail.
@@ -215,7 +215,7 @@ class OnDemand:
                 begun.append(call.work)
                 with self._lock:
                     for part in call.parts:
-                        if part.calls:  # a break has taken them
+                        if part.calls:  # otherwise a break has removed them
                             part.calls.popleft()
                 call.work.show()
         for work in begun:

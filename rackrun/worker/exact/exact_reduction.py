@@ -194,7 +194,7 @@ class ExactReduction:
         if self._world.rank:
             return 0.0
         total = 0.0
-        for loss in seen.tolist():  # always in this order
+        for loss in seen.tolist():  # always in this order, for the same bits
             total += 0.0 if loss == -math.inf else loss
         return total if total < math.inf else math.nan
 

@@ -124,7 +124,7 @@ def load() -> Kernel | None:
     try:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             return _build(compiler, f"/proc/{os.getpid()}/fd/{memory}")
-        # Some linkers write into folders alone, and some systems run nothing out of anonymous memory.
+        # Some linkers write only into folders, and some systems run no code from anonymous memory.
         with (
             tempfile.TemporaryDirectory(prefix="rackrun-kernel-") as folder,
             contextlib.suppress(OSError, subprocess.SubprocessError),
@@ -136,7 +136,7 @@ def load() -> Kernel | None:
 
 
 def _build(compiler: str, library: str) -> Kernel:
-    """``library``: in memory it is gone with this process, however that ends."""
+    """Compile the kernel into the file ``library``, and load it. A file in memory disappears when this process ends."""
     command = [compiler, "-pipe", "-x", "c", "-", "-o", library, *_FLAGS]
     subprocess.run(command, input=_SOURCE.encode(), check=True, capture_output=True, timeout=60)
     return Kernel(ctypes.CDLL(library))

@@ -132,7 +132,7 @@ class ReplicaCheck:
         """
         kin = [rank for rank, (layout, _) in enumerate(classes) if layout == classes[self._world.rank][0]]
         if len(set(classes)) == len({layout for layout, _ in classes}):
-            return True  # some class is parted in itself, or this is nobody's to ask
+            return True  # all ranks with the same parameters hold the same state
         named = self._state.content_by_name()
         counts = [row[0] for row in self._gather([len(named)])]
         everyone = self._gather([*named.values(), *[0] * (max(counts) - len(named))])
@@ -171,7 +171,7 @@ class ReplicaCheck:
             self.gates_move = True
             self.unique.choose(
                 tuple(self._state.buffers()), size
-            )  # what changes after a gate was not seen to differ when they were compared
+            )  # buffers that change after a gate did not differ when ranks were compared
             return False
         if not fresh and not self.changed_late and not self._told:
             self.changed_late = True

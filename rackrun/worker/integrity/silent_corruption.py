@@ -87,7 +87,7 @@ class CorruptionCheck:
     def committed(self, at: Position, *, first_of_generation: bool, last: bool) -> bool:
         """Begin a snapshot of a committed step if the next step compares, and return whether one was begun. ``last``:
         the next step is the run's last."""
-        if first_of_generation:  # whoever has joined can go back no further
+        if first_of_generation:  # ranks that have joined cannot go back further
             self._soon = (self._world.generation, at.step + 1)
         if not self.due(at.step + 1, last=last) or not self._goes_back():
             return False

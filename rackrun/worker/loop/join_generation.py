@@ -144,7 +144,7 @@ class Rejoin:
         """End this process if what it has done in the code after the loop keeps it from taking part: no other rank
         could repeat that."""
         if plan.reshard is not None:
-            return  # main is left, and entered again
+            return  # main will be left and entered again
         if plan.rollback is not None and (self._world.has_met_after or self.loop_end.changed()):
             back = f"all go back to step {plan.rollback}"
             self._give_place_up(f"is in the code after the loop, and {back}")

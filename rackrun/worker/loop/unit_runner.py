@@ -324,7 +324,7 @@ class UnitRunner:
         self._result = None  # a recovery at the end of the loop's body may have left the result of an older unit
         self._owed = None if at.phase else at
         self._catch_up()
-        result: T = self._result  # of the last attempt, which was at this unit
+        result: T = self._result  # the last attempt was at this unit
         self._result = None  # it may be large
         # a recovery was the last thing to happen, or is due
         if self._page.activity is not Activity.BETWEEN or self._world.broken:
@@ -404,7 +404,7 @@ class UnitRunner:
         code has already begun."""
         self._between = self._owed = None
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
-        self._settle()  # the script may change the state from here on, and a copy of it may be in the making
+        self._settle()  # the script may change the state from here on, while a copy of it may be in progress
         if self._runtime.boot is not None:
             self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
 

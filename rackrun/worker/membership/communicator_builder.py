@@ -85,7 +85,7 @@ class Builder(threading.Thread):
         """Whether all communicators are built, or one cannot be (see ``error``)."""
         self.error: Exception | None = None
         self._plan, self._device, self._token, self._patient, self._done = plan, device, token, patient, done
-        # a group of one rank needs none: a loopback is exact
+        # a group of one rank needs no communicator: a loopback is exact
         self._groups = [(group, group.key, group.rank(), group.ranks) for group in groups if group.size() > 1]
         self._old = [group.communicator for group in groups if group.communicator is not None]
         self._queue, self._handshakes = queue or queue_of(device), handshakes or Handshakes()

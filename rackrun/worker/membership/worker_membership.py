@@ -145,8 +145,8 @@ class World:
         self._has_state = True
         """Whether this process holds state: not between leaving ``main`` and the new state being filled."""
         self.resumed = Generation(0)
-        """The newest generation in which this worker was given its state and heard what all ranks knew; 0 if none (see
-        `rackrun.protocol.events.WorkerParked`)."""
+        """The newest generation in which this worker had its state and had informed all ranks of what it knew; 0 if
+        none (see `rackrun.protocol.events.WorkerParked.resumed`)."""
         self._seated: tuple[Member, ...] = ()
         """The members of the world by rank, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
@@ -635,7 +635,7 @@ class World:
         self.progress.look()
         self.returns.look()
         if self.handshakes.are_under_way:
-            self.page.progress()  # they have a limit of their own
+            self.page.progress()  # handshakes have a limit of their own
 
     def let_device_return(self) -> None:
         """Wait, after a break and before anything is done again, until all that was in flight on the device is over.
@@ -749,7 +749,7 @@ class World:
             self.blocked.new_generation()
         threading.Thread(
             target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True
-        ).start()  # 3 to 30 ms each
+        ).start()  # in a thread, because each drop takes 3 to 30 ms
         del dropped
 
     def give_up_state(self) -> None:

@@ -169,7 +169,7 @@ class Reports:
     def copied(self, kind: str, step: int, outcome: str = "done", *, size: int = 0, seconds: float = 0.0) -> None:
         """Report a copy of the state (see `StateCopied`). Any thread."""
         if self._channel is not None and self._boot is not None:
-            with contextlib.suppress(OSError):  # without an agent this process ends anyway
+            with contextlib.suppress(OSError):  # when the agent is gone this process ends anyway
                 self._channel.send(
                     StateCopied(
                         slot=self._boot.slot,

@@ -65,7 +65,7 @@ class Runtime:
         if not self.world.queue.is_host:
             torch_compat.watch_waits(self.world.own_time.stream_wait)
         rank, size = self._init_groups(boot)
-        if self.channel and boot:  # only now: a plan is built for the groups that exist when it comes
+        if self.channel and boot:  # not earlier: a plan builds the groups that exist when it arrives
             ControlThread(boot, self.channel, self.page, self.world, self.snapshots).start()
             self.channel.send(WorkerElastic(slot=boot.slot, incarnation=boot.incarnation))
             if not boot.spare:

@@ -94,7 +94,7 @@ class Flow:
     def add(self, transfers: list[Transfer], then: Callable[[], None] = lambda: None) -> None:
         """Add a round. ``then`` is called when its transfers are complete."""
         if not self._queue.is_host:
-            for transfer in transfers:  # the stream waits, not the host
+            for transfer in transfers:  # this makes the stream wait, not the host
                 transfer.wait()
         self._rounds.append((transfers, self._queue.mark(), then))
 

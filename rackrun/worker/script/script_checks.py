@@ -263,7 +263,7 @@ class ScriptChecks:
             return
         if not self._readings:
             self._check_data_of_its_own()
-        elif any(gradient is not None for gradient in map(_GRAD, _trained_by(optimizer))):  # the first, as a rule
+        elif any(gradient is not None for gradient in map(_GRAD, _trained_by(optimizer))):  # usually the first one
             self._check_read_through()
             self._check_weighted(step, optimizer)
         self._check_reduced(optimizer)

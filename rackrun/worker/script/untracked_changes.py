@@ -207,7 +207,7 @@ class _Walk:
             yield path, module, True
             return
         for name, one in module.named_modules():
-            # FSDP2 puts a class of its own before the script's
+            # FSDP2 inserts a class of its own before the script's class
             if not any(_is_users(kind.__module__) for kind in type(one).__mro__):
                 continue
             self._seen[id(one)] = one

@@ -127,7 +127,7 @@ class _GpuCopies(HostCopies):
                     for upto in self._copies.in_groups(shard.layout, shard.tensors, paths, into, _GROUP_BYTES):
                         event = torch.cuda.Event(
                             blocking=True
-                        )  # this thread sleeps, and leaves its core to who digests
+                        )  # this thread sleeps, and leaves its core to threads that digest
                         event.record()
                         groups.append((upto, event))
             for upto, event in groups:

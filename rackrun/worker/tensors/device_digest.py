@@ -71,7 +71,7 @@ def _digests(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     count, begin, end, size = described
     places = torch.arange(1, len(sums) + 1, dtype=torch.int64, device=device)
     places -= torch.repeat_interleave(begin, count, output_size=len(sums))
-    totals = torch.zeros(len(sums) + 1, dtype=torch.int64, device=device)  # of all before, modulo 2**64
+    totals = torch.zeros(len(sums) + 1, dtype=torch.int64, device=device)  # sums of all blocks before, modulo 2**64
     torch.cumsum(_mixed(sums + places * _ODD), 0, out=totals[1:])
     return _mixed(totals[end] - totals[begin] + size)
 

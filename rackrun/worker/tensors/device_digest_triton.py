@@ -64,7 +64,7 @@ def load(
             if device.type == "cuda":
                 # so that nothing here waits for the device
                 on_device = on_device.pin_memory().to(device, non_blocking=True)
-            with _current(device):  # Triton launches there
+            with _current(device):  # Triton launches on the current device
                 _sum_runs[(len(table),)](
                     on_device, factors, into, BLOCK=_BLOCK, ALIGNED=aligned, num_warps=8, enable_fp_fusion=False
                 )

@@ -32,7 +32,7 @@ def bytes_to_come(optimizers: Iterable[Optimizer]) -> int | None:
                     continue
                 if held is None:
                     return None
-                found += held * (local_part(parameter).nbytes + _ROOM) + _ROOM  # and its count of steps
+                found += held * (local_part(parameter).nbytes + _ROOM) + _ROOM  # the last for its step counter
     return found
 
 

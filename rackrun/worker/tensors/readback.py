@@ -29,7 +29,7 @@ class Readback:
             copy = tensor.to(torch.float64, copy=True) if plain else tensor
         elif plain:
             copy = torch.empty(tensor.shape, dtype=torch.float64, pin_memory=True)
-        else:  # a DTensor, of loss_parallel
+        else:  # a DTensor, from loss_parallel
             copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         if not on_host:
             copy.copy_(tensor, non_blocking=True)

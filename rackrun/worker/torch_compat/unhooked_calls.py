@@ -132,7 +132,7 @@ def _tell_of_changes(kind: Any, call: str) -> None:
         global _inside  # noqa: PLW0603 - of the main thread
         outermost, _inside = not _inside, True
         try:
-            # a schedule that is given the number of the step depends on nothing else
+            # a schedule that receives the step's number depends on nothing else
             of_step = isinstance(self, lr_scheduler.LRScheduler) and not isinstance(
                 self, lr_scheduler.ReduceLROnPlateau
             )

@@ -164,7 +164,7 @@ def reduced_by(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
 
 
 def ignored_by(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
-    """Return the parameters that DDP was told to ignore, because they are reduced elsewhere or not at all."""
+    """Return the parameters that DDP must ignore, because they are reduced elsewhere or not at all."""
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
     return [parameter for name, parameter in module.module.named_parameters() if name in ignored]
 

@@ -276,7 +276,7 @@ def _states(subs: Sequence[FSDPModule]) -> list[Any]:
 def _groups(states: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for state in states:
-        several = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
+        several = getattr(state, "_fsdp_param_groups", None)  # a single group up to torch 2.12
         if several is not None:
             found += several
         elif state._fsdp_param_group:
