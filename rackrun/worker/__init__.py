@@ -1,1 +1,2 @@
-"""The worker's side: the decorator, the step loop, groups that can be broken and rebuilt, and the state that is kept."""
+"""The worker process: the ``elastic`` decorator, the step loop, process groups that can be broken and rebuilt, and the
+tracked state."""

@@ -1,4 +1,4 @@
-"""How large the global batch was, run by run, and what follows from it: arithmetic."""
+"""Computes positions in the data from the history of global batch sizes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import TypeAlias
 __all__ = ["BatchRun", "place", "shards_before"]
 
 BatchRun: TypeAlias = tuple[int, int]
-"""(first step, micro-batches in the global batch): steps with the same, up to the next run's first. The first of all begins at step 0."""
+"""(first step, micro-batches in the global batch), valid until the first step of the next run. The first run begins at
+step 0."""
 
 
 def shards_before(runs: Sequence[BatchRun], step: int) -> int:
-    """Micro-batches of all steps before ``step``."""
+    """Return the number of micro-batches in all steps before ``step``."""
     stops = [first for first, _ in runs[1:]] + [step]
     return sum(max(min(stop, step) - first, 0) * shards for (first, shards), stop in zip(runs, stops, strict=True))
 
 
 def place(runs: Sequence[BatchRun], step: int, samples: int, micro_batch: int) -> tuple[int, int]:
-    """(epoch, how many of its samples were used before): where ``step`` begins. What is left of an epoch and too little for the whole
-    batch of the next step is left out."""
+    """Return where ``step`` begins in the data: (epoch, number of its samples used before).
+
+    The rest of an epoch that is too small for the whole batch of the next step is left out.
+    """
     epoch = used = 0
     for at, (first, shards) in enumerate(runs):
         stop = min(runs[at + 1][0], step) if at + 1 < len(runs) else step

@@ -1,6 +1,7 @@
-"""Multiplies the learning rates of an optimizer while its ``step()`` runs, and no longer.
+"""Multiplies the learning rates of an optimizer only while its ``step()`` runs.
 
-A scheduler, a checkpoint, ``run.log`` see the script's own: nothing is multiplied twice, and nothing is lost when one of them writes.
+A scheduler, a checkpoint and ``run.log`` see the script's own rates, so nothing is multiplied twice, and nothing is
+lost when one of them writes a rate.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ __all__ = ["LearningRates"]
 
 
 class LearningRates:
+    """The learning rates that are scaled at the moment."""
+
     def __init__(self) -> None:
         self._scaled: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
-        """Optimizer -> its groups, with the script's own learning rate and the one that counts now."""
+        """Optimizer (by ``id``) -> its groups, each with the script's own learning rate and the scaled one."""
 
     def check(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Raises `StepError` for one without learning rates."""
+        """Raise `StepError` for an optimizer with a group without a learning rate."""
         for index, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             fits = isinstance(rate, numbers.Real) or (isinstance(rate, torch.Tensor) and rate.is_floating_point())
@@ -33,7 +36,8 @@ class LearningRates:
                 )
 
     def scale(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Before its ``step()``. Groups that it shares with one that is at its own ``step()`` already (a wrapper) are left alone."""
+        """Multiply the rates before the optimizer's ``step()``. Groups shared with an optimizer that is inside its
+        ``step()`` already (a wrapper) are left alone."""
         if factor == 1.0 or id(optimizer) in self._scaled:
             return
         busy = {id(group) for groups in self._scaled.values() for group, _, _ in groups}
@@ -45,7 +49,7 @@ class LearningRates:
                 continue
             if isinstance(
                 own, torch.Tensor
-            ):  # in place: a graph or a kernel may hold on to it, and groups may share it
+            ):  # in place, because a graph or kernel may refer to it, and groups may share it
                 tensors.add(id(own))
                 before = own.detach().clone()
                 with torch.no_grad():
@@ -57,11 +61,11 @@ class LearningRates:
         self._scaled[id(optimizer)] = found
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """After it."""
+        """Restore the script's own rates after the optimizer's ``step()``."""
         _put_back(self._scaled.pop(id(optimizer), ()))
 
     def restore_all(self) -> None:
-        """Whatever was left in the middle of a ``step()``."""
+        """Restore the rates of all optimizers whose ``step()`` was interrupted."""
         for groups in self._scaled.values():
             _put_back(groups)
         self._scaled.clear()
@@ -70,7 +74,7 @@ class LearningRates:
 def _put_back(groups: Iterable[tuple[dict[str, Any], Any, Any]]) -> None:
     for group, own, scaled in groups:
         if group["lr"] is not scaled:
-            continue  # a hook of the script's has written it meanwhile: that is what it wants
+            continue  # a hook of the script has written the rate meanwhile; its value stays
         if isinstance(scaled, torch.Tensor):
             with torch.no_grad():
                 scaled.copy_(own)

@@ -1,8 +1,8 @@
-"""``batch="scale_lr"``: by what learning rates are multiplied while the global batch is smaller than the whole one.
+"""``batch="scale_lr"``: computes the factor for learning rates while the global batch is smaller than the full one.
 
-All of it is a pure function of the batches of the steps so far. A factor that falls does so at once: a smaller batch with the old
-learning rate is what the rule is there to avoid. One that rises may do so in steps (``warmup_steps``): that is where training
-diverges, when a learning rate jumps up.
+The factor is a pure function of the batches of the steps so far. One that falls falls at once: the rule is there to
+avoid a smaller batch with the old learning rate. One that rises may do so in steps (``warmup_steps``), because training
+may diverge when a learning rate jumps up.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ _REMEDY = 'return a float, such as batch / full_batch; or use rule="linear" or "
 
 @dataclass(frozen=True)
 class ScaleLR:
-    """After a shrink every data-parallel rank keeps its micro-batches: the global batch shrinks with the ranks, and the learning
-    rates of all tracked optimizers are multiplied by a factor. Both grow again with the world.
+    """Scale the global batch with the world, and learning rates with the batch.
 
-    rule: ``"linear"``: batch / full batch (SGD; `Goyal et al. <https://arxiv.org/abs/1706.02677>`_). ``"sqrt"``: the root of that
-        (Adam and its kin; `Malladi et al. <https://arxiv.org/abs/2205.10287>`_). Or a function of (batch, full batch), in samples: a
-        pure one, the same on all ranks, that returns a number from 1e-9 to 100.
-    warmup_steps: so many steps a factor that rises needs, in equal parts, before it is what the rule says. One that falls falls at once.
+    After a shrink every data-parallel rank keeps its micro-batches. So the global batch shrinks with the ranks, and the
+    learning rates of all tracked optimizers are multiplied by a factor. Both grow again with the world.
+
+    rule: ``"linear"``: batch / full batch (SGD; `Goyal et al. <https://arxiv.org/abs/1706.02677>`_). ``"sqrt"``: the
+        square root of that (Adam and similar optimizers; `Malladi et al. <https://arxiv.org/abs/2205.10287>`_). Or a
+        function of (batch, full batch), in samples: it must be pure, the same on all ranks, and return a number from
+        1e-9 to 100.
+    warmup_steps: the number of steps in which a rising factor reaches the rule's value, in equal parts. A falling
+        factor falls at once.
 
     Raises `UsageError` for anything else.
 
@@ -62,7 +66,8 @@ class ScaleLR:
         return getattr(self.rule, "__name__", repr(self.rule)) if callable(self.rule) else self.rule
 
     def factor(self, batch: int, full_batch: int) -> float:
-        """Raises `UsageError` when the rule raises, or returns what is no factor."""
+        """Return the rule's factor for a batch of ``batch`` samples. Raises `UsageError` when the rule raises, or
+        returns no valid factor."""
         rule = self.rule if callable(self.rule) else _RULES[self.rule]
         what = f"the learning-rate rule {self.named!r}, asked for a batch of {batch} of {full_batch} samples,"
         try:
@@ -82,7 +87,7 @@ Mode: TypeAlias = Literal["constant", "scale_lr"] | ScaleLR
 
 
 def scaling(mode: Mode) -> ScaleLR | None:
-    """None: the global batch is constant. Raises `UsageError` for what is not known."""
+    """Return the rule for ``mode``; None for a constant global batch. Raises `UsageError` for an unknown mode."""
     if isinstance(mode, ScaleLR):
         return mode
     if mode == "constant":
@@ -93,7 +98,7 @@ def scaling(mode: Mode) -> ScaleLR | None:
 
 
 def factor_at(runs: Sequence[BatchRun], step: int, target: Callable[[int], float], warmup_steps: int) -> float:
-    """The factor of ``step``. ``target``: what the rule says of so many micro-batches."""
+    """Return the factor of ``step``. ``target``: returns the rule's factor for a number of micro-batches."""
     found = 0.0
     for at, (first, shards) in enumerate(runs):
         if first > step:

@@ -1,7 +1,7 @@
-"""The axes of ``run.mesh``, with their sizes: as the script asks for them, or as the launcher was told (``rackrun --mesh``).
+"""Finds the axes of ``run.mesh`` and their sizes, from the script or from the launcher (``rackrun --mesh``).
 
-When the world has another number of ranks than at the start, the first of the axes that split the data has what the others leave,
-whatever it was.
+When the world has another number of ranks than at the start, the first data-parallel axis takes what the other axes
+leave, whatever size it had.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from rackrun.errors import UsageError
 __all__ = ["MESH_VARIABLE", "MIN_RANKS_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
 
 MESH_VARIABLE = "RACKRUN_MESH"
-"""Set by the launcher: ``dp=16,tp=4``."""
+"""Environment variable that the launcher sets, such as ``dp=16,tp=4``."""
 MIN_RANKS_VARIABLE = "RACKRUN_MIN_RANKS"
-"""Set by the launcher: how far the world may shrink; 0: not at all."""
+"""Environment variable that the launcher sets: the fewest ranks that the world may shrink to; 0: it may not."""
 
 
 def axes_of(
     script: Mapping[str, int] | None, world_size: int, environment: Mapping[str, str], *, changed: bool = False
 ) -> Axes:
-    """None of them open. () when neither script nor launcher names any. ``changed``: the world may have other ranks by now than
-    those that script and launcher speak of.
+    """Return the axes with all sizes known; () when neither script nor launcher names any.
 
-    Raises `UsageError` when both do, and not the same.
+    ``changed``: the world may have another number of ranks by now than script and launcher assume. Raises `UsageError`
+    when both name axes that are not the same.
     """
     text = environment.get(MESH_VARIABLE, "")
     if not text:
@@ -45,7 +45,7 @@ def axes_of(
 
 
 def fitted(axes: Axes, world_size: int) -> Axes:
-    """``axes``, in a world of ``world_size`` ranks. Raises `UsageError` when they cannot be in it."""
+    """Return ``axes`` fitted to ``world_size`` ranks. Raises `UsageError` when that is impossible."""
     found = mesh_resize.fitted(axes, world_size) if axes else axes
     if axes and not found:
         told = ",".join(f"{name}={size}" for name, size in axes)
@@ -57,7 +57,7 @@ def fitted(axes: Axes, world_size: int) -> Axes:
 
 
 def unfit_because(axes: Axes, script: Mapping[str, int] | None) -> str:
-    """What holds a script with these axes to its number of ranks; "" when nothing does."""
+    """Return why a script with these axes must keep its number of ranks, for a message; "" when nothing holds it."""
     elastic = mesh_resize.data_axis(axes)
     if any(name == "pp" for name, _ in axes):
         return "stages of a pipeline hold other layers each"
@@ -70,7 +70,7 @@ def unfit_because(axes: Axes, script: Mapping[str, int] | None) -> str:
 
 
 def _closed(mesh: Mapping[str, int], world_size: int) -> Axes:
-    """The open axis has what the others leave."""
+    """Return the axes with the open one set to what the others leave."""
     known = 1
     for size in mesh.values():
         known *= size if size > 0 else 1

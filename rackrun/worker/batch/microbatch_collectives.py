@@ -1,7 +1,8 @@
-"""Whether ranks with different samples meet in collectives of every micro-batch.
+"""Detects whether ranks with different samples share collectives in every micro-batch.
 
-FSDP2's do: each forward gathers shards. DDP's meet once a step, in the last backward, which reduces the gradients, and in the first
-forward, which broadcasts buffers. Only where they do not may one rank compute more micro-batches than another without ghosts.
+FSDP2's ranks do: each forward pass gathers shards. DDP's ranks share collectives once a step: in the last backward
+pass, which reduces gradients, and in the first forward pass, which broadcasts buffers. Only without collectives in
+every micro-batch may one rank compute more micro-batches than another without ghosts.
 """
 
 from __future__ import annotations
@@ -16,30 +17,34 @@ __all__ = ["Meetings"]
 
 
 class Meetings:
-    """Of the unit in hand. ``axes``: of the mesh; ranks along the other axes than those of data share their samples, and may meet."""
+    """The collectives of the current unit. ``axes``: of the mesh. Ranks along axes that do not split the data have the
+    same samples, and may share collectives."""
 
     def __init__(self, axes: Axes = (), world_size: int = 0) -> None:
         together = sharing(axes, world_size) if len(axes) > 1 else []
         self._place = {rank: place for place, ranks in enumerate(together) for rank in ranks}
         self._pass = 0
         self.looks = False
-        """A micro-batch is under way that is not the last; and nothing was seen yet."""
+        """Whether to check collectives: a micro-batch that is not the last is being computed, and none was detected
+        yet."""
         self.seen = False
 
     def begin_unit(self) -> None:
+        """Forget what was seen in the unit before."""
         self._pass, self.looks, self.seen = 0, False, False
 
     def next_pass(self, *, last: bool) -> None:
+        """Begin the next micro-batch. ``last``: it is this rank's last of the step."""
         self._pass += 1
         self.looks = not last and not self.seen
 
     def over(self) -> None:
-        """The gate comes."""
+        """Stop checking, before the gate."""
         self.looks = False
 
     def called(self, name: str, ranks: Sequence[int], *, uneven: bool) -> None:
-        """A collective, while it `looks`. Raises `StepError` where ranks have ``uneven`` numbers of micro-batches, and meet all the same:
-        the others would not come."""
+        """Note a collective while `looks` holds. Raises `StepError` if ranks with different samples share it and have
+        ``uneven`` numbers of micro-batches, because the others would not come."""
         if (name == "broadcast" and self._pass == 1) or len({self._place.get(rank, rank) for rank in ranks}) < 2:
             return
         self.seen, self.looks = True, False

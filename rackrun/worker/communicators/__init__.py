@@ -1,1 +1,1 @@
-"""What moves bytes between the ranks of one generation: gloo, NCCL, and how they connect."""
+"""The transport between the ranks of one generation: gloo, NCCL, and how they connect."""

@@ -1,7 +1,7 @@
-"""A collective that was called before its communicator is there: it begins later, in the thread that has built that.
+"""A collective that was called before its communicator exists; the thread that builds the communicator starts it later.
 
-Whoever called goes on. Only a wait waits, as for any other collective. On a device the collective stands behind what its caller had enqueued when it
-called, not behind what it has enqueued since.
+The caller goes on, and only a wait blocks, as with any other collective. On a device the collective comes after what
+its caller had enqueued at the time of the call, not after what it has enqueued since.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ __all__ = ["DeferredWork"]
 
 
 class DeferredWork(dist.Work):
+    """The work of a collective that may not have begun yet."""
+
     def __init__(
         self, call: Callable[[], Sequence[dist.Work]], place: AbstractContextManager[None], *, has_future: bool
     ) -> None:
-        """``call`` enqueues within ``place``, and returns works. ``has_future``: there is one, and that has a future which ends on the host."""
+        """``call`` enqueues the collective within ``place``, and returns its works. ``has_future``: it returns one
+        work, whose future completes on the host."""
         super().__init__()
         self._call: Callable[[], Sequence[dist.Work]] | None = call
         self._place = place
         self._lock = threading.Lock()
         self._settled = False
         self._known = threading.Event()
-        """It has begun, or never will."""
+        """Set when the collective has begun, or never will."""
         self._works: Sequence[dist.Work] = ()
         self._error: Exception | None = None
         self.refused = False
-        """By the call itself: its arguments are wrong, perhaps."""
+        """Whether the call itself failed, perhaps because of wrong arguments."""
         self._future: torch.futures.Future[Any] | None = torch.futures.Future() if has_future else None
 
     def begin(self) -> None:
-        """By one thread, which then calls `show` and `tell`. Raises nothing: `wait` does."""
+        """Begin the collective. One thread calls this, and then `show` and `tell`. Raises nothing; `wait` raises the
+        error."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -50,16 +54,17 @@ class DeferredWork(dist.Work):
             self._settle(works, None)
 
     def fail(self, error: Exception) -> None:
-        """It will not begin. Nothing, once it has."""
+        """Record that the collective will not begin. Does nothing once it has begun."""
         self._settle((), error)
         self.show()
 
     def show(self) -> None:
-        """Whoever waits goes on, to wait for what has begun."""
+        """Wake the threads that wait, which then wait for the collective itself."""
         self._known.set()
 
     def tell(self) -> None:
-        """Complete the future once the collective is over: in a thread that nobody waits for, because others hang their code on it."""
+        """Complete the future once the collective is over. Runs in a thread that nobody waits for, because callbacks of
+        others are attached to the future."""
         if self._future is None:
             return
         if self._error is not None:
@@ -68,8 +73,10 @@ class DeferredWork(dist.Work):
             self._works[0].get_future().add_done_callback(self._over)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """``timeout`` is of its beginning, and of each of its parts. Raises RuntimeError when it fails, or has not ended by then: it may be waited for
-        again."""
+        """Wait for the collective. ``timeout`` limits its beginning, and each of its parts.
+
+        Raises `RuntimeError` when it fails, or has not ended in time; in that case it may be waited for again.
+        """
         if not self._known.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("the communicator is still being built")
         if self._error is not None:

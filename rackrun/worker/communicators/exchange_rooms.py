@@ -1,4 +1,5 @@
-"""The exchange's rooms of one generation, for whoever builds communicators in it: all are closed at once when it is overtaken."""
+"""Holds the exchange's rooms in which communicators of one generation are built, and closes all at once when it is
+replaced."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ __all__ = ["Rooms"]
 
 
 class Rooms:
+    """The open rooms of one generation. ``enter``: opens the room with the given name."""
+
     def __init__(self, enter: Callable[[str], ExchangeStore]) -> None:
         self._enter = enter
         self._lock = threading.Lock()
@@ -18,7 +21,8 @@ class Rooms:
         self._closed = False
 
     def enter(self, name: str) -> ExchangeStore:
-        """Closed from the start where nobody will use what is being built: whoever asks it raises."""
+        """Open the room ``name``. It is closed from the start if nobody will use what is being built; its calls raise
+        then."""
         store = self._enter(name)
         with self._lock:
             self._open.append(store)
@@ -28,13 +32,14 @@ class Rooms:
         return store
 
     def leave(self, store: ExchangeStore) -> None:
+        """Close one room."""
         with self._lock:
             if store in self._open:
                 self._open.remove(store)
         store.close()
 
     def close(self) -> None:
-        """Whoever waits in one raises RuntimeError. Any thread, any number of times."""
+        """Close all rooms, so that waiting calls raise `RuntimeError`. Any thread, any number of times."""
         with self._lock:
             self._closed = True
             stores, self._open = self._open, []

@@ -1,4 +1,4 @@
-"""The exchange as a torch store: what gloo's handshake reads and writes."""
+"""Presents the exchange as a torch store, which gloo's handshake reads and writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULT = timedelta(seconds=30)
 
 
 class ExchangeStore(dist.Store):
-    """One room of the exchange at ``address``. Raises RuntimeError where a store would; `close` interrupts a wait."""
+    """One room of the exchange at ``address``. Raises `RuntimeError` where a store would; `close` interrupts a wait."""
 
     def __init__(self, address: str, token: str, room: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ExchangeStore(dist.Store):
         return [self.get(key) for key in keys]
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Where nobody has set ``key`` yet; whatever is ``expected``, the first value stays. Returns the value."""
+        """Set ``key`` if it has no value, whatever is ``expected``, and return its value: the first value stays."""
         del expected
         self.set(key, desired)
         return self.get(key)

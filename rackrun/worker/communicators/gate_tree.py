@@ -1,13 +1,15 @@
-"""The gate's sum over many ranks: up a tree of small groups of hosts, and down again.
+"""Sums the gate over many ranks: up a tree of small groups of hosts, and down again.
 
-gloo's all-reduce is a ring, so a sum over *n* ranks is 2 (n - 1) messages one after another. Here ranks are cut into blocks of `FANOUT` by
-their numbers; the first of each block is its leader, and leaders are cut into blocks again. On the way up a leader gathers its block and
-adds; rank 0 has the total, and each leader broadcasts it to its block on the way down.
+gloo's all-reduce is a ring, so a sum over *n* ranks takes 2 (n - 1) messages one after another. Here ranks are cut into
+blocks of `FANOUT` by their numbers. The first of each block is its leader, and leaders are cut into blocks again. On
+the way up a leader gathers and adds the values of its block. Rank 0 has the total, and on the way down each leader
+broadcasts it to its block.
 
-What the gate means stays: the total holds what every rank has brought, and a rank brings its part when it enters. So whoever has the total
-knows that all have entered, whatever becomes of the others, and of their connections, in the meantime.
+The meaning of the gate stays the same: the total holds what every rank has offered, and a rank offers its part when it
+enters. So a rank that has the total knows that all have entered, whatever happens to the others and their connections
+meanwhile.
 
-Sums are added in the order of ranks. They are the same on all ranks, and from one run to another, because there is one.
+Values are added in the order of ranks. The sum is the same on all ranks and in every run, because it is computed once.
 """
 
 from __future__ import annotations
@@ -42,24 +44,26 @@ __all__ = [
 ]
 
 FANOUT = 32
-"""Members of a block. A leader's connections grow with it, and the number of levels falls: 32 serve 1,024 ranks by two."""
+"""Members of a block. A larger value gives a leader more connections and the tree fewer levels: 32 serve 1,024 ranks
+with two levels."""
 _VARIABLE = "RACKRUN_GATE_FANOUT"
 GATE_SUM, GATE_MAX = "gate_sum", "gate_max"
-"""What is called on a communicator that has a tree: see `on_hosts`."""
+"""Names of the collectives of a communicator with a tree (see `on_hosts`)."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One group that a rank is in."""
+    """One group of the tree with a given rank as a member."""
 
     level: int
-    """0: of ranks; 1: of their leaders."""
+    """0 for blocks of ranks, 1 for blocks of their leaders, and so on."""
     ranks: tuple[int, ...]
-    """Its members, the leader first."""
+    """The members' ranks, the leader first."""
 
 
 def blocks_of(rank: int, size: int, width: int) -> list[Block]:
-    """Those of ``rank``, from the lowest level up: it leads all of them but, perhaps, the last. Blocks of one are left out: they have nothing to do."""
+    """Return the blocks of ``rank`` from the lowest level up. It leads all of them, except perhaps the last. Blocks of
+    one rank have nothing to do and are left out."""
     found: list[Block] = []
     stride = 1
     level = 0
@@ -76,7 +80,8 @@ def blocks_of(rank: int, size: int, width: int) -> list[Block]:
 
 
 def fanout() -> int:
-    """`FANOUT`, or what the environment says (for tests: small worlds have a tree then). The same on all ranks. Raises UsageError."""
+    """Return `FANOUT` or the value from the environment (for tests, so that small worlds have a tree). It must be the
+    same on all ranks. Raises `UsageError` for an invalid value."""
     text = os.environ.get(_VARIABLE, "")
     if not text:
         return FANOUT
@@ -86,17 +91,17 @@ def fanout() -> int:
 
 
 class TreeSum:
-    """One generation's blocks of one rank."""
+    """The blocks of one rank in one generation."""
 
     def __init__(self, rank: int, groups: Sequence[tuple[Block, GlooCommunicator]]) -> None:
-        """``groups`` as `blocks_of` orders them."""
+        """``groups``: in the order of `blocks_of`."""
         self._groups = [(communicator.inner, block.ranks.index(rank)) for block, communicator in groups]
         self._communicators = [communicator for _, communicator in groups]
 
     @classmethod
     def build(cls, room: Callable[[str], dist.Store], rank: int, size: int, width: int, timeout: timedelta) -> TreeSum:
-        """Blocks until all members of this rank's blocks have come; raises RuntimeError after ``timeout``. ``room`` gives a store of this name,
-        the same to all who ask for it."""
+        """Connect this rank's blocks, and return when all their members have joined; raises `RuntimeError` after
+        ``timeout``. ``room(name)`` returns a store that is the same for all who ask for this name."""
         groups = [
             (block, GlooCommunicator(room(f"{block.level}/{block.ranks[0]}"), block.ranks.index(rank), len(block.ranks), timeout))
             for block in blocks_of(rank, size, width)
@@ -104,11 +109,11 @@ class TreeSum:
         return cls(rank, groups)
 
     def sum(self, values: torch.Tensor) -> TreeWork:
-        """``values`` (1-d, on the host) become the sum over all ranks, once the work is done."""
+        """Replace ``values`` (1-d, on the host) by the sum over all ranks, once the returned work is done."""
         return TreeWork(self._groups, values)
 
     def largest(self, values: torch.Tensor) -> TreeWork:
-        """As `sum`: the largest of all ranks, one by one."""
+        """Replace ``values`` by the element-wise maximum over all ranks, like `sum`."""
         return TreeWork(self._groups, values, torch.maximum)
 
     def break_(self) -> None:
@@ -117,9 +122,9 @@ class TreeSum:
 
 
 class TreeWork(dist.Work):
-    """A sum on its way. One stage is in flight at a time; the next begins where it is waited for, so somebody has to wait.
+    """A sum in progress. One stage is in flight at a time; the next begins inside `wait`, so somebody must wait.
 
-    A stage that fails ends it: `wait` raises what gloo has raised, and nothing has been written into ``values``.
+    A stage that fails ends it: `wait` raises gloo's error, and ``values`` are unchanged.
     """
 
     def __init__(
@@ -142,11 +147,12 @@ class TreeWork(dist.Work):
         self._go_on()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """``timeout`` is of each stage. Raises RuntimeError when a stage fails, or has not ended by then: it may be waited for again."""
+        """Wait for all stages. ``timeout`` limits each stage. Raises `RuntimeError` when a stage fails, or has not
+        ended in time; in that case the work may be waited for again."""
         if self._error is not None:
             raise self._error
         while self._current is not None:
-            ended = self._current.is_completed()  # asked first: it may end just after the wait has timed out
+            ended = self._current.is_completed()  # read first: it may end just after the wait has timed out
             try:
                 self._current.wait() if timeout is None else self._current.wait(timeout)
             except RuntimeError as error:
@@ -157,14 +163,14 @@ class TreeWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Nothing is left to wait for: the sum is there, or a stage is known to have failed."""
+        """Whether nothing is left to wait for: the sum is complete, or a stage is known to have failed."""
         return self._current is None or self._error is not None
 
     def is_success(self) -> bool:
         return self._current is None and self._error is None
 
     def _go_on(self) -> None:
-        """The stage in flight has ended well."""
+        """Begin the next stage after the one in flight has ended without an error."""
         self._add()
         if self._next == len(self._stages):
             self._current = None
@@ -187,7 +193,7 @@ class TreeWork(dist.Work):
         return group.gather([self._gathered], [self._sum], options)  # type: ignore[no-any-return]
 
     def _add(self) -> None:
-        """A leader, what its block has brought, itself included, in the order of ranks."""
+        """On a leader, add up what its block has offered, itself included, in the order of ranks."""
         if self._gathered:
             total = self._gathered[0]
             for part in self._gathered[1:]:
@@ -201,7 +207,7 @@ class TreeWork(dist.Work):
 
 
 class WithGateTree:
-    """A communicator whose gate goes over a tree. Broken, it ends the tree first: see `rackrun.worker.communicators.nccl`."""
+    """A communicator whose gate uses a tree. A break ends the tree first (see `rackrun.worker.communicators.nccl`)."""
 
     def __init__(self, whole: Communicator, tree: TreeSum) -> None:
         self._whole, self._tree = whole, tree
@@ -211,7 +217,7 @@ class WithGateTree:
         return self._whole.batches
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
-        """`GATE_SUM` and `GATE_MAX` take one list of one tensor, and are always the hosts'."""
+        """Start a collective. `GATE_SUM` and `GATE_MAX` take one list of one tensor, and always run on the hosts."""
         if name == GATE_SUM:
             return self._tree.sum(args[0][0])
         if name == GATE_MAX:
@@ -238,7 +244,8 @@ class WithGateTree:
 def with_gate_tree(
     whole: Communicator, room: Callable[[str], dist.Store], rank: int, size: int, timeout: timedelta
 ) -> Communicator:
-    """``whole``, and a tree beside it where the world is larger than a block, or ``whole`` is not to be needed. May block, as building does."""
+    """Return ``whole`` with a tree beside it if the world is larger than a block, or if ``whole`` is built on demand
+    and should not be needed; otherwise ``whole``. May block, as building does."""
     width = fanout()
     if size <= width and not isinstance(whole, OnDemand):
         return whole
@@ -246,7 +253,8 @@ def with_gate_tree(
 
 
 def on_hosts(communicator: Communicator | None, *, largest: bool = False) -> str:
-    """The name of the collective that adds up what all hosts have, or finds the largest: over the tree, where there is one."""
+    """Return the name of the collective that sums values of all hosts, or with ``largest`` takes their maximum: the
+    tree's, where there is one."""
     if not isinstance(communicator, WithGateTree):
         return "allreduce"
     return GATE_MAX if largest else GATE_SUM

@@ -1,8 +1,8 @@
-"""gloo's communicator of one group, for one generation.
+"""gloo's communicator of one group for one generation, which can be broken at any time.
 
-``abort()``, ``shutdown()`` and ``destroy_process_group()`` wake nobody (torch 2.13). ``shutdown(2)`` on the *connected* TCP sockets does, within
-milliseconds, also when a peer is only stopped. The listening socket must not be touched: gloo answers that by ending the process. The last reference
-has to go too, so that the peers see it.
+``abort()``, ``shutdown()`` and ``destroy_process_group()`` wake no waiting thread (torch 2.13). ``shutdown(2)`` on the
+*connected* TCP sockets does, within milliseconds, even when a peer is only stopped. The listening socket must stay
+untouched: gloo reacts to its shutdown by ending the process. The last reference must go too, so that the peers notice.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ __all__ = ["GlooCommunicator"]
 _listener_lock = threading.Lock()  # finding a device's listening socket compares the descriptor table before and after
 _duplicates_lock = threading.Lock()
 _duplicates: set[int] = set()
-"""Descriptors of `_duplicate`."""
+"""Descriptors that `_duplicate` has open."""
 
 
 class GlooCommunicator:
-    """Its sockets are known by their ports: accepted ones have this rank's listening port, the others a peer's."""
+    """A `Communicator` on gloo. It finds its sockets by their ports: accepted ones have this rank's listening port, the
+    others a peer's."""
 
     batches = False
 
@@ -49,7 +50,7 @@ class GlooCommunicator:
         self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)
         self.host: Any = self.inner
-        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # all pairs are connected: nobody else has any business here
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # all pairs are connected: refuse further callers
             for fd, inode in new:
                 _take_no_more(fd, inode)
         told = store.multi_get([f"listening/{peer}" for peer in range(size)])
@@ -57,7 +58,8 @@ class GlooCommunicator:
         self._mine = frozenset(port for _, port in mine)
         self._peers = frozenset(port for _, port in theirs)
         self._ends = frozenset(theirs)
-        """As `_peers`, with the addresses: another host may have another socket with one of those ports. What a network translates is not among them."""
+        """Like `_peers`, with addresses, because another host may have a socket with the same port. Addresses that a
+        network translates are not among them."""
         self._watched: dict[int, int] = {}
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:  # noqa: ARG002 - it is the same
@@ -70,7 +72,7 @@ class GlooCommunicator:
         return work.is_completed()
 
     def watch(self) -> None:
-        """From now on `lost_a_peer` can tell."""
+        """Remember the connections, so that `lost_a_peer` works from now on."""
         for fd, inode in _sockets().items():
             with contextlib.suppress(OSError), _duplicate(fd) as connection:
                 if self._is_ours(connection, inode) and (
@@ -79,7 +81,8 @@ class GlooCommunicator:
                     self._watched[fd] = inode
 
     def lost_a_peer(self) -> bool:
-        """gloo itself closes a connection whose other end is closed: its number is free then, or something else's."""
+        """Whether a peer has closed its end. gloo closes a connection whose other end is closed; its descriptor is free
+        then, or something else's."""
         poll = select.poll()
         for fd, inode in self._watched.items():
             try:
@@ -96,7 +99,7 @@ class GlooCommunicator:
                 self._shutdown_if_mine(fd, inode)
 
     def drop(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def _shutdown_if_mine(self, fd: int, inode: int) -> None:
         with _duplicate(fd) as connection:
@@ -104,8 +107,8 @@ class GlooCommunicator:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _is_ours(self, connection: socket.socket, inode: int) -> bool:
-        """It is still that one, and by its ports one of this communicator's."""
-        if os.fstat(connection.fileno()).st_ino != inode:  # closed meanwhile, and the number given to something else
+        """Whether the descriptor still belongs to the same socket, and its ports to this communicator."""
+        if os.fstat(connection.fileno()).st_ino != inode:  # closed meanwhile, and the descriptor reused
             return False
         if not _is_tcp(connection) or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
@@ -113,21 +116,26 @@ class GlooCommunicator:
 
 
 def _gloo_device() -> Any:
-    """On the interface that the user names (GLOO_SOCKET_IFNAME), else on the address that other hosts are told of this one. torch's own
-    choice is what this host's name leads to: another family than the job's, all interfaces, or nothing."""
+    """Return gloo's device on the interface that the user names (GLOO_SOCKET_IFNAME), or on the address by which other
+    hosts know this one.
+
+    torch's own choice is whatever this host's name resolves to: another address family than the job's, all interfaces,
+    or nothing.
+    """
     gloo = dist.ProcessGroupGloo
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
         return gloo.create_device(interface=interface)
     boot = current()
     if boot is not None and boot.advertise:
-        with contextlib.suppress(RuntimeError):  # an address that is translated on the way: it is not ours to listen on
+        # an address that is translated on the way; this host cannot listen on it
+        with contextlib.suppress(RuntimeError):
             return gloo.create_device(hostname=boot.advertise)
     return gloo.create_default_device()
 
 
 def _sockets() -> dict[int, int]:
-    """Every socket of this process: descriptor -> inode. Not what another thread has for a moment to look at one: who watched that would take
-    its end for that of a peer."""
+    """Return descriptor -> inode of every socket of this process, except short-lived duplicates of `_duplicate`, whose
+    closing would look like the loss of a peer."""
     found = {}
     with _duplicates_lock:
         for name in os.listdir("/proc/self/fd"):
@@ -139,8 +147,11 @@ def _sockets() -> dict[int, int]:
 
 
 def _take_no_more(fd: int, inode: int) -> None:
-    """Have the kernel drop what comes to a listening socket: gloo takes every caller in, without asking for anything, and ends the process
-    when descriptors run short. Closing the socket would end it too."""
+    """Make the kernel drop connections to a listening socket.
+
+    gloo accepts every caller without any check, and ends the process when descriptors run out. Closing the socket would
+    end the process, too.
+    """
     with contextlib.suppress(OSError), _duplicate(fd) as listening:
         ours = os.fstat(listening.fileno()).st_ino == inode and _is_tcp(listening)
         if ours and listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -152,7 +163,7 @@ def _is_tcp(connection: socket.socket) -> bool:
 
 
 def _listening_end(fd: int) -> tuple[str, int] | None:
-    """Its address and port."""
+    """Return address and port of a listening TCP socket; None for any other descriptor."""
     with contextlib.suppress(OSError), _duplicate(fd) as candidate:
         if _is_tcp(candidate) and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             address, port = candidate.getsockname()[:2]
@@ -162,7 +173,8 @@ def _listening_end(fd: int) -> tuple[str, int] | None:
 
 @contextlib.contextmanager
 def _duplicate(fd: int) -> Iterator[socket.socket]:
-    """OSError when it is closed, or no socket any more: another thread may close it, and its number be given to something else."""
+    """Context manager for a duplicate of the socket ``fd``. Raises `OSError` when it is closed or no socket any more,
+    as another thread may close it and its number be reused."""
     with _duplicates_lock:
         number = os.dup(fd)
         _duplicates.add(number)

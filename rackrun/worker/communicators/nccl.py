@@ -1,16 +1,21 @@
-"""NCCL for a device's tensors and gloo for the host's: one communicator, in two classes, because torch has two backends for NCCL.
+"""NCCL for a device's tensors and gloo for the host's, as one communicator. It has two classes, because torch has two
+backends for NCCL.
 
-`LegacyNccl` stands on ``ProcessGroupNCCL``, the only one that torch 2.10 to 2.14 can break at any time. `Nccl2` stands on ``ProcessGroupNCCL2``, the
-default from torch 2.15 on, in its reconfigurable mode, in which torch's watchdog ends no process and an abort revokes.
+`LegacyNccl` uses ``ProcessGroupNCCL``, the only backend that can be broken at any time in torch 2.10 to 2.14. `Nccl2`
+uses ``ProcessGroupNCCL2``, the default from torch 2.15 on, in its reconfigurable mode, in which torch's watchdog ends
+no process and an abort revokes.
 
-What both keep:
+Both keep these rules:
 
-* The communicator is ready when its constructor returns. Until then nothing could break it, so the constructor runs in a thread that may be left.
-* A break stops the host's half first. What the hosts agree on, such as a gate, must not pass behind a collective that was left in the middle.
-  Nor is it only this rank that has garbage then: a kernel that leaves goes on counting up the steps that its peers wait for, and theirs
-  end well, with whatever lies in their buffers (``postPeer`` in NCCL's ``prims_simple.h``). They can see that this one's connections are closed.
-* A break first *revokes*: kernels leave within milliseconds, and nothing is freed. Memory is freed when no thread is inside a call any more, because
-  NCCL forbids that beside one. Source: NCCL's user guide on ``ncclCommAbort`` and ``ncclCommRevoke``.
+* The communicator is ready when its constructor returns. Before that nothing could break it, so the constructor runs in
+a thread that may be abandoned.
+* A break stops the hosts' backend first. What the hosts agree on, such as a gate, must not pass after a collective that
+was left in the middle. Not only this rank has garbage then: a kernel that exits goes on counting up the steps that its
+peers wait for, and theirs end without an error, with whatever is in their buffers (``postPeer`` in NCCL's
+``prims_simple.h``). The peers can see that this rank's connections are closed.
+* A break first *revokes*: kernels exit within milliseconds, and nothing is freed. Memory is freed when no thread is
+inside a call any more, because NCCL forbids that during a call. Source: NCCL's user guide on ``ncclCommAbort`` and
+``ncclCommRevoke``.
 * The unique ids travel over the group's own store, which is closed once the group is built.
 """
 
@@ -37,12 +42,14 @@ __all__ = ["LegacyNccl", "Nccl2", "nccl_communicator"]
 
 _BACKEND = "RACKRUN_NCCL_BACKEND"
 _ENQUEUE_S = 0.2
-"""So long a break waits for a thread that is inside a call: what is inside for longer comes out only once the communicator is revoked."""
+"""How long, in seconds, a break waits for a thread that is inside a call. One that stays longer returns only when the
+communicator is revoked."""
 _LEAVE_S = 5.0
-"""And so long after that, before the memory is freed all the same."""
+"""How long, in seconds, a break then waits for that thread before the memory is freed anyway."""
 _FREED_S = 30.0
-"""So long somebody waits for the memory. NCCL frees when the device has come past what was enqueued; one that never does ends its rank
-(`rackrun.worker.device.device_return`). An abort that hangs for another reason holds neither the next generation nor the end of the process."""
+"""How long, in seconds, `drop` waits for the memory. NCCL frees it when the device has passed what was enqueued; a
+device that never does ends its rank (`rackrun.worker.device.device_return`). An abort that hangs for another reason
+delays neither the next generation nor the end of the process."""
 _NCCL_DONE = (0, 7)
 """``ncclSuccess`` and ``ncclInProgress``."""
 
@@ -50,7 +57,8 @@ _NCCL_DONE = (0, 7)
 def nccl_communicator(
     device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta, host: GlooCommunicator
 ) -> _Nccl:
-    """``store`` is this group's alone. Raises RuntimeError after ``timeout``. RACKRUN_NCCL_BACKEND says which: "legacy" or "nccl2"."""
+    """Build the NCCL communicator of a group; ``store`` must belong to it alone. RACKRUN_NCCL_BACKEND selects "legacy"
+    or "nccl2". Raises `RuntimeError` after ``timeout``."""
     kind = os.environ.get(_BACKEND) or ("nccl2" if _has_bounded_nccl2() else "legacy")
     if kind not in ("legacy", "nccl2"):
         raise RuntimeError(f"{_BACKEND} is {kind!r}; it can be 'legacy' or 'nccl2'")
@@ -60,12 +68,13 @@ def nccl_communicator(
 
 
 def _has_bounded_nccl2() -> bool:
-    """Before torch 2.15 its initialisation in reconfigurable mode blocks without a limit; with 2.15 came the access to the communicator."""
+    """Whether ``ProcessGroupNCCL2`` is usable. Before torch 2.15 its initialisation in reconfigurable mode blocks
+    without a limit; 2.15 also added access to the communicator."""
     return hasattr(getattr(dist, "ProcessGroupNCCL2", None), "_comm_ptr")
 
 
 class _Nccl(ABC):
-    """What does not hang on the backend: calls, and how they end."""
+    """The part that does not depend on the backend: calls, and how they end."""
 
     batches = True
     inner: Any = None
@@ -81,7 +90,7 @@ class _Nccl(ABC):
     ) -> None:
         self.host: Any = host.inner
         self._gloo, self._device = host, device
-        self._store = store  # torch holds it too, but not what Python adds to it
+        self._store = store  # torch holds a reference, too, but not to its Python part
         self._enqueue = threading.Lock()
         self._broken = False
         self._once = threading.Lock()
@@ -90,7 +99,7 @@ class _Nccl(ABC):
         try:
             self._build(store, rank, size, timeout)
         except BaseException:
-            self.break_()  # nobody gets this one, and the next must not wait for what it holds of the device
+            self.break_()  # nobody receives this object, and the next must not wait for the device memory that it holds
             raise
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
@@ -112,8 +121,11 @@ class _Nccl(ABC):
         return work
 
     def is_over(self, work: dist.Work) -> bool:
-        """torch holds Python's lock while it answers, and an abort holds torch's while it waits for the device: asked beside one, all threads of this
-        process would stand still, and the agent would hear no heartbeat."""
+        """Whether ``work`` has ended; False during an abort.
+
+        torch holds Python's lock while it answers, and an abort holds torch's lock while it waits for the device.
+        Asking during an abort would stop all threads of this process, and the heartbeat with them.
+        """
         if not self._enqueue.acquire(blocking=False):
             return False
         try:
@@ -138,40 +150,44 @@ class _Nccl(ABC):
             raise RuntimeError("the communicator was broken")
 
     def _end(self) -> None:
-        """Whoever calls from here on is refused, and waits for nothing: NCCL frees only when the device has come past what was enqueued."""
-        with contextlib.suppress(RuntimeError):  # a device that has failed: its communicator is ended all the same
+        """End the communicator. Later calls are refused without a wait, as NCCL frees only when the device has passed
+        what was enqueued."""
+        with contextlib.suppress(RuntimeError):  # if the device has failed, its communicator is ended anyway
             use_device(self._device)
         nobody_inside = self._enqueue.acquire(timeout=_ENQUEUE_S)
         self._broken = True
         if nobody_inside:
             self._enqueue.release()
-        if self.inner is None:  # it was never made
+        if self.inner is None:  # the build had failed
             return
         lets_go = False
         with contextlib.suppress(RuntimeError):
             lets_go = self._stop()
         if lets_go and not nobody_inside and self._enqueue.acquire(timeout=_LEAVE_S):
             self._enqueue.release()
-        with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
+        with contextlib.suppress(RuntimeError):  # raised by a communicator that has failed already
             self._free()
 
     @abstractmethod
     def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        """Set `inner`, and return when it is ready. Raises RuntimeError."""
+        """Set `inner`, and return when it is ready. Raises `RuntimeError`."""
 
     @abstractmethod
     def _stop(self) -> bool:
-        """End what is in flight, and free nothing. False: that cannot be done."""
+        """End what is in flight without freeing anything. Returns False if that is impossible."""
 
     @abstractmethod
     def _free(self) -> None:
-        """No thread is inside a call."""
+        """Free the communicator's memory. No thread is inside a call any more."""
 
 
 class LegacyNccl(_Nccl):
-    """In NCCL's blocking mode. In the other each call starts a thread of NCCL's, and whoever asks for errors meanwhile (torch's watchdog, and
-    every ``is_completed``) ends that thread's job beside the caller, who does so too: ``ncclCommGetAsyncError`` then frees one job twice
-    (``ncclGroupJobComplete`` in NCCL's ``group.cc``, 2.28 to 2.30)."""
+    """``ProcessGroupNCCL`` in NCCL's blocking mode.
+
+    In the non-blocking mode each call starts a thread of NCCL. A thread that asks for errors meanwhile (torch's
+    watchdog, and every ``is_completed``) finishes that thread's job at the same time as the caller, who does so, too.
+    ``ncclCommGetAsyncError`` then frees one job twice (``ncclGroupJobComplete`` in NCCL's ``group.cc``, 2.28 to 2.30).
+    """
 
     def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         options = dist.ProcessGroupNCCL.Options()
@@ -189,7 +205,8 @@ class LegacyNccl(_Nccl):
             self._revoke = lambda: revoke(ctypes.c_void_p(address), 0) in _NCCL_DONE
 
     def _connect_within(self, timeout: timedelta) -> None:
-        """What is in the middle of it cannot be ended, only left: it ends when a peer's sockets are closed, by its end at the latest."""
+        """Connect within ``timeout``, or raise `RuntimeError`. A connect in progress cannot be ended, only abandoned;
+        it ends when a peer's sockets are closed, at the latest when that peer's process ends."""
         failed: list[BaseException] = []
 
         def connect() -> None:
@@ -213,9 +230,12 @@ class LegacyNccl(_Nccl):
             raise failed[0]
 
     def _wait_ready(self) -> None:
-        """By a collective of nothing: it waits for the communicator, and launches no kernel. ``_comm_ptr`` waits as well, but holds Python's lock
-        meanwhile (torch 2.9 to 2.15): the control thread would hear of no break, and the other groups' builders, whose stores need that lock, would not
-        get on while a peer waits for them. In a stream of its own, so that nothing stands behind it."""
+        """Wait until the communicator is ready, by a collective of nothing, which launches no kernel.
+
+        ``_comm_ptr`` waits as well, but holds Python's lock meanwhile (torch 2.9 to 2.15). The control thread would
+        learn of no break, and the builders of other groups, whose stores need that lock, would not proceed while a peer
+        waits for them. A stream of its own keeps other work from coming after it.
+        """
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self.inner.allreduce([torch.empty(0, device=self._device)])
 
@@ -238,7 +258,7 @@ class Nccl2(_Nccl):
         if rank == 0:
             store.set("first", mine)
         wanted: Any = ReconfigureOptions()
-        wanted.uuid = 1  # the store is of this communicator alone
+        wanted.uuid = 1  # the store belongs to this communicator alone
         wanted.handles = reconfigure_handles(mine, rank, size, lambda: store.get("first").decode())
         wanted.timeout = timeout
         self.inner.reconfigure(wanted)
@@ -252,8 +272,11 @@ class Nccl2(_Nccl):
 
 
 def reconfigure_handles(mine: str, rank: int, size: int, first: Callable[[], str]) -> list[str]:
-    """One for each rank of a new communicator, in order. Torch looks for this rank's own to learn its rank, and names the key of the unique id by the
-    first: those two are true. The others must only parse, and differ. Source: torch's ``ReconfigureNCCL.cpp``."""
+    """Return a handle for each rank of a new communicator, in rank order.
+
+    torch looks for this rank's own handle to learn its rank, and derives the key of the unique id from the first; those
+    two are real. The others only have to parse and to differ. Source: torch's ``ReconfigureNCCL.cpp``.
+    """
     backend, _, rest = mine.partition(":")
     after_rank = rest.partition(":")[2]
     handles = [f"{backend}:{peer}:{after_rank}" for peer in range(size)]
@@ -267,5 +290,6 @@ def _cannot() -> bool:
 
 
 def _loaded_nccl(function: str) -> Any:
-    """Of the library that torch has loaded. None: it has no such function (``ncclCommRevoke`` came with NCCL 2.28.7)."""
+    """Return a function of the NCCL library that torch has loaded; None if it lacks that function (``ncclCommRevoke``
+    came with NCCL 2.28.7)."""
     return getattr(loaded_library("libnccl"), function, None)

@@ -1,17 +1,20 @@
-"""The communicator of a large group: what it takes is built when it is first used in a generation, not before the generation begins.
+"""The communicator of a large group, whose connections are built when they are first used in a generation.
 
-A group of the world's size takes seconds to tens of seconds to build, in each generation, and thousands of sockets a rank. The gate does not need it
-(`rackrun.worker.communicators.gate_tree`), and scripts with hierarchical parallelism seldom use it.
+Building a group of the world's size takes seconds to tens of seconds in each generation, and thousands of sockets for
+each rank. The gate does not need it (`rackrun.worker.communicators.gate_tree`), and scripts with hierarchical
+parallelism seldom use it.
 
-* **Collectives** go over the group's own communicator. All members come to a collective, so all come to its build.
-* **Sends and receives** always go over a communicator of the two ranks alone, also when the group's own is there: two ranks would not know
-  of each other whether it is.
+* **Collectives** use the group's own communicator. All members come to a collective, so all come to its build.
+* **Sends and receives** always use a communicator of the two ranks alone, even when the group's own exists: neither of
+the two ranks would know whether it exists on the other.
 
-A call returns at once, whatever has to be built for it (`rackrun.worker.communicators.deferred_collective`), so a send may be called before a collective, and the receive after
-it. Calls on one communicator begin in their order. A batch begins when the communicators of all its peers are there, by the numbers of
-the pairs. All ranks go by the same order then: nobody waits for a pair that stands behind one that waits for him.
+A call returns at once, whatever has to be built for it (`rackrun.worker.communicators.deferred_collective`), so a send
+may be called before a collective, and the receive after it. Calls on one communicator begin in their order. A batch
+begins when the communicators of all its peers exist, pair by pair in the order of the pairs' numbers. This order is the
+same on all ranks, so pairs never wait for each other in a circle.
 
-A build cannot be broken, only left: each has a thread, which `break_` leaves where it is. One that fails fails all calls.
+A build cannot be interrupted, only abandoned: each has a thread, which `break_` leaves alone. One that fails makes all
+calls fail.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ from rackrun.worker.device.device_queue import DeviceQueue
 __all__ = ["EAGER_RANKS", "OnDemand", "eager_ranks"]
 
 EAGER_RANKS = 128
-"""A larger group is built on demand. Up to so many ranks NCCL is built by one root, in 0.6 to 1.2 s, and docs/scale.md advises groups of no more."""
+"""The largest group that is built at once. Up to this many ranks one root builds an NCCL communicator in 0.6 to 1.2 s,
+and docs/scale.md advises groups of no more."""
 _VARIABLE = "RACKRUN_EAGER_RANKS"
 
 
 def eager_ranks() -> int:
-    """`EAGER_RANKS`, or what the environment says. The same on all ranks. Raises UsageError."""
+    """Return `EAGER_RANKS` or the value from the environment, which must be the same on all ranks. Raises `UsageError`
+    for an invalid value."""
     text = os.environ.get(_VARIABLE, "")
     if not text:
         return EAGER_RANKS
@@ -48,13 +53,13 @@ def eager_ranks() -> int:
 
 
 class _Part:
-    """One of the communicators: the group's own, or that of a pair."""
+    """One of the communicators: the group's own, or that of a pair of ranks."""
 
     def __init__(self) -> None:
         self.communicator: Communicator | None = None
-        """None: it is being built."""
+        """None while it is being built."""
         self.calls: deque[_Call] = deque()
-        """That have not begun."""
+        """Calls that have not begun."""
 
 
 class _Call:
@@ -66,6 +71,8 @@ class _Call:
 
 
 class OnDemand:
+    """A `Communicator` of ``size`` ranks that builds its parts at their first use."""
+
     batches = True
 
     def __init__(
@@ -76,12 +83,13 @@ class OnDemand:
         size: int,
         queue: DeviceQueue,
     ) -> None:
-        """``build(name, rank, size)`` blocks until all ranks of this name have come, and until their communicator is there; RuntimeError where that
-        fails, and soon after ``close`` was called."""
+        """``build(name, rank, size)``: returns a communicator when all ranks have called it with this name; raises
+        `RuntimeError` if that fails, and soon after ``close()`` was called."""
         self._build, self._close, self._rank, self._size, self._queue = build, close, rank, size, queue
         self._lock = threading.Lock()
         self._turn = threading.Lock()
-        """Of the thread that has calls begin. A break does not wait for it: it may be inside one."""
+        """Held by the thread that begins calls. A break does not wait for it, because that thread may be inside a
+        call."""
         self._parts: dict[str, _Part] = {}
         self._error: Exception | None = None
 
@@ -121,7 +129,7 @@ class OnDemand:
         return self._error is None and work.is_completed()
 
     def lost_a_peer(self) -> bool:
-        """Of those that are built: what was received came over them."""
+        """Whether a part that was built has lost a peer: everything received came over those."""
         return any(communicator.lost_a_peer() for communicator in self._built())
 
     def break_(self) -> None:
@@ -145,7 +153,11 @@ class OnDemand:
         options: Any = None,
         alone: bool = True,
     ) -> Any:
-        """``options`` of a collective: a synchronous one stands in its caller's stream, so one that is deferred is not synchronous."""
+        """Start a call on the communicators ``wanted``, now or when they are built.
+
+        ``options``: of a collective. A synchronous collective is in its caller's stream, so one that is deferred is
+        made asynchronous. ``alone``: ``call`` returns one work.
+        """
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(str(self._error))
@@ -195,7 +207,7 @@ class OnDemand:
         self._begin()
 
     def _begin(self) -> None:
-        """What may."""
+        """Begin all calls whose communicators exist and that are first in line on each."""
         begun = []
         with self._turn:
             while (call := self._next()) is not None:
@@ -203,7 +215,7 @@ class OnDemand:
                 begun.append(call.work)
                 with self._lock:
                     for part in call.parts:
-                        if part.calls:  # a break has taken them
+                        if part.calls:  # otherwise a break has removed them
                             part.calls.popleft()
                 call.work.show()
         for work in begun:
@@ -234,7 +246,7 @@ class OnDemand:
 
 
 def _other(rank: int, peer: int) -> int:
-    """The place of ``peer`` in its pair with ``rank``."""
+    """Return the rank of ``peer`` in its pair with ``rank``."""
     return int(peer > rank)
 
 

@@ -1,1 +1,1 @@
-"""Which samples a step computes, and random numbers that belong to them."""
+"""Which samples each step computes on each rank, and the random numbers that belong to them."""

@@ -1,4 +1,4 @@
-"""Generators that a data set holds and draws from: what a sample becomes depends then on which samples this process has had before it."""
+"""Finds generators that a data set holds: with them a sample depends on which samples the process has drawn before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _THINGS_MAX = 1000
 
 
 def generators_of(dataset: object) -> dict[str, Any]:
-    """Name, as ``rng`` or ``transform.rng`` -> each that is reached by attributes and short containers."""
+    """Return name (such as ``rng`` or ``transform.rng``) -> generator, for those reached by attributes and short
+    containers."""
     found: dict[str, Any] = {}
     waiting: deque[tuple[str, object, int]] = deque([("", dataset, 0)])
     seen: set[int] = set()
@@ -42,6 +43,7 @@ def generators_of(dataset: object) -> dict[str, Any]:
 
 
 def state_of(generator: Any) -> bytes:
+    """Return the generator's state as bytes that differ when it has been drawn from."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):

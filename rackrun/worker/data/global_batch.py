@@ -1,9 +1,10 @@
-"""How large the global batch of every step is, and where in the data it begins.
+"""Computes the global batch of every step: its size, and where in the data it begins.
 
-With a constant batch that is arithmetic. With ``batch="scale_lr"`` it follows the world: every data-parallel rank keeps as many
-micro-batches as it had when the run began. What was committed is *history*: tracked state, so that it is restored with the rest,
-and a step that is done again after a rollback has the batch that it had, whoever computes it now. What comes is in the plan
-(`Plan.worlds`). So the batch of a step, its samples and its learning rates are a pure function of the step and of what was committed.
+With a constant batch that is arithmetic. With ``batch="scale_lr"`` it follows the world: every data-parallel rank keeps
+as many micro-batches as it had when the run began. Committed batches are *history*. They are tracked state, restored
+with the rest, so a step that is done again after a rollback has the batch that it had, on whichever rank. Batches to
+come follow from the plan (`Plan.worlds`). So the batch of a step, its samples and its learning rates are a pure
+function of the step and of what was committed.
 """
 
 from __future__ import annotations
@@ -29,25 +30,26 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "StepBatch", "Worlds", "check_rule", "data_ranks"]
 
 Worlds = tuple[int, Sequence[tuple[int, int]]]
-"""How many ranks the world had when it began, and (first step, ranks) of all worlds, the one to come included: `Plan.full`,
-`Plan.worlds`."""
+"""Number of ranks when the run began, and (first step, ranks) of all worlds, including the next (`Plan.full`,
+`Plan.worlds`)."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Of one step."""
+    """The global batch of one step."""
 
     shards: int
-    """Micro-batches in the global batch."""
+    """Number of micro-batches in the global batch."""
     samples_before: int
-    """That were committed before it."""
+    """Number of samples committed before this step."""
     lr_factor: float
     runs: tuple[BatchRun, ...]
-    """Up to this step."""
+    """The batches of all steps up to this one."""
 
 
 class Batches:
-    """``data_ranks`` says how many data-parallel ranks a world of so many ranks has; ``worlds`` asks for the newest plan's."""
+    """The global batches of a run; a tracked object. ``data_ranks``: returns the number of data-parallel ranks in a
+    world of the given size. ``worlds``: returns those of the newest plan."""
 
     def __init__(
         self, plan: BatchPlan, scale: ScaleLR | None, data_ranks: Callable[[int], int], worlds: Callable[[], Worlds]
@@ -55,7 +57,7 @@ class Batches:
         self.plan, self.scale = plan, scale
         self._data_ranks, self._worlds = data_ranks, worlds
         self._per_rank = 0
-        """Micro-batches of a data-parallel rank, as the run began; 0: nothing is committed yet."""
+        """Micro-batches of each data-parallel rank when the run began; 0 before anything is committed."""
         self._upto = -1
         """The last step in the history."""
         self._history: list[BatchRun] = []
@@ -71,8 +73,12 @@ class Batches:
 
     # -- once
     def check(self, sizes: Sequence[int]) -> tuple[tuple[int, float], ...]:
-        """At the start, for all numbers of ranks that the world may come to have. Returns what the rule says of each batch. Raises `UsageError`
-        where it says nonsense, when there are more ranks than micro-batches, and when a run that begins has no even shares."""
+        """Check the rule at the start, for all numbers of ranks that the world may come to have, and return
+        (micro-batches, factor) for each batch.
+
+        Raises `UsageError` when the rule returns no valid factor, when there are more ranks than micro-batches, and
+        when a new run has uneven shares.
+        """
         if self.scale is None:
             return ()
         full = self._data_ranks(self._worlds()[0])
@@ -88,13 +94,14 @@ class Batches:
 
     # -- in every step
     def of(self, step: int) -> StepBatch:
-        """Raises `UsageError` when the rule says nonsense."""
+        """Return the batch of ``step``. Raises `UsageError` when the rule returns no valid factor."""
         runs = self.runs(step)
         factor = factor_at(runs, step, self._target, self.scale.warmup_steps) if self.scale else 1.0
         return StepBatch(runs[-1][1], shards_before(runs, step) * self.plan.micro_batch, factor, runs)
 
     def committed(self, step: int, batch: StepBatch) -> bool:
-        """Whether its global batch is another than that of the step before."""
+        """Add a committed step to the history, and return whether its global batch differs from that of the step
+        before."""
         if self.scale is None:
             return False
         assert step == self._upto + 1, f"step {step} is committed after step {self._upto}"
@@ -106,7 +113,8 @@ class Batches:
         return len(self._history) > 1 or batch.shards != self.plan.shards
 
     def runs(self, step: int) -> tuple[BatchRun, ...]:
-        """From step 0 up to ``step``: what was committed, and then as the worlds were, or are to be."""
+        """Return the batches from step 0 up to ``step``: the committed ones, and then those that follow from past and
+        planned worlds."""
         if self.scale is None:
             return ((0, self.plan.shards),)
         found = [run for run in self._history if run[0] <= step]
@@ -120,21 +128,23 @@ class Batches:
         return tuple(found)
 
     def work(self, batch: StepBatch, world_size: int) -> float:
-        """How many times its own micro-batches a rank may have: more than once where a larger world's step is done again."""
+        """Return the possible work of a rank in this batch, relative to its usual micro-batches: above 1 where a step
+        of a larger world is done again."""
         return max(-(-batch.shards // self._data_ranks(world_size)) / self._share(), 1.0)
 
     def told(self, batch: StepBatch) -> tuple[int, float, str]:
-        """For people: samples, the factor once it has risen, and by which rule."""
+        """Return, for a report: samples, the factor at the end of its warm-up, and the name of the rule."""
         assert self.scale is not None, "a constant batch is not told of"
         return batch.shards * self.plan.micro_batch, self._target(batch.shards), self.scale.named
 
     # -- helpers
     def _share(self) -> int:
-        """Micro-batches of one data-parallel rank."""
+        """Return the number of micro-batches of one data-parallel rank."""
         return self._per_rank or -(-self.plan.shards // self._data_ranks(self._worlds()[0]))
 
     def _shards_with(self, world_size: int) -> int:
-        """Never more than the whole batch, which more ranks than at the beginning share."""
+        """Return the micro-batches of a world of this size: never more than the whole batch, which more ranks than at
+        the beginning share."""
         return min(self._share() * self._data_ranks(world_size), self.plan.shards)
 
     def _target(self, shards: int) -> float:
@@ -146,12 +156,12 @@ class Batches:
 
 
 def data_ranks(axes: Axes, world_size: int) -> int:
-    """How many ranks of a world of ``world_size`` do not share their samples."""
+    """Return how many ranks of a world of ``world_size`` have samples of their own."""
     return max(world_size // math.prod(size for name, size in axes if name not in DATA_AXES), 1)
 
 
 def check_rule(factors: Sequence[tuple[int, float]], world: World) -> None:
-    """Collective, before the first step: raises `UsageError` when not all ranks have the same ``factors``."""
+    """Raise `UsageError` when not all ranks have the same ``factors``. Collective, before the first step."""
     if world.size == 1:
         return
     digest = hashlib.blake2b(repr(list(factors)).encode(), digest_size=7).digest()

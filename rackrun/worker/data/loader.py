@@ -1,9 +1,10 @@
-"""Which samples a rank computes in a step, and their delivery.
+"""Decides which samples a rank computes in a step, and delivers them.
 
-The global batch of a step is cut into *logical shards* (micro-batches), a list that is fixed for the run. The sample ids of
-every shard are a pure function of (seed, epoch, step); only the map from shards to data-parallel ranks depends on who is
-there. So there is no data position to save, lose or repeat. With ``batch="scale_lr"`` the list is that of the step, and the ids depend on
-the batches of the steps before it as well (`rackrun.worker.data.global_batch`).
+The global batch of a step is cut into *logical shards* (micro-batches), a list that is fixed for the run. The sample
+ids of every shard are a pure function of (seed, epoch, step); only the map from shards to data-parallel ranks depends
+on which ranks there are. So there is no position in the data to save, lose or repeat. With ``batch="scale_lr"`` the
+list is fixed for the step, and the ids also depend on the batches of the steps before it
+(`rackrun.worker.data.global_batch`).
 """
 
 from __future__ import annotations
@@ -29,34 +30,40 @@ if TYPE_CHECKING:
 __all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard"]
 
 LOADER_BITS = 48
-"""An id in the ledger is the sample's number in its data set; from this bit on, the number of its loader among the run's."""
+"""An id in the ledger is the sample's index in its data set in the lower 48 bits, and its loader's number in the bits
+above."""
 _HELD = frozenset({list, tuple, torch.Tensor, np.ndarray, TensorDataset})
-"""Data sets that only give what they hold, and draw nothing: seeds cost more than their samples."""
+"""Types of data sets that only return what they hold and draw no random numbers: seeding would cost more than reading
+their samples."""
 _LOOKS = 3
-"""At the generators of a data set, in each process: in the first batches that it fetches."""
+"""The number of first batches, in each process, in which a data set's generators are compared."""
 
 
 _Key: TypeAlias = tuple[int, tuple[int, int], int]
-"""Step, where it begins in the data, shard: what is fetched is a function of that."""
+"""(step, where it begins in the data, shard), which determines what is fetched."""
 
 
 class MapDataset(Protocol):
+    """A map-style data set."""
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One micro-batch: its place in the global batch, and whether it counts."""
+    """One micro-batch: its index in the global batch, and whether it counts."""
 
     index: int
     ghost: bool = False
-    """Computed with weight 0, so that ranks with fewer shards still take part in the collectives of forward."""
+    """Whether it is computed with weight 0, so that a rank with fewer shards takes part in the collectives of the
+    forward pass."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The global batch, for the whole run."""
+    """The global batch for the whole run: sizes in samples, and the seed. Raises `UsageError` when the sizes do not
+    divide."""
 
     global_batch: int
     micro_batch: int
@@ -71,16 +78,22 @@ class BatchPlan:
 
     @property
     def facts(self) -> str:
-        """What decides which samples a step has, and what is random in it."""
+        """The settings that decide which samples a step has and what is random in it, as text."""
         return f"global_batch_size={self.global_batch}, micro_batch_size={self.micro_batch}, seed={self.seed}"
 
     @property
     def shards(self) -> int:
+        """Number of micro-batches in the global batch."""
         return self.global_batch // self.micro_batch
 
     def shards_of(self, dp_rank: int, dp_size: int, shards: int = 0, shares: Sequence[int] = ()) -> list[Shard]:
-        """Contiguous and as even as possible; every rank gets the same number, the last ones possibly ghosts. ``shards``: of a step's
-        own global batch, which may have too few for all. ``shares``: how many each rank gets instead."""
+        """Return a data-parallel rank's shards: contiguous and as even as possible. Every rank gets the same number;
+        the last may be ghosts.
+
+        ``shards``: the number in a step's own global batch, which may be too small for all ranks; 0: the run's.
+        ``shares``: the number of shards for each rank, instead of even ones. Raises `UsageError` when the run's batch
+        has fewer shards than ranks.
+        """
         if not shards and dp_size > self.shards:
             raise UsageError(
                 f"{dp_size} data-parallel ranks share {self.shards} micro-batches "
@@ -98,6 +111,8 @@ class BatchPlan:
         return mine + [Shard(max(stop - 1, 0), ghost=True)] * (most - len(mine))
 
     def steps_per_epoch(self, samples: int) -> int:
+        """Return the number of steps in an epoch of ``samples`` samples. Raises `UsageError` when they are fewer than
+        one global batch."""
         if samples < self.global_batch:
             raise UsageError(
                 f"the data set has {samples} samples, fewer than one global batch of {self.global_batch}.",
@@ -111,15 +126,19 @@ class BatchPlan:
         shard: int,
         permutation: Callable[[int], np.ndarray[Any, Any]],
     ) -> np.ndarray[Any, Any]:
-        """The sample ids of one shard of a step that ``begins`` there (`rackrun.worker.data.global_batch.place`): int64, ``micro_batch`` of them.
-        The last, partial batch of an epoch is left out."""
+        """Return the sample ids of one shard, int64, ``micro_batch`` of them. The last, partial batch of an epoch is
+        left out.
+
+        ``begins``: where the step begins in the data (`rackrun.worker.batch.batch_runs.place`). ``permutation``:
+        returns the order of an epoch's samples.
+        """
         epoch, used = begins
         start = used + shard * self.micro_batch
         return permutation(epoch)[start : start + self.micro_batch]
 
 
 class _Checks(Protocol):
-    """As `rackrun.worker.script.script_checks.ScriptChecks`."""
+    """The part of `rackrun.worker.script.script_checks.ScriptChecks` that a loader uses."""
 
     def begins_reading(self, micro_batches: int) -> Any: ...
     def draws(self, reading: Any, name: str, generator: Any) -> None: ...
@@ -128,7 +147,7 @@ class _Checks(Protocol):
 
 
 class _Run(Protocol):
-    """What a loader needs of `rackrun.worker.loop.run.Run`."""
+    """The part of `rackrun.worker.loop.run.Run` that a loader uses."""
 
     @property
     def _batch(self) -> BatchPlan: ...
@@ -143,10 +162,10 @@ class _Run(Protocol):
 
 
 class Loader:
-    """This rank's micro-batches of the current step: iterate once per step attempt.
+    """This rank's micro-batches of the current step; iterate over it once in each attempt at a step.
 
-    As it yields, it seeds all random numbers by (seed, step, shard), tells DDP and FSDP2 whether to synchronise gradients
-    (only on the last micro-batch), and sets the weight that ``step.backward`` uses.
+    Before it yields a micro-batch, it seeds all random numbers by (seed, step, shard), makes DDP and FSDP2 synchronise
+    gradients on the last micro-batch only, and sets the weight that ``step.backward`` uses.
     """
 
     def __init__(
@@ -173,10 +192,10 @@ class Loader:
         )
         self._permutations: dict[int, np.ndarray[Any, Any]] = {}
         self.number = 0
-        """Among the loaders of the run."""
+        """The loader's number among those of the run, from 0."""
         self._attempt: Step | None = None
         self._given: set[int] = set()
-        """The first id of each micro-batch given in this attempt."""
+        """The first sample id of each micro-batch delivered in this attempt."""
         self._workers = _Workers(self._fetch, num_workers, prefetch) if num_workers else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -200,16 +219,17 @@ class Loader:
         self._run._checks.read_through(reading)
 
     def close(self) -> None:
-        """End its processes."""
+        """End the loader's processes."""
         if self._workers:
             self._workers.close()
 
     def __len__(self) -> int:
-        """Micro-batches per step on this rank, now."""
+        """Return the current number of micro-batches per step on this rank."""
         return len(self._run._my_shards())
 
     def _counted(self, step: Step, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """What stands in the ledger: samples of another data set have other ids, and those of a second pass in the same step count once."""
+        """Return the ids for the ledger: samples of another data set have other ids, and a second pass in the same step
+        is not counted."""
         if self._attempt is not step:
             self._attempt, self._given = step, set()
         if int(ids[0]) in self._given:
@@ -218,9 +238,11 @@ class Loader:
         return ids + (self.number << LOADER_BITS) if self.number else ids
 
     def _begins(self, step: int) -> tuple[int, int]:
+        """Return where ``step`` begins in the data: (epoch, samples used before)."""
         return place(self._run._batch_of(step).runs, step, self._samples, self._plan.micro_batch)
 
     def _permutation(self, epoch: int) -> np.ndarray[Any, Any]:
+        """Return the order of the samples in ``epoch``, int64; only the newest epoch's is kept."""
         if epoch not in self._permutations:
             self._permutations.clear()
             if self._shuffle:
@@ -233,8 +255,8 @@ class Loader:
         return self._permutations[epoch]
 
     def _upcoming(self, step: int, shards: Sequence[Shard], turn: int) -> Iterator[tuple[_Key, np.ndarray[Any, Any]]]:
-        """What will be asked for next, in order, without end (not across an epoch's border: it would shuffle twice; nor where the global
-        batch changes)."""
+        """Yield the keys and ids that will be needed next, in order. Stops at the end of the epoch, which would need a
+        second permutation, and where the global batch changes."""
         epoch, size = self._begins(step)[0], self._run._batch_of(step).shards
         at, start = step, turn + 1
         while (begins := self._begins(at))[0] == epoch and self._run._batch_of(at).shards == size:
@@ -244,14 +266,16 @@ class Loader:
 
 
 class _Fetch:
-    """Samples by id, collated. Each is fetched under a seed of its own (seed, step, sample), wherever that happens."""
+    """Fetches samples by id and collates them. Each is fetched under a seed of its own (seed, step, sample), in
+    whichever process."""
 
     def __init__(self, dataset: MapDataset, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._may_draw = type(dataset) not in _HELD or collate is not default_collate
         self._looks = 0
         self.drawn: tuple[str, Any] = "", None
-        """Name of a generator of the data set's own that has moved in this process, and the generator."""
+        """Name of a generator of the data set that was drawn from in this process, and the generator; "" and None if
+        there is none."""
 
     def __call__(self, step: int, ids: np.ndarray[Any, Any]) -> Any:
         if self._looks == _LOOKS:
@@ -274,10 +298,10 @@ class _Fetch:
 
 
 class _Workers:
-    """Prefetch in processes of a torch DataLoader, asked for exactly the batches that will be needed.
+    """Prefetches in the processes of a torch DataLoader exactly the batches that will be needed.
 
-    One DataLoader iteration is a stream of requests; a repeated step asks again for what was delivered already, and gets it
-    from the main process.
+    One iteration over the DataLoader is a stream of requests. A repeated step needs batches that were delivered
+    already; the main process fetches those again.
     """
 
     def __init__(self, fetch: _Fetch, processes: int, prefetch: int) -> None:
@@ -286,7 +310,7 @@ class _Workers:
         self._stream: Iterator[Any] | None = None
         self._expected: list[_Key] = []
         self.drawn = ""
-        """Name of a generator of the data set's own that has moved in one of the processes."""
+        """Name of a generator of the data set that was drawn from in one of the processes; "" if there is none."""
 
     def take(
         self,
@@ -295,11 +319,11 @@ class _Workers:
         upcoming: Iterator[tuple[_Key, np.ndarray[Any, Any]]],
     ) -> Any:
         if self._expected and key < self._expected[0]:
-            return self._fetch(key[0], ids)  # a repeated step
-        if key not in self._expected:  # a promoted spare, which has tried step 0
+            return self._fetch(key[0], ids)  # the step is being repeated
+        if key not in self._expected:  # first use, or a promoted spare that has tried step 0
             self._start(key, ids, upcoming)
         assert self._stream is not None
-        while True:  # what a step has left unread is passed over
+        while True:  # skip what a step has not read
             batch, drawn = next(self._stream)
             self.drawn = drawn or self.drawn
             if self._expected.pop(0) == key:
@@ -337,10 +361,10 @@ class _Workers:
 
 
 class _ByRequest(torch.utils.data.Dataset[Any]):
-    """A data set whose index is a whole request: the step, and the ids of one micro-batch."""
+    """A data set whose index is a whole request: (step, ids of one micro-batch)."""
 
     rackrun_delivers = True
-    """It is no data set of the script's own (`rackrun.worker.torch_compat.unhooked_calls`)."""
+    """Marks it as no data set of the script's own (`rackrun.worker.torch_compat.unhooked_calls`)."""
 
     def __init__(self, fetch: _Fetch) -> None:
         self._fetch = fetch

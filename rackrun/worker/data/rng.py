@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, step, shard), so that who computes a shard does not matter."""
+"""Random numbers as a pure function of (seed, step, shard), so that it does not matter which rank computes a shard."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["derive", "reseed", "undrawn"]
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit seed from its parts; the same on every machine."""
+    """Return a 63-bit seed computed from ``parts``, the same on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
-    """Whatever is drawn inside, what follows draws as if nothing had been."""
+    """Context manager that restores the generators of torch, NumPy and Python, as if nothing had been drawn inside."""
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts use
     try:
@@ -35,7 +35,7 @@ def undrawn() -> Iterator[None]:
 
 
 def reseed(*parts: int | str) -> None:
-    """Set the generators of torch (all devices), numpy and Python."""
+    """Seed the generators of torch (all devices), NumPy and Python from ``parts``."""
     seed = derive(*parts)
     torch.default_generator.manual_seed(
         seed

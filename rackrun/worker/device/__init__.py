@@ -1,1 +1,1 @@
-"""A device's stream: what has passed, what hangs, and whose time it was."""
+"""A device's streams: what has passed, what hangs, and how much time a rank spent on its own."""

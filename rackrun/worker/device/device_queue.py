@@ -1,8 +1,8 @@
-"""What a device has yet to do when the host has asked for it: its streams, of which a wait is not the host's.
+"""Tracks the work that the host has enqueued on a device and that is not done yet.
 
-A collective of NCCL is only enqueued by its call, and its ``wait()`` makes the stream wait. An abort does not raise either: the kernel leaves
-with garbage, and what stands behind it in the stream goes on with that. So whoever draws a conclusion from what was computed lets the
-device come there first, and looks whether the generation is broken afterwards.
+A call of an NCCL collective only enqueues it, and its ``wait()`` makes the stream wait, not the host. An abort raises
+nothing either: the kernel exits with garbage, and later work in the stream uses that. So code that draws a conclusion
+from a result lets the device get there first, and then checks whether the generation is broken.
 """
 
 from __future__ import annotations
@@ -25,78 +25,91 @@ _EAGER_S = 0.002
 _NAP_S = 0.0002
 _REMEMBERED = 8
 _LOOKS = 20
-"""In a row, some 30 us, before other threads of Python get their turn for sure."""
+"""The number of polls in a row (about 30 us) after which other Python threads certainly get a turn."""
 
 
 class Moment(Protocol):
-    """A place in a stream, and the time at which the device came past it."""
+    """A place in a stream, with the time at which the device passed it."""
 
     def passed(self) -> bool:
-        """Any thread that has called `DeviceQueue.use`."""
+        """Whether the device has passed it. Any thread that has called `DeviceQueue.use`."""
 
     def since(self, earlier: Moment) -> float:
-        """Seconds of the device, once both are passed."""
+        """Return the device time from ``earlier`` to this place, in seconds, once both are passed."""
 
 
 class DeviceQueue(Protocol):
+    """The work of one device, or of the host."""
+
     is_host: bool
-    """A call has done what it does when it returns, and a wait is the host's."""
+    """Whether the host computes: a call has done its work when it returns, and a wait is the host's."""
 
     @property
     def name(self) -> str:
-        """Of the device, for people."""
+        """The device's name, for messages."""
 
     def mark(self) -> Callable[[], bool]:
-        """Asks whether all is over that this thread has enqueued in its current stream until now."""
+        """Return a function that tells whether everything is done that this thread has enqueued in its current stream
+        so far."""
 
     def moment(self) -> Moment:
-        """Behind all that this thread has enqueued in its current stream until now."""
+        """Return the place after everything that this thread has enqueued in its current stream so far."""
 
     def place(self) -> AbstractContextManager[None]:
-        """Where this thread's current stream is now. Another thread, within it, enqueues behind that."""
+        """Return a context manager for another thread: what that enqueues within comes after the current end of this
+        thread's stream."""
 
     def stream(self) -> int:
-        """Which stream is this thread's current one."""
+        """Return the id of this thread's current stream."""
 
     def is_capturing(self) -> bool:
-        """What this thread enqueues is recorded for later, in a graph."""
+        """Whether this thread's work is being recorded in a graph instead of run."""
 
     def use(self) -> None:
-        """As `rackrun.checkpoint.host_memory.device_threads.use_device`."""
+        """Select the device in this thread (see `rackrun.checkpoint.host_memory.device_threads.use_device`)."""
 
     def synchronise(self) -> None:
-        """Wait until all is over that anybody has enqueued, in any stream. It cannot be left: for a thread that may be. RuntimeError where the
-        device has failed."""
+        """Wait until everything is done that any thread has enqueued in any stream. Raises `RuntimeError` if the device
+        has failed.
+
+        The wait cannot be interrupted, so call this in a thread that may be abandoned.
+        """
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
+    """Return the queue of ``device``."""
     return _CudaQueue(device) if device.type == "cuda" else _HostQueue()
 
 
 class Waits:
-    """Of one place in a step. The last few tell when the end of the next one may come: naps until shortly before the shortest of them would be over,
-    then looks without a nap until the longest but one would be. A nap at the end is a time in which the device has nothing to do."""
+    """The recent waits at one place in a step, which predict when the next one ends.
+
+    The host sleeps until shortly before the shortest of them would end, and then polls without sleeping until the
+    second longest would. Sleeping past the end would leave the device idle.
+    """
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=_REMEMBERED)
         self._usual = 0.0, 0.0
 
     def nap_s(self, waited_s: float) -> float:
-        """So long may the host sleep that has waited ``waited_s``. 0: it only lets other threads work."""
+        """Return how long, in seconds, the host may sleep after it has waited ``waited_s``; 0: it only gives other
+        threads a turn."""
         if waited_s < _EAGER_S:
             return 0.0
         shortest, longest = self._usual
         return 0.0 if shortest - _EAGER_S <= waited_s <= longest + _EAGER_S else _NAP_S
 
     def took(self, waited_s: float) -> None:
+        """Record the length of a wait."""
         self._last.append(waited_s)
         known = sorted(self._last)
         self._usual = known[0], known[max(len(known) - 2, 0)]
 
 
 def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool], waits: Waits | None = None) -> bool:
-    """Whether it has, before the caller gives up. Nothing is awaited on the device: that could not be left. ``waits``: those before this one, at the
-    same place."""
+    """Poll until ``passed()`` or ``gives_up()`` is true, and return whether it was ``passed()``. Blocking calls of the
+    device are avoided, because they cannot be interrupted. ``waits``: earlier waits at the same place."""
     began, waits, looks = time.monotonic(), waits or Waits(), 0
     nothing = select.poll()
     while not passed():
@@ -105,9 +118,9 @@ def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool], waits: 
         nap_s = waits.nap_s(time.monotonic() - began)
         looks += 1
         if nap_s or not looks % _LOOKS:
-            time.sleep(nap_s)  # 50 us at least
+            time.sleep(nap_s)  # takes 50 us at least
         else:
-            nothing.poll(0)  # gives Python's lock away, and takes it back at once if nobody is quicker
+            nothing.poll(0)  # releases Python's lock, and takes it again at once unless another thread is quicker
     waits.took(time.monotonic() - began)
     return True
 
@@ -135,10 +148,10 @@ class _HostQueue:
         return False
 
     def use(self) -> None:
-        """Nothing to set."""
+        """Do nothing: there is no device to select."""
 
     def synchronise(self) -> None:
-        """All is over."""
+        """Do nothing: all work is done."""
 
 
 class _HostMoment:

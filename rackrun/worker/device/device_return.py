@@ -1,9 +1,9 @@
-"""Whether a device comes back after a break.
+"""Checks that a device comes back after a break, and ends the rank if it does not.
 
-A break ends the collectives that the device is in; what is computed around them ends by itself. If it does not, a kernel hangs, or the device has
-failed, and nothing that this rank could do again would be done. So the rank ends itself, and another takes its place: the agent's limits would find
-it too, but only after as long as a step may take, and could not say why. The main thread may be in a call of CUDA's that cannot be left; the control
-thread keeps the limit.
+A break ends the collectives that run on the device; other kernels end on their own. If the device does not come back, a
+kernel hangs or the device has failed, and nothing that this rank repeats would be done. So the rank ends itself, and
+another takes its place. The agent's limits would detect it, too, but only after as long as a step may take, and without
+the reason. The main thread may be in a CUDA call that cannot be interrupted, so the control thread keeps the limit.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ __all__ = ["DeviceReturn"]
 RETURNS_S = 5.0
 _UNITS = 2
 _FIRST_UNITS_S = 60.0
-"""Where nobody knows yet how long the device computes without any collective."""
+"""The time in seconds that a device may compute without any collective, while that is not known from earlier units."""
 
 
 class DeviceReturn:
-    """``rank`` is asked when it is needed."""
+    """The return of one device. ``rank``: returns the current rank, for the message. ``clock`` and ``leave`` are
+    replaced in tests."""
 
     def __init__(
         self,
@@ -36,35 +37,36 @@ class DeviceReturn:
     ) -> None:
         self._queue, self._rank = queue, rank
         self.unit_s: Callable[[], float] = lambda: 0.0
-        """The seconds that a unit takes at the most, as far as is known; 0: it is not."""
+        """Returns the longest time of a unit in seconds, or 0 while it is unknown."""
         self._clock, self._leave = clock, leave
         self._over: threading.Event | None = None
-        """Of the last break; None: the device came back, or there was none."""
+        """Set when the device is back after the last break; None: it has come back, or there was no break."""
         self._failed = ""
         self._broke_s = 0.0
 
     def breaks(self) -> None:
-        """Its communicators are about to be broken: `wait` waits from now on."""
+        """Note that the communicators are about to be broken: `wait` blocks from now on."""
         if not self._queue.is_host:
             self._broke_s, self._failed = self._clock(), ""
             self._over = threading.Event()
 
     def broke(self) -> None:
-        """They are being broken: what the device has to do is what it has now."""
+        """Start to wait for the device in a thread, when the communicators are being broken and no work is added any
+        more."""
         if self._over is not None:
             threading.Thread(
                 target=self._synchronise, args=[self._over], name="rackrun-device-return", daemon=True
             ).start()
 
     def wait(self) -> None:
-        """Until the device came back from the last break. Not for ever: see `look`."""
+        """Wait until the device has come back from the last break. `look` bounds this wait."""
         while (over := self._over) is not None:
             over.wait()
             if over is self._over:
                 return
 
     def look(self) -> None:
-        """Asked now and then: end this rank if its device fails, or does not come back in time."""
+        """End this rank if its device has failed or has not come back in time. Called at intervals."""
         over = self._over
         if over is None:
             return
@@ -79,7 +81,8 @@ class DeviceReturn:
 
     @property
     def limit_s(self) -> float:
-        """What was enqueued before the break may be a good part of a unit, which has to end first."""
+        """The time limit in seconds: work that was enqueued before the break may be a good part of a unit, and has to
+        end first."""
         known = self.unit_s()
         return RETURNS_S + (_UNITS * known if known else _FIRST_UNITS_S)
 

@@ -1,7 +1,8 @@
-"""What the bits of a computation depend on beside the script, its data and its seeds: hardware, libraries and their settings.
+"""Describes what the bits of a computation depend on besides the script, its data and its seeds: hardware, libraries
+and settings.
 
-Every worker says what it computes with, and so does the state that it leaves: two that differ here may round differently. Then nothing is
-stopped, but it is told, and nobody is promised the same bits.
+Every worker reports its own description, and each state holds the one it was computed with. Computations that differ in
+it may round differently. Nothing is stopped then, but a notice says that the same bits are not promised.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rackrun.core.lifecycle.numerics_notices import differences
 __all__ = ["Numerics", "numerics_of", "unlike"]
 
 Numerics = Mapping[str, str]
-"""Name -> value, as people know it. What cannot be found out is `UNKNOWN`."""
+"""Readable name -> value; `UNKNOWN` for values that cannot be determined."""
 UNKNOWN = "unknown"
 _NONE = "none"
 _VARIABLES_OF_A_GPU = (
@@ -35,11 +36,12 @@ _VARIABLES_OF_A_GPU = (
 )
 _VARIABLES_OF_A_CPU = ("MKL_CBWR", "TORCHINDUCTOR_DETERMINISTIC")
 _CUBLAS_PROPERTIES = (0, 1, 2)
-"""libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL."""
+"""The values of libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL."""
 
 
 def numerics_of(device: torch.device) -> dict[str, str]:
-    """What is computed with on ``device``, in this process, now: a script may change settings at any time. It waits for no device."""
+    """Return the hardware, libraries and settings for ``device`` in this process now, as a script may change settings
+    at any time. Does not wait for the device."""
     constant = _of_gpu(device) if device.type == "cuda" else _of_cpu()
     return constant | {name: _read(value) for name, value in _settings(device)}
 
@@ -87,7 +89,7 @@ def _settings(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _tf32(backend: Any) -> Any:
-    """torch refuses to say it by the older name once a script has used the newer one."""
+    """Return whether a backend uses TF32. torch raises for the older name once a script has used the newer one."""
     try:
         return backend.allow_tf32
     except RuntimeError:
@@ -95,12 +97,14 @@ def _tf32(backend: Any) -> Any:
 
 
 def unlike(state: Numerics, device: torch.device) -> str:
-    """Where what a ``state`` was computed with differs from what goes on with it here; "" where nothing is known to."""
+    """Return how this process's numerics differ from those that a ``state`` was computed with, for a message; "" for no
+    known difference."""
     return differences(tuple(state.items()), tuple(numerics_of(device).items()), "here")
 
 
 def _read(value: Callable[[], Any], missing: str = UNKNOWN) -> str:
-    """torch raises RuntimeError where older and newer names of one setting were mixed; a library may not be there."""
+    """Return ``value()`` as text, or ``missing``: torch raises `RuntimeError` where older and newer names of a setting
+    were mixed, and a library may be absent."""
     with contextlib.suppress(RuntimeError, AttributeError, OSError, importlib.metadata.PackageNotFoundError):
         return str(value())
     return missing

@@ -1,15 +1,16 @@
-"""How much of a unit this rank spent on its own, and how much waiting for others.
+"""Measures how much of a unit this rank spent on its own, and how much waiting for others.
 
-In step, all ranks take the same time: the fast wait for the slow, in collectives. What tells a slow rank is the time that it
-did not wait. So every wait is taken off: those in a work's ``wait``, and the one at the end of a backward pass, where torch waits
-for the futures of its buckets without asking us. That one is bounded by two stamps: the engine calls back when the last gradient
-is computed, and the futures' own completion. A wait that nobody sees counts as the rank's own: it makes the fast look as slow as
-the slowest, and never one slower than the others.
+Ranks move in step, so all take the same time: fast ranks wait for slow ones in collectives. The time that a rank did
+not wait shows which is slow. So every wait is subtracted: those in a work's ``wait``, and the one at the end of a
+backward pass, where torch waits for the futures of its buckets itself. That one is bounded by two time stamps: a
+callback of the engine when the last gradient is computed, and the completion of the futures. A wait that is not noticed
+counts as the rank's own time; it makes a fast rank look as slow as the slowest, and never one slower than the others.
 
-On a GPU the host does not wait, its stream does. There the stamps are events in the stream, on both sides of each of its waits (FSDP2's too, which it does itself), and the engine
-calls back before and after those of a backward pass. They are read when a unit is committed, by when the device has come past all that
-stands before the gate, so nothing waits for them. Those behind the gate, in an optimizer's update, have not been passed then: they count for the next
-unit, in which the host waits for the device. Waits in other streams than the unit's own are no waits of what it computes, and are not counted.
+On a GPU the stream waits, not the host. There the stamps are events in the stream, on both sides of each of its waits
+(including those that FSDP2 does itself), and the engine calls back before and after those of a backward pass. They are
+read when a unit is committed: the device has passed everything before the gate by then, so nothing waits for them.
+Those after the gate, in an optimizer's update, have not been passed yet; they count for the next unit, in which the
+host waits for the device. Waits in other streams than the unit's own do not delay its computation, and are not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["OwnTime"]
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """Of a stream."""
+    """One wait of a stream, between two places of it."""
 
     before: Moment
     after: Moment
@@ -37,36 +38,38 @@ class _Wait:
 
 
 class OwnTime:
-    """Of the unit in hand. Times are seconds. ``queue``: of the device that computes; None: the host does."""
+    """The times of the current unit, in seconds. ``queue``: of the device that computes; None: the host does."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, queue: DeviceQueue | None = None) -> None:
         self._clock = clock
         self._queue = None if queue is None or queue.is_host else queue
         self.passes = 0
-        """Micro-batches so far, ghosts included."""
+        """Number of micro-batches so far, ghosts included."""
         self.in_passes = 0.0
-        """Of this rank's own time, what these took; known when they are over, and on a device when `of` has been asked."""
+        """The part of this rank's own time that the micro-batches took; known when they are over, and on a device after
+        `of` was called."""
         self._first = (0.0, 0.0)
-        """When the first began, and what was waited before."""
+        """When the first micro-batch began, and how long was waited before it."""
         self._waited = 0.0
         self._computed: float | None = None
-        """When a backward pass had computed all; until somebody sees that its end is over."""
+        """When a backward pass had computed everything, until its end was noticed; None otherwise."""
         self._landed = 0.0
         self._graph = -1
         self._disturbed = False
 
         self._stream = 0
-        """The one that computes the unit."""
+        """Id of the stream that computes the unit."""
         self._waits: list[_Wait] = []
-        """Of that stream, also of units before; those that are not read yet."""
+        """Waits of that stream that are not read yet, including those of earlier units."""
         self._passes_from: Moment | None = None
         self._passes_until: Moment | None = None
         self._waited_in_passes = 0.0
-        """By the host."""
+        """How long the host has waited during the micro-batches."""
         self._ends_backward = False
-        """What is waited now counts as the end of a backward pass."""
+        """Whether waits now belong to the end of a backward pass."""
 
     def begin(self) -> None:
+        """Begin a unit."""
         self.passes = 0
         self.in_passes = 0.0
         self._waited = 0.0
@@ -80,7 +83,7 @@ class OwnTime:
             self._stream = self._queue.stream()
 
     def next_pass(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self.goes_on()
         if not self.passes:
             self._first = self._clock(), self._waited
@@ -89,7 +92,7 @@ class OwnTime:
         self.passes += 1
 
     def passes_over(self) -> None:
-        """What follows is the same however many they were."""
+        """End the micro-batches: what follows is the same for any number of them."""
         self.goes_on()
         if self._queue is not None:
             if self.passes and self._passes_until is None:
@@ -100,52 +103,54 @@ class OwnTime:
             self.in_passes = max(0.0, self._clock() - began - (self._waited - waited))
 
     def disturbed(self) -> None:
-        """The world broke: how long this unit took says nothing."""
+        """Note that the world broke, so that this unit's time says nothing."""
         self._disturbed = True
 
     def waited(self, seconds: float) -> None:
-        """By the host, in a collective, for its result."""
+        """Add a wait of the host for a collective's result."""
         self._waited += seconds
 
     def stream_waited(self, before: Moment, after: Moment) -> None:
-        """By this thread's current stream, between those places of it."""
+        """Add a wait of this thread's current stream, between two places of it."""
         assert self._queue is not None, "the host has no stream"
         if self._queue.stream() == self._stream and not self._ends_backward:
             self._waits.append(_Wait(before, after, self.passes > 0 and self._passes_until is None))
 
     @contextlib.contextmanager
     def stream_wait(self) -> Iterator[None]:
-        """What this thread's current stream is told to wait for within."""
+        """Context manager: what this thread's current stream waits for within counts as a wait."""
         assert self._queue is not None, "the host has no stream"
         before = self._queue.moment()
         yield
         self.stream_waited(before, self._queue.moment())
 
     def future_given(self) -> None:
-        """Somebody will wait for a collective's future: in a backward pass, its engine, once all is computed."""
+        """Note that somebody will wait for a collective's future; in a backward pass that is the engine, once
+        everything is computed."""
         graph = torch._C._current_graph_task_id()
         if graph not in (-1, self._graph):
             self._graph = graph
             Variable._execution_engine.queue_callback(self._backward_computed)
 
     def landed(self) -> None:
-        """A future is complete. Any thread."""
+        """Note that a future is complete. Any thread."""
         self._landed = self._clock()
 
     def goes_on(self) -> None:
-        """The main thread is at work: what it waited for is over."""
+        """Note that the main thread works again, so that its wait is over."""
         if self._computed is not None:
             self._waited += max(0.0, self._landed - self._computed)
             self._computed = None
 
     def of(self, seconds: float) -> float:
-        """This rank's part of a unit that took ``seconds``; 0 when it is not known."""
+        """Return this rank's own part, in seconds, of a unit that took ``seconds``; 0 if it is unknown."""
         self.goes_on()
         waited = self._waited + self._read_stream()
         return 0.0 if self._disturbed else max(0.0, seconds - waited)
 
     def _read_stream(self) -> float:
-        """Seconds that the unit's stream has waited since it was asked last, as far as the device has come."""
+        """Return how long, in seconds, the unit's stream has waited since the last call, as far as the device has
+        come."""
         total = in_passes = 0.0
         ahead = []
         for wait in self._waits:
@@ -166,7 +171,7 @@ class OwnTime:
             self._computed = self._clock()
             return
         before, self._ends_backward = self._queue.moment(), True
-        # Behind the callbacks that are there by now, such as DDP's, which waits for all buckets.
+        # Runs after the callbacks that exist now, such as DDP's, which waits for all buckets.
         Variable._execution_engine.queue_callback(lambda: self._backward_over(before))
 
     def _backward_over(self, before: Moment) -> None:

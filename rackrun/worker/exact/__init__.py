@@ -1,1 +1,1 @@
-"""``reduction="exact"``: sums whose bits do not depend on the number of ranks."""
+"""``reduction="exact"``: sums of gradients whose bits do not depend on the number of ranks."""

@@ -1,4 +1,4 @@
-"""What ``reduction="exact"`` cannot cover, as far as it shows before the first step."""
+"""Checks before the first step what ``reduction="exact"`` cannot cover, as far as that is visible then."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from rackrun.errors import StepError
 __all__ = ["check_module", "check_optimizer", "check_parameter", "check_without_gradients", "has_running_statistics"]
 
 _NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS")
-"""They add up over a parameter's elements."""
+"""Optimizers that sum over a parameter's elements."""
 
 
 def check_parameter(path: str, parameter: torch.Tensor, reducers: int) -> None:
-    """Raises `StepError` unless one wrapper reduces its gradient."""
+    """Raise `StepError` unless exactly one wrapper reduces the parameter's gradient, which must be of a floating-point
+    type."""
     if not reducers:
         raise StepError(
             f'{path} is trained, but neither DDP nor FSDP2 reduces its gradient, so reduction="exact" cannot.',
@@ -37,8 +38,8 @@ def check_parameter(path: str, parameter: torch.Tensor, reducers: int) -> None:
 
 
 def check_without_gradients(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Before a gate. ``parameters``: of no optimizer and no wrapper. Raises `StepError` when one has got a gradient, of which a script
-    could make something itself."""
+    """Raise `StepError` if one of ``parameters``, which no optimizer trains and no wrapper reduces, has a gradient,
+    which the script might use itself. Called before a gate."""
     for path, parameter in parameters.items():
         if parameter.grad is not None:
             raise StepError(
@@ -49,7 +50,7 @@ def check_without_gradients(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """Raises `StepError` where a forward adds floats over ranks."""
+    """Raise `StepError` if the module's forward pass sums floats over ranks."""
     for path, sub in module.named_modules():
         if isinstance(sub, nn.SyncBatchNorm):
             raise StepError(
@@ -59,12 +60,13 @@ def check_module(name: str, module: nn.Module) -> None:
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    """It trains with batch norm: its buffers are of what one rank has seen."""
+    """Whether the module trains with batch norm, whose buffers depend on what one rank has seen."""
     return any(isinstance(sub, _BatchNorm) and sub.track_running_stats and sub.training for sub in module.modules())
 
 
 def check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `StepError` for one that computes otherwise where other elements are beside an element."""
+    """Raise `StepError` for an optimizer whose result for an element depends on which other elements are on the
+    rank."""
     sharded = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     kind = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _NOT_ELEMENTWISE), None)
     if sharded and kind:

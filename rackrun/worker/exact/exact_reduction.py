@@ -1,12 +1,14 @@
-"""``reduction="exact"``: gradients are added as integers, so their sum does not depend on who computed which micro-batch.
+"""``reduction="exact"``: adds gradients as integers, so that the sum does not depend on which rank computed which
+micro-batch.
 
-The gradient of every logical shard is rounded to fixed point before anything is added to it: on one rank, over ranks, by
-whatever algorithm. Integer addition is associative, so any map of shards to ranks and any number of ranks gives the same
-bits. A parameter has one scale, a power of two, from the largest magnitude that its gradient had in earlier steps, over all
-shards: tracked state, the same on all ranks at every world size.
+The gradient of every logical shard is rounded to fixed point before anything is added to it: on one rank, over ranks,
+by whatever algorithm. Integer addition is associative, so any map of shards to ranks and any number of ranks gives the
+same bits. A parameter has one scale, a power of two, from the largest magnitude that its gradient had in earlier steps
+over all shards. The scales are tracked state, the same on all ranks at every world size.
 
-A gradient that outgrows its scale's headroom, and the first of all, which has no scale yet, are seen by all ranks alike
-before the gate: they do the step again, with a scale that fits. Gradients that are not finite come out as NaN everywhere.
+All ranks alike see before the gate when a gradient outgrows its scale's headroom, and at the first gradient of all,
+which has no scale yet. They do the step again then, with a scale that fits. Gradients that are not finite become NaN
+everywhere.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ __all__ = ["ExactReduction"]
 
 
 class ExactReduction:
-    """Between a run's gradients and its collectives. ``shards`` is the number of micro-batches in the global batch."""
+    """The exact reduction of one run, between its gradients and its collectives. ``shards``: number of micro-batches in
+    the global batch."""
 
     def __init__(self, world: World, state: TrackedState, width: Width, shards: int) -> None:
         self._world, self._state, self._width, self._shards = world, state, width, shards
@@ -55,15 +58,17 @@ class ExactReduction:
         self._slots: dict[int, Slot] = {}
         self._scales = Scales(0)
         self._not_trained: dict[str, nn.Parameter] = {}
-        """By no optimizer, and reduced by nobody: an average of the weights (`AveragedModel`), say."""
+        """Parameters that no optimizer trains and nobody reduces, such as an average of the weights (`AveragedModel`),
+        by path."""
         self._raised: tuple[int, torch.Tensor] | None = None
-        """Larger scales for the next attempt in this generation. Another generation measures again: not everyone may have seen it."""
+        """Larger scales for the next attempt in this generation, and the generation. Another generation measures again,
+        because not all ranks may have seen them."""
         self._fit = fit(self._scales.largest, width.headroom, self._bits)
         self._scale, self._inverse = Factors.all_of(world.device, self._fit.scale, self._fit.inverse)
         self._segments: dict[tuple[tuple[int, ...], tuple[int, ...]], Segments] = {}
         self._measured = torch.zeros(0)
         self._largest = torch.zeros(0)
-        """Over the shards of this rank, in this attempt."""
+        """Largest magnitude by slot over the shards of this rank in this attempt, fp32 on the device."""
         self._wires: dict[tuple[int, int], torch.Tensor] = {}
         self._wires_generation = -1
         self._once = ExactlyOnce()
@@ -71,8 +76,8 @@ class ExactReduction:
 
     # -- once
     def attach(self) -> None:
-        """At run.steps(), when everything is tracked. Raises `StepError` for what cannot be summed exactly, `UsageError` when torch
-        lacks what that takes."""
+        """Install the hooks, at run.steps(), when everything is tracked. Raises `StepError` for what cannot be summed
+        exactly, `UsageError` when this torch lacks what that needs."""
         reducers: Counter[int] = Counter()
         wrappers = list(self._state.wrappers())
         if wrappers:
@@ -125,18 +130,19 @@ class ExactReduction:
             )
 
     def detach(self) -> None:
-        """The model is to go."""
+        """Remove the hooks, when the model is about to go."""
         for unhook in self._unhook:
             unhook()
         fsdp_reduce.restore()
 
     # -- in every step
     def begin(self, step: Step) -> None:
-        """An attempt at ``step`` begins."""
+        """Begin an attempt at ``step``."""
         generation = self._world.generation
         if self._raised is not None and self._raised[0] != generation:
             self._raised = None
-        if self._wires_generation != generation:  # what was left behind in a broken one may still be written to
+        # collectives left behind in a broken generation may still write to the old ones
+        if self._wires_generation != generation:
             self._wires_generation = generation
             self._wires.clear()
             for slot in self._slots.values():
@@ -151,8 +157,8 @@ class ExactReduction:
         step._shard_losses = {}
 
     def next_shard(self, step: Step, shard: Shard, data_ranks: int) -> None:
-        """The loader is about to yield ``shard``: the gradients of the one before are complete, and are added up. So many
-        ranks share the global batch."""
+        """Begin ``shard``, which the loader is about to yield. The gradients of the one before are complete, and are
+        added up. ``data_ranks``: how many ranks share the global batch."""
         step._weigh(step.weight, step.weight)
         if not self._once.begun or self._world.updated:
             return  # nothing is trained in a phase, or after the gate
@@ -161,9 +167,11 @@ class ExactReduction:
         self._once.next(shard, data_ranks)
 
     def settle(self, step: Step) -> float:
-        """Before the gate: what the ranks have seen, of all shards. Returns this rank's part of the loss.
+        """Exchange, before the gate, what all ranks have seen of all shards, and return this rank's part of the loss.
 
-        Raises `Abandoned`, on every rank, when a gradient has outgrown its scale; `StepError` when one was not reduced."""
+        Raises `Abandoned`, on every rank, when a gradient has outgrown its scale, and `StepError` when one was not
+        reduced.
+        """
         losses = [-math.inf] * self._shards
         for index, loss in (step._shard_losses or {}).items():
             value = float(loss.item())
@@ -186,19 +194,20 @@ class ExactReduction:
         if self._world.rank:
             return 0.0
         total = 0.0
-        for loss in seen.tolist():  # always in this order
+        for loss in seen.tolist():  # always in this order, for the same bits
             total += 0.0 if loss == -math.inf else loss
         return total if total < math.inf else math.nan
 
     def committed(self) -> None:
-        """The step counts: its gradients decide the scales of the next."""
+        """Update the scales from the gradients of the committed step."""
         self._scales.seen(self._measured)
         self._raised = None
         self._once.end()
 
     # -- adding
     def _harvest(self, *, counts: bool) -> None:
-        """Take over what backward has left in this rank, and clear it."""
+        """Add up the gradients that backward passes have left on this rank, and clear them. ``counts``: False for a
+        ghost's."""
         any_new = False
         for module in self._state.modules.values():
             given: list[tuple[Slot, torch.Tensor]] = []
@@ -225,7 +234,7 @@ class ExactReduction:
         self._once.leave(self._local_gradients())
 
     def _local_gradients(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """What is not reduced yet, or of another step."""
+        """Yield the gradients on this rank that are not reduced yet, or belong to another step."""
         for module in self._state.modules.values():
             for parameter, gradient, _ in fsdp_reduce.local_gradients(module):
                 yield self._slots[id(parameter)], gradient
@@ -235,7 +244,7 @@ class ExactReduction:
                     yield self._slots[id(parameter)], parameter.grad
 
     def _add(self, given: Sequence[tuple[Slot, torch.Tensor]]) -> None:
-        """Round gradients of one micro-batch, and add them to the sums of their parameters."""
+        """Round the gradients of one micro-batch, and add them to the sums of their parameters."""
         alike: dict[tuple[bool, torch.dtype], list[tuple[Slot, torch.Tensor]]] = {}
         for slot, flat in given:
             if slot.sums is None:
@@ -250,7 +259,7 @@ class ExactReduction:
     def _add_apart(
         self, slots: Sequence[Slot], flats: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, fresh: bool
     ) -> None:
-        """``flats``: of one type."""
+        """Add ``flats``, which have one dtype, to ``into``."""
         segments = self._segments_of(slots, [flat.numel() for flat in flats])
         self._arithmetic.add_apart(flats, segments, self._scale, into, self._largest, fresh=fresh)
 
@@ -289,7 +298,8 @@ class ExactReduction:
         return reduced
 
     def _wire(self, key: tuple[int, int], slots: Sequence[Slot], buffer: torch.Tensor) -> torch.Tensor:
-        """The integers of one bucket, in its order, and a mark for each parameter; made once in a generation."""
+        """Return the integers of one bucket, in the bucket's order, with a mark for each parameter after them. Created
+        once in a generation."""
         wire = self._wires.get(key)
         if wire is None:
             wire = torch.empty(buffer.numel() + len(slots), dtype=self._width.dtype, device=buffer.device)
@@ -307,10 +317,10 @@ class ExactReduction:
     def _integers_of(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor], ranks: int
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The sums of this rank's shards, in floats of the same size, and a mark for each parameter."""
+        """Return the sums of this rank's shards as floats of the same size, and a mark for each parameter."""
         slots = [self._slots[id(parameter)] for parameter in parameters]
         counts = self._once.reduces(slots, ranks, passed=self._world.updated)
-        if ranks == self._world.size:  # parts of equal size would meet unseen
+        if ranks == self._world.size:  # otherwise collectives of equal size could be mixed up unnoticed
             self._world.order.add(f"reduces {[slot.index for slot in slots]}")
         container = self._width.container
         given = [gradient.contiguous() for gradient in gradients]
@@ -335,7 +345,8 @@ class ExactReduction:
         return found, marks.view(self._width.container)
 
     def _sum(self, output: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
-        """Reduce-scatter of ``whole``, as the integers that it holds; all-reduce where it is ``output`` itself."""
+        """Reduce-scatter ``whole`` into ``output`` as the integers that it holds; all-reduce where both are the same
+        tensor."""
         integers = output.view(self._width.dtype)
         if whole is output:
             dist.all_reduce(integers, group=group)
@@ -349,7 +360,7 @@ class ExactReduction:
 
     # -- both
     def _segments_of(self, slots: Sequence[Slot], sizes: Sequence[int]) -> Segments:
-        """Made once: a bucket is the same in every step."""
+        """Return the segments for these slots, which are created once, as a bucket is the same in every step."""
         key = tuple(slot.index for slot in slots), tuple(sizes)
         if key not in self._segments:
             self._segments[key] = Segments(*key)
@@ -359,14 +370,15 @@ class ExactReduction:
         marks.copy_(self._largest[segments.places(self._largest.device)].isinf())
 
     def _read(self, segments: Segments, sums: torch.Tensor, out: torch.Tensor) -> None:
-        """Integers, and behind them the marks, to floats."""
+        """Convert sums (integers followed by the marks) to floats in ``out``."""
         count = segments.count
         marks = sums[count : count + len(segments.slots)]
         self._arithmetic.read_segments(sums[:count], segments, self._inverse, marks, out[:count])
 
 
 def _flat(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In the order in which DDP lays it into a bucket: that of the parameter's memory, if that has no gaps."""
+    """Return the gradient in the order in which DDP puts it into a bucket: that of the parameter's memory, if that has
+    no gaps."""
     if gradient.is_contiguous() and parameter.is_contiguous():
         return gradient.view(-1)
     laid = torch.empty_like(parameter, dtype=gradient.dtype)

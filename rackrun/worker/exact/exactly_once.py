@@ -1,8 +1,9 @@
-"""That the gradient of every micro-batch goes into the sum alone, and once: what ``reduction="exact"`` stands on.
+"""Checks that the gradient of every micro-batch enters the sum on its own, and exactly once, as ``reduction="exact"``
+requires.
 
-A script can do otherwise: one ``backward()`` for several micro-batches, none that is synchronised, a second pass over the data.
-Then bits would depend on the number of ranks, or gradients would be left out, and nothing else would show it. Here it ends in a
-`StepError`. What it takes to see it is which gradients a backward pass has touched, by their versions.
+A script can do otherwise: one ``backward()`` for several micro-batches, none that is synchronised, a second pass over
+the data. Then bits would depend on the number of ranks, or gradients would be left out, and nothing else would show it.
+Here it raises `StepError`. The check follows which gradients a backward pass has touched, by their versions.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class Slot:
         self.index, self.name, self.parameter = index, name, parameter
         self.sums: torch.Tensor | None = None
         self.fresh = True
-        """Nothing of this attempt is in ``sums``."""
+        """Whether ``sums`` holds nothing of this attempt."""
         self.reduced = False
-        """Over ranks, in this attempt."""
+        """Whether the sums were reduced over ranks in this attempt."""
 
 
 class ExactlyOnce:
-    """In one attempt at a step."""
+    """The checks of one attempt at a step."""
 
     def __init__(self) -> None:
         self._step: Step | None = None
@@ -43,24 +44,27 @@ class ExactlyOnce:
 
     @property
     def begun(self) -> bool:
+        """Whether an attempt is in progress."""
         return self._step is not None
 
     @property
     def shard(self) -> Shard | None:
-        """The micro-batch in hand."""
+        """The current micro-batch."""
         return self._shard
 
     def begin(self, step: Step, gradients: Iterable[tuple[Slot, torch.Tensor]]) -> None:
-        """``gradients``: that are there already, of another step."""
+        """Begin an attempt. ``gradients``: those that exist already, from another step."""
         self._step, self._shard = step, None
         self._delivered.clear()
         self.leave(gradients)
 
     def end(self) -> None:
+        """End the attempt."""
         self._step = self._shard = None
 
     def next(self, shard: Shard, data_ranks: int) -> None:
-        """``shard`` is in hand. So many ranks share the global batch. Raises `StepError` when it was before in this step."""
+        """Begin the micro-batch ``shard``; ``data_ranks`` ranks share the global batch. Raises `StepError` if it was
+        delivered before in this step."""
         if not shard.ghost and shard.index in self._delivered:
             raise StepError(
                 f"micro-batch {shard.index} was delivered twice in one step.",
@@ -72,16 +76,17 @@ class ExactlyOnce:
 
     # -- what a rank has computed alone
     def leave(self, gradients: Iterable[tuple[Slot, torch.Tensor]]) -> None:
-        """From here on, these are no news."""
+        """Remember these gradients as known."""
         self._left = {slot.index: (weakref.ref(gradient), gradient._version) for slot, gradient in gradients}
 
     def is_new(self, slot: Slot, gradient: torch.Tensor) -> bool:
-        """A backward pass has added to it, since `leave`."""
+        """Whether a backward pass has added to the gradient since `leave`."""
         known = self._left.get(slot.index)
         return known is None or known[0]() is not gradient or known[1] != gradient._version
 
     def taken(self, *, any_new: bool) -> None:
-        """The gradients of the micro-batch in hand were taken over. Raises `StepError` when there are none, though it has a loss."""
+        """Note that the gradients of the current micro-batch were taken over. Raises `StepError` when it has a loss and
+        there were none."""
         assert self._step is not None, "inside of a step"
         assert self._shard is not None, "it had one in hand"
         if not any_new and not self._shard.ghost and self._shard.index in (self._step._shard_losses or {}):
@@ -92,7 +97,11 @@ class ExactlyOnce:
 
     # -- what all ranks have
     def reduces(self, slots: Sequence[Slot], ranks: int, *, passed: bool) -> bool:
-        """``slots`` are reduced now, over so many ranks. Whether their gradients count: a ghost's do not. ``passed``: the gate."""
+        """Note that ``slots`` are reduced now over ``ranks`` ranks, and return whether their gradients count: a ghost's
+        do not.
+
+        ``passed``: whether the gate has passed. Raises `StepError` where exact reduction is impossible.
+        """
         if self._step is None or self._shard is None or passed:
             raise StepError(
                 'gradients were reduced where reduction="exact" cannot: before the first micro-batch, after optimizer.step(), or in a phase.',
@@ -116,8 +125,10 @@ class ExactlyOnce:
     def check_complete(
         self, slots: Iterable[Slot], largest: torch.Tensor, alone: Iterable[tuple[Slot, torch.Tensor]]
     ) -> None:
-        """Before the gate. ``largest``: of what was added on this rank, by slot; ``alone``: gradients that are there. Raises `StepError`
-        for those that were computed but not reduced."""
+        """Check, before the gate, that all computed gradients were reduced. Raises `StepError` otherwise.
+
+        ``largest``: the largest magnitude added on this rank, by slot. ``alone``: existing gradients.
+        """
         seen = largest.tolist()
         lost = next((slot for slot in slots if not slot.reduced and not slot.fresh and seen[slot.index] > 0), None)
         for slot, gradient in alone if lost is None else ():

@@ -1,8 +1,8 @@
-"""Gradients as fixed-point integers: the arithmetic of ``reduction="exact"``, on one device.
+"""The arithmetic of ``reduction="exact"`` on one device: gradients as fixed-point integers.
 
-A scale is a power of two, so multiplying by it is exact, and rounding to an integer (half to even) is the only step that loses
-anything. Integers add up to the same bits in any order. So what is computed here does not depend on how it is computed: in
-chunks, by a compiled kernel, on another device.
+A scale is a power of two, so multiplying by it is exact, and rounding to an integer (half to even) is the only step
+that loses anything. Integers add up to the same bits in any order. So the result does not depend on how it is computed:
+in chunks, by a compiled kernel, or on another device.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
 __all__ = ["FixedPoint", "Whole", "fixed_point"]
 
 _CHUNK = 2**16
-"""Elements: 256 KiB of them stay in a core's cache from one operation to the next."""
+"""Elements of a chunk: 256 KiB of them stay in a core's cache from one operation to the next."""
 
 
 class FixedPoint(ABC):
-    """Of segments one by one, where there is no kernel for all of them."""
+    """The operations; this class applies them segment by segment, where there is no kernel for all segments at once."""
 
     @abstractmethod
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor | float:
-        """``into`` (integers) += round(``values`` * ``scale``); with ``fresh``, ``into`` is overwritten, and may be the same memory. Both
-        flat, of one length.
+        """Compute ``into`` (integers) += round(``values`` * ``scale``). Both are flat and of one length.
 
-        Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing. A tensor of the device, for which
-        nobody waits; of the host's a number."""
+        ``fresh``: ``into`` is overwritten, and may be the same memory. Returns the largest magnitude in ``values``, or
+        inf when some are not finite, in which case the sum has no meaning. It is a tensor on a device, without a wait,
+        and a number on the host.
+        """
 
     @abstractmethod
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
-        """``out`` = ``sums`` * ``inverse``, each rounded once. ``out`` may be the same memory as ``sums``."""
+        """Compute ``out`` = ``sums`` * ``inverse``, each rounded once. ``out`` may be the same memory as ``sums``."""
 
     def add_segments(
         self,
@@ -54,8 +55,8 @@ class FixedPoint(ABC):
         *,
         fresh: bool,
     ) -> None:
-        """`add`, for each of ``segments`` of ``values`` and ``into``. ``largest`` (fp32, none below 0) has one for every slot, and
-        becomes the larger of itself and what `add` returns."""
+        """Do `add` for each segment of ``values`` and ``into``. ``largest`` (fp32, no element below 0, one for every
+        slot) becomes the maximum of itself and what `add` returns."""
         parts = [part for _, part in segments.parts()]
         flat = [values[part] for part in parts], [into[part] for part in parts]
         FixedPoint.add_apart(self, flat[0], segments, scales, flat[1], largest, fresh=fresh)
@@ -70,7 +71,8 @@ class FixedPoint(ABC):
         *,
         fresh: bool,
     ) -> None:
-        """As `add_segments`, where each of ``segments`` lies in memory of its own: all ``values`` of one type, and all of ``into``."""
+        """Do `add_segments` where each segment has memory of its own: all ``values`` have one dtype, and all of
+        ``into`` have one."""
         for slot, value, sums in zip(segments.slots, values, into, strict=True):
             found = self.add(value, scales.host[slot], sums, fresh=fresh)
             place = largest[slot]
@@ -82,18 +84,21 @@ class FixedPoint(ABC):
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """`read`, for each of ``segments``. ``marks`` (integers) has one for every segment: above 0, all of it is NaN."""
+        """Do `read` for each segment. ``marks``: an integer for every segment; where it is above 0 the whole segment
+        becomes NaN."""
         factors = torch.where(marks > 0, math.nan, inverses.there[segments.places(inverses.there.device)])
         for (_, part), factor in zip(segments.parts(), factors.unbind(), strict=True):
             self.read(sums[part], factor, out[part])
 
 
 def fixed_point(device: torch.device) -> FixedPoint:
+    """Return the fastest implementation for ``device`` that computes the right bits."""
     return _InChunks() if device.type == "cpu" else _kernel_for(device) or Whole()
 
 
 class _InChunks(FixedPoint):
-    """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
+    """The implementation on a CPU: chunk by chunk, without an allocation. A compiled kernel adds fp32 to int32 where
+    there is a compiler."""
 
     def __init__(self) -> None:
         self._local = threading.local()  # gloo's threads read sums while the main thread adds the next
@@ -143,7 +148,7 @@ class _InChunks(FixedPoint):
 
 
 class Whole(FixedPoint):
-    """On an accelerator, by a few of torch's operations: nothing waits for the host."""
+    """The implementation on an accelerator by a few torch operations, without a wait of the host."""
 
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
         wide = values.to(_wide(values.dtype))
@@ -160,7 +165,8 @@ class Whole(FixedPoint):
 
 
 def _kernel_for(device: torch.device) -> TritonKernel | None:
-    """None where there is no Triton for ``device``, or it does not compute the same bits: torch's own operations do."""
+    """Return the Triton kernel for ``device``; None if there is no Triton, or if the kernel does not compute the same
+    bits as torch's operations."""
     if device.type != "cuda" or os.environ.get("RACKRUN_KERNELS") == "0":
         return None
     try:
@@ -176,7 +182,7 @@ def _kernel_for(device: torch.device) -> TritonKernel | None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What holds a value of ``dtype``, and its product with a power of two, exactly."""
+    """Return the float type that holds a value of ``dtype``, and its product with a power of two, exactly."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,6 +1,7 @@
-"""The same arithmetic in C, compiled when there is a compiler: one pass over memory where torch's operations make five.
+"""The arithmetic of `rackrun.worker.exact.fixed_point` in C, compiled if there is a compiler: one pass over memory
+where torch needs five.
 
-It computes the same bits, so ranks with and without it agree. ``RACKRUN_KERNELS=0`` does without.
+It computes the same bits, so ranks with and without it agree. ``RACKRUN_KERNELS=0`` turns it off.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _check(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @functools.cache
 def load() -> Kernel | None:
-    """None where nothing can be compiled: torch's own operations do the same."""
+    """Return the compiled kernel; None if nothing can be compiled, as torch's own operations do the same."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.environ.get("RACKRUN_KERNELS") == "0":
         return None
@@ -123,7 +124,7 @@ def load() -> Kernel | None:
     try:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             return _build(compiler, f"/proc/{os.getpid()}/fd/{memory}")
-        # Some linkers write into folders alone, and some systems run nothing out of anonymous memory.
+        # Some linkers write only into folders, and some systems run no code from anonymous memory.
         with (
             tempfile.TemporaryDirectory(prefix="rackrun-kernel-") as folder,
             contextlib.suppress(OSError, subprocess.SubprocessError),
@@ -135,7 +136,7 @@ def load() -> Kernel | None:
 
 
 def _build(compiler: str, library: str) -> Kernel:
-    """``library``: in memory it is gone with this process, however that ends."""
+    """Compile the kernel into the file ``library``, and load it. A file in memory disappears when this process ends."""
     command = [compiler, "-pipe", "-x", "c", "-", "-o", library, *_FLAGS]
     subprocess.run(command, input=_SOURCE.encode(), check=True, capture_output=True, timeout=60)
     return Kernel(ctypes.CDLL(library))

@@ -1,8 +1,8 @@
-"""How gradients become integers: which bits there are, and the scale of every parameter.
+"""Defines how gradients become integers: the available bits, and the scale of every parameter.
 
-One scale a parameter, not one for every few elements: a finer one gains the bits by which those elements stay below the
-parameter's largest, and a row that wakes up (of an embedding, for a rare token) would then outgrow its scale, and have the
-step done again, every now and then.
+There is one scale for each parameter, not one for every few elements. A finer scale gains the bits by which those
+elements stay below the parameter's largest. But a row that becomes active (of an embedding, for a rare token) would
+outgrow its scale, and the step would have to be done again every now and then.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _DECAY = 0.9
 
 @dataclass(frozen=True)
 class Width:
-    """How a value is split into bits: ``headroom`` for growth from one step to the next, and, of what is left, a share for each shard."""
+    """How the bits of a value are divided: ``headroom`` for growth from one step to the next, and a share for each
+    shard of the rest."""
 
     dtype: torch.dtype
     container: torch.dtype
-    """Floats of the same size, in which FSDP carries the integers about."""
+    """The float type of the same size, in which FSDP transports the integers."""
     bits: int
     headroom: int
 
     def of_a_shard(self, shards: int) -> int:
-        """Bits of one shard's integers: no sum of ``shards`` of them can leave the range."""
+        """Return the bits for one shard's integers, such that no sum of ``shards`` of them can leave the range."""
         return self.bits - 2 - math.ceil(math.log2(shards))
 
 
@@ -42,7 +43,8 @@ _WIDTHS = {
 
 
 def width_of(reduction: str, shards: int) -> Width | None:
-    """None for ``"fast"`` and ``"none"``. Raises `UsageError` for anything else unknown, and when so many shards leave too few bits for each."""
+    """Return the width for ``reduction``; None for ``"fast"`` and ``"none"``. Raises `UsageError` for an unknown value,
+    and when ``shards`` leave too few bits for each."""
     if reduction in ("fast", "none"):
         return None
     width = _WIDTHS.get(reduction)
@@ -59,11 +61,12 @@ def width_of(reduction: str, shards: int) -> Width | None:
 
 
 class Scales:
-    """The largest magnitude that each parameter's gradient is expected to have, fading: tracked, so that it is restored with the rest."""
+    """The largest magnitude expected of each parameter's gradient, which decays. Tracked, so that it is restored with
+    the rest."""
 
     def __init__(self, count: int) -> None:
         self.largest = torch.zeros(count)
-        """0 until a gradient other than 0 has been seen."""
+        """fp32, by slot; 0 until a gradient other than 0 was seen."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"largest": self.largest}
@@ -72,24 +75,25 @@ class Scales:
         self.largest.copy_(state["largest"])
 
     def seen(self, largest: torch.Tensor) -> None:
-        """A step with these has been committed. What was 0 throughout (an unused parameter), or not finite, teaches nothing."""
+        """Update from a committed step. A gradient that was 0 throughout (an unused parameter) or not finite changes
+        nothing."""
         told = largest.isfinite() & (largest > 0)
         self.largest.copy_(torch.where(told, torch.maximum(largest, self.largest * _DECAY), self.largest))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What the expected magnitudes of one attempt make of every parameter."""
+    """The scales of one attempt, which follow from the expected magnitudes."""
 
     limits: torch.Tensor
-    """How far a gradient may grow: beyond, its integers could leave their range."""
+    """The largest magnitude that each gradient may have; beyond it the integers could leave their range."""
     scale: list[float]
-    """A power of two; 0 for what has no scale yet."""
+    """A power of two for each parameter; 0 where there is no scale yet."""
     inverse: list[float]
 
 
 def fit(expected: torch.Tensor, headroom: int, bits: int) -> Fit:
-    """The scales at which a gradient at its limit is an integer of ``bits`` bits."""
+    """Return the scales at which a gradient at its limit is an integer of ``bits`` bits."""
     exponents = torch.frexp(expected)[1].tolist()  # expected < 2**exponent
     known = (expected > 0).tolist()
     shifts = [min(max(bits - headroom - exponent, -126), 126) for exponent in exponents]

@@ -1,11 +1,14 @@
-"""The same arithmetic for a GPU: one pass over memory where torch's operations make up to five, and one launch for all parameters of a bucket.
-Importing it takes Triton.
+"""The arithmetic of `rackrun.worker.exact.fixed_point` on a GPU: one pass over memory, and one launch for all
+parameters of a bucket.
 
-The largest magnitude is found on the way: the bits of a magnitude order like the number itself, those of inf and NaN above all
-others, and an atomic maximum of integers does not depend on the order in which blocks come.
+torch's operations make up to five passes. Importing this module requires Triton.
 
-A bucket is cut into blocks without regard to its parameters, so that all blocks but the last are read and written whole, in vectors, wherever
-parameters begin. A block knows the first and the last parameter that it has a part of, and looks up what is theirs.
+The largest magnitude is found in the same pass. The bits of a magnitude order like the number itself, with those of inf
+and NaN above all others, and an atomic maximum of integers does not depend on the order in which blocks run.
+
+A bucket is cut into blocks without regard to its parameters, so that all blocks but the last are read and written
+whole, in vectors, wherever parameters begin. A block knows the first and the last parameter in it, and looks up their
+scales.
 """
 
 from __future__ import annotations
@@ -36,21 +39,25 @@ _TYPES = {
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _magnitude(value):  # type: ignore[no-untyped-def]
-    """Its bits; NaN as inf."""
+    """Return the magnitude's bits; those of inf for NaN."""
     return tl.minimum(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800000)
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _raise(largest, magnitude):  # type: ignore[no-untyped-def]
-    """To ``magnitude``, where that is more. It only grows, so what is read of it may be old, and few blocks have to write: if all did, to the same
-    address, they would take a quarter of the kernel's time. No block reads what another has written beside it, so nothing has to be ordered."""
+    """Raise the value at ``largest`` to ``magnitude`` if that is more.
+
+    The value only grows, so an old value may be read, and few blocks have to write: if all wrote to the same address,
+    that would take a quarter of the kernel's time. No block reads what others write, so no memory order is needed.
+    """
     if magnitude > tl.load(largest):
         tl.atomic_max(largest, magnitude, sem="relaxed")
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _nearest(value, scale):  # type: ignore[no-untyped-def]
-    """Half to even: up to 2**23 the sum has no place for a fraction, beyond there is none."""
+    """Return ``value`` * ``scale`` rounded half to even. Up to 2**23 the sum has no room for a fraction; above, numbers
+    have none."""
     scaled = tl.abs(value * scale)
     whole = tl.where(scaled < 8388608.0, (scaled + 8388608.0) - 8388608.0, scaled)
     return tl.where(value < 0, -whole, whole)
@@ -58,7 +65,8 @@ def _nearest(value, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _rounded_segments(value, table, scales, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """One block, whose elements may be of several segments. ``table``: `Segments.table`."""
+    """Return the rounded values of one block, whose elements may be of several segments. ``table``: from
+    `Segments.table`."""
     value = value.to(tl.float32)
     bits = _magnitude(value)
     inside_block = tl.arange(0, BLOCK)
@@ -81,7 +89,7 @@ def _of_block(table, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noq
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _segment(table, segment, begin):  # type: ignore[no-untyped-def]
-    """Where it starts and stops in a block that begins at ``begin``, or far from it; and its slot."""
+    """Return a segment's start and stop relative to the block's ``begin``, clipped to 32 bits, and its slot."""
     row = table + 2 * tl.num_programs(0) + 3 * segment
     start = tl.minimum(tl.maximum(tl.load(row) - begin, 0), 2147483647).to(tl.int32)
     stop = tl.minimum(tl.load(row + 1) - begin, 2147483647).to(tl.int32)
@@ -117,8 +125,8 @@ def _add_apart(  # type: ignore[no-untyped-def]
     FRESH: tl.constexpr,  # noqa: N803
     ALIGNED: tl.constexpr,  # noqa: N803
 ):
-    """``addresses``: of each segment that of its values and that of its sums; ``ALIGNED``: all are multiples of 16. ``table``:
-    `Segments.table_apart`."""
+    """Add segments that have memory of their own. ``addresses``: of each segment's values and sums. ``ALIGNED``: all
+    are multiples of 16. ``table``: from `Segments.table_apart`."""
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
     BLOCK: tl.constexpr = _BLOCK_APART  # noqa: N806
@@ -150,7 +158,7 @@ def _add_apart(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _factors(table, inverses, marks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """For each element of one block: what its sum is multiplied by, NaN where its segment is marked."""
+    """Return the factor for the sum of each element of one block: NaN where its segment is marked."""
     inside_block = tl.arange(0, BLOCK)
     first, last, begin = _of_block(table, BLOCK)
     factor = tl.zeros([BLOCK], dtype=tl.float32)
@@ -175,7 +183,7 @@ def _read_segments(sums, out, table, inverses, marks, count, BLOCK: tl.constexpr
 
 
 class TritonKernel(Whole):
-    """For all but fp64, which torch's operations do."""
+    """The kernels, for all types but fp64, which torch's operations handle."""
 
     def add_segments(
         self,
@@ -250,14 +258,14 @@ class TritonKernel(Whole):
 
 
 def _brought(addresses: list[int], device: torch.device) -> torch.Tensor:
-    """Without a wait: they are others in every step."""
+    """Copy the addresses, which differ in every step, to the device without waiting for it."""
     there = torch.tensor(addresses, dtype=torch.int64)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
 
 
 def load(device: torch.device, reference: Any) -> TritonKernel | None:
-    """None unless it computes on ``device`` what ``reference`` does, bit for bit: for parameters that share blocks, and one that has blocks of
-    its own."""
+    """Return the kernel; None unless it computes the same bits on ``device`` as ``reference``. The trial has parameters
+    that share blocks, and one with blocks of its own."""
     kernel = TritonKernel()
     values = [0.5, 1.5, 2.5, -0.5, -1.5, -2.75, 2.0**22 + 0.5, 3.0e-39, 1.0e6, -0.0]
     many = torch.tensor(values, device=device).repeat(600)

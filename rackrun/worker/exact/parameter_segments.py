@@ -1,4 +1,4 @@
-"""Parameters that lie one after another in one tensor: a bucket of DDP's, or what FSDP reduces at once."""
+"""Describes parameters that lie one after another in one tensor: a bucket of DDP, or what FSDP reduces at once."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ __all__ = ["Factors", "Segments"]
 
 @dataclass(frozen=True)
 class Factors:
-    """One for every slot."""
+    """One factor for every slot."""
 
     host: list[float]
     there: torch.Tensor
-    """The same on the device, fp32."""
+    """The same factors on the device, fp32."""
 
     @classmethod
     def all_of(cls, device: torch.device, *lists: list[float]) -> list[Factors]:
-        """The host waits once, for all of ``lists``."""
+        """Return the factors for each of ``lists``. The host waits for the device once for all of them."""
         rows = torch.tensor(lists, dtype=torch.float32, device=device)
         return [cls(one, row) for one, row in zip(lists, rows, strict=True)]
 
 
 class Segments:
-    """``slots``: each one's place in what is kept for every parameter (scales, maxima); ``sizes``: in elements, of this tensor."""
+    """The parts of one tensor. ``slots``: each parameter's index in what is kept for all parameters (scales, maxima).
+    ``sizes``: elements of each parameter in this tensor."""
 
     def __init__(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
         self.slots, self.sizes = tuple(slots), tuple(sizes)
@@ -38,19 +39,23 @@ class Segments:
         self._places: dict[torch.device, torch.Tensor] = {}
 
     def parts(self) -> Iterator[tuple[int, slice]]:
-        """Slot, and where it lies."""
+        """Yield each parameter's slot and its slice of the tensor."""
         for slot, start, size in zip(self.slots, self.starts, self.sizes, strict=False):
             yield slot, slice(start, start + size)
 
     def places(self, device: torch.device) -> torch.Tensor:
-        """``slots`` there, int64. Brought there once: the host would wait for that."""
+        """Return ``slots`` on ``device``, int64. They are copied there once, because the host would wait for a copy."""
         if device not in self._places:
             self._places[device] = torch.tensor(self.slots, device=device)
         return self._places[device]
 
     def table_apart(self, block: int, device: torch.device) -> torch.Tensor:
-        """For a kernel that takes ``block`` elements of one segment at a time, each of which lies in memory of its own; int64, flat: of each block
-        its segment; of each block the how manieth of that segment it is; and of each segment size and slot. Brought there once."""
+        """Return the table for a kernel that processes ``block`` elements of one segment at a time, where each segment
+        has memory of its own.
+
+        It is int64 and flat: the segment of each block; the block's index in that segment; size and slot of each
+        segment. Copied to ``device`` once.
+        """
         key = -block, device
         if key not in self._tables:
             blocks = [(number, at) for number, size in enumerate(self.sizes) for at in range(-(-size // block))]
@@ -60,11 +65,15 @@ class Segments:
         return self._tables[key]
 
     def blocks_apart(self, block: int) -> int:
+        """Return the number of blocks of ``block`` elements when each segment is divided on its own."""
         return sum(-(-size // block) for size in self.sizes)
 
     def table(self, block: int, device: torch.device) -> torch.Tensor:
-        """For a kernel that takes ``block`` elements at a time, int64, flat: of each block the first segment that it has a part of; of each
-        block the last; and of each segment start, stop and slot. Brought there once."""
+        """Return the table for a kernel that processes ``block`` elements of the whole tensor at a time.
+
+        It is int64 and flat: the first segment in each block; the last segment in each block; start, stop and slot of
+        each segment. Copied to ``device`` once.
+        """
         key = block, device
         if key not in self._tables:
             blocks = range(0, self.count, block)

@@ -1,1 +1,1 @@
-"""Whether the state is right: replicas, silent corruption, losses that are not finite."""
+"""Checks that the state is right: replicas, silent corruption, losses that are not finite."""

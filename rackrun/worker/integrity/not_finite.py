@@ -1,10 +1,12 @@
-"""A loss that is not finite is computed once more before it counts (``--nan-probation``).
+"""Computes a step again before its loss counts, if the loss is not finite (``--nan-probation``).
 
-What a script computes comes again, bit for bit; what a GPU made up does not. So at the first gate whose sum tells of a loss that is
-inf or NaN, nobody passes, and all do the step again in place, once. If it is finite then, the one rank whose part was not has a GPU
-that cannot be trusted, and says so. If it comes again it is the script's own, and training goes on with it, as it would have.
+What a script computes repeats bit for bit; what a faulty GPU makes up does not. So at the first gate whose sum shows a
+loss of inf or NaN no rank passes, and all ranks do the step again in place, once. If the loss is finite then, the one
+rank whose part was not has a GPU that cannot be trusted, and reports that. If it repeats, the script produces it, and
+training goes on with it as it would have without this check.
 
-All draw the same conclusion because it is drawn from the sums of the gate alone: they hold who has computed the step before, too.
+All ranks draw the same conclusion, because it follows from the sums of the gate alone: they also show who has computed
+the step before.
 """
 
 from __future__ import annotations
@@ -21,34 +23,39 @@ __all__ = ["NanProbation"]
 
 
 class NanProbation:
-    """``on``: asked for. Without that nothing is ever refused."""
+    """Decides about gates with a loss that is not finite. ``on``: whether the check was asked for; otherwise nothing is
+    ever refused."""
 
     def __init__(self, on: bool, world: World, reports: Reports) -> None:
         self.on, self._world, self._reports = on, world, reports
         self._tried: Position | None = None
-        """The step whose gate was refused, until it is committed."""
+        """The step whose gate was refused, until it is committed; None otherwise."""
         self._mine = self._suspect = False
         self._told_off = False
 
     def offers(self, step: Step, loss: float) -> tuple[float, float]:
-        """`GateSums.not_finite` and `GateSums.tried`, of this rank, whose part of the loss is ``loss`` (0 where it has none)."""
+        """Return this rank's `GateSums.not_finite` and `GateSums.tried`. ``loss``: this rank's part of the loss, 0
+        where it has none."""
         if not self.on:
             return 0.0, 0.0
         before = self._world.gate
-        known = before is not None and before.not_finite > 0  # it goes on so: computing everything twice helps nobody
-        if step._at.phase:  # which has no loss, and hands on what is known of the step before it
+        # the script goes on with such losses: computing every step twice is of no use
+        known = before is not None and before.not_finite > 0
+        if step._at.phase:  # a phase has no loss, and passes on what is known of the step before it
             return float(known), float(known)
         self._mine = not math.isfinite(loss)
         return float(self._mine), float(self._tried == step._at or known)
 
     def refuses(self, at: Position, sums: GateSums) -> bool:
-        """Whether nobody is to pass this gate. The same on all ranks that see it."""
+        """Whether no rank is to pass this gate: the same answer on all ranks that see it."""
         if not sums.not_finite or sums.tried:
             return False
         self._tried, self._suspect = at, self._mine and sums.not_finite == 1
         return True
 
     def committed(self, at: Position) -> None:
+        """Draw the conclusion after a repeated step: report this rank's GPU, or print that the script produces the
+        loss."""
         gate = self._world.gate
         if self._tried != at or gate is None:
             return

@@ -1,10 +1,11 @@
-"""Which ranks hold the same state: a replica is checked, not assumed.
+"""Finds out which ranks hold the same state: replicas are checked, not assumed.
 
-A rank's *replica class* is a hash of what its parameters are (names, shapes, shards) and of what they, the optimizer's
-state and every other tracked object contain, bit for bit. It is taken twice: at the start, and right after the first step,
-when an optimizer has state and two stages of a pipeline that began alike have parted. Ranks of one class can restore
-each other. A class of one has no live copy: its state is snapshotted. Buffers are looked at one by one: those in which
-the ranks of a class differ (BatchNorm's statistics) are exchanged with every gate (`rackrun.worker.integrity.unshared_buffers`).
+A rank's *replica class* is a hash of its parameters' description (names, shapes, shards) and of the content, bit for
+bit, of parameters, optimizer state and every other tracked object. It is computed twice: at the start, and right after
+the first step, when optimizers have state and two pipeline stages that began alike differ. Ranks of one class can
+restore each other. A rank alone in its class has no live copy, so its state is snapshotted. Buffers are compared one by
+one: those in which ranks of a class differ (BatchNorm's statistics) are exchanged with every gate
+(`rackrun.worker.integrity.unshared_buffers`).
 """
 
 from __future__ import annotations
@@ -33,43 +34,49 @@ _ALONE = " alone"
 
 
 class ReplicaCheck:
+    """Decides this rank's replica class, and whether the world needs snapshots."""
+
     def __init__(self, state: TrackedState, world: World) -> None:
         self._state, self._world = state, world
         self.unique = UniqueBuffers(state, world)
         state.track("rackrun.unique", self.unique)
         self.changed_late = False
-        """A buffer of this rank has changed after the gate; the others are told with the next one."""
+        """Whether a buffer of this rank has changed after the gate; the next gate informs the others."""
         self._told = False
         self._shared: tuple[str, tuple[int, ...]] | None = None
-        """Class and kin of this rank, until its buffers had changed after a gate."""
+        """This rank's class and kin from before its buffers were seen to change after a gate; None if they were not."""
         self._too_large = False
-        """In the first unit: what may be a rank's own is too large to be exchanged."""
+        """In the first unit: whether the buffers that may be a rank's own are too large to be exchanged."""
         self.gates_move = False
-        """All gates stand at the end of their steps, from the next step on."""
+        """Whether all gates stand at the end of their steps from the next step on."""
         self.some_are_unique = False
-        """Some rank's state has no live copy: all ranks take snapshots, because all have to go back together."""
+        """Whether some rank's state has no live copy. Then all ranks take snapshots, because all must go back
+        together."""
 
     @property
     def need_snapshots(self) -> bool:
-        """Also of what is whole, when nobody else has it: the others may be lost for now."""
+        """Whether snapshots are needed: some rank has no live copy of its state, or this rank is the only one, as the
+        others may be lost for now."""
         return self.some_are_unique or self._world.size == 1
 
     def at_start(self) -> str:
-        """The class before the first unit: nothing is committed since, so equal content is an equal state."""
+        """Return the class before the first unit. Nothing is committed yet, so equal content means an equal state."""
         return f"start {self._state.layout()} {self._state.content()}"
 
     def due(self) -> bool:
-        """Compare in the unit after the first step since the run began or was resumed: the same one for everybody, whoever joined
-        when, and again if that one is done again."""
+        """Whether to compare in this unit: the one after the first step since the run began or was resumed. It is the
+        same on all ranks, whenever they joined, and when that unit is done again."""
         return self._world.passed == Position(self._world.began.step + 1)
 
     def begins(self) -> bool:
-        """The unit in hand is the first since the run began or was resumed."""
+        """Whether the current unit is the first since the run began or was resumed."""
         return self._world.passed == self._world.began
 
     def keep_all_buffers(self) -> None:
-        """Collective over the world. Until ranks are compared, any buffer may be a rank's own: all of them are exchanged, or,
-        where they are too large for that, nobody is a replica after the first unit."""
+        """Exchange all buffers, as any of them may differ until ranks are compared. Collective over the world.
+
+        Where they are too large for that, no rank counts as a replica after the first unit.
+        """
         buffers = self._state.buffers()
         size = max(row[0] for row in self._gather([sum(buffer.nbytes for buffer in buffers.values())]))
         if not self._world.broken:
@@ -77,11 +84,13 @@ class ReplicaCheck:
             self.unique.choose(tuple(buffers), 0 if self._too_large else size)
 
     def known(self, at: Position) -> bool:
-        """By the gate of step ``at`` all ranks have been compared, and have told what of theirs changes after a gate."""
+        """Whether by the gate of step ``at`` all ranks have been compared, and have reported which buffers change after
+        a gate."""
         return at.step > self._world.began.step + 2 and not self.gates_move
 
     def compare(self) -> bool:
-        """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
+        """Compare all ranks, and set this rank's class and whether some rank is alone in its own. Collective over the
+        world. Returns False if the world broke."""
         buffers = self._state.buffers()
         mine = list(digests_by_path(buffers).values())
         layout, content = int(self._state.layout(), 16) % 2**62, self._state.content()
@@ -89,7 +98,7 @@ class ReplicaCheck:
         rows = self._gather([layout, content, len(mine), whole])
         classes, counts = [(row[0], row[1]) for row in rows], [row[2] for row in rows]
         if self._world.broken:
-            return False  # the unit will be repeated, and this with it
+            return False  # the unit, and this comparison, will be repeated
         self.unique.whole_bytes = max(row[3] for row in rows)
         if not self._name_what_parts_them(classes):
             return False
@@ -116,11 +125,14 @@ class ReplicaCheck:
         return True
 
     def _name_what_parts_them(self, classes: Sequence[tuple[int, int]]) -> bool:
-        """Collective over the world. Ranks that train the same parameters are no replicas when an object that the script tracks has other
-        content on each: somebody says which, and what that costs. False if the world broke."""
+        """Print which tracked objects differ among ranks that train the same parameters, and what that costs.
+        Collective over the world.
+
+        Such ranks are no replicas. Returns False if the world broke.
+        """
         kin = [rank for rank, (layout, _) in enumerate(classes) if layout == classes[self._world.rank][0]]
         if len(set(classes)) == len({layout for layout, _ in classes}):
-            return True  # some class is parted in itself, or this is nobody's to ask
+            return True  # all ranks with the same parameters hold the same state
         named = self._state.content_by_name()
         counts = [row[0] for row in self._gather([len(named)])]
         everyone = self._gather([*named.values(), *[0] * (max(counts) - len(named))])
@@ -136,9 +148,13 @@ class ReplicaCheck:
         return True
 
     def committed(self, changed_late: float, *, late: bool) -> bool:
-        """After every gate, with what it summed up of `changed_late`. Whether this rank's class is another now. First that of a rank
-        whose buffers have changed after the gate; in the next unit all have been told. Where the gate can come later (it was not
-        ``late``: at the end of the step), it does from then on, and the rank is a replica again; else nobody is."""
+        """Update the class after a gate, and return whether this rank's class has changed. ``changed_late``: the gate's
+        sum.
+
+        First the class of a rank whose buffers have changed after the gate changes; in the next unit all ranks know of
+        it. Where the gate was not at the end of the step (``late``), it is from then on, and the rank is a replica
+        again. Otherwise no rank is one.
+        """
         fresh = self.unique.committed()
         self.gates_move = False
         if self._too_large:
@@ -155,7 +171,7 @@ class ReplicaCheck:
             self.gates_move = True
             self.unique.choose(
                 tuple(self._state.buffers()), size
-            )  # what changes after a gate was not seen to differ when they were compared
+            )  # buffers that change after a gate did not differ when ranks were compared
             return False
         if not fresh and not self.changed_late and not self._told:
             self.changed_late = True
@@ -176,7 +192,8 @@ class ReplicaCheck:
         self._kin(self._world.rank)
 
     def nobody_is_a_replica(self) -> None:
-        """Something that only this rank has cannot be kept by its peers. Every rank comes to this at the same unit."""
+        """Make every rank alone in its class, because one has something that its peers cannot keep. Every rank calls
+        this at the same unit."""
         self.unique.choose((), 0)
         self.some_are_unique = True
         self._stand_alone()
@@ -185,7 +202,8 @@ class ReplicaCheck:
         self._state.lineage = msgspec.structs.replace(self._state.lineage, kin=ranks)
 
     def resized(self, origins: Sequence[int | None], restores: Sequence[Restore]) -> None:
-        """The world has other ranks: for each, which one it was (None: it joins now, and is a replica of whom it restores from)."""
+        """Adapt to a world with other ranks. ``origins``: each rank's former rank, or None for one that joins now and
+        is a replica of its restore sources."""
         known = set(self._state.lineage.kin)
         kin = {rank for rank, origin in enumerate(origins) if origin is not None and origin in known}
         kin |= {int(restore.rank) for restore in restores if kin.intersection(restore.sources)}
@@ -194,8 +212,9 @@ class ReplicaCheck:
         self.unique.resized(origins)
 
     def adopt(self, manifest: Manifest) -> None:
-        """A newcomer is what its source was."""
-        self._told = self.changed_late = self.gates_move = False  # what it was told after that does not count
+        """Take over the class and lineage of a newcomer's source."""
+        # the source's manifest replaces what was learned later
+        self._told = self.changed_late = self.gates_move = False
         self._shared = None
         self._world.replica_class = manifest.replica_class
         learned = manifest.lineage.changes.union(self._state.lineage.changes)
@@ -204,12 +223,14 @@ class ReplicaCheck:
         self.some_are_unique = manifest.replica_class.endswith(_ALONE)
 
     def begin_again(self) -> None:
-        """The state was filled with other shards: who is whose replica is not known, and whose own a buffer is, forgotten."""
+        """Start anew after the state was filled with other shards: replicas, and which buffers are a rank's own, are
+        unknown."""
         self.unique.choose((), 0)
         self._world.replica_class = self.at_start()
 
     def _gather(self, mine: list[int]) -> list[list[int]]:
-        row = torch.tensor(mine, dtype=torch.int64)  # the hosts': what breaks there is a loopback, and no garbage
+        # a host tensor: a break gives a loopback's values there, and no garbage
+        row = torch.tensor(mine, dtype=torch.int64)
         return [other.tolist() for other in self._world.groups[0].gather_on_host(row)]
 
 

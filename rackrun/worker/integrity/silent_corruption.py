@@ -1,16 +1,18 @@
-"""Silent corruption: a replica that is none any more, because a GPU or its memory has changed bits that nobody has asked it to.
+"""Detects silent corruption: replicas that differ because a GPU or its memory has changed bits on its own.
 
-Every so many steps (``--check-replicas``) all ranks compare digests of their parameters and optimizer state, right before the update of
-a step, when its gradients are complete and nothing of them is applied yet. Who is wrong is told by `rackrun.core.faults.divergence`, on all
-ranks alike; they tell the coordinator, and pass no gate any more until the generation is broken.
+Every so many steps (``--check-replicas``) all ranks compare digests of their parameters and optimizer state, right
+before the update of a step, when its gradients are complete and not applied yet. `rackrun.core.faults.divergence`
+decides which rank is wrong, on all ranks alike; they report that to the coordinator, and pass no gate until the
+generation is broken.
 
-After an all-reduce all replicas have the same gradients, wrong or not: what one rank computes wrongly goes into all and is not seen
-here, and from the step after a corruption on the others are spoilt by its gradients too. So their state is not what it would be
-without, and all go back to the last step at which all were found equal. Of that there is a snapshot, taken at the end of the step
-before each comparison. Where the comparison before was in the very step before, nobody is spoilt yet, and nobody goes back.
+After an all-reduce all replicas have the same gradients, right or wrong. A wrong gradient of one rank enters all states
+and is not detected here. From the step after a corruption, the corrupt rank's gradients have spoilt the other ranks as
+well. So all ranks go back to the last step at which all were found equal. A snapshot of it is taken at the end of the
+step before each comparison. If the last comparison was in the very step before, no other rank is spoilt yet, and no
+rank goes back.
 
-Where fewer than three ranks hold a shard, each keeps its digest of every step: if they differ, all compute the steps since the last
-good one again, and what they had the first time tells which of them was wrong.
+Where fewer than three ranks hold a shard, each keeps the digest of every step. If they differ, all compute the steps
+since the last good one again, and the digests of the first time show which of them was wrong.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from rackrun.worker.state.tracked_state import TrackedState
 __all__ = ["CorruptionCheck"]
 
 _MAJORITY = 3
-"""So many ranks with the same shard can outvote one of them."""
+"""The number of ranks with the same shard from which on one of them can be outvoted."""
 
 _Pass = dict[Rank, dict[int, int]]
 
 
 class CorruptionCheck:
-    """``every`` so many steps, and soon after each recovery; 0: never. ``distrust`` is called with the last good step when ranks differ:
-    what was kept of later ones elsewhere is of no use."""
+    """Compares replicas after ``every`` so many steps and soon after each recovery; 0: never. ``distrust``: called with
+    the last good step when ranks differ, because what was saved of later steps is of no use."""
 
     def __init__(
         self,
@@ -54,35 +56,38 @@ class CorruptionCheck:
         self._every, self._state, self._world, self._replicas = every, state, world, replicas
         self._snapshots, self._reports, self._distrust = snapshots, reports, distrust
         self._last = -1
-        """The step before whose update they were."""
+        """The step before whose update replicas were last found equal."""
         self._seen: dict[int, int] = {}
-        """Step -> this rank's digest before its update, since then."""
+        """Step -> this rank's digest before its update, for the steps since then."""
         self._before: _Pass = {}
-        """What all ranks had seen when they differed and nobody could say who was wrong. It counts if it is being computed again."""
+        """All ranks' digests when they differed and it was unclear who was wrong. They count while those steps are
+        being computed again."""
         self._until = -1
         self._went_back = False
         self._filled = -1
-        """How often this rank's state had been filled from elsewhere when they differed."""
+        """How often this rank's state had been filled from outside when they differed."""
         self._soon = (0, -1)
         """Generation and step of the comparison that follows a recovery."""
         self._told_off = False
 
     @property
     def on(self) -> bool:
-        """Somebody has asked for comparisons."""
+        """Whether comparisons were asked for."""
         return bool(self._every)
 
     # -- when
     def due(self, step: int, *, last: bool) -> bool:
-        """The same on all ranks, whoever joined when. ``last``: the run ends with this step."""
+        """Whether to compare before the update of ``step``: the same on all ranks, whenever they joined. ``last``: the
+        run ends with this step."""
         if not self._compares(step):
             return False
         first = step == self._world.began.step + 3
         return last or first or step % self._every == 0 or self._soon == (self._world.generation, step)
 
     def committed(self, at: Position, *, first_of_generation: bool, last: bool) -> bool:
-        """After each step, when its state is complete. Whether a snapshot of it was begun. ``last``: of the next step."""
-        if first_of_generation:  # whoever has joined can go back no further
+        """Begin a snapshot of a committed step if the next step compares, and return whether one was begun. ``last``:
+        the next step is the run's last."""
+        if first_of_generation:  # ranks that have joined cannot go back further
             self._soon = (self._world.generation, at.step + 1)
         if not self.due(at.step + 1, last=last) or not self._goes_back():
             return False
@@ -90,7 +95,8 @@ class CorruptionCheck:
 
     @property
     def _good(self) -> Position:
-        """The last committed unit after which all replicas were equal: at the least what all have read from one checkpoint."""
+        """The last committed unit after which all replicas were known to be equal; at the earliest the checkpoint that
+        all have read."""
         return Position(self._state.lineage.began) if self._world.good is None else self._world.good
 
     def _compares(self, step: int) -> bool:
@@ -103,28 +109,29 @@ class CorruptionCheck:
         return not self._replicas.some_are_unique
 
     def _goes_back(self) -> bool:
-        """Whether a snapshot may ever be needed."""
+        """Whether a rollback, and so a snapshot, may ever be needed."""
         return self._every > 1 or self._few
 
     @property
     def _few(self) -> bool:
-        """Replicas of this rank that agree may still be wrong."""
+        """Whether this rank has too few replicas for a majority, so that equal ones may still be wrong."""
         return len(self._state.lineage.kin) < _MAJORITY
 
     # -- compare
     def before_gate(self, at: Position, *, last: bool) -> None:
-        """Collective over the world, when it is due. Does not return when ranks differ: raises `Abandoned`."""
+        """Compare replicas, if that is due. Collective over the world. Raises `Abandoned` when ranks differ."""
         if not self._compares(at.step):
             if self._replicas.some_are_unique:
                 self._world.good = None
             return
-        self._world.good = min(self._good, self._world.passed)  # all went back, or it has just begun
+        self._world.good = min(self._good, self._world.passed)  # all ranks went back, or the run has just begun
         if at.step <= self._last:
             self._last = -1
-        filled = at.step == self._until and self._state.filled > self._filled  # from the end of the step before
+        # from a rank at the end of the step before
+        filled = at.step == self._until and self._state.filled > self._filled
         self._went_back |= at.step < self._until or filled
         if not self._went_back or len(self._before) != self._world.size:
-            self._before = {}  # nobody has heard of it, or the ranks have other numbers
+            self._before = {}  # the digests were not used, or the ranks have other numbers
         due = self.due(at.step, last=last)
         if due or self._few:
             self._seen[at.step] = self._state.settled()
@@ -137,7 +144,7 @@ class CorruptionCheck:
         rows = self._gather([kind, digest, self._good.step, self._good.phase, self._last, bool(self._before)])
         if self._world.broken:
             return  # the gate will not pass
-        self._world.good = max(Position(row[2], row[3]) for row in rows)  # who has just joined does not know
+        self._world.good = max(Position(row[2], row[3]) for row in rows)  # a rank that has just joined does not know it
         self._last = max(row[4] for row in rows)
         kinds: dict[int, list[Rank]] = defaultdict(list)
         for rank, row in enumerate(rows):
@@ -154,11 +161,13 @@ class CorruptionCheck:
             self._equal(at)
 
     def _judge(self, at: Position, kinds: Sequence[Sequence[Rank]], now: _Pass, *, differ: bool) -> None:
-        """Returns when all are equal, now."""
+        """Judge the digests: returns if all ranks are equal now, and reports the difference and raises `Abandoned`
+        otherwise."""
         twice = bool(self._before)
         found = culprits(kinds, [self._upto(at.step), now] if twice else [now])
         if found:
-            fresh = not twice and self._world.passed.step == self._last  # its gradients are in nobody's state yet
+            # the wrong gradients are in no rank's state yet
+            fresh = not twice and self._world.passed.step == self._last
             good = self._world.passed if fresh or not differ else self._good
             self._before = {}
             self._tell(at, found, good)
@@ -176,7 +185,7 @@ class CorruptionCheck:
             self._tell(at, (), self._good, differing=differing)
         self._before, self._until, self._went_back = now, at.step, False
         self._filled = self._state.filled
-        self._gather([at.step])  # whoever tells now knows that all have kept this
+        self._gather([at.step])  # a rank that reports now knows that all have kept these digests
         if not self._world.broken:
             self._tell(at, (), self._good)
 
@@ -187,7 +196,8 @@ class CorruptionCheck:
     def _tell(
         self, at: Position, found: tuple[Rank, ...], good: Position, differing: tuple[Rank, ...] = ()
     ) -> NoReturn:
-        """And wait for what follows. Nobody passes the gate: all have come to the same conclusion."""
+        """Report the difference and wait for the break, then raise `Abandoned`. No rank passes the gate, as all have
+        drawn the same conclusion."""
         if good < self._world.passed:
             self._distrust(good.step)
         self._reports.differ(at, found, good, differing)
@@ -195,7 +205,7 @@ class CorruptionCheck:
         raise Abandoned
 
     def _upto(self, step: int) -> _Pass:
-        """Of the first time, as far as the second has come."""
+        """Return the digests of the first time, as far as the repetition has come."""
         return {rank: {s: d for s, d in seen.items() if s <= step} for rank, seen in self._before.items()}
 
     def _histories(self, step: int) -> _Pass:
@@ -209,5 +219,6 @@ class CorruptionCheck:
         }
 
     def _gather(self, mine: list[int]) -> list[list[int]]:
-        row = torch.tensor(mine, dtype=torch.int64)  # the hosts': what breaks there is a loopback, and no garbage
+        # a host tensor: a break gives a loopback's values there, and no garbage
+        row = torch.tensor(mine, dtype=torch.int64)
         return [other.tolist() for other in self._world.groups[0].gather_on_host(row)]

@@ -1,11 +1,11 @@
-"""Buffers that replicas do not share: BatchNorm's running statistics under DDP are each rank's own, and rank 0's count.
+"""Keeps copies of buffers that replicas do not share, such as BatchNorm's running statistics under DDP.
 
-They die with their rank, so every rank hands a copy of its own to all others *before it enters the gate*. If the gate
-passes for anyone then everybody has everybody's copies: they are exactly as durable as the unit. A newcomer copies a
-replica, and then puts its own row of them in place. Where they change again after the gate (in an average of the weights, say), the
-gate comes at the end of the step from then on. Which buffers differ is known when replicas have been compared, in the second step;
-until then all of them are handed around. This is for small things; what is larger than `ROW_BYTES_MAX` a rank has no live
-copy, and is kept by snapshots.
+Such buffers are each rank's own and are lost with it. So every rank sends a copy of its own to all others *before it
+enters the gate*. If the gate passes for any rank, then all ranks have all copies, which are exactly as durable as the
+unit. A newcomer copies a replica, and then puts its own row of the copies in place. Where buffers change again after
+the gate (in an average of the weights, say), the gate comes at the end of the step from then on. Which buffers differ
+is known once replicas have been compared, in the second step; until then all are exchanged. This is for small buffers.
+For more than `ROW_BYTES_MAX` a rank has no live copy, and is kept by snapshots.
 """
 
 from __future__ import annotations
@@ -26,37 +26,44 @@ if TYPE_CHECKING:
 __all__ = ["ROW_BYTES_MAX", "UniqueBuffers"]
 
 ROW_BYTES_MAX = 4 * 2**20
-"""Of one rank. Every rank holds two times that of every rank."""
+"""The most bytes that one rank exchanges. Every rank holds twice that for each rank."""
 
 
 class UniqueBuffers:
-    """Tracked like what the user tracks, under a name of its own: so it travels to newcomers and into snapshots."""
+    """The copies of all ranks' own buffers. Tracked under a name of its own, so that it reaches newcomers and
+    snapshots."""
 
     def __init__(self, state: TrackedState, world: World) -> None:
         self._state, self._world = state, world
         self._chosen: tuple[str, ...] = ()
-        """Paths of what the next exchange is of."""
+        """Paths of the buffers in the next exchange."""
         self._row_bytes = 0
         self.whole_bytes = 0
-        """The most that the buffers of any rank take, all of them: known once ranks were compared."""
+        """The largest size of all buffers of any rank, in bytes; known once ranks were compared."""
         self._paths: tuple[str, ...] = ()
-        """Of what `_kept` holds."""
+        """Paths of the buffers in `_kept`."""
         self._kept: torch.Tensor | None = None
-        """One row of bytes a rank, as they were at the end of the last committed unit."""
+        """One row of bytes for each rank (uint8, ranks x bytes), from the end of the last committed unit; None without
+        an exchange."""
         self._coming: torch.Tensor | None = None
         self._row: torch.Tensor | None = None
 
     def choose(self, paths: Sequence[str], row_bytes: int) -> None:
-        """These are this rank's own, from the next exchange on. ``row_bytes`` is the most that any rank has; 0 ends the exchange. What is
-        kept of the last unit stays until the next one is committed: the unit in hand may be discarded."""
+        """Exchange the buffers at ``paths``, which are this rank's own, from the next exchange on.
+
+        ``row_bytes``: the most that any rank has; 0 ends the exchange. The rows of the last unit stay until the next
+        one is committed, because the current unit may be discarded.
+        """
         self._chosen, self._row_bytes, self._coming = tuple(paths), row_bytes, None
 
     @property
     def exchanges(self) -> bool:
+        """Whether buffers are exchanged."""
         return self._row_bytes > 0
 
     def exchange(self) -> None:
-        """Collective over the world, right before a gate. If it breaks, the gate will not be entered."""
+        """Exchange the buffers right before a gate. Collective over the world. If it breaks, the gate will not be
+        entered. Raises `StepError` when buffers have grown."""
         if not self._row_bytes:
             return
         row = torch.zeros(self._row_bytes, dtype=torch.uint8, device=self._world.device)
@@ -73,8 +80,8 @@ class UniqueBuffers:
         self._coming, self._row = rows.view(self._world.size, -1), packed
 
     def committed(self) -> bool:
-        """The unit is committed: what was exchanged counts. False when it is out of date already, because something
-        has changed one of the buffers after the gate."""
+        """Keep what was exchanged, as the unit is committed. Returns False when it is out of date already, because a
+        buffer has changed after the gate."""
         if self._coming is None or self._row is None:
             if not self._row_bytes:
                 self._paths, self._kept = (), None
@@ -83,16 +90,18 @@ class UniqueBuffers:
         return torch.equal(self._row, pack(self._buffers(self._paths), self._world.device))
 
     def discarded(self) -> None:
+        """Drop what was exchanged, as the unit is discarded."""
         self._coming = None
 
     def resized(self, origins: Sequence[int | None]) -> None:
-        """The world has other ranks: for each, which one it was. What joins now gets a row with the next exchange."""
+        """Reorder the rows for a world with other ranks. ``origins``: each rank's former rank, or None for one that
+        joins now and gets its row with the next exchange."""
         if self._kept is not None:
             self._kept = torch.stack([self._kept[origin or 0] for origin in origins])
         self._coming = None
 
     def take_place(self, rank: int) -> None:
-        """A newcomer holds a replica's buffers, and the rows: its own row is what it goes on with."""
+        """Load this rank's own row into its buffers, on a newcomer that holds a replica's buffers."""
         if self._kept is not None:
             copy_bytes(self._kept[rank], self._buffers(self._paths))
 

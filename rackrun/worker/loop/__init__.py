@@ -1,1 +1,1 @@
-"""`main`, `Run` and the loop of steps: from one generation to the next."""
+"""The user's ``main``, its `Run` object and the step loop, from one generation to the next."""

@@ -1,11 +1,11 @@
-"""Joining a generation: groups that are built again, a lost rank's place taken, state brought where it is missing.
+"""Joins a new generation: builds its groups, takes over a lost rank's place, and brings state to where it is missing.
 
-Everything a plan asks of this process happens here, between two attempts at a unit. When a newer generation is announced in the
-middle of it, it begins again with that one's plan.
+Everything that a plan asks of this process happens here, between two attempts at a unit. When a newer generation is
+announced meanwhile, this starts over with the newer plan.
 
-Where the ranks are to get other shards, the script makes everything anew: it is left from here (`Reenter`), with its state in a
-snapshot, and `Rejoin.arrive` fills the new state when it stands at run.steps() again. Whatever breaks in between, the snapshots of
-the old ranks stay, and a newer plan names them again.
+Where the ranks have to hold other shards, the script must build everything anew. This module leaves ``main`` then
+(`Reenter`), with the state sealed in a snapshot, and `Rejoin.arrive` fills the new state when the script is back at
+``run.steps()``. The old ranks' snapshots stay available meanwhile: if that breaks, a newer plan names them again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Rejoin"]
 
 
 class Rejoin:
-    """``settle`` waits until no copy of the state is in the making."""
+    """Carries out plans for this process. ``settle``: waits until no copy of the state is in progress."""
 
     def __init__(
         self,
@@ -63,26 +63,34 @@ class Rejoin:
         self._reports = reports
         self.loop_end = LoopEnd(state)
         self.known_digests: Callable[[], Mapping[str, int]] = dict
-        """As `rackrun.worker.restore.live_restore.Callbacks`."""
+        """Returns digests that are already known, by path (see `rackrun.worker.restore.live_restore.Callbacks`)."""
         self._unlike = ""
-        """What was told last of how a state was computed that this process took over."""
+        """The last notice printed about numerics: how the state that this process took over was computed differently.
+        """
         self.leaving = False
-        """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
+        """Whether ``main`` is being left to be entered again: what it returns or raises does not count any more."""
         self.left_after: int | None = None
-        """The step after which the ranks had left their loops early, when this process joined them last."""
+        """The step after which the ranks had left their loops early, as learned at this process's last join; None if
+        they had not."""
 
     def run(self, came_in: Position, left_after: int | None, stays: Callable[[], bool] = lambda: False) -> bool:
-        """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
-        this process entered its loop; it can go back no further. ``left_after``: the step after which it has left its loop early. ``stays``: the script
-        has yet to do what follows a committed step.
+        """Take part in the newest generation: join its groups and bring state to where it is missing.
 
-        Returns False, with nothing done, when this process is to leave ``main`` and ``stays``: it is to ask again later. Raises `Reenter`."""
+        ``came_in``: the position that was committed when this process entered its loop; it cannot go back further.
+        ``left_after``: the step after which it has left its loop early, or None. ``stays``: whether the script still
+        has to run the code that follows a committed step.
+
+        Returns True when the generation has resumed. Returns False, with nothing done, when the plan leads out of
+        ``main`` while ``stays()`` holds; call again later. Raises `Reenter` when ``main`` is to be left. Ends the
+        process when it cannot take part.
+        """
         world = self._world
         size = world.size
         world.stages.reached("parked")
         while True:
             if world.generation:
-                # The time of the unit that broke is over, and this rank does not answer for how long a plan takes.
+                # The time measurement of the broken unit ends here, and this rank is not to blame for how long a plan
+                # takes.
                 self._page.enter(Activity.RECOVERING, world.passed)
             plan = world.wait_plan()
             world.let_device_return()
@@ -133,9 +141,10 @@ class Rejoin:
         return True
 
     def _check_loop_end(self, plan: Plan) -> None:
-        """What this rank has done in the code after the loop may keep it from taking part: nobody else has, and nobody could do it again."""
+        """End this process if what it has done in the code after the loop keeps it from taking part: no other rank
+        could repeat that."""
         if plan.reshard is not None:
-            return  # main is left, and entered again
+            return  # main will be left and entered again
         if plan.rollback is not None and (self._world.has_met_after or self.loop_end.changed()):
             back = f"all go back to step {plan.rollback}"
             self._give_place_up(f"is in the code after the loop, and {back}")
@@ -146,10 +155,15 @@ class Rejoin:
         leave(self._world.rank, f"{because}; another takes its place.")
 
     def _agree_after_loop(self, plan: Plan, left_after: int | None, size: int) -> bool:
-        """Whoever lives on has left its loop by now, or goes on with it: a newcomer learns which. Who has called collectives after the loop, which
-        others have yet to call, or stands behind another one, is replaced by a newcomer, now that others have its state; this generation ends
-        with that, and the answer is False. Where all have, the first stays for that long. ``size``: of the world, before; one that has shrunk goes on
-        without those that were lost."""
+        """Return False when this generation must end because a rank has called collectives after the loop that others
+        have not called; else True.
+
+        By now each surviving rank has left its loop or goes on with it, and a newcomer learns which (`left_after`). A
+        rank that has called collectives after the loop, which others have yet to call, cannot take part. A newcomer
+        replaces it once others have its state, and this generation ends with that. Where all ranks have called some,
+        rank 0 stays until the generation is broken. ``size``: of the world before this plan. A world that has only
+        shrunk goes on without its lost ranks.
+        """
         world = self._world
         communicator = world.groups[0].communicator
         if communicator is None:
@@ -162,13 +176,14 @@ class Rejoin:
             self.left_after = most_left - 1 if most_left else None
             world.resumed = Generation(plan.generation)
             if some_have_met:
-                _most(communicator, [0])  # all have learned it
+                _most(communicator, [0])  # a barrier: all ranks have the result
             return some_have_met, not_all_have
 
         some_have_met, not_all_have = world.attempt(plan, ask)
         if not some_have_met:
             return True
-        self._reports.resumed(Generation(plan.generation))  # how long the others write is nobody's fault
+        # so that nobody is blamed for the time that others take to write
+        self._reports.resumed(Generation(plan.generation))
         self._page.enter(Activity.WAITING, world.passed)
         if met and (not_all_have or world.rank):
             self._wait_written(plan)
@@ -177,31 +192,35 @@ class Rejoin:
         return False
 
     def _wait_written(self, plan: Plan) -> None:
-        """Its part of the last checkpoint. Raises `Superseded` when somebody else is lost meanwhile, whose state this process may have to give."""
+        """Wait until this rank's part of the last checkpoint is on disk. Raises `Superseded` when another rank is lost
+        meanwhile, because the next plan may need this process's state."""
         if self._durable is not None:
             self._durable.wait_written(lambda: self._world.superseded(plan.generation))
         if self._world.superseded(plan.generation):
             raise Superseded
 
     def _leads_out(self, plan: Plan, mine: Member) -> bool:
-        """Of ``main``, to enter it again."""
+        """Whether the plan requires this process to leave ``main`` and enter it again."""
         return plan.reshard is not None or (mine.fresh and self._is_built_otherwise(plan, mine))
 
     def _is_built_otherwise(self, plan: Plan, mine: Member) -> bool:
-        """For another world, or as a rank in other groups: the script has branched by what it was told then."""
+        """Whether the script was built for another world size, or for a rank in other groups, and may have branched by
+        those values."""
         world = self._world
         if plan.world_size != world.size:
             return bool(fixed_because(self._state, world))
         return not world.fits(mine.rank)
 
     def _take_place(self, plan: Plan, rank: int) -> None:
+        """Take over ``rank`` in place: renumber groups and sharded modules, and start to build the groups."""
         moved = self._world.promote(rank)
         promote_groups(moved)
         promote_sharded(self._state.modules.values(), rank)
         self._world.start_build(plan)
 
     def _resize(self, plan: Plan, rank: int) -> None:
-        """The world has shrunk or grown. A newcomer adopts the rest from whom it restores."""
+        """Adapt in place to a world that has shrunk or grown. A newcomer adopts everything else from its restore
+        source."""
         before = self._world.size
         moved, origins = self._world.resize(plan, rank)
         promote_groups(moved)
@@ -210,6 +229,8 @@ class Rejoin:
         self._world.start_build(plan)
 
     def _restore(self, plan: Plan, *, fresh: bool) -> None:
+        """Bring the state to what the plan asks for: load a snapshot after a rollback, or copy state from live ranks.
+        ``fresh``: this process's own state is of no use."""
         world = self._world
         communicator = world.groups[0].communicator
         settle_restores()
@@ -244,22 +265,24 @@ class Rejoin:
                     self._seal(plan.rollback)
         if plan.rollback is not None:
             if communicator is not None:
-                # A newcomer that has begun its loop can go back no further, and, until all are here, all may have to.
+                # A barrier. A newcomer that has begun its loop can go back no further; until all have arrived, all may
+                # have to.
                 world.attempt(plan, lambda: _most(communicator, [0]))
             world.stand_at(
                 self._end_of(plan.rollback), ()
-            )  # the plan's gate is that of a step which is to be done again
+            )  # the plan's gate belongs to a step that is to be done again
         elif fresh:
             world.stand_at(plan.committed, plan.gate)
         elif any(not restore.sources for restore in plan.restores):
-            self._snapshots.hold(plan.committed.step)  # as the newcomer does, which can go back no further
+            self._snapshots.hold(plan.committed.step)  # a newcomer holds the same one, and can go back no further
 
     def _adopt(self, plan: Plan, manifest: Manifest) -> None:
-        """The state in place is what ``manifest`` describes."""
+        """Record that the state in place is the one ``manifest`` describes."""
         self._replicas.adopt(manifest)
         self._say_unlike(plan, manifest)
 
     def _say_unlike(self, plan: Plan, manifest: Manifest) -> None:
+        """Print once when the adopted state was computed with other hardware, libraries or settings than here."""
         different = unlike(manifest.numerics, self._runtime.device)
         if different and different != self._unlike:
             self._unlike = different
@@ -269,7 +292,11 @@ class Rejoin:
             )
 
     def _seal(self, step: int) -> None:
-        """Who goes back to another's state has no snapshot of it; all may have to go back there again, without that other."""
+        """Take a snapshot of a state copied from another rank.
+
+        This rank has no snapshot of ``step`` of its own, and all may have to return there once more without that other
+        rank. Ends the process when there is no memory.
+        """
         try:
             self._snapshots.take(step)
             self._snapshots.settle()
@@ -277,15 +304,18 @@ class Rejoin:
             leave(self._world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
 
     def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
-        """A snapshot of ``step``: this rank's own, or, with ``restore``, the one it names. Raises `Superseded` when it is damaged,
-        after the coordinator was told: it plans again."""
+        """Load a snapshot of ``step``: this rank's own, or the one that ``restore`` names.
+
+        Does nothing when ``restore`` has live sources. Raises `Superseded` when the snapshot is damaged, after a report
+        to the coordinator, which makes a new plan. Ends the process when there is no memory.
+        """
         world = self._world
         if restore is not None and restore.sources:
-            return  # from a replica that goes back itself
+            return  # a replica that goes back itself is the source
         where, fetched = "", None
         try:
             if restore is not None:
-                self._snapshots.expect()  # what is loaded is sealed as this rank's own
+                self._snapshots.expect()  # the loaded snapshot becomes this rank's own
                 lost, where = restore, restore.snapshot or restore.rebuild[0].row
                 fetched = world.attempt(
                     plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
@@ -293,7 +323,7 @@ class Rejoin:
             manifest = self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None)
             self._adopt(plan, manifest)
             if fetched is not None:
-                # else this rank would have none at the next failure; the copy holds what was adopted
+                # This rank needs a snapshot of its own for the next failure; the copy holds what was adopted.
                 self._snapshots.take(step)
                 self._snapshots.settle()
         except MemoryPlanError as error:
@@ -309,13 +339,17 @@ class Rejoin:
             raise Superseded from damaged
 
     def _end_of(self, step: int) -> Position:
-        """What a snapshot of ``step`` holds: in the step after which ``main`` was entered again, some of its phases too."""
+        """Return the position that a snapshot of ``step`` holds. For the step after which ``main`` was entered again
+        that includes some of its phases."""
         began = self._world.began
         return began if began.step == step else Position(step)
 
     # -- main is entered again
     def _hand_over(self, plan: Plan, mine: Member) -> None:
-        """Seal what this process has of the old world, and leave ``main``. Raises `Superseded` while it can still stay."""
+        """Seal this process's state of the old world in a snapshot and leave ``main`` by raising `Reenter`.
+
+        Raises `Superseded` instead when a newer plan arrives while this process can still stay.
+        """
         world, of = self._world, plan.reshard
         assert of is not None
         settle_restores()
@@ -331,16 +365,20 @@ class Rejoin:
             except MemoryPlanError as error:
                 leave(world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
         if not world.unless_overtaken(plan)(world.give_up_state):
-            if changed:  # its script counts on what was undone
+            if changed:  # the script relies on the changes that were undone
                 self._give_place_up("had to undo what its script had changed after the loop")
             raise Superseded
         self.leaving = True
         raise Reenter
 
     def arrive(self, left_after: int | None) -> int | None:
-        """At run.steps() of a ``main`` that was entered again: fill the new state. ``left_after``: the step after which this process had left the
-        loop early, before. Returns that of the ranks, which a newcomer cannot know; None where they go on with it. Raises `Reenter` when the world
-        has changed once more meanwhile, and the ranks, or what the script has done with them, with it."""
+        """Fill the new state, at ``run.steps()`` of a ``main`` that was entered again.
+
+        ``left_after``: the step after which this process had left the loop early in the former entry, or None. Returns
+        the step after which the ranks left it, which a newcomer cannot know; None where they go on with the loop.
+        Raises `Reenter` when meanwhile the world, this process's rank, or the shards to fill have changed once more, or
+        the script has used collectives.
+        """
         world, left = self._world, None
         plan = world.joined
         assert plan is not None, "main is entered again for a plan"
@@ -380,7 +418,10 @@ class Rejoin:
         return left
 
     def _reshard(self, plan: Plan, left_after: int | None) -> int | None:
-        """Fill the state, and seal it as the first snapshot of the new layout. Returns what `arrive` does. Raises `Superseded`."""
+        """Fill the state from the old ranks' snapshots and seal it as the first snapshot of the new layout.
+
+        Returns the same as `arrive`. Raises `Superseded` when a newer plan exists or a snapshot is damaged.
+        """
         world, of, boot = self._world, plan.reshard, self._runtime.boot
         assert of is not None
         assert boot is not None
@@ -405,7 +446,8 @@ class Rejoin:
         communicator = world.groups[0].communicator
         left = _left_by_now(left_after, plan.committed)
         if communicator is not None:
-            # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
+            # A barrier. Until all ranks have their state, all may have to go back further, and the snapshot of the new
+            # world replaces one of the old.
             left = world.attempt(plan, lambda: _most(communicator, [left])[0])
         self._say_unlike(plan, manifest)
         since = manifest.lineage
@@ -428,17 +470,18 @@ class Rejoin:
         return left - 1 if left else None
 
     def _address(self, mine: Member) -> str:
-        """How the address of this process's snapshots ends, whichever agent keeps them."""
+        """Return the end of the address of this process's snapshots, the same for every agent that keeps them."""
         return f"/{mine.slot}/{mine.incarnation}"
 
 
 def _left_by_now(left_after: int | None, passed: Position) -> int:
-    """One more than the step after which a loop was left early; 0 where it was not, or steps before that are to be done again."""
+    """Return the step after which a loop was left early, plus 1; 0 if it was not left early, or if earlier steps are to
+    be done again."""
     return 0 if left_after is None or passed.step < left_after else left_after + 1
 
 
 def _most(communicator: Communicator, says: Sequence[int]) -> list[int]:
-    """A barrier that tells all ranks the largest of each of ``says``."""
+    """Return the maximum over all ranks of each element of ``says``. Also a barrier."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     found = torch.tensor(says, dtype=torch.int64)
@@ -447,6 +490,6 @@ def _most(communicator: Communicator, says: Sequence[int]) -> list[int]:
 
 
 def _hosts(restore: Restore | None) -> str:
-    """Of those that gave a snapshot, or a part of it."""
+    """Return the hosts that gave a snapshot or a part of one for ``restore``, joined by commas; "" for none."""
     given = [restore.snapshot, *(one.snapshot for one in restore.rebuild)] if restore is not None else []
     return ", ".join(dict.fromkeys(where.rpartition(":")[0] for where in given if where))

@@ -1,5 +1,8 @@
-"""Leaving the loop before its end: all ranks have to, after the same step. Nothing but the exchange is used until all have said so, as ranks that
-go on with the next step are in other collectives meanwhile."""
+"""Leaves the step loop before its end, on all ranks after the same step.
+
+Ranks that leave the loop use only the exchange to agree on it: until all have left, some may run the next step and use
+other collectives.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,23 @@ _TELL_S = 5.0
 
 
 def all_leave(world: World, boot: Boot | None, step: int) -> None:
-    """Until all ranks of this generation have left the loop, this one after ``step``. Who has not is named, after a while. In a world that breaks
-    meanwhile this attempt is over."""
+    """Wait until all ranks of this generation have left the loop; this rank leaves it after ``step``.
+
+    After 5 s, prints once which ranks have not left. When the generation breaks meanwhile, abandons the attempt
+    (`World.abandon`). Returns at once without an agent's exchange or in a world of one rank.
+    """
     if boot is None or not boot.exchange or world.size == 1:
         return
     began, told = time.monotonic(), False
     room = Exchange(boot.exchange, boot.token, f"left/{world.generation}", _CONNECT_S)
     try:
         room.set(str(world.rank), str(step).encode())
-        entered = world.progress.enter()  # whoever watches sees that this rank waits for others
+        entered = world.progress.enter()  # so a hang detector sees that this rank waits for others
         while not world.broken:
             try:
                 room.wait([str(rank) for rank in range(world.size)], _LOOK_S)
             except ExchangeUnreachable:
-                pass  # the gate that follows finds out
+                pass  # the gate that follows notices the broken connection
             except ExchangeTimeout:
                 if not told and time.monotonic() - began > _TELL_S:
                     told = True

@@ -1,8 +1,8 @@
-"""Runs the user's ``main``, and enters it again when the ranks are to have other shards: in the same process, with everything that
-the script builds made anew.
+"""Runs the user's ``main``, and enters it again in the same process when the ranks have to hold other shards.
 
-What stays: the connection to the agent and the thread that listens to it, the heartbeat page, the memory in which snapshots lie, and
-checkpoints that are being written. What goes: the model and all that knows of it, processes that load data, groups and meshes.
+A new entry keeps the connection to the agent and the thread that listens to it, the heartbeat page, the memory that
+holds snapshots, and checkpoints that are being written. It discards the model and everything that refers to it, data
+loading processes, process groups and meshes; the script builds those anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _NOT_BOUND = (
 
 
 def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Callable[[Run], T]) -> T:
-    """``make`` gives each `Run`."""
+    """Run ``main`` until it has returned for good, and return its result.
+
+    ``make`` creates the `Run` for each entry; its argument is what the former entry leaves behind, None at the first.
+    Errors of ``main`` propagate, unless ``main`` is to be entered again.
+    """
     run = make(None)
     while True:
         runtime.enters_main()
@@ -46,7 +50,7 @@ def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Call
                 raise
         carried = run._let_go()
         result = run = None  # type: ignore[assignment]
-        gc.collect()  # models are full of cycles, and there is to be room for the next
+        gc.collect()  # models hold reference cycles; free their memory for the next model
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
         _begin_again(runtime)
@@ -54,6 +58,10 @@ def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Call
 
 
 def _begin_again(runtime: Runtime) -> None:
+    """Wait for a plan that this process can start over with, and prepare the runtime for it.
+
+    Ends the process when the plan needs state that this process no longer has.
+    """
     world, page = runtime.world, runtime.page
     while True:
         page.enter(Activity.RECOVERING, world.passed)

@@ -1,7 +1,7 @@
-"""A spare's first communicator of NCCL is made before it is needed, while it waits: the first in a process loads kernels, opens network devices
-and starts threads, which would take seconds of a recovery.
+"""Creates a spare's first NCCL communicator while the spare waits, so that a recovery does not pay for it.
 
-It is of one rank, so nobody else takes part, and it goes as soon as something has been summed on it.
+The first communicator in a process loads kernels, opens network devices and starts threads, which takes seconds. The
+warm-up communicator has one rank, so no other process takes part, and it is dropped after one all-reduce.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ __all__ = ["Alone", "warm_nccl"]
 
 
 class Alone(Protocol):
-    """A communicator of one rank. What it raises means that it could not be made, or not be used."""
+    """A communicator of one rank. An exception from a method means that the communicator could not be made or used."""
 
     def connect(self, device: torch.device) -> None:
-        """In the thread that calls the rest, too."""
+        """Create the communicator for ``device``. All three methods are called in the same thread."""
 
     def use(self) -> None:
-        """One collective; returns when the device has done it."""
+        """Run one collective and return when the device has completed it."""
 
     def drop(self) -> None:
-        """Whatever came before."""
+        """Destroy the communicator, if there is one. Called last, also after an error in the other methods."""
 
 
 def warm_nccl(device: torch.device, alone: Alone | None = None) -> threading.Thread | None:
-    """Begin, in a thread that nobody has to wait for. None where ``device`` has no NCCL."""
+    """Start the warm-up in a daemon thread and return that thread, which need not be joined.
+
+    Returns None when ``device`` is not a CUDA device. ``alone`` replaces the real communicator in tests. A failure is
+    printed, not raised.
+    """
     if device.type != "cuda":
         return None
     thread = threading.Thread(
@@ -62,12 +66,13 @@ class _OneRank:
     def connect(self, device: torch.device) -> None:
         self._device = device
         options = dist.ProcessGroupNCCL.Options()
-        options.config.blocking = 1  # as the real one: torch would choose the other mode for who connects at once
+        # Blocking, as in the job's own communicators: torch would choose non-blocking mode for an eager connection.
+        options.config.blocking = 1
         self._group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
         self._group.eager_connect_single_device(device)
 
     def use(self) -> None:
-        stream = torch.cuda.Stream(self._device)  # the step that the spare has tried may still be running in the other
+        stream = torch.cuda.Stream(self._device)  # the spare's trial step may still be running in the default stream
         with torch.cuda.stream(stream):
             work = self._group.allreduce([torch.zeros(1, device=self._device)])
             if work is not None:
@@ -77,4 +82,4 @@ class _OneRank:
     def drop(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.abort()  # as of every other: it is never destroyed after that
+            group.abort()  # as with every other communicator here; after an abort it is never destroyed

@@ -1,7 +1,7 @@
-"""The worker's part in a planned swap: to stand still after a step, as all ranks do, with what a newcomer would need.
+"""Pauses this worker after a step, as all ranks do, so that a planned swap can replace a rank.
 
-The gate of the step has told everybody of it, so nobody has begun anything later. The pause lasts until its generation is
-broken, whatever for; from there on it is a recovery like any other, in which nobody is behind.
+The gate of the step has announced the pause to all ranks, so no rank has begun a later unit. The pause lasts until its
+generation is broken, for whatever reason. A normal recovery follows, in which no rank is behind.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["Pause"]
 
 
 class Pause:
+    """Holds a worker at a step boundary during a planned swap, with the snapshot that a newcomer would need."""
+
     def __init__(
         self, runtime: Runtime, snapshots: Snapshots, durable: DurableCheckpoints | None, reports: Reports
     ) -> None:
@@ -30,14 +32,19 @@ class Pause:
         self._snapshots, self._durable, self._reports = snapshots, durable, reports
 
     def stand(self, at: Position, *, last: bool) -> None:
-        """After ``at`` was committed and its copies were begun. ``last``: no later step would make good for a checkpoint whose
-        writer goes, so it is written first."""
+        """Pause after ``at``, which is committed and whose copies (snapshot, checkpoint) have begun.
+
+        Waits for those copies, reports the pause, and returns when the generation is broken. ``last``: ``at`` is the
+        last step of the run. Then the checkpoint is written to disk first, as no later step would replace one whose
+        writer is ended.
+        """
         self._snapshots.settle(self._page.progress)
         if self._durable is not None:
             self._durable.settle(self._page.progress)
             if last:
                 self._durable.wait_written(lambda: self._world.broken)
-        if self._world.device.type == "cuda":  # whoever is ended now has nothing under way that others wait for
+        # A rank that is ended from here on has no device work pending that others wait for.
+        if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         self._page.enter(Activity.WAITING, at)
         generation = Generation(self._world.generation)
@@ -46,7 +53,10 @@ class Pause:
 
     @contextmanager
     def without_memory(self) -> Iterator[None]:
-        """The snapshot for a pause may fail: without it this rank pauses as well, and the coordinator sees that there is none."""
+        """Context manager for taking the snapshot before a pause: prints a `MemoryPlanError` instead of raising it.
+
+        The rank pauses without a snapshot then, and the coordinator sees that there is none.
+        """
         try:
             yield
         except MemoryPlanError as error:

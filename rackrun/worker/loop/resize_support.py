@@ -1,9 +1,9 @@
-"""Whether the world may change its size under this script: in place, without any process, model or optimizer being made anew, or
-by entering ``main`` again in the same process.
+"""Decides whether the world may change its size under this script: in place, by entering ``main`` again, or not at all.
 
-In place, when nothing that the script built depends on the number of ranks: models under DDP, whose replicas are whole, and groups
-of all ranks. What FSDP2 builds has sizes of its own for each number of ranks: that is made anew, and its contents are put together
-from the old ranks' shards, where it is known which part of the whole every shard is.
+In place: no process, model or optimizer is made anew. This is possible when nothing that the script built depends on
+the number of ranks: models under DDP, whose replicas are whole, and groups of all ranks. What FSDP2 builds has other
+sizes for each number of ranks. It is made anew by entering ``main`` again in the same process, and filled from the old
+ranks' shards, if the part of the whole tensor that each shard holds is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["fixed_because", "held_because"]
 
 
 def held_because(state: TrackedState, world: World, axes: Axes) -> str:
-    """Why this script's ``main`` cannot be entered again with another number of ranks; "" when it can."""
+    """Return why ``main`` cannot be entered again with another number of ranks, for a message; "" when it can."""
     if not axes and (fsdp.mesh_of_several_axes() or world.families.part_of(world.size)):
         return "it is not known which axes its groups lie along (@rackrun.elastic(mesh=...) would say)"
     for name, module in state.modules.items():
@@ -34,7 +34,7 @@ def held_because(state: TrackedState, world: World, axes: Axes) -> str:
 
 
 def fixed_because(state: TrackedState, world: World) -> str:
-    """What holds this script to its number of ranks, in place; "" when nothing does."""
+    """Return why the number of ranks cannot change in place under this script, for a message; "" when it can."""
     reduced: set[int] = set()
     for wrapper in state.wrappers():
         reduced.update(map(id, ddp.reduced_by(wrapper)))

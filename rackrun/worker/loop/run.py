@@ -1,4 +1,4 @@
-"""What the user's ``main(run)`` holds: the position in the run, the data, the tracked state, and the step loop."""
+"""The `Run` object that the user's ``main(run)`` receives: position, data, tracked state, and the step loop."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ T = TypeVar("T")
 W = TypeVar("W")
 
 _LEFT_EARLY = 2**20
-"""The phase in which all ranks leave the loop before its end: behind all others of the last step."""
+"""Phase number of the agreement that all ranks leave the loop early; it sorts after all other phases of the last step.
+"""
 
 
 class Steps(Iterator[int]):
-    """What a loop goes over: the number of each step, to be given to the step function as it is. ``len()`` is how many there are in all."""
+    """Iterator over the numbers of the steps to run, to be passed unchanged to the step function. ``len()`` is the
+    total number of steps of the run, steps already committed included."""
 
     def __init__(self, numbers: Iterator[int], total: int) -> None:
         self._numbers, self._total = numbers, total
@@ -61,9 +63,9 @@ class Steps(Iterator[int]):
 
 
 class Run:
-    """One run of the job, on this rank. Made by `rackrun.elastic`; never by hand.
+    """One run of the job, on this rank. `rackrun.elastic` creates it; a script never does.
 
-    ``device`` is where this rank computes.
+    ``device`` is the torch device on which this rank computes.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Run:
         scale: ScaleLR | None = None,
     ) -> None:
         self._batch = batch
-        """The global batch as the run was given it."""
+        """The global batch with the sizes given to `rackrun.elastic`."""
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
         boot = runtime.boot
@@ -118,27 +120,28 @@ class Run:
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
         self._open = 0
-        """The number of steps of a loop that was begun and is not at its end."""
+        """The total number of steps of a loop that has begun and not ended; 0 when no loop is open."""
         self._came_after_loop = False
-        """All steps were committed, or the others had left the loop, when this process came to it."""
+        """Whether all steps were committed, or the other ranks had left the loop, when this process reached it."""
         self._looping: int | None = None
-        """The step that the loop stands at, while its step function has not been called."""
+        """The step that the loop has yielded and whose step function has not been called yet; None otherwise."""
         reseed(batch.seed, "setup")
 
     # -- who and where
     @property
     def rank(self) -> int:
-        """This process's place in the world, now, from 0. A spare has a provisional one until it takes a place."""
+        """This process's current rank, from 0. A spare has a provisional rank until it takes a place."""
         return self._world.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks the world has, now. Spares are not counted."""
+        """The current number of ranks in the world. Spares are not counted."""
         return self._world.size
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 of the world, and no spare: now. What only one process is to have, and keep, is for `main_only`."""
+        """Whether this process is rank 0 of the world now, and not a spare. For an object that exactly one process must
+        own and keep, use `main_only`."""
         is_main = self.rank == 0 and not self._units.waiting_spare
         if self._runtime.boot is not None:
             self._places.asked_for_main(is_main=is_main)
@@ -146,8 +149,10 @@ class Run:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in the global batch of the step in hand, or else of the next one. With ``batch="scale_lr"`` it is known in the loop over
-        ``run.steps`` only: a spare cannot tell before."""
+        """Samples in the global batch of the current step, or of the next one between two steps.
+
+        With ``batch="scale_lr"`` a spare knows the value only inside the loop over ``run.steps``.
+        """
         step = self._units.step_in_hand
         return (
             self._batch_of(self._units.passed.step + 1 if step is None else int(step)).shards * self._batch.micro_batch
@@ -155,33 +160,44 @@ class Run:
 
     @property
     def generation(self) -> int:
-        """How many memberships the world has had, this one included; 0 on a spare that has no place yet."""
+        """The number of the current membership of the world, which is how many there have been, this one included; 0 on
+        a spare without a place."""
         return self._world.generation
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh asked for with ``@rackrun.elastic(mesh=...)`` or ``rackrun --mesh``; one ``dp`` axis over all ranks by default."""
+        """The device mesh asked for with ``@rackrun.elastic(mesh=...)`` or ``rackrun --mesh``; by default one axis
+        ``dp`` over all ranks."""
         if self._mesh is None:
             names, sizes = zip(*(self._axes or (("dp", self.world_size),)), strict=True)
             self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         return self._mesh
 
     def on_join(self, function: Callable[[], Any]) -> None:
-        """Call ``function()`` in this process when it has a place in the world: at ``run.steps()``, on a spare when it takes a rank over, and
-        whenever its rank or the number of ranks has changed. `rank`, `world_size` and `is_main` are the new ones by then; collectives are not
-        to be used. What depends on the rank, and a framework has asked for before, is set anew there."""
+        """Call ``function()`` in this process whenever its place in the world is new.
+
+        It is called at ``run.steps()``, on a spare when it takes over a rank, and each time that this process's rank or
+        the number of ranks has changed. `rank`, `world_size` and `is_main` have their new values by then. It must not
+        use collectives. Use it to set again what a framework has derived from an older rank.
+        """
         self._places.on_join(function)
 
     def main_only(self, make: Callable[[], W]) -> W:
-        """What `make` gives, such as ``lambda: SummaryWriter("runs")``, for rank 0: made there when it is first used, by whoever is rank 0 by then.
-        On other ranks all its methods do nothing and return None."""
+        """Return an object that forwards to what ``make()`` returns on rank 0, such as ``lambda:
+        SummaryWriter("runs")``.
+
+        ``make`` runs at the first use, in whichever process is rank 0 by then. On other ranks all methods do nothing
+        and return None.
+        """
         return cast("W", self._places.main_only(make, lambda: self.rank == 0 and not self._units.waiting_spare))
 
     # -- what is trained
     def track(self, **things: Any) -> None:
-        """Keep these through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
+        """Keep these objects through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict``
+        and ``load_state_dict``.
 
-        What a framework has wrapped around an optimizer is looked through. Raises `StepError` for anything else, and once ``run.steps`` has begun.
+        Wrappers that a framework has put around an optimizer are removed. Raises `StepError` for any other object, and
+        when ``run.steps`` has begun already.
         """
         if self._world.scope is not Scope.SETUP:
             raise StepError(
@@ -200,10 +216,11 @@ class Run:
         num_workers: int = 0,
         prefetch: int = 4,
     ) -> Loader:
-        """Deliver ``dataset`` (map style): iterate once a step, and get this rank's micro-batches of it, on ``device``.
+        """Return a loader of the map-style ``dataset``; iterating over it in a step yields this rank's micro-batches of
+        that step, on ``device``.
 
-        ``num_workers`` processes fetch up to ``prefetch`` micro-batches each ahead. Raises `UsageError` when the data set is smaller
-        than one global batch.
+        ``num_workers`` processes fetch up to ``prefetch`` micro-batches each ahead. Raises `UsageError` when the data
+        set is smaller than one global batch.
         """
         loader = Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
         loader.number = len(self._loaders)
@@ -212,11 +229,11 @@ class Run:
 
     # -- the loop
     def step(self, function: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[int, P], T]:
-        """Decorator: the step function. It may run again after a failure; its call returns what the function has returned, once the step
-        is committed.
+        """Decorator for the step function. The runtime may run it again after a failure.
 
-        Its first argument is the step: it is called with what ``run.steps`` yields, an int, and the function receives a `Step`. Further
-        arguments are handed on as they are.
+        A script calls it with the step number that ``run.steps`` yields; the function receives a `Step` instead, and
+        all further arguments unchanged. The call returns the function's result once the step is committed. Raises
+        `StepError` outside the loop over ``run.steps`` and at a second call in one turn of it.
         """
         self._step_functions.append(function)
 
@@ -234,27 +251,31 @@ class Run:
             self._checks.committed(function, args[1:], kwargs)
             reseed(
                 self._batch.seed, "after", at.step
-            )  # what the loop's body draws is the same on every rank, whoever joined when
+            )  # so random draws in the loop's body are the same on every rank, no matter when a rank joined
             return result
 
         return committed
 
     def every(self, steps: int, function: Callable[[], Any]) -> None:
-        """Run ``function`` after every ``steps`` committed steps, on all ranks: a phase, which may use collectives."""
+        """Run ``function`` as a phase on all ranks after every ``steps`` committed steps. A phase may use collectives.
+        Raises `StepError` when ``steps`` is below 1."""
         if steps < 1:
             raise StepError(f"run.every({steps}, ...) would never run.", remedy="give a number of at least 1.")
         self._every.append((steps, function))
 
     def at_end(self, function: Callable[[], Any]) -> None:
-        """Run ``function`` after the last step, on all ranks: a phase, which may use collectives."""
+        """Run ``function`` as a phase on all ranks after the last step. A phase may use collectives."""
         self._at_end.append(function)
 
     def steps(self, total: int) -> Steps:
-        """The numbers of the steps to do, from the first that is not committed to ``total - 1``: iterate over it, and give each to the
-        `step` function. A spare waits here until it is needed. ``len()`` of it is ``total``.
+        """Return an iterator over the steps to run, from the first uncommitted one to ``total - 1``; call the `step`
+        function with each.
 
-        Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function. A loop that is left early (``break``,
-        ``return``) has to be left after the same step on all ranks; `at_end` follows when ``main`` has returned.
+        A spare waits here until it is needed. ``len()`` of the iterator is ``total``.
+
+        Raises `StepError` when nothing is tracked, when a turn of the loop calls no step function, and for a second
+        loop. A script that leaves the loop early (``break``, ``return``) must leave it after the same step on all
+        ranks; `at_end` phases run when ``main`` has returned.
         """
         if total < 1:
             raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
@@ -277,14 +298,14 @@ class Run:
         self._places.look()
         self._open = total
         self._came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
-        if self._units.left_early:  # before main was entered again: `_finish` does what is left
+        if self._units.left_early:  # in an earlier entry of main; `_finish` does what is left
             self._end_loop(total)
             return
         self._checks.begins_loop()
         done = self._units.passed
-        if (
-            done.step > total
-        ):  # of a checkpoint: this start asks for fewer steps than there are. What follows the last step follows that one
+        if done.step > total:
+            # Resumed from a checkpoint: this start asks for fewer steps than are committed. The at_end phases follow
+            # the last committed step.
             if self.is_main and not done.phase:
                 say(
                     f"step {done.step} is committed, and run.steps({total}) ends before it: no step is left, and run.at_end follows"
@@ -301,7 +322,7 @@ class Run:
             try:
                 yield number
             except GeneratorExit:
-                if not self._units.leaving:  # else the world is another one's by now, perhaps
+                if not self._units.leaving:  # otherwise the world may already be a different one
                     self._units.leaves_loop()
                     self._end_loop(total)
                 raise
@@ -320,28 +341,34 @@ class Run:
         self._units.refuse_freed()
 
     def _end_loop(self, total: int, *, late: bool = False) -> None:
-        """``late``: code that follows the loop has run already, and nobody knew that the loop was over."""
+        """Switch to the code after the loop. ``late``: some of that code has run already, before this was noticed."""
         self._looping, self._checks.loop_over = None, True
         self._world.scope = Scope.AFTER
         reseed(self._batch.seed, "after", total)
         self._units.loop_over(late=late)
 
     def log(self, **values: object) -> None:
-        """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first. Numbers, also of numpy
-        and tensors with one element, are printed as numbers; everything else as its text."""
+        """Print ``values`` with the step, in the launcher: once per committed step, in order, from whichever rank
+        reports first.
+
+        Numbers, including NumPy scalars and tensors with one element, are printed as numbers; everything else as its
+        text. Values logged in an attempt that is not committed are not printed.
+        """
         self._units.report_log(log_values(values))
 
     def expect(self, seconds: float) -> None:
-        """The next thing takes long (a compilation, a download): do not call it a hang before ``seconds`` have passed."""
+        """Announce that the next operation takes long (a compilation, a download): it is not treated as a hang before
+        ``seconds`` have passed."""
         self._units.expect(seconds)
 
     def _finish(self) -> None:
-        """Used by `rackrun.elastic` when ``main`` has returned."""
+        """Leave the loop if it is still open, run the ``at_end`` phases, and wait until all ranks have finished.
+        `rackrun.elastic` calls this when ``main`` has returned."""
         if self._open and not self._units.draining:
-            if self._world.scope is not Scope.AFTER:  # who still holds its iterator kept the loop open
+            if self._world.scope is not Scope.AFTER:  # a script that still holds the iterator has kept the loop open
                 self._end_loop(self._open, late=True)
             self._units.loop_left()
-            # whoever takes over from here on finds the loop done
+            # A process that takes over a rank from here on finds the loop finished.
             step = self._units.passed.step
             self._phase(
                 Position(self._open - 1, _LEFT_EARLY),
@@ -352,7 +379,8 @@ class Run:
         self._units.finish()
 
     def _leaves(self, error: BaseException | None) -> bool:
-        """Used by `rackrun.elastic` when ``main`` has returned or raised: whether it is to be entered again, whatever has come of it."""
+        """Whether ``main`` is to be entered again, whatever it returned or raised. `rackrun.elastic` calls this when
+        ``main`` has ended with ``error``, or None."""
         if self._units.leaving:
             if error is not None and not isinstance(error, Reenter):
                 say(f"rank {self.rank}: leaving main, to enter it again: {type(error).__name__}: {error}")
@@ -360,7 +388,8 @@ class Run:
         return isinstance(error, Exception) and self._units.lost_before_steps
 
     def _let_go(self) -> Carried:
-        """Used by `rackrun.elastic`: end what this run has begun, but for what is carried into the next."""
+        """End everything that this run has begun, except what the next entry of ``main`` takes over, which is returned.
+        `rackrun.elastic` calls this."""
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
@@ -369,7 +398,7 @@ class Run:
 
     # -- used by the loader
     def _current_step(self) -> Step:
-        """The step in hand; raises `StepError` outside step functions and phases."""
+        """Return the current step; raise `StepError` outside step functions and phases."""
         step = self._units.step_in_hand
         if step is None:
             raise StepError(
@@ -378,9 +407,11 @@ class Run:
         return step
 
     def _batch_of(self, step: int) -> StepBatch:
+        """Return the global batch of ``step``."""
         return self._units.batch_of(step)
 
     def _my_shards(self) -> list[Shard]:
+        """Return this rank's logical shards of the current step, or of the next one between steps."""
         dp_rank, dp_size = self._data_coordinate()
         if self._batches.scale is None:
             return self._batch.shards_of(dp_rank, dp_size, shares=self._world.deals.shares)
@@ -394,7 +425,8 @@ class Run:
 
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:
-        """This rank's place among the data-parallel ranks, and their number. Ranks along other axes share their data."""
+        """Return this rank's index among the data-parallel ranks, and their number. Ranks along the other axes share
+        its data."""
         if not self._axes or (len(self._axes) == 1 and self._axes[0][0] in DATA_AXES):
             return self.rank, self.world_size
         mesh = self.mesh
@@ -408,12 +440,14 @@ class Run:
         return index, size
 
     def _worlds(self) -> Worlds:
-        """Without plans the world stays as it is."""
+        """Return the number of ranks that the world began with, and (first step, ranks) of all its worlds. Without a
+        plan that says otherwise the world keeps its size."""
         plan, size = self._world.joined, self._world.size
         return (plan.full or size, plan.worlds) if plan is not None and plan.worlds else (size, ((0, size),))
 
     def _possible_sizes(self) -> list[int]:
-        """Numbers of ranks that the world may come to have, where its batch follows it."""
+        """Return the numbers of ranks that the world may come to have, for ``batch="scale_lr"``; empty for a constant
+        batch."""
         if self._batches.scale is None:
             return []
         full, fewest = self._worlds()[0], int(os.environ.get(MIN_RANKS_VARIABLE, "1"))
@@ -421,7 +455,8 @@ class Run:
         return [size for size in sizes if not self._axes or mesh_resize.fitted(self._axes, size)]
 
     def _warm_up(self) -> Callable[[Step], Any] | None:
-        """What a spare may try once on loopback groups: the step function, when there is one and it takes the step alone."""
+        """Return the step function for a spare to try once on loopback groups; None unless there is exactly one, with
+        the step as its only argument."""
         if len(self._step_functions) != 1:
             return None
         function = self._step_functions[0]
@@ -455,11 +490,12 @@ class Run:
 
 
 def _unwrapped(thing: Any) -> Any:
-    """The optimizer whose ``step`` torch sees, under that of Accelerate's, Fabric's or another wrapper."""
+    """Return the optimizer whose ``step`` torch's hooks see, under a wrapper of Accelerate, Fabric or another
+    framework."""
     seen = {id(thing)}
     while isinstance(inner := getattr(thing, "optimizer", None), torch.optim.Optimizer) and id(inner) not in seen:
         if not (isinstance(thing, torch.optim.Optimizer) or "ptimizer" in type(thing).__name__):
-            break  # a scheduler has one, too
+            break  # a learning rate scheduler has this attribute, too
         seen.add(id(inner))
         thing = inner
     return thing

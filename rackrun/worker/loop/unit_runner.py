@@ -1,8 +1,8 @@
-"""Units of work that may run again: attempt, gate, commit, or discard and recover.
+"""Runs units of work that may have to run again: attempt, gate, then commit, or discard and recover.
 
-A *unit* is one step, or one phase. `UnitRunner.run` returns when the unit is committed, however many attempts that took.
-After a rollback (a shard without a live copy was lost) the units since the snapshot are attempted again from their recorded
-calls, here, inside whatever call the loop is in: the user's loop never goes back.
+A *unit* is one step or one phase. `UnitRunner.run` returns when the unit is committed, however many attempts that took.
+After a rollback (a shard without a live copy was lost) the units since the snapshot are attempted again from their
+recorded calls, inside whatever call the loop is in. The user's loop itself never goes back.
 """
 
 from __future__ import annotations
@@ -65,21 +65,23 @@ _BETWEEN = "between"
 
 @dataclass(frozen=True)
 class Carried:
-    """What stays when ``main`` is entered again."""
+    """What one entry of ``main`` hands over to the next."""
 
     axes: Axes
     snapshots: Snapshots
     durable: DurableCheckpoints | None
     pace: Pace
     world_size: int
-    """Of the former world."""
+    """Number of ranks of the former world."""
     left_after: int | None
-    """The step after which the script had left its loop, before its end."""
+    """The step after which the script left its loop early; None if it did not."""
 
 
 class UnitRunner:
+    """Runs the units of one entry of ``main`` on this rank, and connects all parts of the worker for that."""
+
     _result: Any = None
-    """Of the last attempt."""
+    """The value that the step function returned in the last attempt."""
 
     def __init__(
         self,
@@ -92,17 +94,17 @@ class UnitRunner:
         exact: ExactReduction | None = None,
         carried: Carried | None = None,
     ) -> None:
-        """``carried``: ``main`` was entered before."""
+        """``carried``: what the former entry of ``main`` handed over; None at the first entry."""
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, batches.plan.seed
-        # a shrink is another training where the batch follows the world
+        # Where the batch follows the world size a shrunk world trains differently: report no shards.
         shards = 0 if batches.scale else batches.plan.shards
         self._undo = Undo(state, self._say_once)
         self._parts = Parts(state)
         self._reports = Reports(runtime, mesh, exact=exact is not None and not batches.scale, shards=shards)
         self._batches, self._rates = batches, LearningRates()
         self._batch: StepBatch | None = None
-        """Of the step in hand, or of the one before."""
+        """The global batch of the current step, or of the step before."""
         self._replicas = ReplicaCheck(state, self._world)
         self._late = LateBreaks(state)
         self._world.broke_late, self._world.rejoin = self._late.broke, self._rejoin_after_loop
@@ -137,27 +139,31 @@ class UnitRunner:
         self._rejoin.known_digests = self._undo.digests_ahead
         self._begun = False
         self._between: float | None = None
-        """Since when the user's code between two units runs."""
+        """When the user's code between two units began to run (`time.monotonic`); None while it does not run."""
         self._owed: Position | None = None
-        """The step whose call the script has made last, until the body of the loop has ended: what stands behind the call is to run once the
-        step is committed."""
+        """The step that the script called last, until the loop's body has ended: the code after the call must run once
+        the step is committed."""
         self._left_after: int | None = None
         self._pause_due: tuple[Position, int] | None = None
-        """All ranks pause when that body has ended: after this step, in this generation."""
+        """The step and generation after which all ranks pause, when the loop's body has ended; None when no pause is
+        due."""
         self._last_step = -1
         self._came_in = BEGIN
-        """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
+        """The position that was committed when this process entered its loop: this process has never called its step
+        function for an earlier one."""
         self._reached_gate = False
         self._gradients_checked = True
-        """Not where the loss was asked for before any ``optimizer.step()``."""
+        """Whether gradients left from an older step were looked for in this step. False where the loss was read before
+        any ``optimizer.step()``."""
         self._counts_again = False
-        """A closure is called once more, and is given the samples that it was given before."""
+        """Whether a closure is being called again, with the samples that its first call was given."""
         self._copying_bytes = 0
-        """All ranks have begun to copy their state after the last step, this one so much, and some may still be at it. 0: they have not."""
+        """Bytes that this rank copies of its state after the last step, while all ranks copy theirs and some may not
+        have finished; 0 when none copy."""
         self._loss: float | Readback = 0.0
-        """This rank's part, as of the first ``optimizer.step()``."""
+        """This rank's part of the step's loss at the first ``optimizer.step()``."""
         self._late_gate = False
-        """That of the step in hand stands at its end."""
+        """Whether the gate of the current unit stands at its end instead of before its first ``optimizer.step()``."""
         self._not_put_back: list[str] = []
         self._nobody_is_whole = self._stirred = False
         self._world.may_be_left = self._may_be_left
@@ -172,8 +178,8 @@ class UnitRunner:
 
     @property
     def draining(self) -> bool:
-        """The world agreed, in its last gate, to end at a step boundary: somebody was told to, and nobody has begun a later
-        step already, which after a rollback may be."""
+        """Whether the world agreed in its last gate to end at this step boundary: some rank was asked to leave, and no
+        rank has begun a later step, as it may have after a rollback."""
         gate = self._world.gate
         return gate is not None and gate.draining > 0 and not gate.ahead
 
@@ -184,8 +190,14 @@ class UnitRunner:
         held_by_mesh: str = "",
         sizes: Sequence[int] = (),
     ) -> None:
-        """Stand at run.steps(): ranks go on at once, from a checkpoint if there is one; a spare warms up and waits until a plan
-        names it. ``held_by_mesh``: why its axes do not fit another number of ranks; ``sizes``: so many the world may come to have."""
+        """Enter the step loop, at ``run.steps()``.
+
+        A rank goes on at once, from a checkpoint if there is one. A spare warms up and waits until a plan names it.
+        ``warm_up`` returns the function for a spare to try once, or None. ``total``: number of steps of the run.
+        ``held_by_mesh``: why the mesh does not fit another number of ranks, or "". ``sizes``: numbers of ranks that the
+        world may come to have. Raises `StepError` at a second call, `CollectiveBroken` when a peer was lost before the
+        first step, and `Reenter`.
+        """
         if self._begun:
             raise StepError(
                 "run.steps() was called twice.",
@@ -239,7 +251,10 @@ class UnitRunner:
         self._to_script()
 
     def _make_last_whole(self) -> None:
-        """The checkpoint of the last step, by who takes a place after it: what phases have changed since is not that step's any more."""
+        """Complete the checkpoint of the last step when this process takes a place after that step.
+
+        Does nothing once phases have run that change the state, which is not the state of that step any more.
+        """
         changes = self._state.lineage.changes
         if self._durable is None or self.left_early or self.passed.step < self._last_step:
             return
@@ -248,11 +263,12 @@ class UnitRunner:
             self._settle()
 
     def _to_script(self) -> None:
-        """The user's own code goes on, between two units."""
+        """Mark on the heartbeat page that the user's own code runs again, between two units."""
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.allowance(_BETWEEN, between=True))
 
     def _say_how_it_changes(self, held_by_mesh: str) -> None:
-        """With the number of ranks: in place, by entering main again, or not at all."""
+        """Report whether the number of ranks can change: in place, by entering ``main`` again, or not at all and
+        why."""
         reports = self._reports
         if because := fixed_because(self._state, self._world):
             reports.fixed = held_by_mesh or held_because(self._state, self._world, self._axes)
@@ -261,21 +277,22 @@ class UnitRunner:
 
     @property
     def left_early(self) -> bool:
-        """The script has left its loop before the end, perhaps in a ``main`` that was entered before."""
+        """Whether the script has left its loop before the end, in this entry of ``main`` or in a former one."""
         return self._left_after is not None
 
     @property
     def lost_before_steps(self) -> bool:
-        """``main`` was entered again, and is not at run.steps() yet; the world that it was entered for is gone."""
+        """Whether ``main`` was entered again, is not at ``run.steps()`` yet, and the world that it was entered for is
+        broken."""
         return self._carried is not None and not self._begun and self._world.broken
 
     @property
     def leaving(self) -> bool:
-        """As `Rejoin.leaving`."""
+        """Whether ``main`` is being left to be entered again (see `Rejoin.leaving`)."""
         return self._rejoin.leaving
 
     def let_go(self) -> Carried:
-        """``main`` was left: let go of all that belongs to it. Returns what stays."""
+        """Release everything that belongs to this entry of ``main``, and return what the next entry takes over."""
         self._settle()
         self._hook.remove()
         self._hook_after.remove()
@@ -290,31 +307,37 @@ class UnitRunner:
         return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after)
 
     def _resume(self, durable: DurableCheckpoints) -> None:
+        """Load the newest checkpoint, if there is one, and set this rank's position to it."""
         position = durable.resume()
         if position is not None:
             self._world.began = self._came_in = position
             self._world.stand_at(position, ())
 
     def run(self, at: Position, body: Callable[[Step], T], name: str = "") -> T:
-        """Returns ``body``'s result once the unit is committed. ``name``: of a phase."""
+        """Run ``body`` as the unit at ``at``, and return its result once the unit is committed. ``name``: a phase's
+        name, for limits and messages. Raises `StepError` when tracked state has changed since the unit before."""
         if self._between is not None:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
             self._between = None
         self._undo.check_stands(glance=not (at.phase or is_looked_at(self._number(at))))
         self._recorded.append(Unit(at, body, name))
-        self._result = None  # a recovery at the end of the loop's body may have left that of an older unit
+        self._result = None  # a recovery at the end of the loop's body may have left the result of an older unit
         self._owed = None if at.phase else at
         self._catch_up()
-        result: T = self._result  # of the last attempt, which was at this unit
+        result: T = self._result  # the last attempt was at this unit
         self._result = None  # it may be large
-        if self._page.activity is not Activity.BETWEEN or self._world.broken:  # a recovery came last, or is to come
+        # a recovery was the last thing to happen, or is due
+        if self._page.activity is not Activity.BETWEEN or self._world.broken:
             self._to_script()
         self._between = time.monotonic()
         return result
 
     def body_over(self) -> None:
-        """The body of the loop has come to its end, after a committed step. Pause here, if that was agreed on; and if the world is broken,
-        recover. Raises `Reenter`: ``main`` is left here, and not in the call of the step function, so that the rest of the body has run."""
+        """Pause or recover at the end of the loop's body after a committed step, if either is due.
+
+        Raises `Reenter` when ``main`` is to be left. It is left here, not in the call of the step function, so that the
+        rest of the body has run.
+        """
         self._owed = None
         if self._pause_due is None and not self._world.broken:
             return
@@ -327,12 +350,13 @@ class UnitRunner:
         self._between = time.monotonic()
 
     def finish(self) -> None:
-        """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
+        """Wait until all ranks have finished, after ``main`` has returned; this rank stays available as a restore
+        source meanwhile."""
         self._owed = None
         channel, boot = self._runtime.channel, self._runtime.boot
         took_ms = self._page.own_ms_now
         with contextlib.suppress(Abandoned):
-            self._world.let_device_come()  # nobody is released, and lets go of a communicator, whose peers' kernels still use it
+            self._world.let_device_come()  # before release: a peer's kernels may still use this rank's communicators
         self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
             self._settle()
@@ -354,17 +378,21 @@ class UnitRunner:
         self._world.close()
 
     def expect(self, seconds: float) -> None:
+        """Let the current operation and the next unit take ``seconds`` before they count as a hang."""
         self._pace.expect(seconds)
         self._page.allow(int(1e3 * seconds))
 
     def leaves_loop(self) -> None:
-        """Before its end, after the step that was committed last."""
+        """Record that the script leaves the loop before its end, after the step committed last."""
         if self._left_after is None:
             self._left_after = self.passed.step
 
     def loop_left(self) -> None:
-        """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with. Nobody pauses
-        any more for what was agreed on in the last step."""
+        """Accept what the script has done to tracked state since it left the loop, such as loading the best weights:
+        its last phases begin with that.
+
+        A pause that was agreed on in the last step is dropped.
+        """
         self._owed = self._pause_due = None
         self.refuse_freed()
         self.leaves_loop()
@@ -372,27 +400,35 @@ class UnitRunner:
         self._rejoin.loop_end.left()
 
     def loop_over(self, *, late: bool = False) -> None:
-        """What follows is the script's, and there is no history of it. ``late``: it has run already."""
+        """Hand over to the script's code after the loop, which is not recorded and cannot be repeated. ``late``: that
+        code has already begun."""
         self._between = self._owed = None
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
-        self._settle()  # the script may change the state from here on, and a copy of it may be in the making
+        self._settle()  # the script may change the state from here on, while a copy of it may be in progress
         if self._runtime.boot is not None:
             self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
 
     def refuse_freed(self) -> None:
-        """As `LoopEnd.refuse_freed`."""
+        """Raise `StepError` when a tracked tensor's memory was freed (see `LoopEnd.refuse_freed`)."""
         self._rejoin.loop_end.refuse_freed()
 
     def report_log(self, values: dict[str, float | int | str]) -> None:
+        """Report values logged by the script: with the current unit, once it is committed, or at once between two
+        units."""
         if self.step_in_hand is not None and not self._world.unit_passed:
-            self._logs.append(values)  # it counts when the unit does
+            self._logs.append(values)  # dropped if the unit is not committed
         else:
             self._reports.logged(values, self.passed)
 
     def begin_shard(
         self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
     ) -> None:
-        """The loader is about to yield a micro-batch."""
+        """Prepare for the micro-batch ``shard`` that the loader is about to yield: its weight in ``step``, its random
+        numbers, gradient synchronisation.
+
+        ``last``: it is this rank's last of the step. ``ids``: its sample ids. ``dp_size``: number of data-parallel
+        ranks. ``shards``: micro-batches in the global batch. Raises `Abandoned` when the world is broken.
+        """
         self._may_be_left()
         if self._world.broken and not self._world.unit_passed:
             raise Abandoned
@@ -411,14 +447,17 @@ class UnitRunner:
         reseed(self._seed, "shard", step._at.step, shard.index)
 
     def _may_be_left(self, *, updates_next: bool = False) -> None:
-        """A place at which a step that will not count is left."""
+        """Note a point in the current step at which an attempt that will not count may be left."""
         if self.step_in_hand is not None and not self.step_in_hand._at.phase and not self._world.updated:
             self._undo.at_place(updates_next=updates_next)
 
     # -- one attempt
     def _catch_up(self) -> None:
-        """Attempt recorded units, oldest first, until the newest is committed. Then the world may be broken still: what follows the step in the body
-        of the loop comes first, as it may leave the loop, which a newcomer is told."""
+        """Attempt the recorded units, oldest first, until the newest is committed.
+
+        The world may still be broken afterwards: the code that follows the step in the loop's body runs first, because
+        it may leave the loop, which a newcomer has to learn.
+        """
         while True:
             due = self._recorded.first_after(self.passed)
             if due is None and self._owed is not None:
@@ -430,11 +469,14 @@ class UnitRunner:
             if due is None:
                 break
             self._attempt(due)
-        # Where replicas are compared all may go back to what was good, also who has no snapshot of it: it has joined since.
+        # Where replicas are compared, all ranks may go back to the last good step, even a rank that has joined since
+        # and has no snapshot of it.
         back = [one for one in (self._snapshots.oldest_kept(), self._world.good) if one is not None]
         self._recorded.keep_after(min(back, default=None))
 
     def _attempt(self, unit: Unit) -> None:
+        """Run ``unit`` once. Commits it if its gate passes, and discards its changes otherwise. Ends the process when
+        they cannot be undone."""
         at = unit.at
         attempt = self._attempts.pop(at, 0)
         self._attempts = {at: attempt + 1}
@@ -449,7 +491,7 @@ class UnitRunner:
                 self._reports.ready(self._world.replica_class)
             self._result = unit.body(step)
             if self._late_gate and not at.phase and not self._world.updated:
-                self._before_first_update(step, trains=False)  # as ranks do that have asked for the loss
+                self._before_first_update(step, trains=False)  # as ranks do that have read the loss
             self._world.after_update = None
             self._parts.ends()
             if not self._world.unit_passed:
@@ -459,7 +501,7 @@ class UnitRunner:
         except Exception as error:
             if self._world.unit_passed or not self._world.led_astray(error):
                 raise
-            # loopback values, or a broken peer's garbage, led the script astray: nothing of this attempt counts
+            # Loopback values or a broken peer's data caused this error in the script; the attempt does not count.
         finally:
             self.step_in_hand = None
             self._world.in_phase = False
@@ -474,7 +516,8 @@ class UnitRunner:
             if self._to_pause(at):
                 self._pause_due = at, self._world.generation
                 if self._world.gate is not None and self._world.gate.ahead:
-                    self._pause_if_due()  # some ranks are in a later call: they do not come back to their script before that
+                    # some ranks are in a call for a later unit, and do not return to their script before it
+                    self._pause_if_due()
         elif self._nobody_is_whole:
             self._leave_torn(at)
         elif self._stirred and self._undo.changed_between:
@@ -514,14 +557,17 @@ class UnitRunner:
         reseed(self._seed, "unit", step._at.step, step._at.phase, self._world.rank)
 
     def _begin_undo(self, at: Position) -> None:
-        """The first step since the run began or was resumed shows what a script is like: until then nothing is taken for granted."""
+        """Record the state for an undo, and decide how much is copied.
+
+        The first step since the run began or was resumed shows how the script behaves, so everything is copied in it.
+        """
         parts = self._state.lineage.changes.parts
         if at.phase:
             self._late_gate = True
             self._undo.begin(phase=f"{'end' if at.step > self._last_step else 'every'} {at.phase}")
             return
         number = self._number(at)
-        tries = not self._world.generation  # a spare
+        tries = not self._world.generation  # a spare's trial run
         self._late_gate = parts or number == 1
         self._undo.begin(
             whole=self._late_gate and not tries,
@@ -532,29 +578,36 @@ class UnitRunner:
         )
 
     def _number(self, at: Position) -> int:
-        """Of its step, since the run began or was resumed."""
+        """Return the number of steps from where the run began or was resumed to ``at``; 1 for the first step."""
         return at.step - self._world.began.step
 
     def _phase(self, at: Position, name: str) -> str:
-        """What its times are kept under: a function may be registered twice."""
+        """Return the key under which a phase's times are kept. It holds the phase's place, as a function may be
+        registered twice."""
         return f"{'at_end' if at.step > self._last_step else 'every'} {at.phase} {name}"
 
     def batch_of(self, step: int) -> StepBatch:
-        """While a step is in hand its batch stays what it was when the attempt began."""
+        """Return the global batch of ``step``. The current step keeps the batch with which its attempt began."""
         held, batch = self.step_in_hand, self._batch
         return batch if held is not None and batch is not None and held._at.step == step else self._batches.of(step)
 
     def _begin_batch(self, step: Step) -> float:
-        """Returns how many times the usual work a rank may have."""
+        """Set the batch of ``step``, and return this rank's possible work in it relative to the usual, 1.0 for a
+        constant batch."""
         self._batch = batch = self._batches.of(step._at.step)
         step.samples, step.lr_factor = batch.samples_before, batch.lr_factor
         step.batch_size = batch.shards * self._batches.plan.micro_batch
         if self._batches.scale is None or step._at.phase:
             return 1.0
-        self._world.order.add(f"{batch}")  # whoever has another is found at the gate
+        self._world.order.add(f"{batch}")  # the gate detects a rank with a different batch
         return self._batches.work(batch, self._world.size)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Hook before each ``optimizer.step()``: pass the gate at the first one of a step, and scale the learning
+        rates.
+
+        Raises `StepError` outside a step and for an optimizer that is not tracked.
+        """
         if self.step_in_hand is None:
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called outside a step, where it could not be undone or repeated.",
@@ -574,7 +627,7 @@ class UnitRunner:
         return None
 
     def _before_update(self, step: Step) -> None:
-        """All gradients of the step are complete."""
+        """Handle the moment when all gradients of the step are complete, before an optimizer changes parameters."""
         if not self._world.updated:
             self._before_first_update(step)
         if not self._gradients_checked:
@@ -592,14 +645,19 @@ class UnitRunner:
             self._before_update(self.step_in_hand)
 
     def _ask_loss(self) -> None:
-        """Before any ``optimizer.step()``, which a scaler or a guard may have skipped. Raises `StepError` in the middle of a backward pass."""
+        """Make the loss known when it is read before any ``optimizer.step()``, which a scaler or a guard may have
+        skipped. Raises `StepError` during a backward pass."""
         assert self.step_in_hand is not None, "the loss of a step"
         if torch._C._current_graph_task_id() != -1:
             raise StepError("step.loss was read in a backward pass.", remedy="read it after step.backward().")
         self._before_first_update(self.step_in_hand, trains=False)
 
     def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
-        """All gradients of the step, or of its first part, are complete. Not ``trains``: perhaps no ``optimizer.step()`` follows."""
+        """Pass the gate, or, where the gate stands at the end, sum the loss; all gradients of the step or of its first
+        part are complete.
+
+        ``trains``: False when perhaps no ``optimizer.step()`` follows. Raises `Abandoned` when the world is broken.
+        """
         self._world.stages.reached("computed")
         left = self._world.broken or not self._world.generation
         self._may_be_left(updates_next=not left)
@@ -623,7 +681,7 @@ class UnitRunner:
             self._world.after_update = self._parts.called
 
     def _complete(self, step: Step) -> None:
-        """What is computed of gradients and loss, before an optimizer changes anything."""
+        """Complete what is computed from gradients and loss, before an optimizer changes anything."""
         self._world.passes_over()
         self._settle()
         if step._at.phase:
@@ -638,11 +696,14 @@ class UnitRunner:
             self._loss = Readback(step._local_loss)
 
     def _let_device_come(self) -> float:
-        """The one wait for a device in a step. Returns what this rank offers to the gate as its loss. Raises `Abandoned`."""
+        """Wait for the device, the only such wait in a step, and return the loss that this rank offers to the gate.
+        Raises `Abandoned`."""
         self._world.let_device_come()
         return self._loss.value() if isinstance(self._loss, Readback) else self._loss
 
     def _pass_gate(self) -> None:
+        """Offer this rank's sums to the gate of the current unit, and pass it. Raises `Abandoned` when the world
+        breaks."""
         step = self.step_in_hand
         assert step is not None, "a gate belongs to a unit"
         self._reached_gate = True
@@ -656,7 +717,7 @@ class UnitRunner:
             loss=0.0,
             samples=float(len(ids)),
             ids_digest=_ids_digest(ids),
-            # A checkpoint is of a step: told in a phase, the world does one more step.
+            # A checkpoint holds a step: when the request to leave comes in a phase, the world runs one more step.
             draining=float(self._world.drain and not (step._at.phase and self._durable is not None)),
             snapshot_cost_s=self._snapshots.cost_s,
             step_s=self._pace.median_s,
@@ -675,9 +736,7 @@ class UnitRunner:
             stirred=float(bool(self._undo.changed_between)),
         )
         mine = offered(step._at, self._world.order, sums)
-        complete(
-            mine, loss=self._let_device_come()
-        )  # from here until the optimizer's first kernel it has nothing to do
+        complete(mine, loss=self._let_device_come())  # from here until the optimizer's first kernel the device is idle
         if self._nan.on:
             not_finite, tried = self._nan.offers(step, part.value())
             complete(mine, not_finite=not_finite, tried=tried)
@@ -685,7 +744,8 @@ class UnitRunner:
         self._world.pass_gate(step._at, mine, self._refuses)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:
-        """The same on all ranks that see the gate's sums. Raises `StepError` when the script has broken a rule on all of them."""
+        """Whether the unit is refused although its gate has passed: the same answer on all ranks. Raises `StepError`
+        when the script has changed tracked state between two units on all of them."""
         if sums.stirred == self._world.size:
             raise changed_between(self._undo.changed_between)
         self._nobody_is_whole = sums.torn > 0
@@ -696,6 +756,7 @@ class UnitRunner:
         return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
 
     def _committed(self, at: Position, attempt: int, seconds: float, name: str) -> None:
+        """Record and report the committed unit, learn from its gate, and begin the copies that are due."""
         self._page.enter(Activity.BETWEEN, at, *self._pace.allowance(_BETWEEN, between=True))
         self._snapshots.drop_former()
         if self._exact is not None and not at.phase:
@@ -735,7 +796,8 @@ class UnitRunner:
         self._undo.committed()
 
     def _begin_copies(self, at: Position, gate: GateSums) -> bool:
-        """The same on all ranks."""
+        """Begin the snapshot and the checkpoint that are due after ``at``, and return whether any copy has begun: the
+        same on all ranks."""
         begun = False
         if self._replicas.need_snapshots and not self._world.broken:
             now, to_pause = self._pace.first_step_of_generation, self._to_pause(at)
@@ -749,20 +811,22 @@ class UnitRunner:
         return begun
 
     def _to_pause(self, at: Position) -> bool:
-        """The same on all ranks, but where the generation is broken already. After a step, because a snapshot is of one; a run
-        that ends here needs no swap."""
+        """Whether all ranks pause after ``at``: the same on all ranks, except where the generation is broken already.
+
+        A pause follows a step, not a phase, because its snapshot is one of a step. A run that ends here needs no swap.
+        """
         gate = self._world.gate
         asked = gate is not None and gate.pausing > 0 and not at.phase
         return asked and not self.draining and not self._world.broken
 
     def _pause_if_due(self) -> None:
-        """All ranks come to this after the same step, if they live."""
+        """Pause if a pause of this generation is due. All live ranks come to this after the same step."""
         due, self._pause_due = self._pause_due, None
         if due is not None and due[1] == self._world.generation:
             self._pause.stand(due[0], last=due[0].step == self._last_step)
 
     def _settle(self) -> None:
-        """The state may be changed from here on: what copies it has done so."""
+        """Wait until copies of the state (snapshot, checkpoint) no longer read it, so that it may be changed."""
         if not self._copying:
             return
         began = time.monotonic()
@@ -776,6 +840,8 @@ class UnitRunner:
         return self._snapshots.copying or (self._durable is not None and self._durable.copying)
 
     def _discard(self, step: Step | None = None) -> None:
+        """Undo the changes of an attempt that does not count. Ends the process when a change in ``step`` has no copy to
+        put back."""
         torn = self._undo.discard(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
@@ -789,7 +855,8 @@ class UnitRunner:
             )
 
     def _leave_torn(self, at: Position) -> None:
-        """Some rank has found what `Undo.not_put_back` says. Who has joined since has copied it from such a rank."""
+        """End this process: some rank has changed state that it cannot put back (see `Undo.not_put_back`), and ranks
+        that joined since have copied it."""
         what = f"changed {_listed(self._not_put_back)}" if self._not_put_back else "has a peer that changed its state"
         leave(
             self._world.rank,
@@ -799,7 +866,8 @@ class UnitRunner:
         )
 
     def _has_parts(self, why: str) -> None:
-        """All ranks come to this after the same unit."""
+        """Record that the script's steps have several parts, so that their gates move to the end. All ranks call this
+        after the same unit."""
         changes = msgspec.structs.replace(self._state.lineage.changes, parts=True)
         self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=changes)
         if self._world.rank == 0:
@@ -814,7 +882,8 @@ class UnitRunner:
             say(what)
 
     def _judge_late_breaks(self, at: Position) -> None:
-        """Harmless, or the end of this rank: the world then goes on from another copy of its state."""
+        """Decide what a collective that broke after the gate means: print that it was harmless, or end this process,
+        whose state is torn. The world then goes on from another copy of the state."""
         if not self._late.torn():
             print(
                 f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke. "
@@ -831,7 +900,7 @@ class UnitRunner:
 
     # -- recovery
     def _recover(self) -> bool:
-        """False: as `Rejoin.run`."""
+        """Join the next generation. Returns False when that is to be done later (see `Rejoin.run`)."""
         recovered = self._rejoin.run(
             self._came_in, self._left_after, lambda: self._owed is not None and self._owed <= self.passed
         )
@@ -840,12 +909,13 @@ class UnitRunner:
         return recovered
 
     def _expect_snapshots(self) -> None:
-        """Their memory is made while the next steps run."""
+        """Have the memory for snapshots allocated while the next steps run."""
         if self._replicas.need_snapshots:
             self._snapshots.expect()
 
     def _rejoin_after_loop(self) -> None:
-        """In the script's own code, which goes on as if nothing had been."""
+        """Recover from a break while the script's code after the loop runs; that code continues as if nothing had
+        happened."""
         scope = self._world.scope
         with undrawn():
             while self._world.broken:
@@ -855,8 +925,11 @@ class UnitRunner:
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:
-        """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:
-        allocations, kernels, compilation. What it computes is overwritten when it takes a place."""
+        """Run the step function once on loopback groups up to the gate, on a spare, and then the optimizers, to warm up
+        allocations, kernels and compilation.
+
+        The results are overwritten when the spare takes a place. Errors are printed, not raised.
+        """
         if function is None:
             return
         try:
@@ -875,7 +948,8 @@ class UnitRunner:
             self._discard()
 
     def _warm_optimizers(self) -> None:
-        """Their state is as large as the model, or twice that: memory that a newcomer would have to be given, page by page."""
+        """Run each optimizer once, so that its state is allocated: as large as the model or twice that, it would
+        otherwise be allocated page by page during a recovery."""
         self._hook.remove()
         try:
             for optimizer in self._state.optimizers.values():
@@ -890,6 +964,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _ids_digest(ids: np.ndarray[Any, Any]) -> float:
-    """A sum that does not depend on order or rank, exact in a float: 32 mixed bits of each id, up to 2**20 ids a rank."""
+    """Return a checksum of sample ids that does not depend on order or rank: the sum of 32 mixed bits of each id, exact
+    in a float for up to 2**20 ids a rank."""
     mixed = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     return float(int(mixed.sum(dtype=np.uint64)) % 2**52)

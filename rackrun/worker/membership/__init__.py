@@ -1,1 +1,1 @@
-"""A worker's place in its generation: process groups, gates, breaks."""
+"""A worker's membership in a generation: process groups, gates, and breaks of collectives."""

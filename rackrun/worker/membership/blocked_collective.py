@@ -1,11 +1,13 @@
-"""In which collective of the hosts the main thread is blocked, and how many this rank has called in each group: what proves a deadlock.
+"""Reports in which host collective the main thread is blocked, and how many this rank has called in each group: proof
+of a deadlock.
 
-Only what is certain is written to the heartbeat page (`rackrun.core.faults.deadlock` says why it has to be): in a step or a phase, where the main thread waits in a
-collective that cannot end before all members of its group have called it, and nobody but the main thread can call another one. So nothing is
-written of a send, a receive or a broadcast, of a wait in torch's own code (DDP's for its buckets), on a device, in a phase beside threads of the
-script's, and as long as a future is out whose callbacks may call collectives.
+Only what is certain is written to the heartbeat page (`rackrun.core.faults.deadlock` says why). The main thread must
+wait, in a step or a phase, in a collective that cannot end before all members of its group have called it, and nobody
+but the main thread may be able to call another one. So nothing is written about a send, a receive or a broadcast, about
+a wait in torch's own code (DDP's for its buckets), about a wait on a device, in a phase while threads of the script
+run, or while a future exists whose callbacks may call collectives.
 
-Nothing is written in the first quarter of a second, so a wait that is not long costs nothing.
+Nothing is written in the first quarter of a second, so a short wait costs nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["Blocked", "Call"]
 
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource", "batch"})
-"""They are not in the order of the group's collectives."""
+"""Operations that are not in the order of the group's collectives."""
 _TREE = frozenset({GATE_SUM, GATE_MAX})
-"""They have an order of their own."""
+"""Operations of the gate tree, which have an order of their own."""
 _OF_ALL = frozenset({"allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base"}) | _TREE
-"""What each rank gets depends on what every rank gives."""
+"""Collectives in which each rank's result depends on the input of every rank."""
 
 
 class Call(NamedTuple):
-    """The ``number``-th collective that this rank has called in a group, in this generation."""
+    """The ``number``-th collective that this rank has called in ``group`` in this generation. ``needs_all``: whether it
+    ends only when all members have called it."""
 
     group: str
     number: int
@@ -41,22 +44,27 @@ class Call(NamedTuple):
 
 
 class Blocked:
+    """Counts this rank's collectives per group, and writes to the heartbeat page in which one its main thread is
+    blocked."""
+
     def __init__(self, page: HeartbeatPage) -> None:
         self._page = page
         self._called: dict[str, int] = {}
         self._futures: set[object] = set()
-        """Works whose futures are out: their callbacks may call collectives, in other threads."""
+        """Works with futures whose callbacks have not returned: callbacks may call collectives in other threads."""
         self._elsewhere = False
-        """In this generation another thread than the main thread has called a collective."""
+        """Whether a thread other than the main thread has called a collective in this generation."""
         self._told = False
 
     def new_generation(self) -> None:
+        """Restart all counts."""
         self._called.clear()
         self._futures.clear()
         self._elsewhere = False
 
     def called(self, group: ElasticGroup, name: str, result: Any) -> Call | None:
-        """A collective has begun, and has not failed at once."""
+        """Count a collective that has begun without an error, and return its place; None for point-to-point
+        operations."""
         if name in _POINT_TO_POINT:
             return None
         if threading.get_ident() != threading.main_thread().ident:
@@ -67,14 +75,16 @@ class Blocked:
         return Call(key, number, needs_all)
 
     def future_given(self, work: object) -> None:
+        """Record that a future of ``work`` exists."""
         self._futures.add(work)
 
     def future_over(self, work: object) -> None:
-        """Its callbacks have returned."""
+        """Record that the callbacks of ``work``'s future have returned."""
         self._futures.discard(work)
 
     def waits(self, call: Call | None, generation: int, groups: Iterable[ElasticGroup]) -> None:
-        """The main thread, in a step, for a while now."""
+        """Report that the main thread has been waiting in ``call`` for a while, in a unit of ``generation``, if that is
+        certain."""
         if self._told or call is None or not call.needs_all or self._elsewhere or self._futures:
             return
         keys = [group.key for group in groups if group.size() > 1]
@@ -84,6 +94,7 @@ class Blocked:
         self._page.tell_blocked(generation, _number_of(call.group), call.number, called)
 
     def goes_on(self) -> None:
+        """Withdraw the report: the main thread is not blocked any more."""
         if self._told:
             self._told = False
             self._page.tell_not_blocked()
@@ -94,5 +105,5 @@ def _tree_of(key: str) -> str:
 
 
 def _number_of(key: str) -> int:
-    """The same on all hosts, below 2^53. A key names all members of the group."""
+    """Return a number below 2^53 for a group's key, the same on all hosts. The key names all members of the group."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 11

@@ -1,12 +1,13 @@
-"""How far this rank has come in its collectives, for who looks whether it hangs: as the *device* has, where there is one.
+"""Tracks how far this rank, or its device where it has one, has come in its collectives, so that hangs can be detected.
 
-A collective is *entered* when what this rank computes before it is done, and it is *completed* when its result is there. On a GPU the host is far
-ahead of both: it has only enqueued them. So two places in the stream go with each collective: one in front of it, and one behind the
-stream's wait for it. The control thread asks now and then which of them the device has passed, and writes that to the heartbeat page. A kernel that hangs
-is then told from a rank that waits for others: the rank of that kernel has not entered what the others wait in.
+A collective is *entered* when what this rank computes before it is complete, and *completed* when its result is there.
+On a GPU the host is far ahead of both, because it only enqueues them. So each collective has two marks in the stream:
+one before it, and one after the stream's wait for it. The control thread checks now and then which marks the device has
+passed, and writes that to the heartbeat page. This distinguishes a kernel that hangs from a rank that waits for others:
+the rank of that kernel has not entered the collective that the others wait in.
 
-The device itself could write to the page as well. Asking needs no memory that both share, works for all streams, and what is told is at
-most one tick old, where limits are a second and more.
+The device could also write to the page itself. Polling needs no memory that host and device share, works for all
+streams, and is at most one tick old, while limits are a second and more.
 """
 
 from __future__ import annotations
@@ -29,28 +30,31 @@ __all__ = ["Entered", "Progress"]
 
 
 class Entered:
-    """A collective that the host has called for, the ``number``-th of its generation."""
+    """A collective that the host has called; ``number`` counts them in its generation."""
 
     __slots__ = ("call", "communicator", "number", "over", "passed", "reached", "work")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.reached: Moment | None = None
-        """In front of it; None: it is the host's."""
+        """The mark in the stream before the collective; None for a collective of the hosts."""
         self.passed: Moment | None = None
-        """Behind the stream's wait for it; None: nobody has waited yet."""
+        """The mark after the stream's wait for the collective; None while nobody has waited for it."""
         self.work: dist.Work | None = None
-        """Until then. Not for longer: it holds the memory of its result."""
+        """The collective's work, until somebody waits for it; not longer, because it holds the memory of the result."""
         self.communicator: Communicator | None = None
-        """Of ``work``."""
+        """The communicator of ``work``."""
         self.call: Call | None = None
-        """None: it has not begun, or is no collective of a whole group."""
+        """The place of the collective among those of its group; None before it begins, and for an operation of only
+        some members."""
         self.over = False
 
     def is_reached(self) -> bool:
+        """Whether this rank has computed everything that comes before the collective."""
         return self.over or self.reached is None or self.reached.passed()
 
     def is_passed(self) -> bool:
+        """Whether the collective is complete on this rank."""
         if self.over:
             return True
         passed, work, communicator = self.passed, self.work, self.communicator
@@ -59,28 +63,30 @@ class Entered:
         return work is not None and communicator is not None and communicator.is_over(work)
 
     def enqueued(self, communicator: Communicator, work: dist.Work) -> None:
-        """Nobody has waited yet."""
+        """Record the collective's work; nobody has waited for it yet."""
         self.communicator, self.work = communicator, work
 
     def waited(self, passed: Moment) -> None:
+        """Record the mark after the stream's wait for the collective."""
         self.passed = passed
         self.work = self.communicator = None
 
 
 class Progress:
-    """Entered by the main thread, or autograd's for it; looked at by the control thread."""
+    """The open collectives of this rank. The main thread, or autograd on its behalf, enters them; the control thread
+    checks them."""
 
     def __init__(self, page: HeartbeatPage, queue: DeviceQueue) -> None:
         self._page, self._queue = page, queue
         self._lock = threading.Lock()
         self._open: deque[Entered] = deque()
-        """Oldest first."""
+        """Collectives that the device has not passed, oldest first."""
         self.newest = Entered(0)
         if not queue.is_host:
             page.by_device()
 
     def enter(self) -> Entered:
-        """A collective is called for."""
+        """Record that a collective is called, and return its entry."""
         self._page.collective_entered()
         self.newest = entered = Entered(self._page.called)
         if not self._queue.is_host:
@@ -89,25 +95,26 @@ class Progress:
         return entered
 
     def completed(self, entered: Entered) -> None:
-        """The host has seen it."""
+        """Record that the host has seen the collective complete."""
         entered.over = True
         self._page.collective_completed()
 
     def all_completed(self) -> None:
-        """Also on the device: the host has seen that it came past all of them."""
+        """Record that all collectives are complete, also on the device: the host has seen it pass all of them."""
         with self._lock:
             self._open.clear()
             self._page.device_at(0, 0)
             self._page.collectives_over()
 
     def new_generation(self, generation: int) -> None:
+        """Forget the collectives of the former generation."""
         with self._lock:
             self._open.clear()
             self._page.device_at(0, 0)
             self._page.new_generation(generation)
 
     def look(self) -> None:
-        """Tell how far the device is. A device that has failed is no further than it was."""
+        """Write to the heartbeat page how far the device is. A device that has failed stays where it was."""
         if self._queue.is_host:
             return
         with self._lock:
@@ -122,4 +129,5 @@ class Progress:
 
 
 def _first(numbers: Iterable[int]) -> int:
+    """Return the first of ``numbers``, or 0."""
     return next(iter(numbers), 0)

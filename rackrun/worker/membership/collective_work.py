@@ -1,4 +1,4 @@
-"""What a collective of an elastic group returns: one that is over, one in flight, several as one."""
+"""The works that collectives of an elastic group return: one that is complete, one in flight, or several as one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOK = timedelta(milliseconds=250)
 
 
 class Done(dist.Work):
-    """A collective that is over before it began."""
+    """The work of a collective that is complete when it is created, with ``result``."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -48,13 +48,15 @@ class Done(dist.Work):
 
 
 class Guarded(dist.Work):
-    """A collective in flight. If it fails, its group is marked broken and the loopback takes its place.
+    """A collective in flight. If it fails, its group is marked broken and the loopback's values replace its result.
 
-    gloo can lose the wake-up of a collective whose sockets are shut down: it then waits for its timeout. So nobody waits for
-    gloo alone. `wait` looks, now and then, whether the collective was left behind; a future is our own, and `leave` completes it.
+    gloo can lose the wake-up of a collective whose sockets are shut down, and then waits for its timeout. So nobody
+    waits for gloo alone: `wait` checks at intervals whether the collective was abandoned, and a future is this class's
+    own, which `leave` completes.
 
-    On a device the stream waits, and the host goes on. What a broken collective leaves there is garbage that looks complete: in a step
-    only the gate draws a conclusion, and it looks. In a phase, and outside of both, the script does: there the host waits too.
+    On a device the stream waits, and the host goes on. A broken collective leaves garbage there that looks complete. In
+    a step only the gate draws a conclusion, and the gate checks for breaks. In a phase and outside of units the script
+    itself may draw one, so the host waits there, too.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Guarded(dist.Work):
         entered: Entered,
         torn: Any = (),
     ) -> None:
-        """``then`` makes ``result`` of what ``work`` gave. ``torn``: of the result, what the loopback does not write anew."""
+        """``result``: what the collective writes, tensors nested in lists. ``loopback``: writes the values that replace
+        a broken result. ``then``: computes ``result`` from what ``work`` wrote. ``torn``: the part of the result that
+        the loopback does not write anew."""
         super().__init__()
         self._entered, self._on_device, self._torn = entered, entered.reached is not None, torn
         self._world, self._generation, self._work = world, generation, work
@@ -93,7 +97,7 @@ class Guarded(dist.Work):
             self._future.wait()
         try:
             while not self._over:
-                ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
+                ended = self._work.is_completed()  # read first: it may end just after a wait for it has timed out
                 try:
                     self._work.wait(_LOOK)
                     self._settle(None)
@@ -110,8 +114,11 @@ class Guarded(dist.Work):
         self._world.own_time.waited(time.monotonic() - began)
 
     def _wait_on_device(self) -> None:
-        """NCCL's wait makes the stream wait, not the host; given a time limit it would block, and abort its communicator.
-        After an abort nothing waits any more."""
+        """Make the current stream wait, and the host too where the script reads the result.
+
+        NCCL's wait blocks the stream, not the host; with a time limit it would block the host, and abort its
+        communicator. After an abort nothing waits any more.
+        """
         error: Exception | None = None
         queue, after = self._world.queue, self._entered.passed
         if after is None or not isinstance(self._work, Done):
@@ -133,20 +140,20 @@ class Guarded(dist.Work):
         self._world.leave_setup()
 
     def _raise_misuse(self, error: RuntimeError) -> None:
-        """Of a call that began after it was made."""
+        """Raise ``error`` if it is a misuse in a call that began only after it was made."""
         if isinstance(self._work, DeferredWork) and self._work.refused and is_misuse(error):
             raise error
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            if self._over:  # it was waited for
+            if self._over:  # somebody has waited for it
                 return Done(self._result).get_future()
             if self._on_device and self._world.script_reads:
                 self.wait()
                 return Done(self._result).get_future()
             try:
                 inner = self._work.get_future()
-            except RuntimeError:  # gloo's point-to-point works have none
+            except RuntimeError:  # gloo's point-to-point works have no future
                 self.wait()
                 return Done(self._result).get_future()
             self._future = torch.futures.Future(devices=_devices(self._result))
@@ -157,7 +164,7 @@ class Guarded(dist.Work):
         return self._future
 
     def leave(self) -> None:
-        """Go on without it. Whatever it may still do, it does to memory that nobody reads any more."""
+        """Go on without the collective. It may still write, but to memory that nobody reads any more."""
         self._settle(CollectiveBroken("left behind"))
 
     def _inner_done(self, inner: torch.futures.Future[Any]) -> None:
@@ -170,12 +177,13 @@ class Guarded(dist.Work):
             self._settle(None)
         except (
             RuntimeError
-        ) as misuse:  # tensors that do not fit: nobody hears of it here, and who waits would wait for ever
+        ) as misuse:  # tensors that do not fit: nobody sees the error here, and waiters would wait for ever
             assert self._future is not None, "a callback without a future"
             self._future.set_exception(misuse)
             self._world.blocked.future_over(self)
 
     def _settle(self, error: Exception | None) -> None:
+        """Conclude the collective once: with its result, or with the loopback's values after ``error``. Any thread."""
         with self._settling:
             if self._over:
                 return
@@ -186,7 +194,7 @@ class Guarded(dist.Work):
         if error is not None:
             world.collective_failed(self._generation, error, self._result)
             if self._on_device and world.script_reads:
-                _zero(self._torn)  # the script may yet look at it, where it cannot be left: inside autograd, say
+                _zero(self._torn)  # the script may still read it where it cannot be left, such as inside autograd
             self._loopback()
         if self._generation == world.generation and not self._on_device:
             world.progress.completed(self._entered)
@@ -208,7 +216,7 @@ class Guarded(dist.Work):
 
 
 class AllOf(dist.Work):
-    """Several collectives as one."""
+    """Several collectives as one work."""
 
     def __init__(self, works: list[dist.Work], result: Any) -> None:
         super().__init__()
@@ -228,8 +236,11 @@ class AllOf(dist.Work):
 
 
 def is_misuse(error: RuntimeError) -> bool:
-    """gloo looks at a collective's arguments when it is called; a lost peer shows only later, in the transport. What is no error of the
-    transport at all is said by its type: no memory on the device, a call that the backend does not have."""
+    """Whether ``error`` comes from wrong use of a collective, not from a lost peer.
+
+    gloo checks a collective's arguments when it is called; a lost peer shows only later, in the transport. Errors of
+    another type are no transport errors either: no memory on the device, a call that the backend does not have.
+    """
     if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         return True
     text = str(error)
@@ -237,7 +248,7 @@ def is_misuse(error: RuntimeError) -> bool:
 
 
 def _zero(result: Any) -> None:
-    """All tensors of a collective's result."""
+    """Fill all tensors of a collective's result with zeros."""
     if isinstance(result, torch.Tensor):
         with torch.no_grad():
             result.zero_()
@@ -247,7 +258,7 @@ def _zero(result: Any) -> None:
 
 
 def _devices(result: Any) -> list[int | str | torch.device]:
-    """A future of tensors on a GPU must be told so when it is made."""
+    """Return the devices for a future of ``result``: torch needs them when it creates a future of GPU tensors."""
     while isinstance(result, (list, tuple)) and result:
         result = result[0]
     return [result.device] if isinstance(result, torch.Tensor) and result.device.type == "cuda" else []

@@ -1,10 +1,11 @@
-"""Builds a generation's communicators in helper threads, because building cannot be broken: it can only be left.
+"""Builds a generation's communicators in helper threads, because a build cannot be interrupted, only abandoned.
 
-A peer that stops in the middle of a handshake holds everyone for as long as the handshake's timeout. So the main thread never waits for a handshake
-itself, it waits for this thread *or* for a newer generation, whichever comes first. Each group is built in a thread of its own: together they take
-as long as the slowest, and no order of the groups has to be the same on all ranks.
+A peer that stops during a handshake blocks everyone for the handshake's timeout. So the main thread never waits for a
+handshake itself. It waits for the helper thread *or* for a newer generation, whichever comes first. Each group is built
+in a thread of its own: together they take as long as the slowest, and ranks need not build them in the same order.
 
-A group of more ranks than `rackrun.worker.communicators.on_demand.eager_ranks` is not built here: its communicator builds what is used.
+A group of more ranks than `rackrun.worker.communicators.on_demand.eager_ranks` is not built here: its communicator
+builds each part at its first use.
 """
 
 from __future__ import annotations
@@ -35,27 +36,34 @@ if TYPE_CHECKING:
 __all__ = ["Builder", "build_communicator"]
 
 _HANDSHAKE, _HANDSHAKE_OF_A_RANK = timedelta(seconds=20), timedelta(milliseconds=10)
-"""The second: so much more for each rank of a group that is built on demand. 10,000 take 10 to 30 s (docs/scale.md)."""
+"""Timeout of a handshake, and the addition for each rank of a group that is built on demand. 10,000 handshakes take 10
+to 30 s (docs/scale.md)."""
 _PATIENCE = timedelta(minutes=30)
-"""At the start workers come as their scripts get here, not all at once."""
+"""How long to wait at the start, when workers arrive as their scripts reach this point, not all at once."""
 _FREE_BYTES = 3 * 2**30
-"""NCCL's buffers for a group of eight take 0.3 to 1.5 GB. A device with less memory free than this gets the old communicators' back first."""
+"""Free memory of a device, in bytes, below which the old communicators are dropped before the build. NCCL's buffers for
+a group of eight take 0.3 to 1.5 GB."""
 
 
 def build_communicator(
     device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> Communicator:
-    """Blocks until all ``size`` ranks have come. ``store`` is this group's alone. Raises RuntimeError after ``timeout``: run it in a thread that may
-    be left."""
+    """Build a group's communicator, and return it when all ``size`` ranks have joined.
+
+    ``store`` must belong to this group alone. Raises `RuntimeError` after ``timeout``. Call it in a thread that may be
+    abandoned.
+    """
     host = GlooCommunicator(store, rank, size, timeout)
     if device.type != "cuda":
         return host
-    from rackrun.worker.communicators.nccl import nccl_communicator  # only where there are GPUs
+    from rackrun.worker.communicators.nccl import nccl_communicator  # needs a GPU build of torch
 
     return nccl_communicator(device, store, rank, size, timeout, host)
 
 
 class Builder(threading.Thread):
+    """A thread that builds the communicators of all ``groups`` for ``plan``."""
+
     def __init__(
         self,
         plan: Plan,
@@ -68,14 +76,16 @@ class Builder(threading.Thread):
         queue: DeviceQueue | None = None,
         handshakes: Handshakes | None = None,
     ) -> None:
-        """``done`` is told when `over` is true, and perhaps again. ``queue``: of ``device``. ``handshakes`` counts those that come later, on demand."""
+        """``patient``: wait long for the other ranks, as at the start. ``done`` is called when `over` has become
+        true, perhaps several times. ``queue``: of ``device``. ``handshakes`` counts the handshakes of later builds
+        on demand."""
         super().__init__(name=f"rackrun-build-{plan.generation}", daemon=True)
         self.communicators: dict[ElasticGroup, Communicator] = {}
         self.over = False
-        """All are built, or one cannot be."""
+        """Whether all communicators are built, or one cannot be (see ``error``)."""
         self.error: Exception | None = None
         self._plan, self._device, self._token, self._patient, self._done = plan, device, token, patient, done
-        # a group of one rank needs none: a loopback is exact
+        # a group of one rank needs no communicator: a loopback is exact
         self._groups = [(group, group.key, group.rank(), group.ranks) for group in groups if group.size() > 1]
         self._old = [group.communicator for group in groups if group.communicator is not None]
         self._queue, self._handshakes = queue or queue_of(device), handshakes or Handshakes()
@@ -84,7 +94,7 @@ class Builder(threading.Thread):
         self._rooms = self._new_rooms()
 
     def abandon(self) -> None:
-        """A newer generation overtakes this one: nobody will use what is being built."""
+        """Stop: a newer generation replaces this one, and nobody will use what is being built."""
         with self._lock:
             self._abandoned = True
             communicators = list(self.communicators.values())
@@ -112,6 +122,7 @@ class Builder(threading.Thread):
         self._done()
 
     def _make_room(self) -> None:
+        """Drop the old communicators first if the device has little free memory."""
         if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] < _FREE_BYTES:
             for communicator in self._old:
                 communicator.drop()
@@ -121,7 +132,7 @@ class Builder(threading.Thread):
         try:
             use_device(self._device)
             self._build(group, key, rank, ranks)
-        except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it
+        except Exception as error:  # noqa: BLE001 - kept: the main thread reports it, and waits for the next plan
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -166,6 +177,7 @@ class Builder(threading.Thread):
         return Rooms(lambda name: ExchangeStore(address, token, f"{generation}/{name}"))
 
     def _keep(self, group: ElasticGroup, communicator: Communicator) -> Communicator:
+        """Store the communicator for its group; break it at once if the build was abandoned."""
         with self._lock:
             self.communicators[group] = communicator
             abandoned = self._abandoned
@@ -175,7 +187,7 @@ class Builder(threading.Thread):
 
 
 def _meet(store: ExchangeStore, rank: int, size: int, timeout: timedelta) -> None:
-    """Until all ``size`` ranks have come. RuntimeError after ``timeout``."""
+    """Wait until all ``size`` ranks have called this with the same store. Raises `RuntimeError` after ``timeout``."""
     store.set(f"here/{rank}", b"")
     store.wait([f"here/{peer}" for peer in range(size)], timeout)
 
@@ -183,7 +195,11 @@ def _meet(store: ExchangeStore, rank: int, size: int, timeout: timedelta) -> Non
 def _build_when_all_have_come(
     device: torch.device, rooms: Rooms, handshakes: Handshakes, group: str, part: str, rank: int, size: int
 ) -> Communicator:
-    """Whoever comes to a collective waits for the others as in the collective itself: the agents judge about that. The handshake is quick."""
+    """Build a communicator at its first use.
+
+    A rank that reaches a collective first waits for the others as in the collective itself, and the agents judge that
+    wait. The handshake after it is short.
+    """
     store = rooms.enter(f"{group}/{part}")
     try:
         _meet(store, rank, size, COLLECTIVE_TIMEOUT)

@@ -1,11 +1,12 @@
-"""The elastic process group: one object for the whole run, whose communicator is replaced per generation.
+"""The elastic process group: one object for the whole run, whose communicator is replaced in each generation.
 
-It is registered with torch as the backend ``rackrun``, and the *default* group is elastic, so whatever a script does with
-``torch.distributed``, DeviceMesh, DTensor, DDP or FSDP2 goes through here.
+It is registered with torch as the backend ``rackrun``, and the *default* group is elastic. So everything that a script
+does with ``torch.distributed``, DeviceMesh, DTensor, DDP or FSDP2 goes through this class.
 
-While a group is not joined, and from the moment it is broken, every collective is a **loopback**: every peer equals me.
-It completes at once with values of a sane size and range, so that no error travels through autograd and no kernel reads
-uninitialised memory. What a broken collective returns never counts: the step that used it is discarded at the gate.
+While a group is not joined, and from the moment it is broken, every collective is a **loopback**, which computes as if
+every peer held this rank's values. It completes at once, with values of a plausible size and range, so that no error
+passes through autograd and no kernel reads uninitialised memory. The result of a broken collective never counts: the
+step that used it is discarded at the gate.
 """
 
 from __future__ import annotations
@@ -41,23 +42,25 @@ _not_compiled = cast("Callable[[_F], _F]", torch._dynamo.disable)
 
 
 class ElasticGroup(dist.ProcessGroup):
-    """``ranks`` are the global ranks of its members, in group order; ``group_rank`` is this process's place among them."""
+    """A process group. ``ranks``: the members' global ranks, in group order. ``group_rank``: this process's place among
+    them."""
 
     def __init__(self, world: World, ranks: Sequence[int], group_rank: int, name: str, desc: str, key: str) -> None:
         super().__init__(group_rank, len(ranks))  # type: ignore[call-arg]
         self.world = world
         self.ranks = tuple(ranks)
         self.key = key
-        """The same on every member, unlike torch's group name: what the generation's store keys are made of."""
+        """A name that is the same on every member, unlike torch's group name; the keys in a generation's store begin
+        with it."""
         self.communicator: Communicator | None = None
         self._group_rank = group_rank
         self._asks_nobody = False
         self._name = name
         self._desc = desc
         self._coalesced: list[dist.Work] | None = None
-        """What has been called inside of torch's coalescing manager so far."""
+        """Collectives called so far inside torch's coalescing manager; None outside of it."""
 
-    # -- identity: torch asks under several names
+    # -- identity: torch reads it under several names
     def rank(self) -> int:
         return self._group_rank
 
@@ -74,7 +77,8 @@ class ElasticGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Of whose tensors its collectives are: torch asks before it chooses where objects travel, and before an asynchronous checkpoint."""
+        """Device types of the tensors that collectives accept. torch reads this to choose where objects travel, and
+        before an asynchronous checkpoint."""
         host = torch.device("cpu")
         return [host] if self.world.device.type == "cpu" else [torch.device(self.world.device.type), host]
 
@@ -109,18 +113,20 @@ class ElasticGroup(dist.ProcessGroup):
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None, **names: Any
     ) -> Any:
-        """c10d delegates ``torch.distributed.new_group`` to this. None for a rank that is not a member."""
+        """Make a group; c10d delegates ``torch.distributed.new_group`` to this. Returns None on a rank that is not a
+        member."""
         del timeout, pg_options
         return self.world.new_group(ranks, names.get("group_name") or "", names.get("group_desc") or "undefined")
 
     def become(self, ranks: Sequence[int], group_rank: int) -> None:
-        """A promoted spare takes another place."""
+        """Change the group's ranks and this process's place among them, when a promoted spare takes another place."""
         self.ranks = tuple(ranks)
         self._group_rank = group_rank
 
     @contextlib.contextmanager
     def asking_nobody(self) -> Iterator[None]:
-        """What members would tell each other inside is the same on all of them: every collective is a loopback."""
+        """Context manager in which every collective is a loopback, for exchanges whose values are the same on all
+        members."""
         self._asks_nobody = True
         try:
             yield
@@ -128,26 +134,29 @@ class ElasticGroup(dist.ProcessGroup):
             self._asks_nobody = False
 
     def abort(self) -> None:
-        """torch's own clean-up has no business here: the world breaks and drops communicators."""
+        """Do nothing: the world, not torch's clean-up, breaks and drops communicators."""
 
     def shutdown(self) -> None:
-        """See `abort`."""
+        """Do nothing (see `abort`)."""
 
-    # -- what torch.distributed._coalescing_manager(device=...) calls around collectives
+    # -- called by torch.distributed._coalescing_manager(device=...) around collectives
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        """All of them as one. Each has been called already, in its turn: the backend groups none."""
+        """Return one work for all collectives since `_start_coalescing`. Each was called separately in its turn; the
+        backend groups none."""
         works, self._coalesced = self._coalesced or [], None
         return AllOf(works, [])
 
     def leave_coalescing(self) -> None:
-        """The unit in which a coalescing manager was entered is over, and perhaps was left inside of it."""
+        """Reset the coalescing state. The unit that entered a coalescing manager is over, and may have been abandoned
+        inside of it."""
         self._coalesced = None
 
     def _check_not_coalesced(self, tensors: Tensors) -> None:
-        """Called one by one, two ranks that both send first would wait for each other."""
+        """Raise `StepError` for a send or receive of a device inside a coalescing manager: called one by one, two ranks
+        that both send first would wait for each other."""
         if self._coalesced is not None and self.batches(tensors[0].device):
             raise StepError(
                 "a send or a receive was called inside of torch.distributed._coalescing_manager, which groups collectives only here.",
@@ -194,7 +203,8 @@ class ElasticGroup(dist.ProcessGroup):
         synchronous: bool = False,
         torn: Any = (),
     ) -> dist.Work:
-        """``call`` is told whether the hosts' half is to do it. ``torn``: as of `Guarded`."""
+        """Start a collective, or run its loopback. ``call(communicator, on_host)`` starts it; ``on_host`` selects the
+        hosts' half. ``torn``: see `Guarded`."""
         if self._asks_nobody:
             loopback()
             return Done(result)
@@ -238,21 +248,22 @@ class ElasticGroup(dist.ProcessGroup):
             stands = work is None or (synchronous and not isinstance(work, DeferredWork))
             world.enqueued(entered, communicator, None if stands else work)
         if work is None:
-            # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
+            # NCCL returns None for a synchronous call: it is on the current stream, ahead of what uses its result.
             work = Done(result)
         return Guarded(world, generation, work, result, loopback, then, entered=entered, torn=torn)
 
     def _torn(self, name: str, result: Any, args: Sequence[Any]) -> Any:
-        """Of a broken collective's result, what is garbage and no loopback writes anew: it was given in the same place."""
+        """Return the part of a broken collective's result that is garbage and that no loopback writes anew: everything
+        for operations in place."""
         in_place = name in _IN_PLACE or (name == "broadcast" and args[-1].rootRank != self.rank())
         return result if in_place else ()
 
     def _is_of_device(self, first: torch.Tensor | None) -> bool:
-        """By the first tensor. A barrier has none, and is the hosts'."""
+        """Whether the device runs the collective, by its first tensor. A barrier has none and runs on the hosts."""
         return first is not None and first.device.type == self.world.device.type
 
     def sum_on_host(self, values: torch.Tensor) -> None:
-        """``values``, on the host, in place; not by the device, and in front of nothing that it does."""
+        """Sum ``values``, a host tensor, over all ranks in place. Does not involve the device or wait for it."""
         opts = dist.AllreduceOptions()
         self._run(
             on_hosts(self.communicator),
@@ -264,11 +275,13 @@ class ElasticGroup(dist.ProcessGroup):
         ).wait()
 
     def gather_on_host(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The ``row`` of every rank, in their order: 1-d, on the host, as long everywhere. By the gate's tree where there is one, so it takes
-        nothing that is as large as the group but the answer."""
+        """Return the ``row`` of every rank, in rank order. ``row``: a 1-d host tensor of the same length on all ranks.
+
+        Where there is a gate tree it is used, so that only the result takes memory in proportion to the group's size.
+        """
         rows = torch.zeros(self.size(), len(row), dtype=row.dtype)
         if isinstance(self.communicator, WithGateTree):
-            rows[self.rank()] = row  # and zeros, where others have theirs: the sum is what all have
+            rows[self.rank()] = row  # zeros elsewhere, where the others put theirs: the sum holds all rows
             everything, opts = rows.view(-1), dist.AllreduceOptions()
 
             def loopback() -> None:
@@ -281,7 +294,8 @@ class ElasticGroup(dist.ProcessGroup):
         return list(rows)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Of all ranks, one by one; ``values`` are the host's. Over hosts where the gate's tree is there, else by the device."""
+        """Return the element-wise maximum of ``values`` over all ranks, as a host tensor. ``values``: a host tensor.
+        Uses the gate tree where there is one, and the device otherwise."""
         opts = dist.AllreduceOptions()
         opts.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         if isinstance(self.communicator, WithGateTree):
@@ -336,7 +350,7 @@ class ElasticGroup(dist.ProcessGroup):
         return self._run("allgather", outputs, loopback, outputs, inputs, opts or AllgatherOptions())
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        # outputs[i] is what rank i gave
+        # outputs[i] holds the tensors of rank i
         def loopback() -> None:
             for row in outputs:
                 for output, tensor in zip(row, inputs, strict=True):
@@ -379,7 +393,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         if input.device.type != "cpu":
             return self._run("_reduce_scatter_base", output, loopback, output, input, opts)
-        # gloo does the same, in a work whose wait knows no time limit: a lost wake-up would hold this rank for ever.
+        # gloo does the same, but in a work whose wait has no time limit: a lost wake-up would block this rank for ever.
         whole, sums = input.detach().clone(), dist.AllreduceOptions()
         sums.reduceOp = opts.reduceOp
 
@@ -450,12 +464,13 @@ class ElasticGroup(dist.ProcessGroup):
         return self._run("recv_anysource", tensors, lambda: _zero(tensors), tensors, tag)
 
     def batches(self, device: torch.device) -> bool:
-        """Whether sends and receives of one batch have to be called as one: a device's stand behind each other in its stream."""
+        """Whether sends and receives of one batch must be issued as one call, because a device runs them one after the
+        other in its stream."""
         return device.type == self.world.device.type and not self.world.queue.is_host
 
     @_not_compiled
     def batch(self, operations: Sequence[PointToPoint]) -> dist.Work:
-        """All of them at once, whatever their order."""
+        """Start all sends and receives at once, in any order."""
         received = [tensor for name, tensor, _, _ in operations if name == "recv"]
         return self._start(
             "batch", received, lambda: _zero(received), lambda communicator, _: communicator.batch(operations)
@@ -466,7 +481,7 @@ class ElasticGroup(dist.ProcessGroup):
 
 
 def _first_tensor(args: Sequence[Any]) -> torch.Tensor | None:
-    """Of a collective's arguments."""
+    """Return the first tensor among a collective's arguments, or None."""
     while args:
         first = args[0]
         if isinstance(first, torch.Tensor):

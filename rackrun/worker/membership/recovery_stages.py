@@ -1,10 +1,11 @@
-"""When a rank came to each stage of a recovery: what a waterfall of it is drawn from (``benchmarks/waterfall.py``).
+"""Records when a rank reached each stage of a recovery; ``benchmarks/waterfall.py`` draws the recovery from these
+times.
 
-broken    its collectives are broken                 copied    a newcomer: all bytes have arrived
-parked    its main thread has left the old unit      verified  a newcomer: they are its sources' bytes
-planned   it has the plan of the new generation      served    a source: the newcomer has read what it needs
+broken    its collectives are broken                 copied    newcomer: all bytes have arrived
+parked    its main thread has left the old unit      verified  newcomer: they are its sources' bytes
+planned   it has the plan of the new generation      served    source: the newcomer has read what it needs
 built     its groups are built                       resumed   the recovery is over
-noted     it has noted what the unit may change      computed  forward and backward of the first unit are over
+noted     the unit's initial state is recorded       computed  first unit: forward and backward are over
 entered   it enters the gate                         passed    the gate has passed
 """
 
@@ -16,9 +17,10 @@ __all__ = ["RecoveryStages"]
 
 
 class RecoveryStages:
-    """Milliseconds since this rank was told that its generation is broken, or, as a spare, of the plan that names it, by the name of the stage.
+    """Milliseconds until each stage, by the stage's name.
 
-    Both threads of a worker write. Outside a recovery nothing is recorded.
+    The time begins when this rank learns that its generation is broken or, on a spare, when it receives the plan that
+    names it. Both threads of a worker write. Nothing is recorded outside a recovery.
     """
 
     def __init__(self) -> None:
@@ -26,17 +28,20 @@ class RecoveryStages:
         self._at_ms: dict[str, float] = {}
 
     def begin(self) -> None:
-        """A generation is broken, or names this process. A recovery that was going on is measured from here."""
+        """Start the clock: a generation is broken, or names this process. A recovery in progress is measured anew from
+        here."""
         self._at_ms.clear()
         self._began = time.monotonic()
 
     def reached(self, stage: str) -> None:
-        """Now. A stage that comes again, because a newer generation overtook this one, is told as of the last time."""
+        """Record that ``stage`` is reached now. A stage that is reached again, because a newer generation has replaced
+        this one, keeps its last time."""
         if self._began is not None:
             self._at_ms[stage] = round((time.monotonic() - self._began) * 1e3, 2)
 
     def take(self) -> dict[str, float]:
-        """All of them, once: the first unit after the recovery has been committed. Empty when there was no recovery."""
+        """Return all stages and stop the clock, once the first unit after the recovery is committed. Empty when there
+        was no recovery."""
         if self._began is None:
             return {}
         self._began = None

@@ -1,7 +1,8 @@
-"""What ranks broadcast before ``run.steps()`` reaches spares too, which are in no group yet: a configuration that rank 0 has read, the name of
-the run. The root leaves it with the exchange; a spare calls the same collectives in the same order, and takes it from there.
+"""Delivers what ranks broadcast before ``run.steps()`` to spares, which are in no group yet.
 
-Only what is small is kept: parameters are not, which a spare is given when it takes a rank over. Then it keeps its own.
+Such values are a configuration that rank 0 has read, or the name of the run. The root stores them in the exchange; a
+spare calls the same collectives in the same order and reads them from there. Only small values are kept. Parameters are
+not: a spare keeps its own until it takes over a rank, and receives that rank's then.
 """
 
 from __future__ import annotations
@@ -18,36 +19,38 @@ from rackrun.worker.tensors.tensor_lists import are_plain
 __all__ = ["Broadcasts"]
 
 _BYTES_MAX = 2**20
-"""Of one."""
+"""The largest size of one broadcast that is kept, in bytes."""
 _ALL_BYTES_MAX = 2**23
 _COUNT_MAX = 4096
 _NOT_KEPT, _KEPT = b"-", b"+"
 _NO_MORE = "no more"
 _CONNECT_S = 10.0
 _WAIT_S = 120.0
-"""A spare may be much faster than the rank that reads the data."""
+"""How long a spare waits for a value, in seconds. It may be much faster than the rank that reads the data."""
 
 
 class Broadcasts:
-    """Of one process. Not of a world without spares: alone, or under torchrun."""
+    """The broadcasts of one process. Does nothing in a world without spares: alone, or under torchrun."""
 
     def __init__(self, boot: Boot | None) -> None:
         self._boot = boot if boot is not None and boot.exchange else None
         self._turns: Counter[str] = Counter()
         self._room: Exchange | None = None
-        """Stays open: the room lasts as long as somebody is in it."""
+        """The connection to the exchange. It stays open, because a room lasts as long as somebody is in it."""
         self._address = boot.exchange if boot is not None else ""
         self._known: dict[str, bytes] = {}
-        """What this process has given or taken: for another exchange, should this one be lost."""
+        """All values that this process has given or taken, to be stored in another exchange should this one be lost."""
         self._bytes = self._count = 0
         self._over = False
 
     def begin_again(self) -> None:
-        """``main`` is entered again: what is said then is what was said the first time, or is not asked for."""
+        """Restart the counts, as ``main`` is entered again: its broadcasts have the same values as the first time, or
+        are not asked for."""
         self._turns.clear()
 
     def move(self, address: str) -> None:
-        """The world meets at another exchange from now on, where spares that begin later look for what was said."""
+        """Store all known values in the exchange at ``address``, which the world uses from now on: later spares look
+        there."""
         if self._boot is None or address == self._address:
             return
         self._address, room, self._room = address, self._room, None
@@ -66,12 +69,13 @@ class Broadcasts:
             self._over = True
 
     def turn(self, group: str) -> str:
-        """Each rank, and each spare, asks for each broadcast in ``group``: it counts the same on all."""
+        """Count a broadcast in ``group``, and return its key, which is the same on all ranks and spares."""
         self._turns[group] += 1
         return f"{group}/{self._turns[group]}"
 
     def give(self, turn: str, tensors: Sequence[torch.Tensor]) -> None:
-        """On the root."""
+        """Store the value of a broadcast in the exchange; called on the root. Larger values are only marked as not
+        kept."""
         if self._over or self._boot is None:
             return
         size = sum(tensor.nbytes for tensor in tensors)
@@ -85,10 +89,11 @@ class Broadcasts:
                 self._over = True
                 room.set(_NO_MORE, b"")
         except ExchangeTimeout:
-            self._over = True  # without it no group can be built either: whoever needs it says so
+            self._over = True  # without the exchange no group can be built either, which reports the error
 
     def take(self, turn: str, tensors: Sequence[torch.Tensor]) -> None:
-        """On a spare. ``tensors`` stay as they are when it was not kept."""
+        """Copy the value of a broadcast into ``tensors``; called on a spare. They stay unchanged when the value was not
+        kept."""
         if self._over or self._boot is None:
             return
         try:

@@ -1,9 +1,10 @@
-"""This worker's membership of the world: its groups, its generation, and its part in every verdict.
+"""This worker's membership of the world: its groups, its generation, and its part in deciding whether a unit counts.
 
-Two threads meet here. The *main thread* runs the user's script: collectives, gates, recoveries. The *control thread*
-(`rackrun.worker.process.control_thread`) brings the coordinator's words: a generation is broken, a plan has come. What decides whether a
-unit counts - the gate entered, the gate passed, the generation broken - changes under one lock, so the report that the
-control thread sends is final the moment it is sent, even while the main thread still computes.
+Two threads use it. The *main thread* runs the user's script: collectives, gates, recoveries. The *control thread*
+(`rackrun.worker.process.control_thread`) brings messages of the coordinator: a generation is broken, a plan has come.
+Everything that decides whether a unit counts (the gate entered, the gate passed, the generation broken) changes under
+one lock. So the report that the control thread sends is final the moment it is sent, even while the main thread still
+computes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
     from rackrun.worker.communicators.communicator import Communicator
 
 _SEVERED_S = 0.2
-"""A collective fails when a peer is lost, and BreakGeneration follows within milliseconds. If it does not come, nobody knows."""
+"""Seconds after which a failed collective is reported. It fails when a peer is lost, and BreakGeneration normally
+follows within milliseconds; if it does not, nobody else knows."""
 
 __all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "World", "lost_after_loop"]
 
@@ -56,7 +58,7 @@ T = TypeVar("T")
 
 
 class Abandoned(BaseException):
-    """The unit in hand will not count: leave it, discard what it did, recover. Never raised inside autograd."""
+    """The current unit will not count: leave it, discard its changes, recover. Never raised inside autograd."""
 
 
 class Superseded(Exception):
@@ -64,11 +66,12 @@ class Superseded(Exception):
 
 
 class Reenter(BaseException):
-    """The world is to have other ranks, for which the script has to make everything anew: leave ``main``, and enter it again."""
+    """The world will have other ranks, for which the script must build everything anew: leave ``main``, and enter it
+    again."""
 
 
 class Scope(Enum):
-    """Where the script is, which decides what a collective may do."""
+    """The part of the script that runs now, which decides what a collective may do."""
 
     SETUP = "before run.steps()"
     UNIT = "in a step or phase"
@@ -77,6 +80,9 @@ class Scope(Enum):
 
 
 class World:
+    """The world as this worker sees it: its process groups, generation, gate, and the state of a recovery. One per
+    process."""
+
     def __init__(  # noqa: PLR0915 - what there is at the start, one line each
         self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation, token: str
     ) -> None:
@@ -87,29 +93,32 @@ class World:
         self.groups: list[ElasticGroup] = []
         self.families = Families()
         self.generation = 0
-        """The one that this worker's communicators belong to; 0 before the first."""
+        """The generation that this worker's communicators belong to; 0 before the first."""
         self.began = BEGIN
-        """What was committed when the run began or was resumed, or its ``main`` was entered again."""
+        """The position that was committed when the run began or was resumed, or when its ``main`` was entered again."""
         self.layout = Generation(0)
-        """In which the ranks got the shards that they have: of all snapshots."""
+        """The generation in which the ranks were given the shards that they hold; snapshots belong to it."""
         self.met = 0
-        """Collectives and groups that the script has called for before run.steps(): others have, as well."""
+        """Number of collectives and groups that the script has called for before ``run.steps()``, as the other ranks
+        have."""
         self.replica_class = ""
         self.unit_passed = False
-        """The gate of the unit in hand has passed: what it does from here on cannot be taken back."""
+        """Whether the current unit's gate has passed, so that what it does from here on cannot be undone."""
         self.updated = False
-        """An optimizer has stepped in the unit in hand."""
+        """Whether an optimizer has stepped in the current unit."""
         self.after_update: Callable[[str, Any], None] | None = None
-        """Told of every collective of the script, and its result, from then on."""
+        """Called with the name and result of every collective of the script after the first ``optimizer.step()`` of a
+        step; None before it."""
         self.broke_late: Callable[[Any], None] = lambda result: None  # noqa: ARG005
+        """Called with the result of every collective that breaks after the gate of its unit has passed."""
         self.rejoin: Callable[[], None] = lambda: None
-        """Called in code of the script's own: take part in the newest generation."""
-        """Told of every collective, by its result, that breaks after that."""
+        """Called in the script's own code after the loop, to take part in the newest generation."""
         self.good: Position | None = None
-        """The last unit after which all replicas are known to have been equal; None: nobody looks, or it has just come."""
+        """The last unit after which all replicas are known to have been equal; None when they are not compared, or this
+        process has just joined."""
         self.drain = False
         self.traffic = 0
-        """Elements that collectives of the unit in hand have written, on this rank."""
+        """Number of elements that collectives of the current unit have written on this rank."""
         self.flights = Flights()
         self.order = CollectiveOrder()
         self.own_time = OwnTime(queue=self.queue)
@@ -125,35 +134,38 @@ class World:
         self._changed = threading.Condition()
         self._broken = False
         self._failed: tuple[float, str] | None = None
-        """When a collective of this generation failed by itself, and why; until it is told."""
+        """When a collective of this generation failed on its own, and the error; None once that is reported."""
         self._announced = 0
         self._pause_in = 0
-        """The generation that is to pause, and then to end; 0: none was."""
+        """The generation that was asked to pause and then to end; 0: none."""
         self._plan: Plan | None = None
         self._unbuilt: WorkerUnbuilt | None = None
         self.joined: Plan | None = None
-        """Of this generation."""
+        """The plan of this generation."""
         self._has_state = True
-        """Not between leaving ``main`` and being filled again."""
+        """Whether this process holds state: not between leaving ``main`` and the new state being filled."""
         self.resumed = Generation(0)
-        """As `rackrun.protocol.events.WorkerParked`."""
+        """The newest generation in which this worker had its state and had informed all ranks of what it knew; 0 if
+        none (see `rackrun.protocol.events.WorkerParked.resumed`)."""
         self._seated: tuple[Member, ...] = ()
-        """Who is who, as this worker and its groups count ranks now."""
+        """The members of the world by rank, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
         self._passed = BEGIN
         self._entered = BEGIN
         self._in_gate = False
         self._after_in: int | None = None
-        """The generation in which the script has called its first collective after the loop."""
+        """The generation in which the script has called its first collective after the loop; None if it has called
+        none."""
         self.in_phase = False
         self.waited_s = 0.0
-        """Of the unit in hand, for a plan: that is recovery, and no time that the unit takes."""
+        """Seconds that the current unit waited for a plan, which count as recovery and not as time of the unit."""
         self.stands_since_ns = 0
-        """The main thread does nothing but wait for the device, since then; 0: it does not."""
+        """When the main thread began to wait for the device and nothing else, in ns of the monotonic clock; 0 when it
+        does not."""
         self.returns = DeviceReturn(self.queue, lambda: self.rank)
         self.may_leave_phase: Callable[[], bool] = lambda: True
         self.may_be_left: Callable[[], None] = lambda: None
-        """Told of every place at which a step that will not count is left."""
+        """Called at every place at which a step that will not count may be left."""
         self._gate: tuple[float, ...] = ()
         self._released = False
         self._fixed: Callable[[str, int, int], Communicator] | None = None
@@ -165,12 +177,13 @@ class World:
         return group
 
     def new_group(self, ranks: Sequence[int], name: str, desc: str) -> ElasticGroup | None:
-        """Called by every rank for every group, in the same order (torch's own rule)."""
+        """Make a group. torch's rule applies: every rank calls this for every group, in the same order. Returns None on
+        a rank that is not a member. Raises `StepError` after ``run.steps()`` has begun."""
         if self.scope is not Scope.SETUP:
             raise StepError(
                 "a process group was made after run.steps() began.", remedy="make all groups and meshes before."
             )
-        entered = self.progress.enter()  # to make one is to wait for its other ranks
+        entered = self.progress.enter()  # making a group waits for its other ranks
         try:
             return self._new_group(ranks, name, desc)
         finally:
@@ -201,7 +214,7 @@ class World:
 
     @property
     def in_setup(self) -> bool:
-        """Before ``run.steps()``."""
+        """Whether the script is before ``run.steps()``."""
         return self.scope is Scope.SETUP
 
     @property
@@ -214,12 +227,16 @@ class World:
 
     @property
     def has_mirrors(self) -> bool:
-        """Other trays get copies of snapshots, or their parity."""
+        """Whether other trays hold copies of this rank's snapshots, or parity of them."""
         return self._plan is not None and bool(self._plan.mirrors or self._plan.sets)
 
     # -- collectives
     def enter_collective(self, group: ElasticGroup, name: str, result: Any) -> int | None:
-        """The generation to run in; None for a loopback into ``result``."""
+        """Record that the script calls the collective ``name``, and return the generation to run it in; None for a
+        loopback into ``result``.
+
+        Raises `StepError` where collectives are not allowed.
+        """
         if threading.get_ident() != threading.main_thread().ident:
             self._refuse_thread(name)
         if self.scope is Scope.OUTSIDE and self.size > 1:
@@ -252,9 +269,12 @@ class World:
         return None
 
     def _refuse_thread(self, name: str) -> None:
-        """A thread that the script has started calls a collective in a step, or between two units: on which side of a gate it comes is a matter
-        of time, other on every rank, and who takes a rank over has no such thread. A phase may wait for its threads (an asynchronous
-        checkpoint). Autograd's threads, and those that call back when a collective is over, are no threads of Python's."""
+        """Raise `StepError` if a thread of the script calls a collective in a step or between two units.
+
+        Whether such a call comes before or after a gate depends on timing and differs between ranks, and a process that
+        takes over a rank has no such thread. A phase may wait for its threads (an asynchronous checkpoint). Threads of
+        autograd, and those that call back when a collective is over, are not Python's threads and are allowed.
+        """
         if self.size == 1 or self.in_phase or self.scope not in {Scope.UNIT, Scope.OUTSIDE}:
             return
         thread = threading.current_thread()
@@ -268,16 +288,21 @@ class World:
         )
 
     def _check_whole(self) -> None:
-        """Before run.steps(): what a loopback gives would be kept."""
+        """Raise `CollectiveBroken` if the world broke before ``run.steps()``, where a loopback's values would be
+        kept."""
         if self._broken and self.generation:
             raise CollectiveBroken(
                 "a peer was lost before the first step.", remedy="none needed: the world starts again."
             )
 
     def _check_after(self) -> None:
-        """After the loop, whose end is committed. Who has called no collective there yet goes on with who takes over, as the rank that it was. Who
-        has stands at another place than a newcomer: it is replaced by one. Autograd cannot be left; it gets a loopback's values, and this rank
-        counts as one that has."""
+        """Handle a break in the code after the loop, whose end is committed, at a collective there.
+
+        A rank that has called no collective there yet rejoins, and goes on as the rank that it was. A rank that has
+        called one cannot, because a newcomer stands at another place: raises the error of `lost_after_loop`, and a
+        newcomer replaces it. Autograd cannot be left, so it gets a loopback's values there, and this rank counts as one
+        that has called a collective.
+        """
         gone = self._broken or self._after_in not in (None, self.generation)
         if gone and torch._C._current_graph_task_id() == -1:
             before = self.size, self.rank
@@ -288,11 +313,12 @@ class World:
 
     @property
     def has_met_after(self) -> bool:
-        """This rank has called a collective in the code after the loop."""
+        """Whether this rank has called a collective in the code after the loop."""
         return self.scope is not Scope.SETUP and self._after_in is not None
 
     def _refuse_capture(self, group: ElasticGroup, name: str) -> None:
-        """A graph would go on using the communicator of this generation, which the next frees; or a loopback, in which nobody else takes part."""
+        """Raise `StepError` if a CUDA graph is being captured: it would keep using this generation's communicator,
+        which the next one frees, or a loopback, in which no other rank takes part."""
         if self.queue.is_capturing() and (group.size() > 1 or self._plan is not None):
             raise StepError(
                 f"a collective ({name}) was called while a CUDA graph is captured: after a failure it would be replayed on a "
@@ -301,7 +327,8 @@ class World:
             )
 
     def enqueued(self, entered: Entered, communicator: Communicator, work: dist.Work | None) -> None:
-        """On the device. ``work`` None: on this thread's current stream, which waits for the other ranks in it."""
+        """Record a collective that the device runs. ``work`` None: it is on this thread's current stream, which waits
+        for the other ranks in it."""
         assert entered.reached is not None, "a collective of the device"
         if work is None:
             after = self.queue.moment()
@@ -311,7 +338,8 @@ class World:
             entered.enqueued(communicator, work)
 
     def waits_in(self, entered: Entered, generation: int) -> None:
-        """This thread, on the host, for a while now, in a collective of ``generation``."""
+        """Report that this thread has waited on the host for a while in a collective of ``generation``, if that may be
+        part of a deadlock."""
         in_unit = self.scope is Scope.UNIT and generation == self.generation and not self._broken
         nobody_else = threading.get_ident() == threading.main_thread().ident and not (
             self.in_phase and _script_threads()
@@ -321,24 +349,29 @@ class World:
 
     @property
     def script_reads(self) -> bool:
-        """What a collective gives is the script's to use, for good: no gate of a step comes before that."""
+        """Whether the script uses what a collective returns for good, because no gate of a step follows first."""
         return self.in_phase or self.scope is not Scope.UNIT
 
     def device_comes(self, moment: Moment, generation: int) -> bool:
-        """Whether the device has come past ``moment`` before ``generation`` was broken, here or at a peer. What it has computed by then is good."""
+        """Wait until the device has passed ``moment``. Returns whether it did before ``generation`` was broken, here or
+        at a peer, so that its results are good."""
         came = self._wait_for_device(moment.passed, lambda: self._is_gone(generation))
         return came and not self._is_gone(generation) and not self.lost_a_peer()
 
     def lost_a_peer(self) -> bool:
-        """On a device: a rank of this generation is gone, or has left it, though this one may not have been told yet. What this rank has
-        received may be garbage."""
+        """Whether a rank of this generation is gone, or has left it, even if this rank was not informed yet; False
+        without a device.
+
+        If so, what this rank has received may be garbage.
+        """
         if self.queue.is_host:
             return False
-        # that of all ranks sees all of them; where it is built on demand, the others do
+        # the communicator of all ranks sees all of them; where it is built on demand, the others do
         return any(group.communicator.lost_a_peer() for group in self.groups if group.communicator is not None)
 
     def led_astray(self, error: Exception) -> bool:
-        """Whether what the script has raised may come of a break: of loopbacks' values, or of a lost peer's garbage."""
+        """Whether ``error``, raised by the script, may come from a break: from a loopback's values, or from a lost
+        peer's garbage."""
         if self.lost_a_peer():
             self.collective_failed(self.generation, error)
         return self._broken
@@ -356,13 +389,17 @@ class World:
             self.stands_since_ns = 0
 
     def leave_setup(self) -> None:
-        """As `leave_phase`, before run.steps()."""
+        """Raise `CollectiveBroken` if the world broke before ``run.steps()`` (compare `leave_phase`)."""
         if self.scope is Scope.SETUP:
             self._check_whole()
 
     def leave_phase(self) -> None:
-        """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
-        and not while it has other weights in the model (averaged ones, say), which it is then let put back itself."""
+        """Raise `Abandoned` in a phase whose generation is broken, instead of giving it a loopback's values, which it
+        would use for good.
+
+        Not inside autograd, and not while the phase has other weights in the model (averaged ones, say) that it will
+        put back itself.
+        """
         if self.scope is Scope.AFTER and self._after_in is not None:
             self._check_after()
         if not self.in_phase or not self._broken or self._in_gate or torch._C._current_graph_task_id() != -1:
@@ -377,7 +414,7 @@ class World:
         return leave
 
     def collective_failed(self, generation: int, error: Exception, result: Any = ()) -> None:
-        """A collective of ``generation`` ended with an error: nothing of that generation counts any more."""
+        """Record that a collective of ``generation`` has failed: nothing of that generation counts any more."""
         with self._changed:
             if generation == self.generation:
                 if not self._broken:
@@ -389,7 +426,8 @@ class World:
             self.broke_late(result)
 
     def severed(self) -> WorkerSevered | WorkerUnbuilt | None:
-        """Asked by the control thread, now and then: what to tell when nobody else knows that this generation is broken, or cannot be built."""
+        """Return the report to send when nobody else knows that this generation is broken or cannot be built; else
+        None. The control thread calls this at intervals."""
         with self._changed:
             unbuilt, self._unbuilt = self._unbuilt, None
             if unbuilt is not None and unbuilt.generation == self._announced:
@@ -408,32 +446,34 @@ class World:
 
     @property
     def pausing(self) -> bool:
-        """This worker was told that its generation is to pause: the next has forgotten it."""
+        """Whether this worker was told to pause in this generation."""
         return self._pause_in == self.generation != 0
 
     def wait_broken(self) -> None:
-        """Until the generation is broken: what a pause waits for."""
+        """Wait until the generation is broken, as a pause does."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken)
 
     # -- gates
     @property
     def passed(self) -> Position:
-        """The last unit that is known here to be committed."""
+        """The last unit that is known on this rank to be committed."""
         return self._passed
 
     @property
     def gate(self) -> GateSums | None:
-        """What the gate of ``passed`` reduced to. None before the first, and after a rollback."""
+        """The sums of the gate of ``passed``; None before the first gate, and after a rollback."""
         return GateSums(*self._gate) if self._gate else None
 
     def pass_gate(self, at: Position, mine: Offer, refuses: Callable[[Position, GateSums], bool]) -> None:
-        """Once the device has come (`let_device_come`), enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not
-        count, or is to be done again because ``refuses`` says so of its sums, as it does on all ranks.
+        """Enter the gate of ``at`` and wait for its result, once the device has come (`let_device_come`).
 
-        The gate is one small all-reduce over the whole world. If anyone saw it pass then everyone had entered it, so
-        all gradients of the unit are complete everywhere: it is committed, also for those whose gate broke. If nobody
-        alive saw it pass, everybody does the unit again.
+        The gate is one small all-reduce over the whole world. If any rank saw it pass, every rank had entered it, so
+        all gradients of the unit are complete everywhere: the unit is committed, also for ranks whose gate broke. If no
+        live rank saw it pass, all ranks do the unit again.
+
+        ``mine``: this rank's offer, which is overwritten by the sums. ``refuses``: decides from the sums whether the
+        unit is to be done again; it answers alike on all ranks. Raises `Abandoned` if the unit will not count.
         """
         with self._changed:
             if self._broken or not self.generation:
@@ -454,15 +494,15 @@ class World:
         self.own_time.disturbed()
         began = time.monotonic()
         with self.page.no_deadline():
-            self.wait_plan()  # which carries the verdict
+            self.wait_plan()  # the plan says whether the unit counts
         self.waited_s = time.monotonic() - began
         if self._passed < at:
             raise Abandoned
         self.unit_passed = self.updated = True
 
     def sum_before_gate(self, at: Position, mine: Offer) -> GateSums:
-        """What the gate of ``at`` would sum up now that the device has come. Nothing is committed by it. Raises `Abandoned` when the unit will
-        not count."""
+        """Return what the gate of ``at`` would sum up now that the device has come, without committing anything. Raises
+        `Abandoned` when the unit will not count."""
         if self._broken or not self.generation:
             raise Abandoned
         values = self._sum(mine)
@@ -472,7 +512,7 @@ class World:
         return sums
 
     def _sum(self, mine: Offer) -> list[float]:
-        """Over all ranks; it is in ``mine`` then."""
+        """Sum ``mine`` over all ranks, in place, and return the values as a list."""
         if self.size > 1:
             self._in_gate = True
             try:
@@ -484,16 +524,20 @@ class World:
         return values
 
     def let_device_come(self) -> None:
-        """The gradients of the unit are complete when the device has come past them, and if nothing was broken until then: what a broken
-        collective leaves is garbage that looks complete. Raises `Abandoned`."""
+        """Wait until the device has passed everything that is enqueued; the unit's gradients are complete then, if
+        nothing was broken before.
+
+        Raises `Abandoned` when something was, because a broken collective leaves garbage that looks complete.
+        """
         if not self._wait_for_device(self.queue.mark(), lambda: self._broken, self._gate_waits):
             raise Abandoned
 
     def abandon(self) -> None:
-        """Leave the unit in hand."""
+        """Leave the current unit by raising `Abandoned`."""
         raise Abandoned
 
     def begin_unit(self, *, phase: bool) -> None:
+        """Prepare for one attempt at a unit: reset what is kept per unit."""
         self.in_phase, self.waited_s = phase, 0.0
         self.order.begin_unit()
         self.own_time.begin()
@@ -508,23 +552,26 @@ class World:
             group.leave_coalescing()
 
     def passes_over(self) -> None:
-        """Of the unit in hand: what comes now, all do once."""
+        """Record that the current unit's forward and backward passes are over. What follows happens once on all
+        ranks."""
         self.own_time.passes_over()
         self.meetings.over()
 
     def stand_at(self, position: Position, gate: tuple[float, ...]) -> None:
-        """A newcomer, and everyone after a rollback: what is committed is what the plan says."""
+        """Set the committed position and its gate as a plan says them: for a newcomer, and for all ranks after a
+        rollback."""
         with self._changed:
             self._passed = self._entered = position
             self._gate = gate
 
     def stand_alone(self) -> None:
-        """A world of one rank, without a coordinator: loopbacks are exact."""
+        """Begin as a world of one rank without a coordinator, where loopbacks are exact."""
         self.generation = 1
 
     # -- called by the control thread
     def unless_broken(self, act: Callable[[], None]) -> bool:
-        """Whether it was done: not once this worker has told, for the next plan, what it has."""
+        """Call ``act`` under the lock unless the generation is broken, and return whether it was called. After a break
+        this worker has already reported, for the next plan, what it holds."""
         with self._changed:
             if self._broken:
                 return False
@@ -532,7 +579,8 @@ class World:
             return True
 
     def unless_overtaken(self, plan: Plan) -> Callable[[Callable[[], None]], bool]:
-        """As `unless_broken`, between two generations: not once ``plan`` is not the newest that was announced."""
+        """Return a function like `unless_broken` for use between two generations: it calls its argument only while
+        ``plan`` is the newest that was announced."""
 
         def unless(act: Callable[[], None]) -> bool:
             with self._changed:
@@ -544,6 +592,8 @@ class World:
         return unless
 
     def on_break(self, command: BreakGeneration, snapshots: Callable[[], tuple[Step, ...]]) -> WorkerParked | None:
+        """Break the generation, and return the report of what this worker holds; None if a newer one was announced
+        already. ``snapshots``: returns the steps of its snapshots."""
         with self._changed:
             if command.generation <= self._announced:
                 return None
@@ -577,39 +627,46 @@ class World:
         return report
 
     def look_at_device(self) -> None:
-        """Asked by the control thread, now and then: how far it is, and whether it has come back after a break. Ends the process if it has not. What
-        is built while others wait for it is no stall."""
+        """Update the device's progress, and end the process if the device has not come back after a break in time. The
+        control thread calls this at intervals.
+
+        Handshakes on demand count as progress, because the others wait for them.
+        """
         self.progress.look()
         self.returns.look()
         if self.handshakes.are_under_way:
-            self.page.progress()  # they have a limit of their own
+            self.page.progress()  # handshakes have a limit of their own
 
     def let_device_return(self) -> None:
-        """After a break, before anything is done again: what was in flight on the device is over then. The process ends if that takes too long."""
+        """Wait, after a break and before anything is done again, until all that was in flight on the device is over.
+        The process ends if that takes too long."""
         if self.queue.is_host or not self._broken or not self.generation:
             return
         with self.page.no_deadline():
-            with self._changed:  # a collective that failed by itself is broken on the device only when all are told
+            # a collective that failed on its own is broken on the device only once the break is announced
+            with self._changed:
                 self._changed.wait_for(lambda: self._announced > self.generation or self._released)
             self.returns.wait()
-            self.returns.breaks()  # this thread may have been about to enqueue something when the others were asked for
+            self.returns.breaks()  # this thread may have enqueued something after the others were broken
             self.returns.broke()
             self.returns.wait()
 
     def _class_to_report(self) -> str:
-        """What was equal at the start may have parted in the first step; until that is checked, nobody is a replica."""
+        """Return this rank's replica class for the report. Ranks that were equal at the start may differ after the
+        first step; until that is checked, none counts as a replica."""
         if self.replica_class.startswith("start") and self._entered > self.began:
             return f"unchecked rank {self.rank}"
         return self.replica_class
 
     def on_plan(self, plan: Plan, mine: Member) -> None:
-        """Groups are built at once, unless this worker takes another place first."""
+        """Accept a newer plan. Its groups are built at once, unless this worker must take another place first.
+        ``mine``: this process's entry in the plan."""
         with self._changed:
             if plan.generation < self._announced or (self._plan and plan.generation <= self._plan.generation):
                 return
             self._announced = plan.generation
             self._plan = plan
-            if not self.generation:  # a spare hears of no break
+            if not self.generation:  # a spare receives no BreakGeneration
                 self.stages.begin()
             self.stages.reached("planned")
             if self._entered > self._passed:
@@ -622,26 +679,27 @@ class World:
             self._changed.notify_all()
 
     def on_pause(self, generation: Generation) -> None:
-        """Not heard between two generations, nor by a spare."""
+        """Note that ``generation`` is to pause. Ignored between two generations and on a spare."""
         with self._changed:
             if generation == self.generation and not self._broken:
                 self._pause_in = generation
 
     def on_deal(self, command: DealShards) -> None:
-        """As `on_pause`."""
+        """Note the next deal of micro-batches. Ignored between two generations and on a spare."""
         with self._changed:
             if command.generation == self.generation and not self._broken:
                 self.deals.hear(command.number, command.shares)
 
     def on_release(self) -> None:
+        """Note that the job is over, and wake the main thread."""
         with self._changed:
             self._released = True
             self._changed.notify_all()
 
     # -- joining a generation
     def wait_plan(self) -> Plan:
-        """The plan of the newest announced generation, once it has come. Ends the process when the job ends first: a spare
-        that was never needed."""
+        """Wait for the plan of the newest announced generation, and return it. Ends the process when the job ends
+        first, as for a spare that was never needed."""
         with self._changed:
             self._changed.wait_for(lambda: self._plan_has_come() or self._released)
             if not self._plan_has_come():
@@ -650,20 +708,23 @@ class World:
             return self._plan
 
     def wait_released(self) -> bool:
-        """For a finished rank: True when the job is over, False when there is something to recover first."""
+        """Wait, on a finished rank, until the job is over (returns True) or there is something to recover first
+        (returns False)."""
         with self._changed:
             self._changed.wait_for(lambda: self._released or self._plan_has_come())
             return self._released
 
     def start_build(self, plan: Plan) -> None:
-        """Raises `Superseded` when a newer generation was announced meanwhile."""
+        """Start to build the groups of ``plan``. Raises `Superseded` when a newer generation was announced
+        meanwhile."""
         with self._changed:
             if plan.generation != self._announced:
                 raise Superseded
             self._start_build(plan)
 
     def join(self, plan: Plan) -> None:
-        """Adopt the communicators of ``plan``; raises `Superseded` when a newer generation was announced meanwhile."""
+        """Wait for the communicators of ``plan`` and adopt them; raises `Superseded` when a newer generation was
+        announced meanwhile."""
         builder = self._builder
         assert builder is not None, "a plan without a build"
         self.returns.wait()
@@ -688,18 +749,20 @@ class World:
             self.blocked.new_generation()
         threading.Thread(
             target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True
-        ).start()  # 3 to 30 ms each
+        ).start()  # in a thread, because each drop takes 3 to 30 ms
         del dropped
 
     def give_up_state(self) -> None:
-        """Under the lock (`unless_overtaken`), as what follows."""
+        """Note that this process's state is being discarded. To be called under the lock (`unless_overtaken`), like
+        `has_state_again`."""
         self._has_state = False
 
     def has_state_again(self) -> None:
+        """Note that the new state is filled."""
         self._has_state = True
 
     def let_go(self) -> None:
-        """Of the script that was in ``main``."""
+        """Drop all callbacks into the entry of ``main`` that was left."""
         self.broke_late = lambda result: None  # noqa: ARG005
         self.rejoin = lambda: None
         self.may_leave_phase = lambda: True
@@ -707,8 +770,11 @@ class World:
         self.flights.new_generation()
 
     def begin_again(self, plan: Plan, rank: int) -> None:
-        """This process is about to enter ``main`` again, as ``rank`` of another world: no group of the former one is left. What is
-        committed stays; where the plan does not cut all shards anew, it is a newcomer, and begins as a spare does. Raises `Superseded`."""
+        """Prepare to enter ``main`` again as ``rank`` of another world: drop all groups of the former one.
+
+        The committed position stays if the plan cuts all shards anew. If it does not, this process is a newcomer, and
+        begins as a spare does. Raises `Superseded`.
+        """
         with self._changed:
             if self._announced != plan.generation:
                 raise Superseded
@@ -725,7 +791,7 @@ class World:
                 self.generation = 0
                 self._passed = self._entered = self.began = BEGIN
                 self._gate = ()
-                self._has_state = True  # as of any spare: the core knows that it has restored nothing yet
+                self._has_state = True  # as on any spare: the core knows that it has restored nothing yet
             else:
                 self._passed = self._entered = self.began = plan.committed
                 self._gate = plan.gate
@@ -739,14 +805,18 @@ class World:
         del dropped
 
     def join_fixed(self, build: Callable[[str, int, int], Communicator]) -> None:
-        """Under torchrun: one communicator a group, for good. ``build(name, rank, size)``."""
+        """Join under torchrun, where each group has one communicator for the whole run, made by ``build(name, rank,
+        size)``."""
         self.groups[0].communicator = build(self.groups[0].key, self.rank, self.size)
         self._fixed = build
         self.generation = 1
 
     def close(self) -> None:
-        """Let go of the communicators before the interpreter ends: gloo's threads must not outlive it. NCCL's are aborted, as torch's own destructor
-        would wait for the others; what this rank has enqueued is over by then."""
+        """Drop the communicators before the interpreter ends, because gloo's threads must not outlive it.
+
+        NCCL's are aborted: torch's own destructor would wait for the other ranks. What this rank has enqueued is over
+        by then.
+        """
         self.queue.synchronise()
         if self._fixed is not None:
             self.groups[0].communicator.call("barrier", dist.BarrierOptions(), on_host=True).wait()  # type: ignore[union-attr]
@@ -756,21 +826,25 @@ class World:
                 communicator.drop()
 
     def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
-        """A spare takes the place of ``rank`` in every group. Returns the groups but the world, with their new ranks."""
+        """Take the place of ``rank`` in every group, as a spare. Returns all groups except the world's, with their new
+        ranks."""
         return self.families.promote(self.groups, rank)
 
     def fits(self, rank: int) -> bool:
-        """`promote` can give this process the place of ``rank``."""
+        """Whether `promote` can give this process the place of ``rank``."""
         return self.families.fits(self.groups, rank)
 
     def counts_as(self, plan: Plan, mine: Member) -> bool:
-        """This process has its rank, in a world of the size, that ``plan`` says."""
+        """Whether this process's rank and world size are already those that ``plan`` gives it."""
         return (self.rank, self.size) == (mine.rank, plan.world_size)
 
     def resize(self, plan: Plan, rank: int) -> tuple[list[tuple[ElasticGroup, tuple[int, ...]]], list[int | None]]:
-        """The world has another size, or counts its ranks in another way: this process is ``rank`` of it. Returns the groups, with
-        their new ranks, and for each new rank which one it was; None: it joins now. Raises `Superseded`."""
-        with self._changed:  # the control thread builds for a newer plan by what the groups are then
+        """Change all groups to the plan's world, whose size or numbering differs, with this process as ``rank``.
+
+        Returns the groups with their new ranks, and for each new rank which rank it was before; None for one that joins
+        now. Raises `Superseded`.
+        """
+        with self._changed:  # the control thread builds for a newer plan from the groups as they are then
             if self._announced != plan.generation:
                 raise Superseded
             before = {(member.slot, member.incarnation): int(member.rank) for member in self._seated}
@@ -779,7 +853,8 @@ class World:
         return moved, [before.get((member.slot, member.incarnation)) for member in plan.members]
 
     def attempt(self, plan: Plan, transfer: Callable[[], T]) -> T:
-        """Run ``transfer`` in a helper thread, and leave it there if a newer generation is announced: raises `Superseded`."""
+        """Run ``transfer`` in a helper thread and return its result. Raises its error, or `Superseded` when a newer
+        generation is announced; the thread is abandoned then."""
         ended: list[T | BaseException] = []
 
         def run() -> None:
@@ -800,6 +875,7 @@ class World:
         return ended[0]
 
     def superseded(self, generation: Generation | int) -> bool:
+        """Whether a generation other than ``generation`` was announced last."""
         return self._announced != generation
 
     def _plan_has_come(self) -> bool:
@@ -812,7 +888,7 @@ class World:
     def _start_build(self, plan: Plan) -> None:
         if self._builder is not None:
             self._builder.abandon()
-        enters = plan.reshard is not None or plan.layout > 0  # whoever enters main comes as late as at the start
+        enters = plan.reshard is not None or plan.layout > 0  # ranks that enter main arrive as late as at the start
         patient = plan.generation == 1 or enters or (not plan.restores and plan.committed == BEGIN)
         self._builder = self._new_builder(plan, list(self.groups), patient=patient)
         self._builder.start()
@@ -834,6 +910,8 @@ class World:
             self._changed.notify_all()
 
     def _wait_built(self, plan: Plan, builder: Builder) -> None:
+        """Wait until ``builder`` is done. A failed build is reported; raises `Superseded` when a newer generation is
+        announced, and errors that are this process's own fault."""
         with self._changed:
             self._changed.wait_for(lambda: builder.over or self._announced != plan.generation)
             if self._announced != plan.generation:
@@ -847,7 +925,7 @@ class World:
                 file=sys.stderr,
                 flush=True,
             )
-            with self._changed:  # a peer did not come, or cannot be reached; the next generation leaves it out
+            with self._changed:  # a peer did not come or cannot be reached; the next generation leaves it out
                 self._unbuilt = WorkerUnbuilt(
                     slot=self._slot,
                     incarnation=self._incarnation,
@@ -860,7 +938,8 @@ class World:
 
 
 def lost_after_loop(what_keeps: str = "") -> CollectiveBroken:
-    """In code of the script's own, to end this rank with. ``what_keeps`` it from going on with who takes over: a sentence, or ""."""
+    """Return the error that ends a rank in the script's own code after the loop. ``what_keeps``: a sentence that says
+    what keeps the rank from going on, or ""."""
     return CollectiveBroken(
         f"a peer was lost in the code after the loop over run.steps(), which only a new start can run again.{what_keeps}",
         remedy="give what needs collectives, or changes tracked state, to run.at_end(...), which is done again where it broke; or --checkpoint-dir, "
@@ -869,12 +948,13 @@ def lost_after_loop(what_keeps: str = "") -> CollectiveBroken:
 
 
 def _script_threads() -> bool:
-    """There are threads of Python's that are not ours: in a phase they may call collectives."""
+    """Whether threads of the script are running, which in a phase may call collectives."""
     main = threading.main_thread()
     return any(one is not main and not one.name.startswith("rackrun-") for one in threading.enumerate())
 
 
 def _drop(communicators: list[Communicator | None], device: torch.device) -> None:
+    """Drop all communicators in the list, on ``device``, and empty it."""
     use_device(device)
     for communicator in communicators:
         if communicator is not None:

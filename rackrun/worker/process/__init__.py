@@ -1,1 +1,1 @@
-"""The worker's process: how it came to be, its control thread, its reports."""
+"""The worker process: its connections, its control thread, and its reports to the coordinator."""

@@ -1,6 +1,7 @@
-"""The control thread: listens to the agent, answers for the worker, and ticks the heartbeat page.
+"""The control thread of a worker: listens to the agent, answers for the worker, and updates the heartbeat page.
 
-It never waits for the main thread. When the agent is gone the process ends at once: nobody could fence it any more.
+It never waits for the main thread. When the agent is gone the process ends at once, because nobody could fence it any
+more.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ __all__ = ["ControlThread"]
 
 TICK_MS = 100
 _WATCHED_NS = 2_500_000_000
-"""For so long after the agent has asked where the main thread is, it is looked at with each tick."""
+"""How long, in ns, each tick checks the main thread after the agent has asked where it is."""
 
 
 class ControlThread(threading.Thread):
+    """Receives commands of the coordinator from the agent, ticks ten times a second, and runs the checks that need no
+    main thread."""
+
     def __init__(
         self,
         boot: Boot,
@@ -97,6 +101,6 @@ class ControlThread(threading.Thread):
             case DrainWorkers():
                 self._world.drain = True
             case StartWorker() | FenceWorker() | DismissTray() | StopJob():
-                pass  # the agent's business
+                pass  # for the agent
             case _:
                 assert_never(command)

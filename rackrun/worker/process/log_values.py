@@ -1,4 +1,5 @@
-"""What ``run.log`` sends: any object, as a number or as a short text. A line of a log must not end a training."""
+"""Converts the values of ``run.log`` to numbers or short texts. It accepts any object, because a log line must not end
+a training."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ _VALUES_MAX = 1_000
 
 
 def log_values(values: Mapping[str, object]) -> dict[str, float | int | str]:
-    """Numbers stay numbers: also of numpy, of torch (tensors with one element) and those above 64 bits, which are rounded. Everything
-    else is text. Of more than a thousand values the first are taken."""
+    """Return at most the first thousand values as numbers or texts.
+
+    Numbers stay numbers, including those of NumPy and torch (tensors with one element); integers above 64 bits are
+    rounded. Everything else becomes text.
+    """
     first = list(values.items())[:_VALUES_MAX]
     return {
         bounded(str(name), _NAME_CHARS_MAX): number_or_text(_without_grad(value), _TEXT_CHARS_MAX)

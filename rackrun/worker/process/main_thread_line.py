@@ -1,4 +1,4 @@
-"""Where the main thread stands: the line of the script, for people."""
+"""Finds the line of the script at which the main thread is, for messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _FRAMES_MAX = 200
 
 
 def place_of_main_thread() -> str:
-    """``train.py:31 in evaluate``, and the innermost function where that is not the script's; "" when it is not known."""
+    """Return text like ``train.py:31 in evaluate``, with the innermost function where that is not the script's; "" when
+    it is unknown."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return ""

@@ -1,6 +1,7 @@
-"""What a worker tells upwards: that it is ready, what it has committed and logged, that it goes on, that it has finished.
+"""Reports to the coordinator: that the worker is ready, what it has committed and logged, that it has resumed, that it
+has finished.
 
-Without an agent there is nobody to tell, but rank 0 shows its log.
+Without an agent nothing is sent, but rank 0 prints its log.
 """
 
 from __future__ import annotations
@@ -33,22 +34,26 @@ __all__ = ["Reports", "say"]
 
 
 class Reports:
+    """Sends this worker's reports through the agent; without an agent does nothing, except that rank 0 prints what is
+    logged."""
+
     def __init__(self, runtime: Runtime, mesh: Axes = (), *, exact: bool = False, shards: int = 0) -> None:
         self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
         self._mesh, self._exact, self._shards = mesh, exact, shards
         self._device = runtime.device
         self.fixed, self.reenters = "", False
-        """As `WorkerReady.fixed` and `WorkerReady.reenters`."""
+        """See `WorkerReady.fixed` and `WorkerReady.reenters`."""
         self.setup_ms = -1
-        """As `WorkerReady.setup_ms`."""
+        """See `WorkerReady.setup_ms`."""
         self._snapshot = self._not_mirrored = -1
 
     @property
     def _axes(self) -> Axes:
-        """Now: one axis over all ranks changes with the world."""
+        """The current axes of the mesh: a single axis over all ranks changes with the world."""
         return ((self._mesh[0][0], self._world.size),) if len(self._mesh) == 1 else self._mesh
 
     def ready(self, replica_class: str) -> None:
+        """Report that this worker is ready, with its ``replica_class``; "" on a spare."""
         self._world.replica_class = replica_class
         if self._channel is not None and self._boot is not None:
             self._channel.send(
@@ -67,18 +72,21 @@ class Reports:
             )
 
     def resumed(self, generation: Generation) -> None:
+        """Report that this worker has resumed in ``generation``."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 WorkerResumed(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
             )
 
     def paused(self, generation: Generation) -> None:
+        """Report that this worker pauses in ``generation``."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 WorkerPaused(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
             )
 
     def damaged(self, generation: Generation, named: int, where: str, because: str) -> None:
+        """Report that the snapshot ``named`` at ``where`` is damaged, so that the coordinator plans again."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 SnapshotDamaged(
@@ -92,7 +100,7 @@ class Reports:
             )
 
     def differ(self, at: Position, culprits: tuple[Rank, ...], good: Position, differing: tuple[Rank, ...]) -> None:
-        """As `ReplicasDiffer`."""
+        """Report that replicas differ (see `ReplicasDiffer`)."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 ReplicasDiffer(
@@ -108,17 +116,19 @@ class Reports:
             )
 
     def not_repeated(self, at: Position) -> None:
-        """As `LossNotRepeated`."""
+        """Report a loss that was not finite and did not repeat (see `LossNotRepeated`)."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(LossNotRepeated(slot=self._boot.slot, incarnation=self._boot.incarnation, at=at))
 
     def finished(self, took_ms: int) -> None:
-        """``took_ms``: as `WorkerFinished`."""
+        """Report that ``main`` has ended. ``took_ms``: see `WorkerFinished`."""
         if self._channel is not None and self._boot is not None:
             boot = self._boot
             self._channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation, took_ms=took_ms))
 
     def committed(self, at: Position, attempt: int, seconds: float, own: float, ids: np.ndarray[Any, Any]) -> None:
+        """Report a committed unit. ``seconds``: its time; ``own``: the part that this rank did not wait for others;
+        ``ids``: the samples that it delivered."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 UnitCommitted(
@@ -140,7 +150,7 @@ class Reports:
             )
 
     def batch_changed(self, step: int, batch: StepBatch, batches: Batches) -> None:
-        """With this step, which is committed."""
+        """Report that the global batch has changed with the committed ``step``."""
         if self._channel is not None and self._boot is not None:
             samples, target, rule = batches.told(batch)
             self._channel.send(
@@ -157,9 +167,9 @@ class Reports:
             )
 
     def copied(self, kind: str, step: int, outcome: str = "done", *, size: int = 0, seconds: float = 0.0) -> None:
-        """As `StateCopied`. Any thread."""
+        """Report a copy of the state (see `StateCopied`). Any thread."""
         if self._channel is not None and self._boot is not None:
-            with contextlib.suppress(OSError):  # without an agent this process ends anyway
+            with contextlib.suppress(OSError):  # when the agent is gone this process ends anyway
                 self._channel.send(
                     StateCopied(
                         slot=self._boot.slot,
@@ -175,7 +185,8 @@ class Reports:
                 )
 
     def snapshots(self, page: HeartbeatPage, *, size: int, seconds: float) -> None:
-        """What is new of them since this was called last. ``size``, ``seconds``: of the newest."""
+        """Report snapshots, and failed copies to other trays, that are new since the last call. ``size`` and
+        ``seconds``: of the newest snapshot."""
         newest, failed = max(page.snapshots(), default=-1), page.mirror_failed
         if newest != self._snapshot and (step := self._step_of(newest)) is not None:
             self.copied("snapshot", step, size=size, seconds=seconds)
@@ -187,6 +198,7 @@ class Reports:
         return None if named < 0 else step_in(self._world.layout, Step(named))
 
     def logged(self, values: dict[str, float | int | str], at: Position) -> None:
+        """Report values that the script has logged at ``at``."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 Logged(
@@ -206,5 +218,5 @@ class Reports:
 
 
 def say(what: str) -> None:
-    """To people."""
+    """Print a message for the user to stderr."""
     print(f"rackrun: {what}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""How this process came to be a worker, and what follows: under an agent, alone, or under torchrun.
+"""Makes this process a worker: under an agent, alone, or under torchrun.
 
-Under an agent the default process group is elastic and the coordinator has the last word. Alone (plain ``python``) the
-world is one rank, on loopback groups, which are exact. Under ``torchrun`` the same group stands on one communicator that
-is never replaced: the script trains, and what is missing is said once.
+Under an agent the default process group is elastic, and the coordinator decides about the world. Alone (plain
+``python``) the world is one rank, on loopback groups, which are exact. Under ``torchrun`` the same group uses one
+communicator that is never replaced: the script trains, and prints once that a failure ends it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Runtime", "start"]
 
 
 class Runtime:
-    """The worker's connections: world, channel (None without an agent), heartbeat page."""
+    """The worker's connections: world, channel (None without an agent), heartbeat page. Creating it joins the world."""
 
     def __init__(self, boot: Boot | None) -> None:
         if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS") == "1":
@@ -65,7 +65,7 @@ class Runtime:
         if not self.world.queue.is_host:
             torch_compat.watch_waits(self.world.own_time.stream_wait)
         rank, size = self._init_groups(boot)
-        if self.channel and boot:  # only now: a plan is built for the groups that exist when it comes
+        if self.channel and boot:  # not earlier: a plan builds the groups that exist when it arrives
             ControlThread(boot, self.channel, self.page, self.world, self.snapshots).start()
             self.channel.send(WorkerElastic(slot=boot.slot, incarnation=boot.incarnation))
             if not boot.spare:
@@ -76,7 +76,8 @@ class Runtime:
             self.world.stand_alone()
 
     def snapshots(self) -> tuple[Step, ...]:
-        """This worker's sealed snapshots, by their ids, oldest first: of a former layout as long as no gate has passed in this one."""
+        """Return the ids of this worker's sealed snapshots, oldest first. Those of a former layout are included until a
+        gate has passed in this one."""
         layout, begun = self.world.layout, self.world.passed > self.world.began
         found = (Step(named) for named in sorted(self.page.snapshots()))
         return tuple(named for named in found if not begun or step_in(layout, named) is not None)
@@ -102,24 +103,28 @@ class Runtime:
         torch_compat.adopt_default_group()
 
     def enters_main(self) -> None:
+        """Start to measure the time from entering ``main`` to run.steps()."""
         self._entered_s = time.monotonic()
 
     def at_steps(self) -> None:
-        """``main`` has come to run.steps()."""
+        """Record that ``main`` has reached run.steps()."""
         self._entries.took(time.monotonic() - self._entered_s)
 
     @property
     def setup_ms(self) -> int:
-        """How long the slowest way to run.steps() took."""
+        """The longest time that ``main`` took to reach run.steps(), in milliseconds."""
         return int(1e3 * self._entries.longest_s)
 
     def entry_allowance(self) -> Allowance:
-        """So long without any progress, and ``main`` hangs when it is entered again."""
+        """Return the limits without progress for ``main`` when it is entered again."""
         return self._entries.entry()
 
     def begin_again(self, plan: Plan) -> None:
-        """As a new process would: with a default group and no other, which has joined the generation of ``plan``; or, where that does
-        not cut all shards anew, as a spare. Raises `Superseded`."""
+        """Start over like a new process, with a default group and no other.
+
+        The group joins the generation of ``plan``; where the plan does not cut all shards anew, this process waits like
+        a spare instead. Raises `Superseded`.
+        """
         mine = self.member_of(plan)
         self.world.begin_again(plan, mine.rank)
         torch_compat.forget_groups()
@@ -133,12 +138,12 @@ class Runtime:
             self.world.join(plan)
 
     def has_place(self, rank: int, world_size: int) -> None:
-        """Whoever asks the environment from now on is told what torch says."""
+        """Set the environment's rank and world size, so that they agree with torch's."""
         of_role = {"ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world_size)}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), **of_role}
 
     def member_of(self, plan: Plan) -> Member:
-        """This process, in a plan that has come to it."""
+        """Return this process's entry in a plan that it has received."""
         assert self.boot is not None, "only an agent brings plans"
         me = self.boot.slot, self.boot.incarnation
         return next(member for member in plan.members if (member.slot, member.incarnation) == me)
@@ -170,7 +175,7 @@ _runtime: Runtime | None = None
 
 
 def start() -> Runtime:
-    """The runtime of this process; made at the first call."""
+    """Return the runtime of this process, which the first call creates."""
     global _runtime  # noqa: PLW0603 - torch's default group is one per process too
     if _runtime is None:
         _runtime = Runtime(current())
@@ -181,8 +186,11 @@ _SHARE = "RACKRUN_SHARE_GPUS"
 
 
 def _share_gpu(local: int) -> int:
-    """Several ranks on one GPU, for tests: NCCL takes ranks for those of other hosts that say so, and connects them by sockets. What each says is said
-    by no other: trays that share a host have the same local ranks, and so have hosts; NCCL refuses two ranks of one host on one GPU."""
+    """Let several ranks share a GPU, for tests, and return the GPU's index.
+
+    NCCL refuses two ranks of one host on one GPU. Each rank claims a host of its own, so NCCL connects them by sockets.
+    The claimed names are unique: trays that share a host have the same local ranks, and so have hosts.
+    """
     print(
         f"rackrun: local rank {local} shares a GPU with others ({_SHARE}=1): for tests, and slow",
         file=sys.stderr,
@@ -198,8 +206,8 @@ def _share_gpu(local: int) -> int:
 
 
 def _refuse_cpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> None:
-    """Raises UsageError where this host has GPUs that are not hidden, torch is built for them, and it sees none: the job would compute on
-    CPUs, and say nothing. (A torch for CPUs is refused by the launcher.)"""
+    """Raise `UsageError` if this host has GPUs that are not hidden, torch is built for them, and it sees none: the job
+    would silently compute on CPUs. (The launcher refuses a torch for CPUs.)"""
     hidden = environment.get("CUDA_VISIBLE_DEVICES", "all").strip() == ""
     if torch.version.cuda is None or hidden or not any(devices.glob("nvidia[0-9]*")):
         return

@@ -1,8 +1,9 @@
-"""Whether a thread spins: it runs, in a loop that calls nothing and stores nothing.
+"""Detects a thread that spins: it runs in a loop that calls nothing and stores nothing.
 
-Such a loop does no work: it can only wait for what another thread or process changes, or go round for ever. So the processor time that it takes is
-no sign of life (`rackrun.agent.workers.hang_detector`). It is read off the byte code; any instruction that might do something makes a loop an ordinary one, which may be
-work. A loop whose every round calls, computes or stores something is never said to spin.
+Such a loop does no work. It can only wait for a change by another thread or process, or run forever. So its processor
+time is no sign of life (`rackrun.agent.workers.hang_detector`). The byte code decides: any instruction that might do
+something makes the loop an ordinary one, which may be work. A loop that calls, computes or stores something in every
+round is never reported as spinning.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ _KNOWN_MAX = 256
 
 
 def idle_loop(code: CodeType, at: int) -> frozenset[int] | None:
-    """All instructions that a loop through the one at ``at`` may come to, if these call nothing and store nothing. Offsets in bytes. None: there is
-    no loop, or it may do something."""
+    """Return the byte offsets of all instructions that a loop through the one at ``at`` may reach, if these call
+    nothing and store nothing.
+
+    Returns None if there is no loop, or if it may do something.
+    """
     instructions = {one.offset: one for one in dis.get_instructions(code)}
     if at not in instructions:
         return None
@@ -52,7 +56,7 @@ def idle_loop(code: CodeType, at: int) -> frozenset[int] | None:
 
 
 def _successors(code: CodeType, instructions: list[dis.Instruction]) -> dict[int, list[int]]:
-    """From each instruction, by offset: the ones that may follow, handlers of exceptions included."""
+    """Return, by each instruction's offset, the offsets of those that may follow it, including exception handlers."""
     after: dict[int, list[int]] = {}
     for one, following in zip(instructions, [*instructions[1:], None], strict=True):
         after[one.offset] = [one.argval] if one.opcode in _JUMPS else []
@@ -66,7 +70,7 @@ def _successors(code: CodeType, instructions: list[dis.Instruction]) -> dict[int
 
 
 def _reached(begin: int, edges: dict[int, list[int]]) -> set[int]:
-    """By one edge or more."""
+    """Return the nodes that can be reached from ``begin`` by one edge or more."""
     found: set[int] = set()
     todo = [*edges.get(begin, ())]
     while todo:
@@ -77,7 +81,7 @@ def _reached(begin: int, edges: dict[int, list[int]]) -> set[int]:
 
 
 class Spins:
-    """Of the thread ``ident``. Looked at several times a second, from another one."""
+    """Watches the thread ``ident`` from another thread, several times a second."""
 
     def __init__(self, ident: int) -> None:
         self._ident = ident
@@ -86,7 +90,7 @@ class Spins:
         self._since_ns = 0
 
     def look(self, now_ns: int) -> int:
-        """Since when every look has found it in one round of one such loop; 0: it was not in one now."""
+        """Return since when, in ns, every call has found the thread in the same idle loop; 0 if it is in none now."""
         frame = sys._current_frames().get(self._ident)
         loop = None if frame is None else self._loop(frame.f_code, frame.f_lasti)
         here = (id(frame), frame.f_code, loop) if frame is not None and loop is not None else None

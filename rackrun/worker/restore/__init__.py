@@ -1,1 +1,1 @@
-"""State for a rank that takes over, from live ranks or from snapshots."""
+"""Brings state to a rank that takes over, from live ranks or from snapshots."""

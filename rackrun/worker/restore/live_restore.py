@@ -1,17 +1,18 @@
-"""A newcomer gets its state from live replicas, straight into its own tensors.
+"""Copies a newcomer's state from live replicas, straight into its own tensors.
 
-The sources split the bytes between them, in pieces (`rackrun.worker.restore.restore_layout`); each goes from the source's tensor into the
-newcomer's without a copy between: over the world's communicator (`rackrun.worker.restore.restore_transfer`), or, where both are on one host's
-CPUs, read by the newcomer itself. What comes from one source is checked against the digest of *another* (a replica is checked, not
-assumed), so a diverged or damaged copy is found before anyone trains on it. Small tensors travel packed.
+The sources share the bytes between them, in pieces (`rackrun.worker.restore.restore_layout`). Each piece goes from the
+source's tensor into the newcomer's without an intermediate copy: over the world's communicator
+(`rackrun.worker.restore.restore_transfer`), or read by the newcomer itself where both run on the CPUs of one host. What
+comes from one source is checked against the digest of *another*, so a diverged or damaged replica is found before
+anyone trains on it. Small tensors travel packed.
 
-Everything here runs on the new generation's world communicator, between the step that was broken and its repetition: no
+Everything here runs on the new generation's world communicator, between the step that was broken and its repetition. No
 source changes its state meanwhile, because the next gate needs the newcomer too.
 
-A source that is broken meanwhile, by another loss, does not fail where it sends from a device: NCCL's kernel leaves, and the newcomer's ends with
-whatever lies in its buffers, perhaps before the newcomer hears of the break. So hosts tell hosts what decides something: the manifest, and at the
-end, when the source's device has come past all that it gives, the digests. A source that was broken before that says nothing, as its host's half
-is broken first.
+When another loss breaks a source meanwhile, a send from a device does not fail: NCCL's kernel exits, and the newcomer's
+kernel ends with whatever is in its buffers, perhaps before the newcomer learns of the break. So everything that decides
+something goes from host to host: the manifest, and the digests at the end, once the source's device has passed all its
+sends. A source that was broken before that sends no digests, because its host communicator is broken first.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ __all__ = ["Callbacks", "run_restores", "settle_restores"]
 _HEADER, _MANIFEST, _SMALL, _DIGESTS, _OFFER, _ANSWER, _PIECES = 0, 1, 2, 3, 4, 5, 16  # message tags
 _SEND, _HAVE_READ = 0, 1
 _GIVEN = 0
-"""In front of the digests: who vouches for nothing has to say that it has given all, too."""
+"""Precedes the digests, so that a source with no digests also confirms that it has sent everything."""
 
 _reads: set[Future[None]] = set()
 _filling = threading.Lock()
-"""Of this newcomer, perhaps for a generation that was overtaken: they end soon, but not before they have written."""
+"""Reads into this newcomer's state, perhaps for a replaced generation. They end soon, but not before they have
+written."""
 
 
 def settle_restores() -> None:
-    """Nothing of a restore that was overtaken will write to this worker's state from here on."""
+    """Wait until no restore for a replaced generation can write to this worker's state any more."""
     wait(tuple(_reads))
     with _filling:
         pass
@@ -61,16 +63,16 @@ def settle_restores() -> None:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a restore asks of the worker, and tells it."""
+    """Functions of the worker that a restore calls."""
 
     overtaken: Callable[[], bool]
-    """Nobody waits for the outcome any more."""
+    """Returns whether a newer generation was announced, so that nobody waits for the outcome any more."""
     reached: Callable[[str], None] = lambda _: None
-    """Told of the stages of the copy (`rackrun.worker.membership.recovery_stages`)."""
+    """Called with each stage of the copy when it is reached (`rackrun.worker.membership.recovery_stages`)."""
     known_digests: Callable[[], Mapping[str, int]] = dict
-    """The digests of this rank's own tensors that are known, by path. Asked of a source, while the newcomer reads."""
+    """Returns digests of this rank's tensors that are known, by path. Called on a source, while the newcomer reads."""
     source: Callable[[], Source] | None = None
-    """What a source gives, where that is not its state as it is."""
+    """Returns what a source gives, where that is not its current state; None: the current state."""
 
 
 def run_restores(
@@ -82,15 +84,17 @@ def run_restores(
     device: torch.device,
     callbacks: Callbacks,
 ) -> Manifest | None:
-    """This rank's part in every restore of the plan, as source or as newcomer (which gets the source's manifest back).
+    """Take part in all restores of the plan, as source or as newcomer. Returns the source's manifest on a newcomer,
+    else None.
 
-    RuntimeError when a peer is lost meanwhile.
+    Raises `RuntimeError` when a peer is lost or a newer generation is announced meanwhile, and `StateLost` when
+    replicas differ.
     """
     use_device(device)
     received = None
     for restore in plan.restores:
         if not restore.sources:
-            continue  # from a snapshot: rackrun.worker.snapshots.shard_snapshots
+            continue  # restored from a snapshot: rackrun.worker.snapshots.shard_snapshots
         if rank == restore.rank:
             received = _receive(restore, world, state, device, callbacks)
         elif rank in restore.sources:
@@ -204,7 +208,7 @@ def _receive_pieces(
     device: torch.device,
     overtaken: Callable[[], bool],
 ) -> None:
-    """From all sources but ``besides``."""
+    """Receive the pieces of all sources that are not in ``besides``."""
     flow = Flow(device, overtaken)
 
     def land(indices: Sequence[int]) -> None:
@@ -222,7 +226,7 @@ def _receive_pieces(
 
 
 def _neighbours(restore: Restore, layout: Layout, world: Communicator) -> dict[int, Neighbour]:
-    """The sources whose memory can be read; the others are told to send."""
+    """Return the sources whose memory this process can read, by rank. The others are asked to send."""
     offers = {source: torch.zeros(4 + len(layout.large), dtype=torch.int64) for source in restore.sources}
     for source, offer in offers.items():
         post(world, "recv", offer, source, _OFFER).wait()
@@ -237,8 +241,11 @@ def _neighbours(restore: Restore, layout: Layout, world: Communicator) -> dict[i
 def _reading(
     layout: Layout, neighbours: dict[int, Neighbour], landing: Landing, overtaken: Callable[[], bool]
 ) -> Iterator[None]:
-    """Read from all ``neighbours``, beside what is done within, until both are over. RuntimeError when one of them is gone: it may have been, and
-    its number another's, before the last byte was read."""
+    """Context manager that reads from all ``neighbours`` in threads, and ends when the reads and the body are over.
+
+    Raises `RuntimeError` when a neighbour is gone: it may have ended, and its pid may have been reused, before the last
+    byte was read.
+    """
     if not neighbours:
         yield
         return
@@ -276,7 +283,11 @@ def _verify(
     world: Communicator,
     device: torch.device,
 ) -> None:
-    """Only when all sources have told that nothing of theirs was broken off: a difference is one of their states then."""
+    """Compare the received tensors with the sources' digests, and raise `StateLost` if they differ.
+
+    Waits first until each source has confirmed that nothing was broken off, so a difference means that the sources'
+    states differ.
+    """
     mine = {source: layout.digests(source, tensors, device) for source in restore.sources}
     theirs = {source: torch.zeros(1 + len(digests), dtype=torch.int64) for source, digests in mine.items()}
     for source, told in theirs.items():

@@ -1,7 +1,8 @@
-"""The state as the loop over ``run.steps()`` left it: what a newcomer begins the code after the loop with.
+"""Keeps the state as the loop over ``run.steps()`` left it, for newcomers that begin the code after the loop.
 
-That code is the script's own. It may load the best weights, merge adapters, or switch to evaluation, and who takes a rank over runs all of it
-again. So a newcomer is given what the others had when they began it, not what they have by now.
+That code is the script's own. It may load the best weights, merge adapters, or switch to evaluation, and a process that
+takes over a rank runs all of it again. So a newcomer receives the state that the others had before that code, not their
+current state.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["LoopEnd", "Source"]
 
 
 class Source(Protocol):
-    """What a newcomer is given: the state as it is, or as it was."""
+    """The state that a newcomer receives: the current one, or a former one."""
 
     def manifest(self, replica_class: str) -> Manifest: ...
 
@@ -33,8 +34,8 @@ class Source(Protocol):
 
 
 class LoopEnd:
-    """Everything tracked is copied when the loop is over, where there is memory for it. Else it is digested: a change is noticed, and cannot be
-    taken back."""
+    """Copies all tracked state when the loop is over, if there is memory for it. Otherwise keeps digests: changes are
+    noticed then, but cannot be undone."""
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
@@ -42,17 +43,22 @@ class LoopEnd:
         self._copies = UndoCopies()
         self._digests: dict[str, int] = {}
         self._freed: StepError | None = None
-        """There was something that could not be copied."""
+        """The error about a tensor that could not be copied, because its memory was freed; None if there was none."""
         self._lost = ""
-        """Something that had been changed before there was a copy of it."""
+        """What had changed before it was copied; "" for nothing."""
         self._left: dict[str, int] = {}
-        """What the code after the loop has made of it, where phases follow that code."""
+        """Digests of the state after the script's own code, where phases follow that code; empty otherwise."""
 
     def reached(self, changed: str = "") -> None:
-        """The script's own code begins. ``changed``: it ran before, unseen, and has changed this. Nothing is raised for what cannot be copied: an
-        exception of the script's may be on its way through the loop, which is to be told. `refuse_freed` follows where there is none."""
+        """Record the state at the beginning of the script's own code after the loop.
+
+        ``changed``: what that code has changed if it ran before this was noticed; "" otherwise. Raises nothing when a
+        tensor cannot be copied, because an exception of the script may be propagating through the loop and must be
+        reported. Where there is none `refuse_freed` follows.
+        """
         self._lost = changed
-        # An exception in a forward leaves whole parameters where the shards belong, and FSDP2 does not reshard them in what it takes for a forward.
+        # An exception in a forward leaves whole parameters where shards belong; FSDP2 does not reshard them in a state
+        # that it takes for a forward.
         fsdp.begin(self._state.structure().fsdp)
         tensors = self._state.tensors()
         try:
@@ -69,17 +75,20 @@ class LoopEnd:
         self._manifest = self._state.manifest("")
 
     def refuse_freed(self) -> None:
-        """The script has left its loop, and no exception came of it. Raises `StepError` when it has freed tracked memory."""
+        """Raise `StepError` if the script has freed tracked memory. To be called when it has left its loop without an
+        exception."""
         if self._freed is not None:
             raise self._freed
 
     def left(self) -> None:
-        """Phases follow the script's own code. What they change is part of the training, and there is nobody who has it without that code."""
+        """Record the state after the script's own code, because phases follow. Their changes are part of the training,
+        and no rank has them without the changes of that code."""
         if self._manifest is not None:
             self._left = digests_by_path(self._state.tensors())
 
     def check(self) -> None:
-        """Before newcomers are given what the loop left. Raises `CollectiveBroken` where nobody has that any more, or it is not all that they need."""
+        """Raise `CollectiveBroken` if newcomers cannot be given what the loop left: nobody has it any more, or phases
+        have changed the state since."""
         changed = self.changed()
         if changed and (self._lost or self._digests):
             raise lost_after_loop(f" This rank had changed {changed} there.")
@@ -87,7 +96,8 @@ class LoopEnd:
             raise lost_after_loop(" A phase that followed it has changed tracked state.")
 
     def put_back(self) -> bool:
-        """Make the state again what the loop left. False: that cannot be done."""
+        """Restore the state that the loop left. Returns False, perhaps with some tensors restored, when that is not
+        possible."""
         if not self.changed():
             return True
         if self._lost or self._digests or self._left:
@@ -102,7 +112,7 @@ class LoopEnd:
         return True
 
     def source(self) -> Source:
-        """After `check`: what a newcomer is to be given."""
+        """Return what a newcomer receives. To be called after `check`."""
         if self._manifest is None:
             return self._state
         tensors = self._state.tensors()
@@ -112,7 +122,8 @@ class LoopEnd:
         return _Kept(msgspec.structs.replace(self._manifest, lineage=lineage), tensors)
 
     def changed(self) -> str:
-        """The path of something tracked that is not what the loop left. "": nothing, or the loop is not over."""
+        """Return the path of something tracked that differs from what the loop left; "" for nothing, and while the loop
+        is not over."""
         if self._manifest is None:
             return ""
         if self._lost:

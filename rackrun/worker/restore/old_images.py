@@ -1,5 +1,7 @@
-"""The images of old ranks, wherever they lie: in this process's own snapshot, in memory of this host that an agent holds, or at an
-agent elsewhere. Only what is asked for is read, in whole chunks, every one of them verified.
+"""Reads images of old ranks from wherever they are: this process's own snapshot, memory of this host that an agent
+holds, or an agent elsewhere.
+
+Only the requested parts are read, in whole chunks, and each chunk is verified.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ class _Source(Protocol):
     layout_hash: str
 
     def peek(self, start: int, stop: int) -> bytes:
-        """Not verified."""
+        """Return bytes without verifying them."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Verified; good until the next call."""
+        """Return verified bytes, valid until the next call."""
 
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None: ...
 
@@ -45,7 +47,7 @@ class _Source(Protocol):
 
 
 class OldImage:
-    """One old rank's. ``where`` is as in `rackrun.protocol.commands.Reshard.images`."""
+    """The image of one old rank. ``where``: its address, as in `rackrun.protocol.commands.Reshard.images`."""
 
     def __init__(self, where: str, source: _Source) -> None:
         self.where, self._source = where, source
@@ -60,7 +62,7 @@ class OldImage:
 
     @property
     def manifest(self) -> Manifest:
-        """Raises `Damaged`."""
+        """The image's manifest. Raises `Damaged`."""
         if self._manifest is None:
             self._manifest = manifest_in(bytes(self.read(*self.layout.extents[PLAIN])))
         return self._manifest
@@ -69,7 +71,7 @@ class OldImage:
         self._source.expect(ranges)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Verified; good until the next call. Raises `Damaged`."""
+        """Return verified bytes, valid until the next call. Raises `Damaged`."""
         with _told_of(self.where):
             return self._source.read(start, stop)
 
@@ -78,7 +80,8 @@ class OldImage:
 
 
 class OldImages:
-    """As a context manager it lets go of them at its end. ``own`` gives this process's snapshot, if it holds the one that is asked for."""
+    """The images of old ranks; as a context manager it closes them at its end. ``own``: returns this process's snapshot
+    with the given name, or None."""
 
     def __init__(
         self,
@@ -88,7 +91,8 @@ class OldImages:
         token: str,
         heard: Callable[[], bool],
     ) -> None:
-        """``heard`` is called while reading; False: nobody waits for it any more, and RuntimeError is raised."""
+        """``named``: the snapshots' name. ``heard`` is called while reading; if it returns False nobody waits for the
+        result, and `RuntimeError` is raised."""
         self._named, self._own_address, self._own, self._token, self._heard = named, own_address, own, token, heard
         self._stack = contextlib.ExitStack()
 
@@ -99,7 +103,7 @@ class OldImages:
         self._stack.close()
 
     def open(self, where: str) -> OldImage:
-        """Raises `Damaged` when it cannot be had."""
+        """Open the image at ``where``. Raises `Damaged` when it cannot be read."""
         with _told_of(where):
             image = OldImage(where, self._source(where))
             self._stack.callback(image.close)
@@ -117,7 +121,7 @@ class OldImages:
 
 @contextlib.contextmanager
 def _told_of(where: str) -> Iterator[None]:
-    """What goes wrong in it is `Damaged`, and names ``where``."""
+    """Context manager that turns errors into `Damaged` with the address ``where``."""
     try:
         yield
     except (OSError, http.client.HTTPException) as error:
@@ -127,7 +131,7 @@ def _told_of(where: str) -> Iterator[None]:
 
 
 class _Own:
-    """Of this process, in its memory."""
+    """An image in this process's own memory."""
 
     def __init__(self, reader: SlotReader) -> None:
         self._reader, self._payload = reader, reader.payload
@@ -138,7 +142,7 @@ class _Own:
         return bytes(self._payload[start:stop])
 
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """It is all here."""
+        """Do nothing: all bytes are in memory."""
 
     def read(self, start: int, stop: int) -> memoryview:
         size = self._reader.chunk_bytes
@@ -149,11 +153,12 @@ class _Own:
         return self._payload[start:stop]
 
     def close(self) -> None:
-        """It stays."""
+        """Do nothing: the snapshot is kept."""
 
 
 class _Near(RemoteSlot):
-    """In memory of this host that somebody else holds. It is read, not mapped: who holds it may cut it short."""
+    """An image in memory of this host that another process holds. It is read, not mapped, because its owner may
+    truncate it."""
 
     def __init__(self, fd: int, named: int, heard: Callable[[], bool]) -> None:
         self._fd, self._heard = fd, heard
@@ -169,18 +174,18 @@ class _Near(RemoteSlot):
 
 
 class _Distant(RemoteSlot):
-    """At an agent."""
+    """An image kept by an agent, read over HTTP."""
 
     def __init__(self, where: str, named: int, token: str, heard: Callable[[], bool]) -> None:
         self._address, _, path = where.partition("/")
         self._path, self._heard = f"/snapshot/{path}/{named}", heard
         self._headers = {"Authorization": f"Bearer {token}"}
         self.memory = ""
-        """As of `MEMORY_HEADER`."""
+        """Where the agent's memory is, as in `MEMORY_HEADER`; "" if unknown."""
         super().__init__(self._get, named, _DISTANT_WINDOW_BYTES)
 
     def close(self) -> None:
-        """Nothing is open between two requests, which may be far apart."""
+        """Do nothing: no connection stays open between two requests, which may be far apart."""
 
     def _get(self, start: int, into: memoryview) -> None:
         host, port = host_and_port(self._address)
@@ -209,8 +214,10 @@ class _Distant(RemoteSlot):
 
 
 def _near(distant: _Distant, named: int, heard: Callable[[], bool]) -> _Near | None:
-    """The same, where the agent's memory is this host's, and may be opened: if it begins as what the agent has sent, as an arena does
-    with a random name."""
+    """Return the same image as memory of this host, or None if the agent's memory is elsewhere or cannot be opened.
+
+    It is the same if it begins like the bytes that the agent has sent: an arena begins with a random name.
+    """
     path = f"/proc/{distant.memory}"
     try:
         if not distant.memory or not stat.S_ISREG(os.stat(path).st_mode):
@@ -229,5 +236,6 @@ def _near(distant: _Distant, named: int, heard: Callable[[], bool]) -> _Near | N
 
 
 def _listen(heard: Callable[[], bool]) -> None:
+    """Raise `RuntimeError` if nobody waits for the result any more."""
     if not heard():
         raise RuntimeError("overtaken")

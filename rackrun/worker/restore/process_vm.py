@@ -1,8 +1,8 @@
-"""Reads the memory of another worker of this host, straight into a tensor: one copy, made by the kernel.
+"""Reads the memory of another worker of this host straight into a tensor, with one copy by the kernel.
 
 A socket on one host copies every byte twice, on two processors. `process_vm_readv` needs the same user, the same pid
-namespace, and the kernel's leave to trace (Yama, seccomp), so it is tried first on a word whose value is known; where it
-is refused, sockets do.
+namespace, and the kernel's permission to trace (Yama, seccomp). So it is tried first on a word whose value is known;
+where it is refused, sockets are used.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ class _Span(ctypes.Structure):
 
 @contextmanager
 def readable(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor | None]:
-    """Within it, a neighbour may read ``tensors`` (of the same user, as Yama would otherwise forbid). Gives the offer to send
-    to it: where they lie. None where a tensor is not one block of this host's memory. int64, 4 words and one a tensor."""
+    """Context manager in which other workers of the same user may read ``tensors``, which Yama forbids otherwise.
+
+    Yields the offer to send to them, a 1-d int64 tensor: 4 words of identification and one address for each tensor.
+    Yields None when a tensor is not one block of host memory.
+    """
     blocks = [dense_bytes(tensor) if tensor.device.type == "cpu" else None for tensor in tensors]
     if any(block is None for block in blocks):
         yield None
@@ -51,7 +54,8 @@ _openings_lock = threading.Lock()
 
 @contextmanager
 def _allowed() -> Iterator[None]:
-    """Counted, because a restore that was overtaken may close late."""
+    """Permit tracing of this process. Openings are counted, because a restore whose plan was replaced may close
+    late."""
     global _openings  # noqa: PLW0603 - the permission is the process's
     with _openings_lock:
         _openings += 1
@@ -66,13 +70,13 @@ def _allowed() -> Iterator[None]:
 
 
 class Neighbour:
-    """The worker that made this ``offer``."""
+    """The worker that made an ``offer`` (see `readable`)."""
 
     def __init__(self, offer: torch.Tensor) -> None:
         self._host, self._pid, self._word_at, self._word, *self._addresses = offer.tolist()
 
     def is_there(self) -> bool:
-        """It lives, on this host, and may be read."""
+        """Whether that worker is alive on this host and its memory can be read."""
         word = torch.zeros(1, dtype=torch.int64)
         try:
             if self._host != _host():
@@ -83,7 +87,8 @@ class Neighbour:
         return bool(word == self._word)
 
     def read(self, tensor: int, start: int, into: torch.Tensor) -> None:
-        """Bytes from ``start`` of the offer's n-th tensor. Raises OSError when the neighbour is gone."""
+        """Read ``into.nbytes`` bytes, from the byte ``start`` of the offer's ``tensor``-th tensor. Raises `OSError`
+        when the worker is gone."""
         self._copy(self._addresses[tensor] + start, into)
 
     def _copy(self, address: int, into: torch.Tensor) -> None:
@@ -99,6 +104,6 @@ class Neighbour:
 
 
 def _host() -> int:
-    """Equal for processes that see each other under the same process numbers."""
+    """Return a number that is equal for processes of one user that see each other under the same pids."""
     boot = int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12], 16)
     return boot ^ (os.stat("/proc/self/ns/pid").st_ino << 12) ^ os.getuid()

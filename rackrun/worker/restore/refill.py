@@ -1,4 +1,5 @@
-"""Filling a rank's state from the images of ranks of another world: from disk at the start of a job, or from old ranks' snapshots."""
+"""Fills a rank's state from images of ranks of another world: from disk when a job starts, or from old ranks'
+snapshots."""
 
 from __future__ import annotations
 
@@ -19,8 +20,13 @@ __all__ = ["Refill", "check_alike"]
 
 
 class Refill:
-    """Plans on construction, which changes no value yet: tensors that are not there (an optimizer's) are allocated. ``source`` says of a tensor, by
-    its path and as this rank is to have it, which image gives it; None: any of ``holders``. Raises `LayoutMismatch` when the images do not have all of it."""
+    """A plan for filling a state. Creating it changes no value; it only allocates tensors that are missing (an
+    optimizer's).
+
+    ``holders``: the images that any tensor may come from. ``source(path, entry)``: the image for one tensor, as this
+    rank is to have it, or None for any of ``holders``. Raises `LayoutMismatch` when the images do not hold all of the
+    state.
+    """
 
     def __init__(
         self,
@@ -42,7 +48,7 @@ class Refill:
             self._places[target.name] = tensor
             wanted.setdefault(source(path, target), []).append(target)
         self.fetches: dict[int, list[Fetch]] = {}
-        """By image, in the order of their bytes; ``Fetch.shard`` is not to be looked at."""
+        """The reads from each image, in the order of their bytes. Their ``shard`` has no meaning here."""
         for one, targets in wanted.items():
             among = list(holders) if one is None else [one]
             for fetch in plan_reshard([layouts[image] for image in among], targets, turn=rank):
@@ -51,7 +57,8 @@ class Refill:
             fetches.sort(key=lambda fetch: fetch.start)
 
     def run(self, read: Read, threads: int = 1) -> None:
-        """``read(image, start, stop)``; several threads read of several images. What it raises leaves the state torn."""
+        """Fill the state with ``read(image, start, stop)``, with several threads for several images. An exception of
+        ``read`` leaves the state torn."""
 
         def fill_from(image: int) -> None:
             fill(self.fetches[image], self._places, lambda _, start, stop: read(image, start, stop))
@@ -68,7 +75,8 @@ class Refill:
 
 
 def check_alike(manifests: Iterable[Manifest], whose: str) -> None:
-    """Raises `LayoutMismatch` when ranks had different tensors of one name: whose are the new ranks to have?"""
+    """Raise `LayoutMismatch` when ranks had different values in a tensor of the same name, so that it is undecided
+    which the new ranks get."""
     seen: dict[str, int] = {}
     for manifest in manifests:
         for path, mine in manifest.whole.items():

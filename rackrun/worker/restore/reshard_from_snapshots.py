@@ -1,8 +1,9 @@
-"""How a rank of another world gets its state: each tensor from whichever old ranks hold parts of it, out of the snapshots that
-they have sealed at the end of the last committed step.
+"""Fills the state of a rank in a world of another size from old ranks' snapshots, sealed at the end of the last
+committed step.
 
-Its own snapshot comes first, where it has all of a tensor: nothing goes over the network that is here. Buffers, in which replicas may
-differ, and all that is not a tensor are those of the first old rank, as when a job resumes from disk.
+Each tensor comes from the old ranks that hold parts of it. The rank's own snapshot is used first, where it has all of a
+tensor, which saves network traffic. Buffers, in which replicas may differ, and everything that is not a tensor come
+from the first old rank, as when a job resumes from disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["reshard"]
 
 _THREADS_MAX = 4
 _filling = threading.Lock()
-"""By one attempt at a time: one that was overtaken ends soon, but not before it has written."""
+"""One attempt fills at a time: one whose plan was replaced ends soon, but not before it has written."""
 
 
 def reshard(
@@ -38,11 +39,15 @@ def reshard(
     token: str,
     heard: Callable[[], bool],
 ) -> Manifest:
-    """Fill ``state``, that of ``rank`` in the new world, from the snapshots ``named`` so. Returns the first old rank's manifest. ``me``
-    is how this process's own address ends. ``heard``: False once nobody waits for it any more.
+    """Fill ``state``, which belongs to ``rank`` of the new world, from the snapshots named ``named``, and return the
+    first old rank's manifest.
 
-    Raises `rackrun.worker.restore.snapshot_fetch.Damaged` when an image cannot be had or is not what was sealed, RuntimeError when overtaken, `StateLost`
-    when the old ranks do not have what this one is to hold.
+    ``me``: the end of the address of this process's own snapshot. ``own``: returns that snapshot, or None. ``heard``:
+    False once nobody waits for the result any more.
+
+    Raises `rackrun.worker.restore.snapshot_fetch.Damaged` when an image cannot be read or is not what was sealed,
+    `RuntimeError` when a newer generation was announced, and `StateLost` when the old ranks do not hold what this one
+    needs.
     """
     with _filling, OldImages(named, me, own, token, heard) as images:
         opened = [images.open(where) for where in dict.fromkeys(where for where in of.images if where)]

@@ -1,4 +1,4 @@
-"""How a state's bytes are split over the replicas that give them: a pure function of the manifest, the same on both sides."""
+"""Splits a state's bytes over the replicas that give them: a pure function of the manifest, the same on both sides."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from rackrun.worker.tensors.tensor_bytes import digest, digests, pack
 __all__ = ["PIECE_BYTES_MAX", "PIECE_BYTES_MIN", "ROUND_BYTES", "ROUND_PIECES", "SMALL_BYTES", "Layout", "Piece"]
 
 SMALL_BYTES = 64 * 2**10
-"""What is no larger travels packed with others."""
+"""Tensors of up to this many bytes are sent packed together."""
 PIECE_BYTES_MIN = 8 * 2**20
 PIECE_BYTES_MAX = 128 * 2**20
-"""Large ones cost few launches on a device; smaller ones share a small state evenly between its sources."""
+"""The limits of a piece, in bytes. Large pieces take few launches on a device; smaller ones share a small state evenly
+between its sources."""
 _PIECES_A_SOURCE = 8
 ROUND_BYTES = 256 * 2**20
 ROUND_PIECES = 64
-"""From one source, in one round: what is posted together."""
+"""The limits of what one source sends in one round, which is posted together: bytes, and number of pieces."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``start`` to ``stop`` of a tensor, and the rank that gives them."""
+    """Bytes ``start`` to ``stop`` of the tensor at ``path``, and the rank that gives them."""
 
     path: str
     start: int
@@ -39,16 +40,23 @@ class Piece:
 
 
 class Layout:
+    """The pieces of a state, and which source checks which tensor. ``sources``: the ranks that give it, in the plan's
+    order."""
+
     def __init__(self, manifest: Manifest, sources: Sequence[int]) -> None:
         self.infos = {info.path: info for info in manifest.tensors}
         self.small = [info.path for info in manifest.tensors if info.nbytes <= SMALL_BYTES]
         self.large = [info.path for info in manifest.tensors if info.nbytes > SMALL_BYTES]
         self.lead, self.second = sources[0], sources[1 % len(sources)]
-        """Who sends the small ones, and whose digest of them counts."""
+        """The source that sends the small tensors, and the source whose digest of them counts."""
         self.pieces: list[Piece] = []
         self.checker: dict[str, int] = {}
-        """Large tensor -> the source whose digest of it counts: not the one that gives its first piece, if there is another.
-        Buffers are each rank's own (see `rackrun.worker.integrity.unshared_buffers`): there is nothing to compare them with."""
+        """Path of each large tensor -> the source whose digest counts: not the one that gives its first piece, if there
+        is another.
+
+        Buffers are each rank's own (`rackrun.worker.integrity.unshared_buffers`), so there is nothing to compare them
+        with.
+        """
         step = _piece_bytes(sum(self.infos[path].nbytes for path in self.large), len(sources))
         given = dict.fromkeys(sources, 0)
         for path in self.large:
@@ -62,7 +70,7 @@ class Layout:
                     self.checker[path] = sources[(sources.index(source) + 1) % len(sources)]
 
     def rounds(self) -> list[list[int]]:
-        """The pieces, by their places in ``pieces``, in the order in which they travel."""
+        """Return the rounds in the order in which they travel; each is a list of indices into ``pieces``."""
         found: list[list[int]] = []
         taken: dict[int, tuple[int, int]] = {}
         for index, piece in enumerate(self.pieces):
@@ -83,13 +91,14 @@ class Layout:
         device: torch.device,
         known: Mapping[str, int] = MappingProxyType({}),
     ) -> dict[str, int]:
-        """What ``checker`` vouches for. ``known``: some of them."""
+        """Return the digests that ``checker`` vouches for, by path; the small tensors have one together. ``known``:
+        digests by path that need not be computed."""
         mine = [path for path, source in self.checker.items() if source == checker]
         new = [path for path in mine if path not in known]
         elsewhere = [path for path in new if self._lies_elsewhere(path, tensors[path], device)]
         here = [path for path in new if path not in elsewhere]
         fresh = {**known, **dict(zip(here, digests([tensors[path] for path in here]), strict=True))}
-        fresh |= {path: digest(tensors[path].to(device)) for path in elsewhere}  # one at a time: they are large
+        fresh |= {path: digest(tensors[path].to(device)) for path in elsewhere}  # one at a time, because they are large
         found = {path: fresh[path] for path in mine}
         small = [path for path in self.small if not _is_buffer(path)]
         if small and checker == self.second:
@@ -97,12 +106,12 @@ class Layout:
         return found
 
     def _lies_elsewhere(self, path: str, tensor: torch.Tensor, device: torch.device) -> bool:
-        """It is a copy on the host of what belongs on ``device``, whose digests are others."""
+        """Whether ``tensor`` is a host copy of a tensor that belongs on ``device``; digests differ between the two."""
         return not self.infos[path].on_host and tensor.device.type != device.type
 
 
 def _piece_bytes(total: int, sources: int) -> int:
-    """A multiple of the smallest."""
+    """Return the size of the pieces in bytes, a multiple of the smallest size."""
     fair = -(-total // (sources * _PIECES_A_SOURCE * PIECE_BYTES_MIN)) * PIECE_BYTES_MIN
     return min(max(fair, PIECE_BYTES_MIN), PIECE_BYTES_MAX)
 

@@ -1,8 +1,9 @@
-"""The bytes of a restore on their way: from a source's tensors into a newcomer's, in rounds of large pieces.
+"""Transfers the bytes of a restore from sources' tensors into a newcomer's, in rounds of large pieces.
 
-On a device two rounds are on their way at a time, so that one is posted while the one before it travels, and memory for what cannot be
-sent from, or received into, the place where it lies is that of two rounds. Where the communicator can, a round is posted as one group: NCCL then launches
-once for all of its pieces, and all sources send at the same time.
+On a device two rounds are in flight at a time: one is posted while the one before it is transferred. Tensors that
+cannot be sent from, or received into, their own memory take extra memory for two rounds only. Where the communicator
+can, a round is posted as one group: NCCL then launches once for all of its pieces, and all sources send at the same
+time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ __all__ = ["Flow", "Given", "Landing", "Message", "Transfer", "landing_places", 
 
 _ROUNDS_IN_FLIGHT = 2
 _ROUNDS_OF_A_HOST = 8
-"""Its sockets take what comes, and hardly anything needs memory between: one slow source does not hold the others up."""
+"""Sockets accept whatever arrives, and hardly any transfer needs extra memory, so one slow source does not delay the
+others."""
 
 
 class Message(NamedTuple):
-    """To be sent to ``peer``, or received from it. NCCL knows no tags: there the order counts."""
+    """A tensor to be sent to ``peer`` or received from it. NCCL ignores tags: its messages are matched by their
+    order."""
 
     tensor: torch.Tensor
     peer: int
@@ -35,33 +38,38 @@ class Message(NamedTuple):
 
 
 class Transfer:
-    """In flight. gloo gives up a peer that is late by the limit of its *handshake*, unless it is told another one: a source may still be busy in
-    its own code. Whoever is lost ends it, by the break of the generation."""
+    """A send or receive in flight.
+
+    Without a limit of its own, gloo gives up a late peer after the limit of its *handshake*, though a source may still
+    be busy in its own code. The break of the generation ends a transfer with a lost peer.
+    """
 
     def __init__(self, work: Any, *, limited: bool) -> None:
         self._work, self._limited = work, limited
 
     def wait(self) -> None:
-        if self._work is None:  # NCCL: it stands in the current stream already
+        if self._work is None:  # NCCL: it is in the current stream already
             return
         if self._limited:
             self._work.wait(COLLECTIVE_TIMEOUT)
-        else:  # NCCL: given a limit, it would block, and abort its communicator
+        else:  # NCCL would block with a limit, and abort its communicator
             self._work.wait()
 
 
 def post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-    """``kind``: "send" or "recv". RuntimeError where the communicator is broken."""
+    """Start a transfer of ``tensor``. ``kind``: "send" or "recv". Raises `RuntimeError` where the communicator is
+    broken."""
     return Transfer(world.call(kind, [tensor], peer, tag), limited=tensor.device.type == "cpu")
 
 
 def tell(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-    """As `post`, from host to host. It ends with an error where the peer was broken: what it says can be believed, other than a device's bytes."""
+    """Start a transfer from host to host, like `post`. It fails when the peer was broken, so its content can be
+    trusted, unlike bytes from a device."""
     return Transfer(world.call(kind, [tensor], peer, tag, on_host=True), limited=True)
 
 
 def post_together(world: Communicator, kind: str, messages: Sequence[Message]) -> list[Transfer]:
-    """As `post`; as one batch, where a device moves them."""
+    """Start transfers like `post`, as one batch where a device moves them."""
     if not messages or not world.batches:
         return [post(world, kind, *message) for message in messages]
     work = world.batch([(kind, message.tensor, message.peer, message.tag) for message in messages])
@@ -69,7 +77,8 @@ def post_together(world: Communicator, kind: str, messages: Sequence[Message]) -
 
 
 class Flow:
-    """Rounds on their way, in order. ``overtaken``: nobody waits for the outcome any more; then whatever is called here raises RuntimeError."""
+    """Rounds of transfers in flight, in order. ``overtaken``: returns whether a newer generation was announced; every
+    method raises `RuntimeError` then."""
 
     def __init__(self, device: torch.device, overtaken: Callable[[], bool]) -> None:
         self._queue, self._overtaken = queue_of(device), overtaken
@@ -83,14 +92,15 @@ class Flow:
         self._check()
 
     def add(self, transfers: list[Transfer], then: Callable[[], None] = lambda: None) -> None:
-        """``then`` is called once they are over."""
+        """Add a round. ``then`` is called when its transfers are complete."""
         if not self._queue.is_host:
-            for transfer in transfers:  # the stream waits, not the host
+            for transfer in transfers:  # this makes the stream wait, not the host
                 transfer.wait()
         self._rounds.append((transfers, self._queue.mark(), then))
 
     def finish(self) -> None:
-        """All are over, and nobody was overtaken until then: what a device has sent before that is what it was given."""
+        """Wait until all rounds are complete. If no newer generation was announced until then, a device has sent what
+        it was given."""
         while self._rounds:
             self._settle_oldest()
         self._check()
@@ -115,9 +125,11 @@ class Given:
     def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
         self._laid: tuple[str, torch.Tensor] | None = None
-        """The last that had to be laid out anew: its other pieces follow."""
+        """Path and bytes of the last tensor that had to be made contiguous, because its other pieces follow; None
+        before."""
 
     def piece(self, piece: Piece) -> torch.Tensor:
+        """Return the bytes of ``piece``, 1-d uint8, on the sending device."""
         part = self._flat(piece.path)[piece.start : piece.stop]
         return part if part.device.type == self._device.type else part.to(self._device)
 
@@ -131,25 +143,25 @@ class Given:
 
 
 class Landing:
-    """A newcomer's tensors, as the places that pieces are received into: their own memory, or memory of ``device`` between."""
+    """A newcomer's tensors, as places for received pieces: their own memory, or temporary memory on ``device``."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._layout, self._tensors, self._device = layout, tensors, device
         self._straight = landing_places({path: (layout.infos[path], tensors[path]) for path in layout.large}, device)
         self._elsewhere: dict[str, torch.Tensor] = {}
-        """The memory of those that lie as at their source, but on another device."""
+        """Memory of the tensors whose bytes lie in the same order as at the source, but on another device."""
         for path in layout.large:
             if self._straight[path] is None and layout.infos[path].lies_as(tensors[path]):
                 block = dense_bytes(tensors[path])
                 assert block is not None, "it lies as one block does"
                 self._elsewhere[path] = block
         self._missing: Counter[str] = Counter()
-        """Of those that need all their bytes before they can be laid out: so many are still to come."""
+        """Bytes still to come of each tensor that needs all its bytes before its values can be copied."""
         self._whole: dict[str, torch.Tensor] = {}
         self._between: dict[int, torch.Tensor] = {}
 
     def place(self, index: int) -> torch.Tensor:
-        """Where the bytes of this piece go, uint8. Not from two threads."""
+        """Return the memory for the piece ``index``, 1-d uint8. Not safe to call from two threads."""
         piece = self._layout.pieces[index]
         if (straight := self._straight[piece.path]) is not None:
             return straight[piece.start : piece.stop]
@@ -162,7 +174,8 @@ class Landing:
         return self._whole[piece.path][piece.start : piece.stop]
 
     def land(self, indices: Sequence[int]) -> None:
-        """These pieces are where `place` said: put what is not in its tensor yet there."""
+        """Finish these pieces, whose bytes have arrived at their `place`: copy those that are in temporary memory into
+        their tensors."""
         for index in indices:
             piece = self._layout.pieces[index]
             if piece.path in self._elsewhere:
@@ -177,8 +190,8 @@ class Landing:
 def landing_places(
     tensors: dict[str, tuple[TensorInfo, torch.Tensor]], device: torch.device
 ) -> dict[str, torch.Tensor | None]:
-    """The memory of each tensor, as bytes, where what arrives can be written straight into it. None: it lies otherwise than at its source, so
-    it needs a copy between."""
+    """Return the memory of each tensor as bytes (1-d uint8), where received bytes can be written directly; None where a
+    copy is needed, because its bytes lie in another order than at the source, or on another device."""
     return {
         path: dense_bytes(tensor) if info.lies_as(tensor) and tensor.device.type == device.type else None
         for path, (info, tensor) in tensors.items()

@@ -1,6 +1,6 @@
-"""A lost rank's snapshot, from the agents that keep it: as it is, or rebuilt from the others of its set.
+"""Fetches a lost rank's snapshot from the agents that keep it: as it is, or rebuilt from the other members of its set.
 
-Either way the result is the file that the lost worker had sealed. Whoever loads it verifies every chunk, so a wrong one is
+Either way the result is the file that the lost worker had sealed. Loading verifies every chunk, so a wrong file is
 never taken for it.
 """
 
@@ -26,7 +26,8 @@ _ROWS_AT_ONCE = 4
 
 
 class Damaged(Exception):
-    """A snapshot is not what was sealed. Nothing of it was used. ``where``: whose, if it is known."""
+    """A snapshot is not what was sealed, and nothing of it was used. ``where``: its address, if that is known; ""
+    otherwise."""
 
     def __init__(self, why: str, where: str = "") -> None:
         super().__init__(why)
@@ -34,8 +35,11 @@ class Damaged(Exception):
 
 
 def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[[], bool]) -> int:
-    """The descriptor of its arena. `Damaged`: somebody does not give his part, or what was rebuilt is not what was lost; RuntimeError:
-    nobody waits for it any more."""
+    """Fetch or rebuild the snapshot of ``step``, and return the file descriptor of its arena in memory.
+
+    Raises `Damaged` when an agent does not give its part or the result is not what was lost, `MemoryPlanError` when
+    there is no memory, and `RuntimeError` when ``overtaken()`` says that nobody waits for it any more.
+    """
     fd = os.memfd_create("rackrun-fetched", os.MFD_CLOEXEC)
     try:
         try:
@@ -44,7 +48,7 @@ def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[
                 _fetch(_Agents(step, token, overtaken), restore.snapshot, fd)
             else:
                 _rebuild(_Agents(step, token, overtaken), restore, fd)
-            if overtaken():  # nobody waits for it any more
+            if overtaken():  # a newer generation was announced
                 raise RuntimeError("overtaken")
         except BaseException:
             os.close(fd)
@@ -60,14 +64,15 @@ def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[
 
 
 class _Agents:
-    """Where snapshots and rows are read from."""
+    """Reads snapshots and rows of parity from agents over HTTP."""
 
     def __init__(self, step: int, token: str, overtaken: Callable[[], bool]) -> None:
         self._step, self._overtaken = step, overtaken
         self._headers = {"Authorization": f"Bearer {token}"}
 
     def get(self, kind: str, where: str, start: int, stop: int | None) -> Iterator[memoryview]:
-        """Bytes of the ``kind`` of thing that is at ``host:port/path``, in pieces that are good until the next one is asked for."""
+        """Yield the bytes ``start`` to ``stop`` (None: all) of the ``kind`` of object at ``host:port/path``. Each piece
+        is valid until the next is requested."""
         if start == stop:
             return
         if self._overtaken():

@@ -1,1 +1,1 @@
-"""What the user's script does that could not be repeated, and how it is told so."""
+"""Checks the user's script for what could not be repeated after a failure, and says so."""

@@ -1,4 +1,5 @@
-"""Which names does code after the loop over run.steps() read that only the loop's body binds? A rank that comes when the loop is over has none."""
+"""Finds names that code after the loop over run.steps() reads and only the loop's body binds: a rank that joins after
+the loop lacks them."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ _HAVE_NAMES_OF_THEIR_OWN = (
 
 
 def unbound_without_a_turn(frame: types.FrameType) -> tuple[str, int] | None:
-    """The first such name, and the line that reads it, where ``frame`` stands at the head of a ``for`` loop of its function.
+    """Return the first such name and the line that reads it; ``frame`` must be at the head of a ``for`` loop of its
+    function.
 
-    None: there is no such name, no such loop, or no source.
+    Returns None if there is no such name, no such loop, or no source.
     """
     source = "".join(linecache.getlines(frame.f_code.co_filename))
     try:
@@ -61,7 +63,7 @@ def _binds(node: ast.AST) -> list[str]:
 
 
 def _own(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
-    """They and what is in them, but not the insides of what has names of its own."""
+    """Yield ``nodes`` and everything inside them, except the insides of nodes with names of their own."""
     todo: list[ast.AST] = list(nodes)
     while todo:
         node = todo.pop()

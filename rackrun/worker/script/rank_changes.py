@@ -1,4 +1,5 @@
-"""The place that a process has in the world, for what a script keeps beside training: called when it changes, and made for rank 0 alone."""
+"""Informs a script about its process's place in the world: calls back when it changes, and makes objects for rank 0
+alone."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ __all__ = ["MainOnly", "Places"]
 
 
 class Places:
-    """Of one entry into ``main``. ``place`` is the rank and the number of ranks."""
+    """Callbacks and rank-0 objects of one entry of ``main``. ``place``: returns (rank, number of ranks)."""
 
     def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
         self._place = place
@@ -22,21 +23,24 @@ class Places:
         self._callbacks: list[Callable[[], Any]] = []
         self._for_main: list[MainOnly] = []
         self._asked = ""
-        """Where the script asked, before it had a place, whether it is main, and was told that it is not."""
+        """The line where the script asked, before it had a place, whether it is main, and the answer was no; "" if it
+        did not ask."""
         self._kept = ""
-        """Where it was told that it is, and kept what came of that."""
+        """The line where the answer was yes, and the script kept something made because of it; "" if there is none."""
 
     def on_join(self, function: Callable[[], Any]) -> None:
+        """Call ``function()`` at every change of place, and now if there is a place already."""
         self._callbacks.append(function)
         if self._known is not None:
             function()
 
     def main_only(self, make: Callable[[], Any], is_main: Callable[[], bool]) -> MainOnly:
+        """Return an object that stands for ``make()`` on rank 0."""
         self._for_main.append(MainOnly(make, is_main))
         return self._for_main[-1]
 
     def asked_for_main(self, *, is_main: bool) -> None:
-        """By the script. Only what it is told before it has a place can become wrong."""
+        """Note that the script asks whether it is main. Only an answer before it has a place can become wrong."""
         if self._known is not None:
             return
         if not is_main:
@@ -45,7 +49,8 @@ class Places:
             self._kept = line
 
     def look(self) -> None:
-        """Asked whenever the script is about to go on: call back if the place is another one. What is random stays as it was."""
+        """Run the callbacks if the place has changed. To be called whenever the script is about to continue. Random
+        generators are left as they were."""
         now = self._place()
         if now == self._known:
             return
@@ -69,15 +74,17 @@ class Places:
 
 
 class MainOnly:
-    """Stands for what ``make`` gives, on rank 0, which makes it when it is first used. Elsewhere each of its methods does nothing and
-    returns None. A rank that was 0 and is no more closes it."""
+    """Stands for the result of ``make()`` on rank 0, which makes it at the first use.
+
+    On other ranks each of its methods does nothing and returns None. A rank that is no longer rank 0 closes its object.
+    """
 
     def __init__(self, make: Callable[[], Any], is_main: Callable[[], bool]) -> None:
         self._make, self._is_main = make, is_main
         self._made: Any = None
 
     def look(self) -> None:
-        """Close it where it does not belong any more."""
+        """Close the object if this process is not rank 0 any more."""
         if self._made is not None and not self._is_main():
             made, self._made = self._made, None
             if callable(close := getattr(made, "close", None)):

@@ -1,8 +1,8 @@
-"""Does a script that was converted still train what it trained? Looked at in every run, from its first step, on each rank.
+"""Checks, in every run and on each rank, that a converted script still trains what it trained before.
 
-A gradient that nobody has weighted, micro-batches that were not used, data from elsewhere, gradients that nobody reduces, state that is
-changed and not tracked: each ends in other weights, with exit code 0. What is certain is refused with the line of the script
-that it comes from; what may be meant is said once.
+Gradients that nobody has weighted, micro-batches that were not used, data from elsewhere, gradients that nobody
+reduces, state that changes and is not tracked: each ends in other weights with exit code 0. What is certainly wrong is
+refused with the line of the script; what may be intended is printed once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from rackrun.worker.torch_compat.data_parallel import ddp
 __all__ = ["Reading", "ScriptChecks"]
 
 _LITTLE = 64
-"""Fewer than one in so many elements of the gradients went through collectives: they were not reduced there, compressed or not."""
+"""Gradients count as not reduced if fewer elements than one in this many went through collectives, compressed or
+not."""
 _LOOKED_AT_STEPS = 16
 _GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 @dataclass
 class Reading:
-    """One iteration over a loader."""
+    """One iteration over a loader: how many micro-batches it has, the script's line, how many were taken, and whether
+    it is over."""
 
     micro_batches: int
     line: str
@@ -51,11 +53,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Stray:
-    """A gradient with a part that was not weighted."""
+    """A gradient that contains a part that was not weighted."""
 
     line: str
     gradient: weakref.ref[torch.Tensor] | None
-    """None: it is where it cannot be looked at (FSDP)."""
+    """The gradient; None where it cannot be inspected (FSDP)."""
     cleared: int
     cleared_in_place: int
 
@@ -70,7 +72,8 @@ class _Stray:
 
 
 class ScriptChecks:
-    """Of one entry into ``main``. ``data_ranks`` tells how many ranks share the global batch; ``reduced``: gradients are to be."""
+    """The checks of one entry of ``main``. ``data_ranks``: returns how many ranks share the global batch. ``reduced``:
+    whether gradients must be reduced."""
 
     def __init__(self, world: World, state: TrackedState, data_ranks: Callable[[], int], *, reduced: bool) -> None:
         self._world, self._state, self._data_ranks = world, state, data_ranks
@@ -82,7 +85,7 @@ class ScriptChecks:
         self.loop_over = False
         self._readings: list[Reading] = []
         self._weight_reads = 0
-        """Of the step in hand, when its last micro-batch was given or the loader was exhausted."""
+        """Reads of the current step's weight when its last micro-batch was delivered or the loader was exhausted."""
         self._strays: dict[int, tuple[weakref.ref[torch.Tensor], _Stray]] = {}
         self._stray_of_shards: _Stray | None = None
         self._read_in_step = self._read_between = ""
@@ -96,13 +99,14 @@ class ScriptChecks:
         unhooked_calls.listen(self)
 
     def let_go(self) -> None:
-        """``main`` was left."""
+        """Remove all hooks, when ``main`` was left."""
         for hook in self._hooks:
             hook.remove()
         unhooked_calls.listen(None)
 
     def begins_loop(self) -> None:
-        """Called from the head of the loop over ``run.steps``."""
+        """Print a notice if code after the loop reads names that only the loop binds. Called from the head of the loop
+        over ``run.steps``."""
         frame = user_frame()
         found = unbound_without_a_turn(frame) if frame is not None else None
         if frame is not None and found is not None:
@@ -116,7 +120,7 @@ class ScriptChecks:
 
     # -- around one attempt, and after the step
     def run(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls it."""
+        """Call the step function for one attempt, with all checks reset, and return its result."""
         self._step, self._function = step, function
         self._readings.clear()
         self._strays.clear()
@@ -130,7 +134,8 @@ class ScriptChecks:
             self._step = None
 
     def committed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises `StepError` for what was meant to be kept, changes, and is not tracked."""
+        """Check for changes of untracked objects after a committed step. Raises `StepError` for those that were meant
+        to be kept; prints the others."""
         self._steps += 1
         self._read_between = ""
         changed = self._untracked.after_step(function, tuple(args), kwargs)
@@ -150,9 +155,10 @@ class ScriptChecks:
                 "in a buffer of a tracked module, or in a tracked object with state_dict and load_state_dict.",
             )
 
-    # -- told by the loader
+    # -- called by the loader
     def reads(self, begun_in: Any) -> None:
-        """As `calls.Listener.reads`: a batch of a DataLoader of the script's own."""
+        """Note a batch from a DataLoader of the script's own (see `calls.Listener.reads`). Raises `StepError` if the
+        iteration began outside the step."""
         if self._step is not None:
             line = user_line()
             if begun_in is not self._step:
@@ -166,19 +172,21 @@ class ScriptChecks:
             self._read_between = user_line()
 
     def begins_reading(self, micro_batches: int) -> Reading:
+        """Begin an iteration over a loader with this many micro-batches."""
         reading = Reading(micro_batches, user_line())
         if self._step is not None:
             self._readings.append(reading)
         return reading
 
     def gives(self, reading: Reading) -> None:
-        """A micro-batch of it, now."""
+        """Note that a micro-batch of ``reading`` is about to be delivered."""
         reading.taken += 1
         if self._step is not None:
             self._weight_reads = self._step._weight_reads
 
     def draws(self, reading: Reading, name: str, generator: Any) -> None:
-        """The data set has drawn from its ``generator``; None: in a process of the loader's."""
+        """Print a notice if the data set has drawn from a ``generator`` of its own; ``generator`` None: in one of the
+        loader's processes."""
         if name and (generator is None or not is_kept(getattr(generator, "bit_generator", generator), self._state)):
             where = "" if generator is not None else " in the loader's processes"
             self._say(
@@ -190,20 +198,22 @@ class ScriptChecks:
             )
 
     def read_through(self, reading: Reading) -> None:
+        """Note that the loader is exhausted."""
         reading.over = True
         if self._step is not None:
             self._weight_reads = self._step._weight_reads
 
-    # -- told by torch
+    # -- called by torch's hooks
     @property
     def attempt(self) -> Step | None:
         return self._step
 
     def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-        """As `calls.Listener.backward`."""
+        """Return a function to be called after a backward pass that records unweighted gradients, or None (see
+        `calls.Listener.backward`)."""
         step = self._step
         if step is None or not self._readings or step._weight_reads > self._weight_reads:
-            return None  # weighted by hand, as far as anybody can tell
+            return None  # the script weights gradients by hand, as far as can be known
         if self._steps >= _LOOKED_AT_STEPS and self._steps & (self._steps - 1):
             return None
         found = unhooked_calls.leaves(roots)
@@ -223,7 +233,8 @@ class ScriptChecks:
         return over
 
     def changes(self, thing: Any, call: str) -> None:
-        """As `calls.Listener.changes`."""
+        """Raise `StepError` if a change of ``thing`` by ``call`` would be lost because it is not tracked (see
+        `calls.Listener.changes`)."""
         if self._world.scope is Scope.SETUP or self.loop_over:
             return
         if isinstance(thing, LRScheduler) and not is_kept(thing.optimizer, self._state):
@@ -252,7 +263,7 @@ class ScriptChecks:
             return
         if not self._readings:
             self._check_data_of_its_own()
-        elif any(gradient is not None for gradient in map(_GRAD, _trained_by(optimizer))):  # the first, as a rule
+        elif any(gradient is not None for gradient in map(_GRAD, _trained_by(optimizer))):  # usually the first one
             self._check_read_through()
             self._check_weighted(step, optimizer)
         self._check_reduced(optimizer)
@@ -339,7 +350,8 @@ class ScriptChecks:
             )
 
     def _check_none_outside(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        """DDP has reduced what it holds, and nothing else was: some parameters of this optimizer are trained outside of it."""
+        """Raise `StepError` if DDP has reduced what it holds and nothing else was, so that some of this optimizer's
+        parameters are trained outside of it."""
         known = self._held_by_ddp()
         outside = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in known]
         if not outside:
@@ -378,7 +390,7 @@ def _with_gradients(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _elements(parameters: Sequence[torch.Tensor]) -> int:
-    """Of their gradients: of sparse ones, those that are there."""
+    """Return the number of elements of the parameters' gradients; of sparse ones, those that are stored."""
     gradients = list(map(_GRAD, parameters))
     if any(map(_IS_SPARSE, gradients)):
         return sum(
@@ -388,7 +400,7 @@ def _elements(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _spread(values: Sequence[Any]) -> list[Any]:
-    """They, and what is in lists, tuples and dictionaries among them."""
+    """Return ``values`` and the items of lists, tuples and dictionaries among them."""
     found: list[Any] = []
     for value in values:
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()

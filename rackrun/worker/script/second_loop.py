@@ -1,4 +1,5 @@
-"""A second loop over ``run.steps()`` behind the first: it would be refused when the first is over, which may be after days, so it is looked for before."""
+"""Finds a second loop over ``run.steps()`` in the source. It would be refused only after the first, perhaps after days,
+so it is looked for in advance."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ ONE_LOOP = (
 
 
 def second_loop(line: str) -> str:
-    """``line`` (of `user_line`) begins a loop, or stands in its head. The line of a loop over the same call that surely follows in the
-    same block; empty where there is none, or no source."""
+    """Return the line of a loop over the same call that certainly follows the loop at ``line`` in the same block; "" if
+    there is none, or no source.
+
+    ``line``: from `user_line`; it begins a loop or is in a loop's head.
+    """
     name, _, number = line.rpartition(":")
     try:
         tree = ast.parse("".join(linecache.getlines(name)))
@@ -50,7 +54,7 @@ def _reached(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _steps(node: ast.stmt) -> str:
-    """``run.steps``, where that is called in the head of a loop."""
+    """Return the call's text, such as ``run.steps``, if ``node`` is a loop over it; "" otherwise."""
     if not isinstance(node, ast.For):
         return ""
     calls = [inner.func for inner in ast.walk(node.iter) if isinstance(inner, ast.Call)]

@@ -1,9 +1,10 @@
-"""What a step function changes and nobody tracks: a process that takes over has it as it was before ``run.steps()``.
+"""Detects what a step function changes without tracking it: a process that takes over a rank has it as it was before
+``run.steps()``.
 
-What is meant to be kept (modules, things with ``state_dict`` and ``load_state_dict``) and changes is refused; of tensors, numbers and
-generators it is only said, because they may be there to be shown. Names come from the function's closure, globals and arguments.
-A change counts when it is seen twice: caches are filled once. The state of a communication hook
-of DDP belongs to it as well, whoever wrote the hook.
+Objects that are meant to be kept (modules, objects with ``state_dict`` and ``load_state_dict``) are refused if they
+change. Changes of tensors, numbers and generators are only printed, because they may be there for display. Names come
+from the function's closure, globals and arguments. A change counts when it is seen twice, because caches are filled
+once. The state of a DDP communication hook is included, whoever wrote the hook.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _DEPTH_MAX = 4
 _THINGS_MAX = 2000
 _SPREAD_MAX = 64
 _SAMPLED = 1024
-"""Elements of a tensor that are looked at."""
+"""The most elements of a tensor that are compared."""
 _OF_ANY_MODULE = set(vars(nn.Module()))
 _LIBRARIES = {"torch", "numpy", "rackrun", "msgspec"} | sys.stdlib_module_names - {"__main__"}
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
@@ -44,14 +45,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 
 @dataclass(frozen=True)
 class Change:
-    """Something that has changed in two looks at it."""
+    """An object that was found changed twice."""
 
     name: str
-    """``ema``, ``trainer.seen['mean']``"""
+    """The object's name, such as ``ema`` or ``trainer.seen['mean']``."""
     kind: str
-    """Of the thing: the name of its class."""
+    """The name of the object's class."""
     line: str
-    """Of the script, where the step function first uses it."""
+    """The line of the script where the step function first uses it."""
     meant_to_be_kept: bool
 
 
@@ -63,19 +64,19 @@ class _Seen:
 
 
 class Untracked:
-    """Looked for after a step: in each of the first, and later ever more rarely."""
+    """Looks for changes after steps: after each of the first, and later ever more rarely."""
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
         self._steps = 0
         self._seen: dict[str, _Seen] = {}
         self._some_once = False
-        """Something was seen to change for the first time in the last look: the next step decides."""
+        """Whether the last look found a first change of something, so that the next step decides."""
 
     def after_step(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Change]:
-        """What is new."""
+        """Look for changes after a step, and return those that were not reported yet."""
         self._steps += 1
         if self._steps > 4 and self._steps & (self._steps - 1) and not self._some_once:
             return []
@@ -95,13 +96,13 @@ class Untracked:
 
 
 def is_kept(thing: object, state: TrackedState) -> bool:
-    """It is tracked, or a part of what is."""
+    """Whether ``thing`` is tracked, or part of a tracked object."""
     is_it = partial(is_, thing)
     if any(map(is_it, state.structure().modules)):
         return True
     level: list[Any] = [*state.others.values(), *state.optimizers.values()]
     seen: set[int] = set()
-    for _ in range(_DEPTH_MAX + 1):  # what is tracked itself, as a rule, is found before anything is opened
+    for _ in range(_DEPTH_MAX + 1):  # tracked objects themselves are found first, before any is opened
         if any(map(is_it, level)):
             return True
         inner: list[Any] = []
@@ -132,13 +133,14 @@ class _Walk:
     def of(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, str, Any, bool]]:
-        """Name, the variable that it begins with, the thing, whether it is meant to be kept."""
+        """Yield each object that ``function`` reaches: name, the variable that the name begins with, the object, and
+        whether it is meant to be kept."""
         for name, value in _variables(function):
             for path, thing, kept in self._value(name, value, 0):
                 yield path, name, thing, kept
         names = getattr(getattr(function, "__code__", None), "co_varnames", ())[1:]
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if not isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):  # another in each call
+            if not isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):  # differs in each call
                 for path, thing, kept in self._value(name, value, 0):
                     yield path, name, thing, kept
         for hook_state in (one for wrapper in self._state.wrappers() for one in ddp.hook_states(wrapper)):
@@ -205,7 +207,7 @@ class _Walk:
             yield path, module, True
             return
         for name, one in module.named_modules():
-            # FSDP2 puts a class of its own before the script's
+            # FSDP2 inserts a class of its own before the script's class
             if not any(_is_users(kind.__module__) for kind in type(one).__mro__):
                 continue
             self._seen[id(one)] = one
@@ -215,7 +217,7 @@ class _Walk:
 
 
 class _Listed:
-    """A list of plain values."""
+    """A list of plain values, by its length and content."""
 
     def __init__(self, of: Any) -> None:
         self.length = len(of)
@@ -237,7 +239,8 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _saved_by_name(tracked: object) -> Iterator[object]:
-    """What its ``state_dict`` and its ``load_state_dict`` both have by a variable's name, as a class within ``main`` may: ``dict(counters)``."""
+    """Yield the objects that ``state_dict`` and ``load_state_dict`` of ``tracked`` both use by a variable's name, as a
+    class within ``main`` may: ``dict(counters)``."""
     saves, loads = (
         dict(_variables(getattr(method, "__func__", method)))
         for method in (getattr(tracked, name, None) for name in ("state_dict", "load_state_dict"))
@@ -248,7 +251,7 @@ def _saved_by_name(tracked: object) -> Iterator[object]:
 
 
 def _attributes(of: object) -> Iterator[tuple[str, Any]]:
-    """Also those in ``__slots__``."""
+    """Yield name and value of an object's attributes, including those in ``__slots__``."""
     slots = [name for one in type(of).__mro__ for name in getattr(one, "__slots__", ())]
     for name in [*slots, *getattr(of, "__dict__", ())]:
         if hasattr(of, name):
@@ -256,7 +259,7 @@ def _attributes(of: object) -> Iterator[tuple[str, Any]]:
 
 
 def _mark(thing: Any, state: TrackedState) -> object:
-    """Another one when the thing has changed."""
+    """Return a value that differs when the object has changed."""
     if isinstance(thing, nn.Module):
         tracked = {id(parameter) for parameter in state.parameters()}
         mine = (*thing.parameters(), *thing.buffers())
@@ -289,7 +292,7 @@ def _of_state(value: Any) -> object:
 
 
 def _grown(before: object, after: object) -> bool:
-    """A list to which something was added: a history, to be shown."""
+    """Whether the marks are of a list that has only grown: a history for display."""
     if not (isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after) == 2):
         return False
     (was, old), (now, new) = before, after
@@ -299,7 +302,7 @@ def _grown(before: object, after: object) -> bool:
 
 
 def _sample(tensor: torch.Tensor) -> object:
-    """All that is small; of what is large, elements all over it."""
+    """Return shape and digest of a tensor: of all elements of a small one, and of elements spread over a large one."""
     local = local_part(tensor)
     if local.layout is not torch.strided or local.is_meta or local.is_quantized or not local.numel() or is_freed(local):
         return tuple(local.shape)

@@ -1,4 +1,4 @@
-"""Where in the user's script something was called: what an error or a notice points to."""
+"""Finds the line of the user's script from which something was called, for errors and notices."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", 
 
 
 def user_line(frame: types.FrameType | None = None) -> str:
-    """``train.py:31``: the innermost line of the calls under way that belongs to no library; else to neither rackrun nor torch.
-    Empty: there is none."""
+    """Return text like ``train.py:31``: the innermost line in the current calls that belongs to no library, or else to
+    neither rackrun nor torch; "" if there is none."""
     at = user_frame(frame or sys._getframe(1))
     return _told(at.f_code.co_filename, at.f_lineno) if at is not None else ""
 
 
 def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
-    """The frame of `user_line`."""
+    """Return the frame whose line `user_line` names, or None."""
     at = frame or sys._getframe(1)
     of_library = None
     while at is not None:
@@ -38,7 +38,8 @@ def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
 
 
 def keeps_something(line: str) -> bool:
-    """Whether what stands in ``line`` (of `user_line`), or in the ``if`` that it begins, is given a name. False where there is no source."""
+    """Whether the statement at ``line`` (from `user_line`), or the ``if`` that begins there, assigns to a name. False
+    where there is no source."""
     import ast
     import linecache
 
@@ -59,7 +60,8 @@ def keeps_something(line: str) -> bool:
 
 
 def line_of_name(function: object, name: str) -> str:
-    """Where ``function`` first uses ``name``, a variable of its own, of its closure or of its module; else where it begins."""
+    """Return the line where ``function`` first uses the variable ``name`` (local, of its closure or of its module), or
+    else where the function begins."""
     code = getattr(function, "__code__", None)
     if code is None:
         return ""

@@ -1,1 +1,1 @@
-"""Copies of the state that outlive the process, in memory and on disk."""
+"""Copies of the state that outlive the process: snapshots in memory and checkpoints on disk."""

@@ -1,6 +1,7 @@
-"""Room for the image that goes to disk: one buffer, kept from one checkpoint to the next.
+"""Provides the buffer for the image that goes to disk, kept from one checkpoint to the next.
 
-The first one is planned: what the host cannot bear is refused then, and not by the kernel in the middle of training.
+The first allocation is planned: what the host has no memory for is refused then, and not by the kernel in the middle of
+training.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 __all__ = ["Room"]
 
 _SPARE_ROOM = 64
-"""It has room for an image larger by one part in so many: plain state grows a little."""
+"""The buffer is larger than its image by this fraction (1/64), because plain state grows a little."""
 
 
 class Room:
-    """For so many ranks of this host at once: the first time all take theirs; a newcomer finds the others' taken. ``pin`` is told address and
-    size of what is new, ``unpin`` the address of what goes."""
+    """The checkpoint buffers of one rank.
+
+    ``ranks``: how many ranks of this host allocate theirs at the same time: all the first time; for a newcomer, whose
+    peers have theirs, one. ``pin`` is called with address and size of new memory, ``unpin`` with the address of memory
+    that is freed.
+    """
 
     def __init__(
         self,
@@ -33,8 +38,11 @@ class Room:
         self._kept: mmap.mmap | None = None
 
     def take(self, size: int) -> mmap.mmap:
-        """At least ``size`` bytes, until they are given back. Raises `MemoryPlanError` when there is not enough: for two, as
-        the last checkpoint of a run does not wait for the one before."""
+        """Return a buffer of at least ``size`` bytes, to be given back. Raises `MemoryPlanError` when there is not
+        enough memory.
+
+        Two buffers may be in use at once, because the last checkpoint of a run does not wait for the one before.
+        """
         kept, self._kept = self._kept, None
         if kept is not None and len(kept) >= size:
             return kept
@@ -53,7 +61,7 @@ class Room:
         return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
-        """Nothing is copied to it any more."""
+        """Return a buffer to which nothing is copied any more. The larger of two is kept."""
         goes: mmap.mmap | None = memory
         if self._kept is None or len(self._kept) < len(memory):
             goes, self._kept = self._kept, memory

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: what a whole job that is lost begins again from, with any number of ranks.
+"""Writes checkpoints to disk, from which a whole lost job starts again with any number of ranks.
 
-All ranks write after the same steps, each its own part: replicas share what they have in common. The copy overlaps with the
-next step, as a snapshot's does; the writing goes on for as long as it takes, and a step that is due meanwhile is passed over.
-Nothing that storage does can stop training. `rackrun.worker.snapshots.resumption` is the other way round.
+All ranks write after the same steps, each its own part; replicas share the tensors that they have in common. The copy
+overlaps with the next step, as a snapshot's does. Writing takes as long as it takes, and a step that is due meanwhile
+is passed over. No storage error can stop training. `rackrun.worker.snapshots.resumption` reads the checkpoints.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ _EVERY_S = 300.0
 _SLICE_S = 0.05
 _DISTRUST_S = 2.0
 _PROBATION_STEPS = 10
-"""After so many steps, with a finite loss, what the run was resumed from is good."""
+"""After this many steps, with a finite loss, the checkpoint that the run was resumed from counts as good."""
 
 
 @dataclass(frozen=True)
 class DurableOptions:
-    """``every``: steps; None for about as many as take `_EVERY_S`. ``facts``: what must be the same to go on."""
+    """Options of checkpoints on disk. ``every``: steps between two; None for about as many as take `_EVERY_S`.
+    ``keep``: how many are kept. ``facts``: settings that must be equal for a resumption."""
 
     directory: Path
     every: int | None = None
@@ -59,7 +60,7 @@ class DurableOptions:
 
     @classmethod
     def from_environment(cls, facts: str) -> DurableOptions | None:
-        """As the launcher's options say; None without --checkpoint-dir."""
+        """Return the options that the launcher has put into the environment; None without --checkpoint-dir."""
         directory = os.environ.get("RACKRUN_CHECKPOINT_DIR")
         if not directory:
             return None
@@ -75,6 +76,8 @@ class _Flush:
 
 
 class DurableCheckpoints:
+    """The checkpoints that this rank writes, and the job's lease of their directory."""
+
     def __init__(self, runtime: Runtime, state: TrackedState, options: DurableOptions) -> None:
         self._world, self._state, self._options = runtime.world, state, options
         self._reports = Reports(runtime)
@@ -85,20 +88,21 @@ class DurableCheckpoints:
         self._flushes: list[_Flush] = []
         self._saved = self._given_up = -1
         self._doubtful = False
-        """Whoever was lost may not have written its part of the last one."""
+        """Whether a rank was lost that may not have written its part of the last checkpoint."""
         self._whole: dict[int, bool] = {}
-        """Step -> whether its checkpoint is, as far as somebody has looked."""
+        """Step -> whether its checkpoint is complete, as far as this rank has checked."""
         ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._room = Room(ranks, self._device.pin, self._device.unpin)
         self._complained: set[str] = set()
         token = runtime.boot.token if runtime.boot else ""
         self._owner = content_digest(token.encode())[:16] if token else ""
-        """Of the job; of none there is no lease."""
+        """The job's name in the lease; "" for a job without a token, which takes no lease."""
         self._lease: Lease | None = None
 
     # -- at the start
     def resume(self) -> Position | None:
-        """As `rackrun.worker.snapshots.resumption.Resumption.run`."""
+        """Take the lease and resume from the newest usable checkpoint. Returns its position, or None. Collective;
+        raises the errors of `rackrun.worker.snapshots.resumption.Resumption.run`."""
         began = time.monotonic()
         resumption = Resumption(self._world, self._state, self._store, self._options.facts)
         position, life = resumption.run(self._take() if self._world.rank == 0 else None)
@@ -115,7 +119,7 @@ class DurableCheckpoints:
         return position
 
     def _take(self) -> tuple[str, str] | None:
-        """Own the directory, for the job. Why not, and what to do; None when it does."""
+        """Take the lease of the directory for this job. Returns None, or why that is impossible and what to do."""
         if not self._owner:
             return None
         lease = Lease(self._store, self._owner)
@@ -136,7 +140,8 @@ class DurableCheckpoints:
         return None
 
     def _own(self) -> None:
-        """Rank 0 renews the lease; whoever has become rank 0 goes on with it."""
+        """Renew the lease on rank 0. A process that has become rank 0 takes it over, and one that is rank 0 no longer
+        stops."""
         if self._world.rank != 0:
             if self._lease is not None:
                 self._lease.leave(ended=False)
@@ -146,12 +151,14 @@ class DurableCheckpoints:
             lease.keep(self._complain)
 
     def become(self, state: TrackedState) -> None:
-        """``main`` is entered again: of another state from here on. What is being written goes on."""
+        """Write checkpoints of ``state`` from here on, as ``main`` is entered again. What is being written
+        continues."""
         self._state, self._images = state, StateImages(state)
 
     # -- while training
     def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> bool:
-        """After a step was committed, on all ranks alike. Whether one was begun."""
+        """Begin a checkpoint if one is due after the committed step ``at``, on all ranks alike. Returns whether one was
+        begun. ``last``: it is the run's last step."""
         began = self._state.lineage.began
         if at.step == began + _PROBATION_STEPS and math.isfinite(gate.loss) and self._world.rank == 0:
             threading.Thread(target=self._probation.confirm, args=[began], daemon=True).start()
@@ -160,11 +167,12 @@ class DurableCheckpoints:
         self._own()
         every = self._options.every or self._every(gate)
         if last or gate.draining:
-            self.save(at.step, last=True)  # whether or not an older one is still being written
+            self.save(at.step, last=True)  # even while an older one is being written
             return True
         if self._doubtful and not gate.writing and began < self._saved < at.step:
             self._doubtful = False
-            threading.Thread(target=self._look_at, args=[self._saved], daemon=True).start()  # storage may stand still
+            # in a thread, because storage may not respond
+            threading.Thread(target=self._look_at, args=[self._saved], daemon=True).start()
         if (at.step + 1) % every and (not gate.cut_short or gate.writing):
             return False
         if gate.writing:
@@ -176,11 +184,16 @@ class DurableCheckpoints:
         return True
 
     def somebody_was_lost(self) -> None:
+        """Note that a rank was lost, so that the last checkpoint may be incomplete."""
         self._doubtful = True
 
     def distrust(self, step: int) -> None:
-        """Checkpoints of later steps are not what they should be: no start takes them. Any rank may tell, before the coordinator hears
-        of it: the next start may be near. Storage may stand still; then it is not waited for."""
+        """Quarantine the checkpoints of steps after ``step``, because replicas differed then, so that no start uses
+        them.
+
+        Any rank may do so before it reports to the coordinator, because the next start may be near. Waits 2 s at most,
+        as storage may not respond.
+        """
         newest = self._saved
 
         def bar() -> None:
@@ -195,12 +208,15 @@ class DurableCheckpoints:
         thread.join(_DISTRUST_S)
 
     def cut_short(self, step: int) -> bool:
-        """Whether the last checkpoint is known not to be whole, nor to become so: ``step``, beyond it, is to be one, rather than
-        the next that is due. One that is done again is made whole by whoever has taken a place."""
+        """Whether the last checkpoint is known to be incomplete for good, so that the later ``step`` gets one now and
+        not only when the next is due.
+
+        One of a step that is done again is completed by the process that has taken the lost rank's place.
+        """
         return self._saved < step and self._whole.get(self._saved) is False
 
     def _look_at(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is whole. Of what storage does not tell, nothing is said."""
+        """Check whether the checkpoint of ``step`` is complete. Returns True as well when storage does not answer."""
         whole = True
         with contextlib.suppress(OSError):
             whole = self._is_there(step)
@@ -216,13 +232,15 @@ class DurableCheckpoints:
         return True
 
     def _every(self, gate: GateSums) -> int:
+        """Return the number of steps between two checkpoints: the power of two nearest to `_EVERY_S` of training."""
         step_s = gate.step_s / self._world.size
         return 2 ** max(round(math.log2(_EVERY_S / step_s)), 0) if step_s > 0 else 2**20
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Begin the checkpoint of ``step``. The state must not be changed before `settle`, but by a forward and backward."""
+        """Begin the checkpoint of ``step``. The state may be changed before `settle` only by forward and backward
+        passes. Errors are printed, not raised."""
         if step <= self._saved:
-            return  # done again after a rollback: it is there
+            return  # it exists: the step was done again after a rollback
         former, self._saved = self._saved, step
         ended = not last and former > self._state.lineage.began and former != self._given_up and not self.writing
         kin = self._state.lineage.kin or (self._world.rank,)
@@ -276,28 +294,31 @@ class DurableCheckpoints:
 
     @property
     def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
         return any(flush.thread.is_alive() for flush in self._flushes)
 
     @property
     def copying(self) -> bool:
-        """The state must not be changed yet."""
+        """Whether the state is still being copied, so that it must not be changed."""
         return any(not flush.copied.is_set() for flush in self._flushes)
 
     def settle(self, waiting: Callable[[], None]) -> None:
-        """Wait until the state has been copied. ``waiting`` is called now and then."""
+        """Wait until the state has been copied. ``waiting`` is called at intervals."""
         for flush in self._flushes:
             while not flush.copied.wait(_SLICE_S):
                 waiting()
 
     def make_whole(self, step: int) -> None:
-        """Of a rank that takes a place after the last step, with the state of that step: who had the place may not have written its part. As `save`."""
+        """Write this rank's part of the last step's checkpoint, if that is incomplete, on a rank that takes a place
+        after the last step: its predecessor may not have written it. As `save`."""
         self._own()
         if not self._look_at(step):
             self._saved = min(self._saved, step - 1)
             self.save(step, last=True)
 
     def is_over(self) -> None:
-        """All ranks have written what they had to."""
+        """Print on rank 0 if the last checkpoint is incomplete. To be called when all ranks have written their
+        parts."""
         step = self._saved
         if self._world.rank == 0 and step > max(self._state.lineage.began, self._given_up) and not self._look_at(step):
             self._complain(
@@ -305,7 +326,8 @@ class DurableCheckpoints:
             )
 
     def finish(self, enough: Callable[[], bool]) -> None:
-        """As `wait_written`; the run has come to its end."""
+        """Wait like `wait_written` at the end of the run, then confirm the checkpoint that it was resumed from, and
+        release the lease."""
         self.wait_written(enough)
         if self._world.rank == 0 and not enough():
             self._probation.confirm(self._state.lineage.began)
@@ -313,7 +335,7 @@ class DurableCheckpoints:
                 self._lease.leave(ended=True)
 
     def wait_written(self, enough: Callable[[], bool]) -> None:
-        """Wait until what was begun is on disk or has failed, or until there is something better to do."""
+        """Wait until all checkpoints in progress are on disk or have failed, or until ``enough()`` is true."""
         for flush in self._flushes:
             while flush.thread.is_alive() and not enough():
                 flush.thread.join(_SLICE_S)
@@ -321,12 +343,12 @@ class DurableCheckpoints:
     def _write(
         self, step: int, part: tuple[int, int], layout: ImageLayout, payload: memoryview, began: float, *, last: bool
     ) -> None:
-        """``part``: this rank, of so many, when the checkpoint was begun."""
+        """Write this rank's part. ``part``: (rank, number of ranks) when the checkpoint was begun."""
         life, (rank, ranks) = self._state.lineage.life, part
         if self._lease is not None and self._lease.lost:
             raise CheckpointError(self._lease.lost + ".", remedy="give each job a --checkpoint-dir of its own.")
         if step in self._probation.quarantined():
-            return  # what is published stays, and nobody takes it
+            return  # the published one stays, and no start uses it
         writer = self._store.writer(step, step, life, ranks)
         written = writer.write_shard(rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         whole = written and writer.finish()
@@ -337,7 +359,8 @@ class DurableCheckpoints:
             failure = writer.failure
             self._failed(step, f"could not be written: {failure}", reason=f"{failure.kind} {failure.errno}")
         if whole or rank == 0:
-            # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
+            # All ranks had finished the checkpoint before when this one was begun: nobody will finish parts of it that
+            # are missing.
             collect(
                 self._store,
                 Retention(self._options.keep),
@@ -355,7 +378,7 @@ class DurableCheckpoints:
         self._complain(f"the checkpoint of step {step} {why}", reason)
 
     def _complain(self, what: str, reason: str = "") -> None:
-        """Once for each reason: a full disk stays full."""
+        """Print a complaint once for each reason, because a full disk stays full."""
         reason = reason or what.partition(":")[2] or what
         if reason not in self._complained:
             self._complained.add(reason)

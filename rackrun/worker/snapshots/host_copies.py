@@ -1,4 +1,5 @@
-"""Copies tensors of a shard into memory of the host while training goes on: what neither forward nor backward changes."""
+"""Copies a shard's tensors into host memory, while training goes on for tensors that forward and backward do not
+change."""
 
 from __future__ import annotations
 
@@ -17,34 +18,41 @@ from rackrun.worker.state.state_image import Shard
 __all__ = ["HostCopies", "copies_from"]
 
 _GROUP_BYTES = 128 * 2**20
-"""Of a device's copies, behind which the host can go on with what has come: a few milliseconds of the bus."""
+"""Size of a group of device copies, in bytes, after which the host can use what has arrived: a few milliseconds of bus
+time."""
 
 
 class HostCopies:
-    """From memory to memory."""
+    """Copies between two places in host memory; also the interface of copies from a device."""
 
     def ready(self) -> torch.cuda.Event | None:
-        """Taken when the state is as it is to be copied."""
+        """Return an event that marks the current state as the one to copy; None on the host."""
         return None
 
     def pin(self, address: int, size: int) -> None:
-        """Make this memory quick to copy to, where that is possible, in the course of time: nobody waits for it."""
+        """Make copies to this memory fast (page-locked), where that is possible. Returns at once; the work is done in
+        the background."""
 
     def unpin(self, address: int) -> None:
-        """Before that memory goes."""
+        """Release what `pin` did, before the memory is freed."""
 
     def cuts(self, address: int, size: int) -> list[int]:
-        """Where a copy from or to these bytes is to be cut."""
+        """Return the addresses at which a copy from or to these bytes must be cut."""
         return no_cuts(address, size)
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
-        """The thread that trains, as the state is now, whatever changes it next. On a GPU only asked for: take `ready` after it, and call `copy` with
-        that; when that returns, ``paths`` are there as well."""
+        """Copy the tensors at ``paths`` into ``into`` as they are now, whatever changes them next. Called by the thread
+        that trains.
+
+        On a GPU the copy is only enqueued. Take `ready` after it and pass that to `copy`; when `copy` returns,
+        ``paths`` are complete as well.
+        """
         for path in paths:
             write_tensor(shard.layout, path, shard.tensors[path], into)
 
     def held_up_s(self) -> float:
-        """How long the last `copy_now` has kept the device from training, without the host. To be asked when a `copy` after it has returned."""
+        """Return how long, in seconds, the last `copy_now` kept the device from training, without the host's time. To
+        be called after the following `copy` has returned."""
         return 0.0
 
     def copy(
@@ -55,13 +63,15 @@ class HostCopies:
         ready: torch.cuda.Event | None,
         filled: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Any thread; returns when ``paths`` are there. ``filled``: as of `write_tensors`."""
+        """Copy the tensors at ``paths`` into ``into``, and return when they are complete. Any thread. ``filled``: see
+        `write_tensors`."""
         del ready
         write_tensors(shard.layout, {path: shard.tensors[path] for path in paths}, into, filled)
 
 
 class _GpuCopies(HostCopies):
-    """On a stream of their own, beside the next step's kernels. Pinned where the driver allows it, else slower."""
+    """Copies from a GPU on a stream of their own, beside the next step's kernels. The memory is pinned where the driver
+    allows it; otherwise copies are slower."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,7 +80,7 @@ class _GpuCopies(HostCopies):
         self._copies = DeviceCopies(self._pinning.cuts)
         self._copying = threading.Lock()  # an older checkpoint may still be copied
         self._now: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Before and behind the last `copy_now`."""
+        """Events before and after the last `copy_now`."""
 
     def ready(self) -> torch.cuda.Event | None:
         event = torch.cuda.Event()
@@ -90,7 +100,7 @@ class _GpuCopies(HostCopies):
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
         begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with self._copying:  # in front of what changes them next, in the same stream
+        with self._copying:  # ahead of whatever changes them next, in the same stream
             begun.record()
             self._copies.enqueue(shard.layout, shard.tensors, paths, into)
             done.record()
@@ -117,20 +127,22 @@ class _GpuCopies(HostCopies):
                     for upto in self._copies.in_groups(shard.layout, shard.tensors, paths, into, _GROUP_BYTES):
                         event = torch.cuda.Event(
                             blocking=True
-                        )  # this thread sleeps, and leaves its core to who digests
+                        )  # this thread sleeps, and leaves its core to threads that digest
                         event.record()
                         groups.append((upto, event))
             for upto, event in groups:
                 event.synchronize()
                 filled(upto)
-        finally:  # nothing is on its way to this memory, whatever happens
+        finally:  # in any case no copy to this memory may be in flight
             self._stream.synchronize()
             ready.synchronize()
 
     def _use_device(self) -> None:
-        """First in each thread: else it would make a context on the first GPU."""
+        """Select this object's GPU; must come first in each thread, which would create a context on the first GPU
+        otherwise."""
         use_device(self._device)
 
 
 def copies_from(device: torch.device) -> HostCopies:
+    """Return the copies that suit tensors on ``device``."""
     return _GpuCopies(device) if device.type == "cuda" else HostCopies()

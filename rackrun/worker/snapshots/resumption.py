@@ -1,8 +1,9 @@
-"""How a job begins from a checkpoint on disk: all ranks agree on the newest that every one of them can read, and each fills its
-tensors from whichever shards hold them.
+"""Resumes a job from a checkpoint on disk: all ranks agree on the newest that every rank can read, and fill their
+tensors from it.
 
-A checkpoint that was resumed from again and again, without a newer one having been finished since, may be what ends the job:
-it is passed over, as one is that was quarantined (`rackrun.checkpoint.durable.probation`). Rank 0 says which.
+Each rank reads the shards that hold parts of its tensors. A checkpoint that was resumed from several times, with no
+newer one finished since, may itself be what ends the job. It is passed over, like one that was quarantined
+(`rackrun.checkpoint.durable.probation`); rank 0 prints which.
 """
 
 from __future__ import annotations
@@ -32,23 +33,28 @@ __all__ = ["Resumption", "say"]
 
 
 class Resumption:
-    """``facts``: what must be the same to go on."""
+    """One attempt of all ranks to resume. ``facts``: settings that must equal those of the checkpoint's run."""
 
     def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
         self._world, self._state, self._store, self._facts = world, state, store, facts
         self._probation = Probation(store.directory, store.files)
         self.not_used: list[int] = []
-        """Generations that are newer than the one that was taken."""
+        """Checkpoints that are newer than the one that was used."""
         self._unusable: dict[int, tuple[str, bool]] = {}
-        """Generations that are listed, and of which some rank could not read as much as what they are: why, and whether they are damaged."""
+        """Checkpoints that exist but that some rank could not open: why, and whether they are damaged."""
 
     def run(self, refused: tuple[str, str] | None = None) -> tuple[Position | None, int]:
-        """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
-        been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
-        start. ``refused``: why this rank may not use the directory, and what to do; it counts for all. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
+        """Fill the state from the newest checkpoint that all ranks can read and that was not resumed from in vain too
+        often. Collective, before the first step.
+
+        Returns its position, None if there is no checkpoint yet, and a number that is larger at every start.
+        ``refused``: why this rank may not use the directory, and what to do; it counts for all ranks. Raises
+        `StateLost` when there are checkpoints and none can be used, and `UsageError` when the directory is refused, is
+        of another run, or is not shared by all ranks.
+        """
         if refusal := next((why for why in self._gather(refused) if why), None):
             raise UsageError(refusal[0], remedy=refusal[1])
-        mine, unusable = self._look()  # not before the directory is this job's: another may have been writing
+        mine, unusable = self._look()  # only once the directory is this job's: another may have been writing
         listed = self._gather([found[0] for found in mine])
         self._look_for({generation for theirs in listed for generation in theirs}, mine, unusable)
         barred = self._probation.barred() if self._world.rank == 0 else {}
@@ -76,7 +82,8 @@ class Resumption:
         return position, life
 
     def _look(self) -> tuple[list[list[Any]], dict[int, list[Any]]]:
-        """What this rank sees: number and digest of each generation; and why others cannot be used, and whether they are damaged."""
+        """Return what this rank sees: [number, digest] of each usable checkpoint; and for each other one why it cannot
+        be used and whether it is damaged."""
         try:
             self._store.files.make_root(self._store.root)
             self._store.complete()
@@ -90,8 +97,8 @@ class Resumption:
         return mine, {generation: [str(why), is_damage(why)] for generation, why in left_out.items()}
 
     def _look_for(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
-        """Generations that another rank has listed and this one has not, looked for by name: a host's list of a shared directory may be
-        seconds old."""
+        """Look for checkpoints by name that another rank has listed and this one has not: a host's listing of a shared
+        directory may be seconds old."""
         for generation in sorted(listed - {found[0] for found in mine} - set(unusable), reverse=True):
             try:
                 mine.append([generation, self._store.whole(generation)[1]])
@@ -101,7 +108,8 @@ class Resumption:
                 unusable[generation] = [str(error), is_damage(error)]
 
     def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
-        """The same on all ranks. A resumption is remembered before anything is trained on it."""
+        """Return the position of the first checkpoint in ``there`` that can be used, or None: the same on all ranks.
+        The resumption is recorded before any training follows."""
         for generation in there:
             if generation in barred:
                 if self._world.rank == 0:
@@ -118,7 +126,8 @@ class Resumption:
         return None
 
     def _try(self, generation: int) -> Position | None:
-        """Whether every rank could read it."""
+        """Fill the state from the checkpoint ``generation``, and return its position; None if some rank could not read
+        it."""
         problem, damaged, step, world_size, different = "", False, -1, 0, ""
         try:
             with self._store.open(generation) as reader:
@@ -138,15 +147,16 @@ class Resumption:
         return Position(step)
 
     def _say_unlike(self, told: list[str]) -> None:
-        """``told``: of each rank, as of `rackrun.worker.device.numerics.unlike`."""
+        """Print each difference in numerics once. ``told``: of each rank, from
+        `rackrun.worker.device.numerics.unlike`."""
         for different in dict.fromkeys(filter(None, told)):
             say(
                 f"rank {told.index(different)} goes on from a state that was computed with {different}: the same bits as without a stop are not promised"
             )
 
     def _pass_over(self, generation: int, why: str, damaged: bool) -> None:
-        """What is damaged stays so, and is remembered: it must not outlive a good one as one of the newest. What storage did not give
-        may be whole."""
+        """Record that a checkpoint is not used. A damaged one stays damaged and is quarantined, so that it does not
+        outlive a good one as one of the newest. One that storage failed to deliver may be intact."""
         self.not_used.append(generation)
         if self._world.rank == 0:
             say(f"the checkpoint of step {generation} is not used: {why}")
@@ -154,7 +164,8 @@ class Resumption:
                 self._probation.quarantine(generation, f"damaged: {why}")
 
     def _fill_from(self, reader: GenerationReader) -> str:
-        """Returns what was computed otherwise there than here (`rackrun.worker.device.numerics.unlike`)."""
+        """Fill the state from ``reader``, and return how the numerics there differ from this rank's
+        (`rackrun.worker.device.numerics.unlike`). Raises `UsageError` for other ``facts``."""
         layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
         rank, same = self._world.rank, reader.world_size == self._world.size
         own = rank if same else 0
@@ -164,21 +175,22 @@ class Resumption:
                 f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._facts}.",
                 remedy="resume with the same, or give another --checkpoint-dir.",
             )
-        holders = manifest.lineage.kin or (own,)  # what is not its own is its replicas'
+        holders = manifest.lineage.kin or (own,)  # other tensors are held by its replicas
         if not same:
             holders = tuple(range(reader.world_size))
             manifests = (manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts))
             check_alike(manifests, f"the {reader.world_size} ranks that wrote {reader.directory}")
 
         def source(path: str, target: TensorEntry) -> int | None:
-            first = same or self._state.is_buffer(path)  # its own; in a world of another size, rank 0's count for all
+            # this rank's own; in a world of another size rank 0's, for all ranks
+            first = same or self._state.is_buffer(path)
             return own if first and layouts[own].by_name.get(target.name) == target else None
 
         Refill(self._state, manifest, rank, layouts, holders, source).run(reader.read)
         return unlike(manifest.numerics, self._world.device)
 
     def _gather(self, mine: Any) -> list[Any]:
-        """From every rank: plain data."""
+        """Return the plain data ``mine`` of every rank, in rank order."""
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
         sizes = [int(row.item()) for row in self._gather_rows(torch.tensor([encoded.numel()]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)

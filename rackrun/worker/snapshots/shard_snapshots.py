@@ -1,16 +1,19 @@
-"""Snapshots of shards that have no live copy, in memory that the agent owns and that outlives this process.
+"""Takes and restores snapshots of shards without a live copy, in memory that the agent owns and that outlives this
+process.
 
-Two arenas of one slot are written in turn; the heartbeat page says which hold what, whole, and which of them the agent is to
-copy to other trays (`rackrun.agent.snapshots.mirror`): a new one only when all ranks have done with the last. All ranks take them after the
-same steps (the interval is drawn from figures that every gate sums up), because all of them go back together.
+Two arenas of one slot each are written in turn. The heartbeat page says which snapshots they hold complete, and which
+one the agent has to copy to other trays (`rackrun.agent.snapshots.mirror`); the next is copied only when all ranks have
+finished the last. All ranks take snapshots after the same steps, because all of them go back together. The interval
+follows from figures that every gate sums up.
 
-The copy overlaps with the next step: forward and backward change no parameter and no optimizer state. What they may change
-(buffers, other tracked objects) is copied at once. Every rank has sealed its snapshot before it enters the next gate, so a
-rank that writes over an older one knows that all others have a newer one.
+The copy overlaps with the next step: forward and backward change no parameter and no optimizer state. What they may
+change (buffers, other tracked objects) is copied at once. Every rank has sealed its snapshot before it enters the next
+gate, so a rank that overwrites an older one knows that all others have a newer one.
 
-A snapshot is called by its id everywhere: its step, and the layout that the world's shards had. Of another layout than the
-present one are those that the ranks have filled their state from when ``main`` was entered again (`rackrun.worker.restore.reshard_from_snapshots`): they are
-kept until a gate has passed in the new one, and are never loaded as if they were of it.
+A snapshot's id is made of its step and of the layout that the world's shards had. Snapshots of another layout than the
+current one are those that the ranks filled their state from when ``main`` was entered again
+(`rackrun.worker.restore.reshard_from_snapshots`). They are kept until a gate has passed in the new layout, and are
+never loaded as if they belonged to it.
 """
 
 from __future__ import annotations
@@ -49,15 +52,16 @@ __all__ = ["Snapshots"]
 _CORES_A_THREAD = 8
 _THREADS_MAX = 4
 _DIGESTING_MAX = 8
-"""Beside a device that copies: the bus brings about 50 GB/s, and a thread digests about 10."""
+"""The most threads that compute digests beside a device that copies: the bus delivers about 50 GB/s, and a thread
+digests about 10."""
 _SLICE_S = 0.05
 _PINNED_STEPS = 1000
-"""For so long what other trays have is worth keeping here, when nothing newer comes through."""
+"""For this many steps a snapshot that other trays hold is worth keeping on this rank when no newer one reaches them."""
 
 
 @dataclass
 class _Copying:
-    """A snapshot in the making."""
+    """A snapshot that is being copied."""
 
     named: int
     slot: int
@@ -65,13 +69,16 @@ class _Copying:
     generation: int
     thread: threading.Thread | None = None
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Of what is copied while the next step runs."""
+    """Tensors that are copied while the next step runs, with their versions at the beginning."""
     cpu_s: float = 0.0
     torn: bool = False
     error: BaseException | None = None
 
 
 class Snapshots:
+    """The snapshots of this rank: takes them, keeps up to two, and loads them after a rollback. ``every``: steps
+    between two; None chooses the interval."""
+
     def __init__(self, runtime: Runtime, state: TrackedState, every: int | None) -> None:
         self._runtime, self._state, self._every = runtime, state, every
         self._fds = runtime.boot.snapshot_fds if runtime.boot else (-1, -1)
@@ -82,27 +89,31 @@ class Snapshots:
         beside = _threads() if runtime.device.type == "cpu" else _threads_of_all()  # a device leaves the cores idle
         self._arenas = SnapshotMemory(self._fds, self._device, (beside, _threads_of_all()))
         self._mirrored = -1
-        """The newest of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
-        trays may be parity, which is of use only beside it."""
+        """Id of the newest snapshot that every rank can get without its own tray; -1 for none. It stays in its slot,
+        because what other trays hold may be parity, which is of use only beside it."""
         self.cost_s = 0.0
-        """What the last one took from training on this rank: the wait, on CPUs the work, and on GPUs what the device copies in front of the next
-        step."""
+        """Seconds of training that the last snapshot took on this rank: the wait; on CPUs the work; on GPUs what the
+        device copies ahead of the next step."""
         self.bytes = 0
-        """Of the last one, on this rank."""
+        """Bytes of the last snapshot on this rank."""
 
     def oldest_kept(self) -> Position | None:
-        """What the world may go back to, at the most."""
+        """Return the oldest position that the world may go back to, as far as this rank's snapshots go; None if it
+        holds none."""
         named = [*self._held, *([self._mirrored] if self._mirrored >= 0 else [])]
         steps = [step for one in named if (step := step_in(self._runtime.world.layout, Step(one))) is not None]
         return Position(min(steps)) if steps else None
 
     def named(self, step: int) -> int:
-        """The id of this world's snapshot of ``step``."""
+        """Return the id of this world's snapshot of ``step``."""
         return snapshot_id(self._runtime.world.layout, Step(step))
 
     def take_if_due(self, at: Position, gate: GateSums, *, now: bool) -> bool:
-        """Whether one was begun. ``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
-        after a recovery, because a newcomer cannot go back to what is older than itself."""
+        """Begin a snapshot if one is due after ``at``, and return whether one was begun: the same on all ranks.
+
+        ``gate`` holds the sums of all ranks' snapshot costs and step times, from which the interval follows. ``now``:
+        take one in any case, after a recovery, because a newcomer cannot go back to a time before it joined.
+        """
         if gate.mirrored == self._runtime.world.size:
             everywhere = self._runtime.page.mirrored
             self._mirrored = -1 if step_in(self._runtime.world.layout, Step(everywhere)) is None else everywhere
@@ -113,23 +124,25 @@ class Snapshots:
             )
         mirrored = self._runtime.world.has_mirrors
         if self._fds[0] < 0 or (mirrored and gate.mirroring and not now):
-            return False  # what is on its way must not be written over, nor what all have elsewhere
+            # a snapshot on its way to other trays must not be overwritten, nor the one that all have there
+            return False
         due = now or at.step % (self._every or self._interval(at, gate)) == 0
         if due:
             self.take(at.step, mirror=mirrored and not gate.mirroring)
         return due
 
     def take_to_compare(self, step: int, *, keep: int) -> bool:
-        """Begin the snapshot of ``step``, whose state is about to be compared with that of replicas; the one of ``keep``, which was
-        found good, stays. Whether it was begun."""
+        """Begin the snapshot of ``step``, whose state is about to be compared with that of replicas, and return whether
+        it was begun. The snapshot of ``keep``, which was found good, stays."""
         if self._fds[0] < 0:
             return False
-        self._mirrored = -1  # replicas need no copies elsewhere
+        self._mirrored = -1  # replicas need no copies on other trays
         self.take(step, besides=self.named(keep))
         return True
 
     def _interval(self, at: Position, gate: GateSums) -> int:
-        """A power of two: estimates that differ by noise seldom move it, and what it was before need not be known."""
+        """Return the number of steps between two snapshots. It is a power of two, so that noise in the estimates seldom
+        changes it, and the former interval need not be known."""
         size = self._runtime.world.size
         observed = Observed(
             steps=1,
@@ -151,9 +164,12 @@ class Snapshots:
         besides: int = -1,
         unless: Callable[[Callable[[], None]], bool] | None = None,
     ) -> None:
-        """Begin the snapshot of ``step``; ``mirror``: other trays shall have a copy of it, or its parity. The state must not be changed before `settle`, but by a forward and backward.
-        It is not begun once this rank has told what it has, of which the next plan is made (`World.unless_broken`, or ``unless``).
-        ``besides``: the id of one that stays, whatever goes."""
+        """Begin the snapshot of ``step``. The state may be changed before `settle` only by forward and backward passes.
+
+        Not begun once this rank has reported for the next plan what it holds (``unless``, by default
+        `World.unless_broken`). ``mirror``: other trays are to get a copy or its parity. ``besides``: the id of a
+        snapshot that stays in any case. Raises `MemoryPlanError`.
+        """
         self.settle()
         began = time.monotonic()
         named = self.named(step)
@@ -167,8 +183,8 @@ class Snapshots:
         shard = self._images.describe(self._runtime.world.replica_class, digests=self._state.sharded())
         described, self.bytes = time.monotonic() - began, shard.layout.total_bytes
         writer = self._begin(slot, named, shard.layout.total_bytes)
-        self.warm(shard.layout.total_bytes)  # the next one goes to the other arena
-        began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
+        self.warm(shard.layout.total_bytes)  # for the next one, in the other arena
+        began = time.monotonic()  # an arena is allocated once, so that time is not part of the cost
         later = self._state.standing_until_gate(shard.tensors)
         write_head(shard.layout, shard.plain, writer.payload)
         self._device.copy_now(shard, writer.payload, shard.tensors.keys() - later)
@@ -188,16 +204,18 @@ class Snapshots:
         self.cost_s = described + time.monotonic() - began
 
     def hold(self, step: int) -> None:
-        """Begin the snapshot of ``step``, after which the state stands, if there is none."""
+        """Begin the snapshot of ``step``, after which the state has not changed, unless it exists."""
         if self.named(step) not in self._held:
             self.take(step)
 
     @property
     def copying(self) -> bool:
+        """Whether a snapshot is being copied."""
         return self._copying is not None
 
     def settle(self, waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait until the snapshot in the making, if any, is sealed. ``waiting`` is called now and then."""
+        """Wait until the snapshot in progress, if any, is sealed; raises its error. ``waiting`` is called at
+        intervals."""
         copying, self._copying = self._copying, None
         if copying is None or copying.thread is None:
             return
@@ -214,16 +232,19 @@ class Snapshots:
         self.cost_s += self._device.held_up_s()
 
     def warm(self, size: int | None = None) -> None:
-        """Begin to make the memory that snapshots will need, two of them, of ``size`` bytes: by default, as large as one would be now.
-        Returns at once; where it cannot be had, that is said when one is taken."""
+        """Begin to allocate the memory for two snapshots of ``size`` bytes each, by default the size of one now.
+        Returns at once; errors are raised when a snapshot is taken."""
         if self._fds[0] < 0 or self._arenas.complete:
             return
         size = self._images.describe("").layout.total_bytes if size is None else size
         self._arenas.ahead(size, rank=self._runtime.world.rank, epoch=self._runtime.world.generation)
 
     def expect(self) -> None:
-        """As `warm`, perhaps before the first step: with what optimizers will hold. Nothing is begun where that is not known, nor where it
-        will be the host's memory: they come first, and snapshots are planned with what they leave."""
+        """Begin to allocate memory like `warm`, perhaps before the first step, with room for what optimizers will hold.
+
+        Does nothing where that size is unknown, or where optimizers will use host memory: they come first, and
+        snapshots are planned with what they leave.
+        """
         if self._fds[0] < 0 or self._arenas.complete:
             return
         to_come = bytes_to_come(self._state.optimizers.values())
@@ -232,17 +253,18 @@ class Snapshots:
             self.warm(self._images.describe("").layout.total_bytes + to_come)
 
     def finish(self) -> None:
-        """No more are taken."""
+        """Stop allocating memory: no more snapshots are taken."""
         self._arenas.stop()
 
     def _begin(self, slot: int, named: int, size: int) -> SlotWriter:
-        """Raises `MemoryPlanError` when there is no memory for it."""
+        """Return a writer for the snapshot ``named`` in ``slot``. Raises `MemoryPlanError` when there is not enough
+        memory."""
         world = self._runtime.world
         arena = self._arenas.arena(
             slot, size, rank=world.rank, epoch=world.generation, waiting=self._runtime.page.progress
         )
         for info in arena.slots():
-            if info.generation == named and info.manifest_digest:  # a step that is done again
+            if info.generation == named and info.manifest_digest:  # the step is being done again
                 arena.release(named)
         return arena.begin(named, named)
 
@@ -254,7 +276,7 @@ class Snapshots:
             threads = _digesting_threads() if self._runtime.device.type != "cpu" else 0
             self._device.copy(shard, writer.payload, later, ready, lambda upto: writer.filled(upto, threads))
             copying.torn = any(tensor._version != version for tensor, version in copying.versions)
-            if copying.torn:  # the script has changed parameters where it may not
+            if copying.torn:  # the script has changed parameters between two units
                 writer.abandon()
                 return
             writer.seal(shard.layout.total_bytes, shard.layout.layout_hash, threads=_threads())
@@ -270,16 +292,17 @@ class Snapshots:
 
     # -- go back
     def fetch(self, step: int, restore: Restore, overtaken: Callable[[], bool]) -> int:
-        """The lost rank's snapshot, from the agents that keep it or its parity. Returns the descriptor of its arena. RuntimeError and `Damaged` as
-        of `fetch_snapshot`."""
+        """Fetch the snapshot of ``step`` of the lost rank that ``restore`` names, from the agents that keep it or its
+        parity, and return the descriptor of its arena. Raises the errors of `fetch_snapshot`."""
         token = self._runtime.boot.token if self._runtime.boot else ""
         return fetch_snapshot(restore, self.named(step), token, overtaken)
 
     def load(self, step: int, fetched: int | None, *, all_go_back: bool = True) -> Manifest:
-        """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
+        """Load the state of ``step`` from this rank's own snapshot or from what `fetch` returned, and return its
+        manifest.
 
-        Raises `Damaged` when a chunk of it is not what was sealed: the state is untouched then, and an older snapshot of
-        this rank is still there.
+        ``all_go_back``: the whole world goes back to ``step``. Raises `Damaged` when a chunk is not what was sealed.
+        The state is unchanged then, and an older snapshot of this rank still exists.
         """
         self.settle()
         named = self.named(step)
@@ -302,13 +325,13 @@ class Snapshots:
         for later in [other for other in self._held if other > named]:
             self._forget(later)
         if self._runtime.world.has_mirrors and all_go_back:
-            self._mirrored = named  # all go back to it, and keep it until something newer is elsewhere
+            self._mirrored = named  # all ranks go back to it, and keep it until other trays hold a newer one
         return manifest
 
     # -- main is entered again
     def hand_over(self, at: Position, unless: Callable[[Callable[[], None]], bool]) -> None:
-        """Seal the state as it stands, which is that of ``at``, for the ranks of another world to read. One that there is already will
-        do, but that a phase may have changed the state since. Raises `MemoryPlanError`."""
+        """Seal the current state, which is the one at ``at``, for the ranks of another world to read. An existing
+        snapshot of the step is enough, unless a phase may have changed the state since. Raises `MemoryPlanError`."""
         named = self.named(at.step)
         former = self._held.get(named)
         if former is not None and not at.phase:
@@ -319,35 +342,39 @@ class Snapshots:
             self._runtime.page.seal_snapshot(former, -1)
 
     def become(self, state: TrackedState) -> None:
-        """Of another state from here on: what there is of the former one stays until `drop_former`."""
+        """Take snapshots of ``state`` from here on. Those of the former state are kept until `drop_former`."""
         self._state, self._images = state, StateImages(state)
         self._mirrored = -1
         self.cost_s = 0.0
 
     def keep(self, step: int, unless: Callable[[Callable[[], None]], bool], besides: int) -> None:
-        """Seal the new state, beside the old one, whose id is ``besides``; other trays are to have it soon: what they have of the old one
-        is of no use without what goes here. Raises `MemoryPlanError`."""
+        """Seal the new state of a new layout and keep the old snapshot ``besides``. Raises `MemoryPlanError`.
+
+        Other trays get a copy soon, because what they hold of the old snapshot is useless without what this rank will
+        drop.
+        """
         self.take(step, mirror=self._runtime.world.has_mirrors, unless=unless, besides=besides)
         self.settle()
 
     def drop_former(self) -> None:
-        """A gate has passed in this layout: nobody will ask for what is of another."""
+        """Drop the snapshots of other layouts. A gate has passed in the current one, so nobody will need them."""
         layout = self._runtime.world.layout
         for named in [one for one in self._held if step_in(layout, Step(one)) is None]:
             self._forget(named)
 
     def drop_all(self) -> None:
-        """This rank's state is another's from here on."""
+        """Drop all snapshots, because this rank is given another rank's state."""
         for named in list(self._held):
             self._forget(named)
 
     def drop_upto(self, step: int) -> None:
-        """All ranks have live copies of their state: nobody goes back so far."""
+        """Drop the snapshots up to ``step``: all ranks have live copies of their state, so nobody goes back that
+        far."""
         for named in [one for one in self._held if one <= self.named(step)]:
             self._forget(named)
 
     def own_image(self, named: int) -> SlotReader | None:
-        """The snapshot with this id, if this process holds it."""
+        """Return the snapshot with the id ``named`` if this process holds it, else None."""
         arena = self._arenas[self._held[named]] if named in self._held else None
         return None if arena is None else arena.reader(named, owner=arena.rank)
 
@@ -363,17 +390,18 @@ class Snapshots:
 
 
 def _threads() -> int:
-    """Beside training."""
+    """Return the number of threads for work beside training."""
     return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // _CORES_A_THREAD))
 
 
 def _digesting_threads() -> int:
-    """While a device computes and copies: half of what is this rank's of the host's cores, which it leaves idle."""
+    """Return the number of threads for digests while a device computes and copies: half of this rank's share of the
+    host's cores, which are idle then."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(_DIGESTING_MAX, len(os.sched_getaffinity(0)) // ranks // 2))
 
 
 def _threads_of_all() -> int:
-    """While nobody trains: the host's ranks share its cores."""
+    """Return the number of threads for work while no rank trains: this rank's share of the host's cores, at most 4."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // ranks))

@@ -1,7 +1,8 @@
-"""The memory that snapshots are written to: two arenas, made beside training as soon as their size is known.
+"""Provides the memory for snapshots: two arenas, allocated beside training as soon as their size is known.
 
-Tens of gigabytes take the kernel seconds. Nobody waits for what is made ahead, and what it fails of is said by whoever needs it:
-`arena` waits for what is being made, and else makes it. So which steps have a snapshot does not depend on when memory is there.
+Allocating tens of gigabytes takes the kernel seconds. Nothing waits for an allocation in advance, and its errors are
+raised only when the memory is needed: `arena` waits for an allocation in progress, or starts one. So which steps have a
+snapshot does not depend on when memory is available.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ __all__ = ["SnapshotMemory"]
 
 _SLICE_S = 0.05
 _SPARE_ROOM = 64
-"""An arena has room for an image larger by one part in so many: plain state grows a little."""
+"""An arena is larger than its image by this fraction (1/64), because plain state grows a little."""
 
 
 @dataclass
 class _Making:
-    """An arena, in a thread of its own."""
+    """An arena that is being allocated by a thread of its own."""
 
     size: int
     threads: int
@@ -38,8 +39,8 @@ class _Making:
 
 
 class SnapshotMemory:
-    """``fds``: of the agent's empty memfds. ``device`` is told what to pin. ``threads``: so many have the pages beside training, and so many
-    while it waits."""
+    """``fds``: the agent's empty memfds, one for each arena. ``device``: pins the new memory. ``threads``: how many
+    threads touch the pages beside training, and while training waits."""
 
     def __init__(self, fds: Sequence[int], device: HostCopies, threads: tuple[int, int]) -> None:
         self._fds, self._device = fds, device
@@ -47,25 +48,26 @@ class SnapshotMemory:
         self._arenas: list[Arena | None] = [None] * len(fds)
         self._making: list[_Making | None] = [None] * len(fds)
         self._one_by_one = threading.Lock()
-        """The first one is planned with the second, which finds the first one's memory taken; and the kernel takes two no faster."""
+        """Held during an allocation. The second arena is planned only when the first has its memory, and the kernel
+        allocates two no faster at once."""
 
     def __getitem__(self, slot: int) -> Arena | None:
-        """None: it was not needed yet."""
+        """Return the arena in ``slot``; None if it was not needed yet."""
         return self._arenas[slot]
 
     @property
     def complete(self) -> bool:
-        """All arenas are there, or being made, or could not be."""
+        """Whether each arena exists, is being allocated, or could not be."""
         return not self._lacking()
 
     def ahead(self, size: int, *, rank: int, epoch: int) -> None:
-        """Begin to make those that are not there, for images of ``size`` bytes; returns at once. What there is stays, whatever its size: a
-        snapshot may be in it."""
+        """Begin to allocate the missing arenas for images of ``size`` bytes, and return at once. Existing ones stay,
+        whatever their size, because they may hold a snapshot."""
         for slot in self._lacking():
             self._make(slot, size, self._threads_beside, rank=rank, epoch=epoch)
 
     def stop(self) -> None:
-        """Nobody will need what is not there yet. Its thread ends soon."""
+        """Give up allocations in progress, because they will not be needed. Their threads end soon."""
         for making in self._making:
             if making is not None:
                 making.wanted = False
@@ -73,8 +75,11 @@ class SnapshotMemory:
     def arena(
         self, slot: int, size: int, *, rank: int, epoch: int, waiting: Callable[[], None] = lambda: None
     ) -> Arena:
-        """With room for an image of ``size`` bytes; what a smaller one held is lost. ``waiting`` is called now and then. Raises
-        `MemoryPlanError` when there is no memory for it."""
+        """Return the arena in ``slot`` with room for an image of ``size`` bytes. A smaller one is replaced, and its
+        content lost.
+
+        ``waiting`` is called at intervals during a wait. Raises `MemoryPlanError` when there is not enough memory.
+        """
         for making in self._making:
             if making is not None and making.size < size:
                 making.wanted = False
@@ -114,7 +119,7 @@ class SnapshotMemory:
             try:
                 with self._one_by_one:
                     if self._arenas[slot] is not None:
-                        return  # by one before this that was not wanted, a moment too late
+                        return  # an earlier allocation finished just after it was given up
                     self._arenas[slot] = arena = self._made(slot, size, making, rank, epoch)
                 self._device.pin(*arena.memory())
             except BaseException as error:  # noqa: BLE001 - raised by who needs it
@@ -127,7 +132,7 @@ class SnapshotMemory:
     def _made(self, slot: int, size: int, making: _Making, rank: int, epoch: int) -> Arena:
         if not making.wanted:
             raise CheckpointError("an arena is not wanted any more.", remedy="none needed.")
-        if not any(self._arenas):  # what does not fit is said now; later the kernel would end somebody
+        if not any(self._arenas):  # better to refuse now than to have the kernel end a process later
             MemoryPlan(1, size, Redundancy.local(), ceilings(None)).check()
         os.ftruncate(self._fds[slot], 0)
         return Arena.create(

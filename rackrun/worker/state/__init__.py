@@ -1,1 +1,1 @@
-"""Tracked objects as tensors and plain values, with names, and how they are described."""
+"""Tracked objects as named tensors and plain values, and the descriptions of both that other ranks read."""

@@ -1,8 +1,9 @@
-"""What the tracked modules are made of: modules, parameters, buffers, and their names.
+"""Lists the modules, parameters and buffers of the tracked modules, with their names.
 
-To walk through a large model takes as long as some kernels do, and a step needs these lists several times. So they are made once, and then
-held beside what the modules have: every module's own dictionaries, name by name and object by object. Whatever a script
-adds, drops, replaces or renames, by whichever way, is in these dictionaries, and the lists are made anew.
+A walk through a large model takes as long as some kernels, and a step needs these lists several times. So they are
+computed once and later compared with every module's own dictionaries, name by name and object by object. Whatever a
+script adds, drops, replaces or renames, in whichever way, shows in these dictionaries, and the lists are computed
+again.
 """
 
 from __future__ import annotations
@@ -29,26 +30,28 @@ _NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
 
 
 class Structure:
-    """Of ``roots`` as they are now: tracked name -> module. None of its lists is to be changed. What two roots share is there twice."""
+    """The structure of ``roots`` (tracked name -> module) at one moment. Its lists must not be changed. What two roots
+    share is listed twice."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = dict(roots)
         walked = {name: module_walk.modules(root) for name, root in roots.items()}
         self.modules: list[nn.Module] = []
         self.module_paths: list[str] = []
-        """As ``modules()`` of each."""
+        """The modules in the order of ``modules()`` of each root."""
         self.parameters: list[nn.Parameter] = []
-        """As ``parameters()`` of each."""
+        """The parameters in the order of ``parameters()`` of each root."""
         self.parameter_paths: list[str] = []
         self.buffers: list[torch.Tensor] = []
-        """As ``buffers()`` of each."""
+        """The buffers in the order of ``buffers()`` of each root."""
         self.buffer_paths: list[str] = []
-        """Without the kind: ``name/path``."""
+        """Paths of the buffers as ``name/path``, without the kind."""
         self._kept_buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.norm_buffers: set[str] = set()
-        """Paths, with the kind, of those that batch norm and its kin write, as a rule without counting up their version."""
+        """Paths, with the kind, of the buffers of batch norm and similar layers, which mostly write them without a new
+        version."""
         self.with_extra_state: list[tuple[str, str, nn.Module]] = []
-        """Tracked name, path and module, of those that have some."""
+        """Tracked name, path and module of each module with extra state."""
         self.fsdp: list[FSDPModule] = []
         for name, found in walked.items():
             seen: set[int] = set()
@@ -79,12 +82,13 @@ class Structure:
         self._dictionaries = self._held()
         self._full = list(filter(None, self._dictionaries))
         self._plain = set(map(type, self._full)) <= {dict}
-        """Those of a scripted module are not."""
+        """Whether all dictionaries are plain dicts; those of a scripted module are not."""
         self._names = self._names_now()
         self._counts, self._things = self._in_them()
 
     def stands(self, roots: Mapping[str, nn.Module]) -> bool:
-        """It is what a structure of ``roots`` that is made now would be: with the same children the known modules are all that there are."""
+        """Whether a new structure of ``roots`` would equal this one. Modules with unchanged children are the only
+        modules that there are, so the known ones suffice."""
         return (
             list(roots) == list(self._roots)
             and same_objects(list(roots.values()), list(self._roots.values()))
@@ -95,17 +99,21 @@ class Structure:
         )
 
     def seems_to_stand(self) -> bool:
-        """The known dictionaries hold what they held: a third of the work of `stands`, which sees besides that one was replaced, or a name."""
+        """Whether the known dictionaries hold the same objects. Takes a third of the time of `stands`, which also
+        detects replaced dictionaries and changed names."""
         counts, things = self._in_them()
         return counts == self._counts and same_objects(things, self._things)
 
     def versions(self) -> list[int]:
-        """Of all parameters: as `rackrun.worker.tensors.tensor_lists.versions`."""
+        """Return the versions of all parameters (see `rackrun.worker.tensors.tensor_lists.versions`)."""
         return list(map(_VERSION, self.parameters)) if self._are_plain else versions(self.parameters)
 
     def differs(self, before: Structure) -> str:
-        """The first thing in which a copy of this one's tensors would not fit into ``before``: "" where tensors and modules were, at most, exchanged
-        for others of the same kind."""
+        """Return the first difference because of which a copy of this structure's tensors would not fit into
+        ``before``, for a message.
+
+        Returns "" when tensors and modules were at most replaced by others of the same kind.
+        """
         was, now = (dict(zip(one.module_paths, one._kinds, strict=True)) for one in (before, self))
         for path, kind in now.items():
             old = was.get(path)
@@ -117,7 +125,7 @@ class Structure:
             return f"{gone[0]} is gone"
         of: dict[int, list[str]] = {}
         for path, parameter in zip(before.parameter_paths, before.parameters, strict=True):
-            of.setdefault(id(parameter), []).append(path)  # there may be several: it is in two roots
+            of.setdefault(id(parameter), []).append(path)  # there are several paths when two roots share it
         for path, parameter in zip(self.parameter_paths, self.parameters, strict=True):
             if path not in of.get(id(parameter), [path]):
                 return f"{_shown(path)} is what {_shown(of[id(parameter)][0])} was"
@@ -129,19 +137,20 @@ class Structure:
         return ""
 
     def name_of(self, module: nn.Module, key: str) -> str:
-        """Of what ``module`` holds as ``key``, for people."""
+        """Return a readable name for what ``module`` holds as ``key``."""
         paths = (path for path, one in zip(self.module_paths, self.modules, strict=True) if one is module)
         return f"{next(paths, type(module).__name__)}.{key}"
 
     def _held(self) -> list[Any]:
-        """Every known module's dictionaries, empty ones too."""
+        """Return the dictionaries of all known modules, empty ones included."""
         return list(chain.from_iterable(map(_DICTIONARIES, self.modules)))
 
     def _names_now(self) -> list[str]:
         return list(chain.from_iterable(self._full if self._plain else map(_NAMES, self._full)))
 
     def _in_them(self) -> tuple[list[int], list[Any]]:
-        """How much is in each dictionary, and the objects in all. What was empty, and is so by its count, has none."""
+        """Return the size of each dictionary, and the objects in all of them. A dictionary with size 0 has no
+        objects."""
         counts = list(map(len, self._dictionaries))
         if self._plain:
             return counts, gc.get_referents(*self._full)  # a dictionary's values, in their order, at once

@@ -1,4 +1,5 @@
-"""Which parameters each group of an optimizer trains: a script changes that when it unfreezes a part of its model."""
+"""Records which parameters each group of an optimizer trains, because a script that unfreezes part of its model changes
+that."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ __all__ = ["OptimizerGroups"]
 
 
 class OptimizerGroups:
-    """Of one optimizer. What its groups had when it was tracked is the same on every rank; what they have instead by now is told by the paths of
-    parameters, so that a newcomer gets it, and so that an abandoned step takes it back."""
+    """The parameter groups of one optimizer.
+
+    The initial groups are the same on every rank. Later changes are described by the paths of parameters, so that a
+    newcomer receives them and an abandoned step undoes them.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -24,10 +28,11 @@ class OptimizerGroups:
         self._all_at_first = list(chain.from_iterable(self._at_first))
 
     def changed(self, paths: Mapping[int, str], *, sharded: bool = False) -> dict[str, list[str]]:
-        """Number of each group with other parameters than at first -> their paths. ``paths``: of all tracked parameters, by ``id``. ``sharded``: some
-        are FSDP2's.
+        """Return the groups whose parameters differ from the initial ones: the group's index, as text -> paths of its
+        parameters.
 
-        Raises `StepError` when the script has added a parameter of no tracked module.
+        ``paths``: of all tracked parameters, by ``id``. ``sharded``: whether some are FSDP2's. Raises `StepError` when
+        the script has added a parameter of no tracked module.
         """
         found = {}
         for index in self._changed():
@@ -39,11 +44,15 @@ class OptimizerGroups:
         return found
 
     def has_changed(self) -> bool:
+        """Whether any group differs from its initial parameters."""
         return bool(self._changed())
 
     def put(self, count: int, changed: Mapping[str, Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Have ``count`` groups, those of ``changed`` with these parameters and the others as at first. Options of a group that is made are the
-        optimizer's defaults. State of what is trained no more is dropped."""
+        """Change the optimizer to ``count`` groups: those in ``changed`` with these parameters, the others as at first.
+
+        A new group has the optimizer's default options. State of parameters that are no longer trained is dropped.
+        Raises `StepError` for a path that this rank does not have.
+        """
         optimizer = self._optimizer
         for index in range(count):
             held = optimizer.param_groups[index]["params"] if index < len(optimizer.param_groups) else None
@@ -60,7 +69,8 @@ class OptimizerGroups:
 
     # -- helpers
     def _refused(self, index: int, at: int, paths: Mapping[int, str], *, sharded: bool) -> StepError:
-        """What a script is told whose group ``index`` has a parameter of no tracked module as its ``at``-th."""
+        """Return the error for a script whose group ``index`` has, at position ``at``, a parameter of no tracked
+        module."""
         trained = self._optimizer.param_groups[index]["params"]
         first = self._at_first[index] if index < len(self._at_first) else []
         former = paths.get(id(first[at]), "") if len(first) == len(trained) else ""

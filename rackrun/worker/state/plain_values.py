@@ -1,4 +1,5 @@
-"""State dicts without their tensors: what msgpack can carry, and back into the containers that the owner uses."""
+"""Converts state dicts to values that msgpack can encode, without their tensors, and back into the owner's own
+containers."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
-    """Path -> tensor, of all that ``value`` holds: detached, in the same memory."""
+    """Return path -> tensor for all tensors in ``value``: detached, sharing their memory."""
     return {path: tensor.detach() for path, tensor in leaves(prefix, value)}
 
 
 def leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The same, each tensor as the object that its owner has. Depth first, in the order of the containers."""
+    """Return (path, tensor) for all tensors in ``value``, as the owner's own objects, depth first in the order of the
+    containers."""
     found: list[tuple[str, torch.Tensor]] = []
     left: list[tuple[str, Any]] = [(prefix, value)]
     while left:
@@ -30,9 +32,8 @@ def leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
             continue
         elif isinstance(one, (Mapping, list, tuple)):
             items = list(one.items() if isinstance(one, Mapping) else enumerate(one))
-            for key, item in reversed(
-                items
-            ):  # a comprehension is a call of its own, and there may be a container for each parameter
+            # A comprehension would be a function call of its own, and there may be a container for each parameter.
+            for key, item in reversed(items):
                 left.append((f"{path}/{key}", item))
     return found
 
@@ -41,6 +42,7 @@ _TENSOR = "__rackrun_tensor__"
 
 
 def without_tensors(prefix: str, value: Any) -> Any:
+    """Return ``value`` with each tensor replaced by a reference to its path, and with lists and dicts as containers."""
     whole: list[Any] = [None]
     left: list[tuple[Any, Any, str, Any]] = [(whole, 0, prefix, value)]
     while left:
@@ -63,6 +65,7 @@ def without_tensors(prefix: str, value: Any) -> Any:
 
 
 def with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return ``value`` with each reference to a path replaced by the tensor in ``tensors``."""
     if isinstance(value, dict):
         if _TENSOR in value:
             return tensors[value[_TENSOR]]
@@ -73,7 +76,7 @@ def with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def like(model: Any, value: Any) -> Any:
-    """``value`` in the containers that ``model`` uses: msgpack knows lists and dicts only."""
+    """Return ``value`` in the container types of ``model``, because msgpack knows lists and dicts only."""
     if isinstance(model, tuple) and isinstance(value, list):
         return tuple(like(model[i] if i < len(model) else None, item) for i, item in enumerate(value))
     if isinstance(model, list) and isinstance(value, list):

@@ -1,7 +1,7 @@
-"""A GradScaler as a tracked object whose state is told as the tensors that it holds.
+"""Tracks a GradScaler by the tensors that it holds, without making the host wait for the device.
 
-Its own ``state_dict`` turns them into numbers, for which the host waits until the device has come there; rackrun asks before and after every
-step. Here they stay where they are, and are numbers only when the state is put in place.
+The scaler's own ``state_dict`` converts the tensors to numbers, for which the host must wait, and rackrun reads the
+state before and after every step. Here they stay tensors, and become numbers only when the state is loaded.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["ScalerState", "scaler_as_tracked"]
 
 
 class ScalerState:
-    """Of ``scaler``."""
+    """A tracked object for ``scaler``."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """As the scaler's own, but with its scale (fp32) and its growth tracker (int32) as tensors of no dimension, on its device. Those of a
-        scaler that has not scaled yet are made for this answer."""
+        """Return the scaler's own ``state_dict``, but with its scale (fp32) and growth tracker (int32) as 0-d tensors
+        on its device. For a scaler that has not scaled yet they are created for this call."""
         scaler = self._scaler
         if not scaler.is_enabled():
             return {}
@@ -36,20 +36,20 @@ class ScalerState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gives, or the scaler's own."""
+        """Load what `state_dict` returns, or what the scaler's own ``state_dict`` returns."""
         if state:
             numbers = {"scale": float(state["scale"]), "_growth_tracker": int(state["_growth_tracker"])}
             self._scaler.load_state_dict({**state, **numbers})
 
     def marks(self) -> list[tuple[float, int]]:
-        """Equal as long as nothing was seen to be written to its tensors."""
+        """Return addresses and versions of its tensors: equal as long as no write to them was noticed."""
         scaler, found = self._scaler, list[tuple[float, int]]()
         for held, first in ((scaler._scale, scaler._init_scale), (scaler._growth_tracker, scaler._init_growth_tracker)):
             found.append((first, -1) if held is None else (held.data_ptr(), held._version))
         return found
 
     def forget_unscaled(self) -> None:
-        """Which optimizers' gradients were unscaled in a step that does not count."""
+        """Forget which optimizers' gradients were unscaled, in a step that does not count."""
         self._scaler._per_optimizer_states.clear()
 
     def _tensor(self, held: torch.Tensor | None, first: float, dtype: torch.dtype) -> torch.Tensor:
@@ -57,6 +57,6 @@ class ScalerState:
 
 
 def scaler_as_tracked(thing: Any) -> Any:
-    """``thing``, or, when it is a GradScaler whose state is torch's own, its `ScalerState`."""
+    """Return a `ScalerState` for a GradScaler whose state is torch's own, and any other ``thing`` unchanged."""
     own = isinstance(thing, GradScaler) and type(thing).state_dict is GradScaler.state_dict
     return ScalerState(thing) if own else thing

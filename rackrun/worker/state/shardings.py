@@ -1,7 +1,7 @@
-"""How a DTensor lies on its mesh, in words that another rank can read: whoever has no such tensor yet makes one.
+"""Describes a DTensor's placement on its mesh, so that another rank without that tensor can create it.
 
-Collectives and files carry local parts. Whoever gets one back as a plain tensor cannot add it to a DTensor, so each part is made a
-DTensor again before its owner sees it.
+Collectives and files carry local parts. A plain tensor cannot be added to a DTensor, so each part becomes a DTensor
+again before its owner uses it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ __all__ = ["Sharding", "part_like", "take_part"]
 
 
 class Sharding(msgspec.Struct, frozen=True, array_like=True):
-    """``shape`` and ``strides`` are the whole tensor's."""
+    """The placement of one DTensor. ``shape`` and ``strides`` are those of the whole tensor."""
 
     near: str
     """Path of a tracked parameter on the same mesh."""
     placements: tuple[int | None, ...]
-    """For each axis of the mesh the dim that it shards, None where it replicates. Empty: as that parameter's, whose shape is the same."""
+    """For each axis of the mesh the dim that it shards, or None where it replicates. Empty: the same as that parameter,
+    which has the same shape."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> Sharding | None:
-        """None for what is no DTensor, and for one that these parameters cannot describe."""
+        """Return the sharding of ``tensor``; None if it is no DTensor, or one that these parameters cannot describe."""
         if not isinstance(tensor, DTensor):
             return None
         near = {p: q for p, q in parameters.items() if isinstance(q, DTensor) and q.device_mesh == tensor.device_mesh}
@@ -39,12 +40,14 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
         return cls(next(iter(near)), _dims(tensor), tuple(tensor.shape), tuple(tensor.stride()))
 
     def placed(self, near: DTensor) -> tuple[Placement, ...]:
+        """Return the placements on the mesh of ``near``."""
         if not self.placements:
             return tuple(near.placements)
         return tuple(Replicate() if dim is None else Shard(dim) for dim in self.placements)
 
     def local_shape(self, near: DTensor) -> tuple[int, ...]:
-        """Of this rank's part: each axis of the mesh cuts what the axes before it have left, as ``torch.chunk`` does."""
+        """Return the shape of this rank's part. Each axis of the mesh cuts what the axes before it have left, as
+        ``torch.chunk`` does."""
         if not self.placements:
             return tuple(near.to_local().shape)
         shape, mesh = list(self.shape), near.device_mesh
@@ -55,13 +58,16 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
         return tuple(shape)
 
     def whole(self, local: torch.Tensor, near: DTensor) -> DTensor:
-        """The DTensor of which ``local`` is this rank's part; it shares its memory."""
+        """Return the DTensor of which ``local`` is this rank's part. It shares the memory of ``local``."""
         return _whole(local, near, self.placed(near), self.shape, self.strides)
 
 
 def take_part(tensor: DTensor, local: torch.Tensor) -> bool:
-    """Make ``local`` this rank's part of ``tensor``, which was made as another rank's, of another size: at the end of an uneven dim
-    ranks hold less. False where this rank does not hold a part of that shape."""
+    """Make ``local`` this rank's part of ``tensor``, which was created as another rank, with a part of another size.
+
+    Sizes differ because ranks at the end of an uneven dim hold less. Returns False, with nothing changed, if this
+    rank's part has not the shape of ``local``.
+    """
     if not _is_told_by_dims(tensor):
         return False
     if Sharding("", _dims(tensor), tuple(tensor.shape), tuple(tensor.stride())).local_shape(tensor) != local.shape:
@@ -73,7 +79,8 @@ def take_part(tensor: DTensor, local: torch.Tensor) -> bool:
 
 
 def part_like(local: torch.Tensor, model: torch.Tensor | None) -> torch.Tensor:
-    """``local`` as ``model`` lies: a DTensor where that is one and its part has the same shape; ``local`` itself otherwise."""
+    """Return ``local`` as a DTensor placed like ``model``, if that is one and its part has the same shape; otherwise
+    ``local`` itself."""
     if not isinstance(model, DTensor) or isinstance(local, DTensor) or model.to_local().shape != local.shape:
         return local
     return _whole(local, model, model.placements, model.shape, model.stride())

@@ -1,4 +1,5 @@
-"""A rank's tracked state as one image: a safetensors file in memory, in which the manifest travels as the plain part."""
+"""Writes and reads a rank's tracked state as one image: a safetensors file in memory, with the manifest as its plain
+part."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ __all__ = ["Shard", "StateImages", "entry_of", "load_image", "manifest_in"]
 
 _LENGTH = struct.Struct("<Q")
 _PLAIN_ROOM = 1024
-"""The plain part is padded to a multiple of this, so that a counter that grows by a digit does not change the layout."""
+"""The plain part is padded to a multiple of this many bytes, so that a counter with one more digit does not change the
+layout."""
 
 
 class Shard(NamedTuple):
-    """What is to be written: ``plain`` is a copy, the tensors are the state itself."""
+    """An image to be written. ``plain`` is a copy; the tensors are the state itself."""
 
     layout: ImageLayout
     tensors: dict[str, torch.Tensor]
@@ -45,26 +47,31 @@ class Shard(NamedTuple):
 
 
 class StateImages:
-    """Describes a state, again and again. Its layout is rebuilt when a tensor has another place, shape or kind."""
+    """Describes a state repeatedly as images. The layout is planned again only when a tensor has another address, shape
+    or kind."""
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
         self._described_for: tuple[list[TensorInfo], int | None] | None = None
         self._entries: list[TensorEntry] = []
-        """Of all tensors, in the order of `TrackedState.parts`."""
+        """Entries of all tensors, in the order of `TrackedState.parts`."""
         self._shared: dict[str, int] = {}
-        """Path -> bytes, of those that replicas have as well."""
+        """Path -> bytes, of the tensors that replicas hold as well."""
         self._planned: tuple[list[TensorEntry], int] | None = None
         self._layout: ImageLayout | None = None
 
     def describe(
         self, replica_class: str, *, rank: int | None = None, turn: int = 0, turns: int = 1, digests: bool = False
     ) -> Shard:
-        """``turns`` replicas may share the work: this one, the ``turn``-th, then describes its part of the tensors only, and
-        all buffers, in which replicas may differ. With ``rank``, a tensor that is no box of a whole one carries its rank in
-        its name, and every rank describes its own. ``digests``: of what this rank has as a whole, in the manifest.
+        """Describe the current state as an image.
 
-        Raises `LayoutMismatch` for a dtype that no image holds, `StepError` for a tensor whose memory was freed.
+        ``rank``: with it, a tensor that is not a box of a whole one has the rank in its name, and every rank describes
+        its own. ``turn``, ``turns``: replicas may share the work; this one, number ``turn`` of ``turns``, then
+        describes its share of the tensors, and all buffers, in which replicas may differ. ``digests``: add digests of
+        the tensors that this rank holds as a whole to the manifest.
+
+        Raises `LayoutMismatch` for a dtype that images do not support, and `StepError` for a tensor whose memory was
+        freed.
         """
         parts = self._state.parts()
         infos = self._state.infos(parts)
@@ -102,7 +109,8 @@ class StateImages:
 
 
 def _others_share(sizes: dict[str, int], turn: int, turns: int) -> list[str]:
-    """About as many bytes for each, and the same for all: the largest first, to whoever has the least."""
+    """Return the paths that belong to other replicas. All replicas get about as many bytes: each tensor, the largest
+    first, goes to the one with the least, so all compute the same shares."""
     loads = [0] * turns
     others = []
     for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
@@ -114,7 +122,8 @@ def _others_share(sizes: dict[str, int], turn: int, turns: int) -> list[str]:
 
 
 def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
-    """Its box; or, where it has none for sure, this rank's part as a tensor of its own, named by ``rank`` if given."""
+    """Return the tensor's entry: its box of the whole tensor or, where that is not certain, this rank's part as a
+    tensor of its own, with ``rank`` in its name if given."""
     try:
         (entry,) = entries_of({path: tensor})
     except (LayoutMismatch, ValueError):
@@ -125,7 +134,8 @@ def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
 
 
 def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cuts: Cuts = no_cuts) -> Manifest:
-    """Put a verified image of this rank's own shard in place. ``cuts``: as of `read_tensors`."""
+    """Load a verified image of this rank's own shard into ``state``, and return its manifest. ``cuts``: see
+    `read_tensors`."""
     layout = parse_image(payload[: header_bytes(payload[:8], limit=len(payload))], limit=len(payload))
     manifest = manifest_in(read_plain(layout, payload))
     tensors = state.allocate(manifest)
@@ -136,7 +146,7 @@ def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cu
 
 
 def manifest_in(plain: bytes) -> Manifest:
-    """The plain part of an image. Raises `IntegrityError` for what is none."""
+    """Return the manifest in the plain part of an image. Raises `IntegrityError` if it cannot be read."""
     try:
         (length,) = _LENGTH.unpack_from(plain)
         return msgspec.msgpack.decode(plain[_LENGTH.size : _LENGTH.size + length], type=Manifest)

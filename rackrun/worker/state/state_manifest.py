@@ -1,4 +1,4 @@
-"""What describes a rank's state to another: its tensors as they lie there, and everything else as msgpack."""
+"""Describes a rank's state to another rank: its tensors as they lie in memory, and everything else as msgpack."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ __all__ = ["Changes", "Lineage", "Manifest", "Modes", "TensorInfo"]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor as it lies on a rank. ``shape`` is the local shard's."""
+    """One tensor as it lies on a rank. ``shape``: of the local shard. ``dtype``: torch's name, such as "float32"."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     on_host: bool
-    """On the CPU although the model is not (an optimizer's step counter)."""
+    """Whether the tensor is on the CPU although the model is not, as an optimizer's step counter may be."""
     like_param: bool
-    """An optimizer's tensor that has the shape of its parameter, and is sharded as that is."""
+    """Whether it is an optimizer's tensor with the shape and sharding of its parameter."""
     strides: tuple[int, ...] = ()
-    """Of one dense block that is not row-major (channels_last); its bytes travel in the order in which they lie."""
+    """Strides of one dense block that is not row-major (channels_last), whose bytes are sent in memory order; empty for
+    other tensors."""
     sharding: Sharding | None = None
-    """Of a DTensor that is no parameter, nor sharded as its parameter is."""
+    """The sharding of a DTensor that is neither a parameter nor sharded like one; None for other tensors."""
     has_gradient: bool = False
-    """A parameter whose gradient a step finds there, were it zero: it counts, unlike one that is None, in a norm and for an optimizer."""
+    """Whether it is a parameter with a gradient when a step begins, even a zero one. Unlike None, that counts in a norm
+    and for an optimizer."""
 
     @property
     def nbytes(self) -> int:
@@ -40,34 +42,36 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
         return dtype
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return an uninitialised tensor with this dtype, shape and strides."""
         if self.strides:
             return torch.empty_strided(self.shape, self.strides, dtype=self.torch_dtype, device=device)
         return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
 
     def lies_as(self, tensor: torch.Tensor) -> bool:
-        """Whether the bytes of ``tensor``, which has this shape, lie in the order of this one's."""
+        """Whether the bytes of ``tensor``, which has this shape, lie in the same order as this tensor's."""
         return tensor.stride() == self.strides if self.strides else tensor.is_contiguous()
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This tensor's bytes as this tensor."""
+        """Return ``flat``, the tensor's bytes (1-d uint8), viewed with its dtype, shape and strides."""
         typed = flat.view(self.torch_dtype)
         return torch.as_strided(typed, self.shape, self.strides) if self.strides else typed.view(self.shape)
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """What the script was seen to change, and where: tensors by their paths (`rackrun.worker.steps.unit_undo`)."""
+    """What the script was seen to change and when: paths of tensors (`rackrun.worker.steps.unit_undo`)."""
 
     early: tuple[str, ...] = ()
-    """Of an optimizer, and changed before the gate of a step."""
+    """Tensors that an optimizer trains or holds and that changed before the gate of a step."""
     moving: tuple[str, ...] = ()
-    """Of no optimizer, and changed in steps."""
+    """Tensors that no optimizer trains and that changed in steps."""
     phases: dict[str, tuple[str, ...]] = {}
-    """Changed in a phase, by its name."""
+    """Tensors that changed in a phase, by the phase's name."""
     parts: bool = False
-    """A step has parts: it goes on after its first ``optimizer.step()`` (`rackrun.worker.steps.multi_part_steps`)."""
+    """Whether steps have several parts, and go on after their first ``optimizer.step()``
+    (`rackrun.worker.steps.multi_part_steps`)."""
 
     def union(self, other: Changes) -> Changes:
-        """What either knows; ``parts``, in which all ranks agree, is this one's."""
+        """Return the changes that either of the two holds. ``parts``, on which all ranks agree, is this one's."""
         phases = {
             name: _united(self.phases.get(name, ()), other.phases.get(name, ()))
             for name in (*self.phases, *(name for name in other.phases if name not in self.phases))
@@ -80,47 +84,53 @@ def _united(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """What a newcomer has to know of the run that it joins."""
+    """What a newcomer must know about the run that it joins."""
 
     kin: tuple[int, ...] = ()
-    """The ranks that hold the same parameters as this one, which is among them; unknown before replicas have been compared."""
+    """The ranks that hold the same parameters as this one, itself included; empty before replicas have been
+    compared."""
     began: int = -1
-    """The step after which this run was resumed; -1 if it began anew."""
+    """The step after which this run was resumed; -1 if it was not."""
     life: int = 0
-    """Of the job, larger at every start: durable checkpoints of two lives are not mixed up."""
+    """A number of the job that grows at every start, so that durable checkpoints of two starts are not mixed."""
     facts: str = ""
-    """What must be the same for a resumed run to be the same training."""
+    """Settings that must be equal for a resumed run to be the same training."""
     entered: Position = BEGIN
-    """What was committed when all ranks entered ``main`` again last; `BEGIN`: they have not."""
+    """The position that was committed when all ranks last entered ``main`` again; `BEGIN` if they have not."""
     changes: Changes = Changes()
 
     @property
     def since(self) -> Position:
-        """Where the world of these ranks began."""
+        """The position at which the world of these ranks began."""
         return max(Position(self.began), self.entered)
 
 
 class Modes(msgspec.Struct, frozen=True):
-    """What steps and phases have switched on a model since ``run.steps``: path -> value. What ``main`` sets before is not in it, so
-    that a job may resume with another choice."""
+    """Modes of a model that steps and phases have switched since ``run.steps``: path -> value.
+
+    What ``main`` sets before is not included, so that a job may resume with another choice.
+    """
 
     requires_grad: dict[str, bool] = {}
-    """Of parameters."""
+    """Switched values of parameters, by path."""
     training: dict[str, bool] = {}
-    """Of modules: ``train()`` and ``eval()``."""
+    """Switched values of modules, by path: ``train()`` and ``eval()``."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
+    """A complete description of a rank's state, without the values of its tensors."""
+
     tensors: list[TensorInfo]
     plain: bytes
-    """Everything that is not a tensor, msgpack."""
+    """Everything that is not a tensor, as msgpack."""
     replica_class: str = ""
     lineage: Lineage = Lineage()
     whole: dict[str, int] = {}
-    """Digests of the tensors that this rank has as a whole, where not all ranks are replicas: are they the same on all?"""
+    """Digests, by path, of the tensors that this rank holds as a whole, where not all ranks are replicas. They show
+    whether all ranks hold the same."""
     modes: Modes = Modes()
     numerics: dict[str, str] = {}
-    """What the state was computed with, just before it was described (`rackrun.worker.device.numerics`)."""
+    """The hardware, libraries and settings that the state was computed with (`rackrun.worker.device.numerics`)."""
     key_orders: dict[str, tuple[str, ...]] = {}
-    """Optimizer -> the order in which it has the keys of what it holds for a parameter. Nothing is computed by it; scripts hash and print
-    ``state_dict()``."""
+    """Optimizer name -> the order of the keys in what it holds for a parameter. No computation depends on it, but
+    scripts hash and print ``state_dict()``."""

@@ -1,5 +1,8 @@
-"""How the tracked tensors lie on this rank, as a manifest tells it. A snapshot asks while the device has nothing to do, and the answer is the same
-as a rule, so it is made anew only when a tensor has another place, shape or kind."""
+"""Describes the dtype, shape, strides and sharding of the tracked tensors on this rank, as manifests hold them.
+
+A snapshot reads the description while the device is idle. It seldom changes, so it is computed again only when a tensor
+has another address, shape or kind.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ _GRAD = attrgetter("grad")
 
 
 class TensorInfos:
+    """The newest description of the tracked tensors, kept until something in it changes."""
+
     def __init__(self) -> None:
         self._key: list[Any] | None = None
         self._infos: list[TensorInfo] = []
@@ -31,8 +36,12 @@ class TensorInfos:
         parameters: Mapping[str, torch.Tensor],
         like_parameters: Callable[[], set[str]],
     ) -> list[TensorInfo]:
-        """Of all ``parts``, path -> tensor, in their order. The same object as long as nothing of it has changed. ``like_parameters``: which of them
-        belong to a parameter and are sharded as it is."""
+        """Return the descriptions of ``parts`` (path -> tensor), in their order: the same list object as long as
+        nothing has changed.
+
+        ``parameters``: the tracked parameters by path. ``like_parameters``: returns the paths of tensors that belong to
+        a parameter and are sharded like it.
+        """
         key = _key(parts, parameters)
         if key is None or key != self._key:
             self._key, self._infos = key, _infos(parts, parameters, like_parameters())
@@ -40,8 +49,12 @@ class TensorInfos:
 
 
 def _key(parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> list[Any] | None:
-    """All that `_infos` depends on, and which part of a whole each tensor is. A new address is a new key as well, so that whoever keeps something by
-    the infos looks again whether there is memory behind them. None: there is no key, because a tensor of another class may lie anywhere."""
+    """Return everything that `_infos` depends on, and which part of a whole each tensor is; None if a tensor of an
+    unknown class may lie anywhere.
+
+    Addresses are included, so that a caller who keeps results by the list of infos checks again whether there is memory
+    behind a tensor.
+    """
     tensors = list(parts.values())
     local = written(tensors)
     if not are_plain(local):
@@ -50,7 +63,8 @@ def _key(parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tenso
     sharded = [] if same_objects(local, tensors) else [one for one in tensors if isinstance(one, DTensor)]
     placed = [(one.shape, one.stride(), one.placements, one.device_mesh) for one in sharded]
     meshes = {id(one.device_mesh): one.device_mesh for one in sharded}
-    coordinates = [mesh.get_coordinate() for mesh in meshes.values()]  # a promoted spare's change, in the same mesh
+    # the coordinates of a promoted spare change in the same mesh
+    coordinates = [mesh.get_coordinate() for mesh in meshes.values()]
     addresses = list(map(torch.Tensor.data_ptr, local))
     return [list(parts), facts(local), addresses, list(parameters), gradients, placed, coordinates]
 
@@ -58,6 +72,7 @@ def _key(parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tenso
 def _infos(
     parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], like: set[str]
 ) -> list[TensorInfo]:
+    """Compute the description of each part; ``like``: paths of tensors that are sharded like their parameter."""
     infos = []
     for path, part in parts.items():
         t = local_part(part)

@@ -1,4 +1,4 @@
-"""Random number generators of a script's own, as tracked objects: their state travels to newcomers, and is put back with a step."""
+"""Tracks random number generators of the script: newcomers receive their state, and an undone step restores it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = ["as_tracked"]
 
 
 class Stateful(Protocol):
+    """An object whose state can be read and loaded."""
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -34,7 +36,7 @@ class _OfNumpy:
         self._bits = bits
 
     def state_dict(self) -> dict[str, Any]:
-        # as text: it holds integers of 128 bits
+        # JSON text, because the state holds integers of 128 bits
         return {"state": json.dumps(self._bits.state, default=lambda array: {"array": array.tolist()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,7 +72,8 @@ class _OfPython:
 
 
 def as_tracked(thing: Any) -> Any:
-    """``thing``, or, when it is a generator, an object that has its state as ``state_dict``."""
+    """Return an object with ``state_dict`` for a generator of torch, NumPy or Python, and any other ``thing``
+    unchanged."""
     if isinstance(thing, torch.Generator):
         return _OfTorch(thing)
     if isinstance(thing, np.random.Generator):

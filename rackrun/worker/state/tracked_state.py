@@ -1,9 +1,10 @@
-"""What a worker trains: the tracked objects, seen as named tensors and plain values.
+"""The tracked objects of a script, seen as named tensors and plain values.
 
-Three things are done with it. An abandoned unit is *discarded*: what forward and backward may have changed is put back to
-where the unit began. A newcomer is *filled*: tensors are copied straight into its own, which the source's manifest
-allocates where they do not exist yet (an optimizer that has made no step has no state). And a shard that exists only here
-is *written out* (`rackrun.worker.snapshots.shard_snapshots`). No tensor is ever pickled; what is not a tensor travels as msgpack.
+The state has three uses. After an abandoned unit it is *restored*: what forward and backward may have changed is put
+back as it was when the unit began. On a newcomer it is *filled*: tensors are copied straight into its own, which are
+allocated by the source's manifest where they do not exist yet (an optimizer that has made no step has no state). And a
+shard that exists only on this rank is *written out* (`rackrun.worker.snapshots.shard_snapshots`). No tensor is ever
+pickled; everything else travels as msgpack.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _NEEDS = (DistributedDataParallel, "ddp"), (FSDPModule, "fsdp", "fsdp place")
 
 
 class TrackedState:
-    """The objects given to ``run.track``, in the order given."""
+    """The objects given to ``run.track``, in the order given. A tensor's path is ``name/kind/...``, such as
+    ``model/param/layer.weight``."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -52,14 +54,17 @@ class TrackedState:
         self._structure = Structure({})
         self.lineage = Lineage()
         self.numerics: Callable[[], Mapping[str, str]] = dict
-        """What this process computes with, now (`rackrun.worker.device.numerics`)."""
+        """Returns the hardware, libraries and settings that this process computes with now
+        (`rackrun.worker.device.numerics`)."""
         self.filled = 0
-        """How often it was filled from outside: what was written then has counted no tensor's version up."""
+        """How often the state was filled from outside. Such writes do not change tensors' versions."""
         self._infos = TensorInfos()
         self._modes_of_main, self._modes_filled = Modes(), Modes()
-        """At ``run.steps``, and as they were switched there where this state was filled from last."""
+        """The modules' modes at ``run.steps``, and the modes in the manifest that this state was filled from last."""
 
     def track(self, name: str, thing: Any) -> None:
+        """Add ``thing`` under ``name``. Raises `StepError` for a name in use and for an object that cannot be
+        tracked."""
         if name in self.modules or name in self.optimizers or name in self.others:
             raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
         _refuse(name, thing)
@@ -81,7 +86,8 @@ class TrackedState:
         return bool(self.modules or self.optimizers or any(not name.startswith("rackrun.") for name in self.others))
 
     def check_complete(self) -> None:
-        """At ``run.steps``. Raises `StepError` when a tracked optimizer trains a parameter of a module that is not tracked."""
+        """Check, at ``run.steps``, that all is tracked. Raises `StepError` when a tracked optimizer trains a parameter
+        of a module that is not."""
         self._modes_of_main = self._modes_now()
         known = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
         for name, optimizer in self.optimizers.items():
@@ -93,30 +99,32 @@ class TrackedState:
                 )
 
     def sharded(self) -> bool:
+        """Whether any tracked parameter is a DTensor."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters())
 
     # -- gradients
     def divide_alike(self) -> None:
-        """The mean over the ranks is rounded in the same way by who has gone on and by who took over."""
+        """Make DDP round the mean over ranks in the same way on ranks that went on and on ranks that took over."""
         for wrapper in self.wrappers():
             ddp.divide_alike(wrapper)
 
     def synchronise_gradients(self, last: bool) -> None:
-        """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
+        """Let the backward pass communicate gradients only in the last micro-batch of a step (gradient
+        accumulation)."""
         for wrapper in self.wrappers():
             ddp.synchronise_gradients(wrapper, last)
         fsdp.synchronise_gradients(self._structure.fsdp, last)
 
     # -- tensors
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Path -> this rank's part, as a tensor that may be written into."""
+        """Return path -> this rank's part of each tracked tensor, as a plain tensor that may be written into."""
         parts = self.parts()
         return dict(zip(parts, local_parts(parts.values()), strict=True))
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """The same, as tensors that know which part they are (DTensors)."""
+        """Return path -> tracked tensor; sharded ones are DTensors, which know which part they are."""
         fsdp.reshard(self.structure().fsdp)
-        structure = self.structure()  # of shards now
+        structure = self.structure()  # parameters are shards now
         found: dict[str, torch.Tensor] = dict(zip(structure.parameter_paths, structure.parameters, strict=True))
         for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
             name, _, rest = path.partition("/")
@@ -132,49 +140,54 @@ class TrackedState:
         return found
 
     def is_settled(self, path: str) -> bool:
-        """Neither forward nor backward changes it: a parameter, or what an optimizer holds for one."""
+        """Whether forward and backward leave the tensor unchanged, because it is a parameter or held by an optimizer
+        for one."""
         name, kind, _ = path.split("/", 2)
         return (name in self.modules and kind == "param") or (name in self.optimizers and kind == "state")
 
     def standing_until_gate(self, paths: Iterable[str]) -> set[str]:
-        """Those that are settled (`is_settled`), and were not seen to change before a gate, nor to change at all when no optimizer trains them."""
+        """Return those of ``paths`` that are settled (`is_settled`) and were not seen to change before a gate, nor at
+        all when no optimizer trains them."""
         changes = self.lineage.changes
         changing = {*changes.early, *changes.moving}
         found = {path for path in paths if self.is_settled(path)}
         return {p for p in found if p not in changing and p.rpartition("@")[0] not in changing} if changing else found
 
     def is_listed(self, path: str) -> bool:
-        """In a list, or a dictionary, that an optimizer holds for a parameter: `put_plain` puts it into a new one."""
+        """Whether the tensor is in a list or dictionary that an optimizer holds for a parameter; `put_plain` puts it
+        into a new one."""
         name, kind, rest = path.split("/", 2)
         return name in self.optimizers and kind == "state" and rest.count("/") > 2
 
     def is_buffer(self, path: str) -> bool:
-        """Of a tracked module: what replicas may differ in."""
+        """Whether the tensor is a buffer of a tracked module, in which replicas may differ."""
         name, kind, _ = path.split("/", 2)
         return name in self.modules and kind == "buffer"
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Path -> every buffer of the tracked modules, this rank's part."""
+        """Return path -> this rank's part of every buffer of the tracked modules."""
         structure = self.structure()
         return dict(zip(structure.buffer_paths, local_parts(structure.buffers), strict=True))
 
     def infos(self, parts: Mapping[str, torch.Tensor]) -> list[TensorInfo]:
-        """How ``parts`` lie, which are those of `parts`, now. The same object as long as nothing of it has changed."""
+        """Return the descriptions of ``parts``, which `parts` has just returned. The same object as long as nothing in
+        them has changed."""
         return self._infos.of(parts, self._parameters_by_path(), self._like_parameters)
 
     def _like_parameters(self) -> set[str]:
+        """Return the paths of optimizers' tensors that are sharded like their parameter."""
         return {
             f"{name}/{path}/{key}"
             for name, optimizer in self.optimizers.items()
             for path, parameter, key, value in _optimizer_state(optimizer)
-            if "/" not in key  # what is in a list is made anew with the list
+            if "/" not in key  # a tensor in a list is created anew with the list
             and isinstance(value, DTensor)
             and isinstance(parameter, DTensor)
             and _lie_alike(value, parameter)
         }
 
     def manifest(self, replica_class: str, infos: list[TensorInfo] | None = None) -> Manifest:
-        """``infos``: where they are known."""
+        """Describe the state for another rank. ``infos``: the tensors' descriptions, if they are known already."""
         return Manifest(
             self.infos(self.parts()) if infos is None else infos,
             self.encode_plain(),
@@ -186,10 +199,10 @@ class TrackedState:
         )
 
     def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """Make this worker's tensors fit ``manifest`` (a source's), and return them by path, to be written into.
+        """Make this worker's tensors fit a source's ``manifest``, and return them by path, to be written into.
 
-        Existing tensors are kept, so references to them stay good. Raises `StepError` when the script has built another
-        model here than there.
+        Existing tensors are kept, so references to them stay valid. Raises `StepError` when the script has built a
+        different model on this rank.
         """
         self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
         parts = self.parts()
@@ -214,14 +227,15 @@ class TrackedState:
         return wanted
 
     def _other_part(self, info: TensorInfo, held: torch.Tensor | None) -> torch.Tensor | None:
-        """Memory for this rank's part of a DTensor that a spare has made as another rank; None where it is none."""
+        """Return memory for this rank's part of a DTensor that a spare has created as another rank; None if ``held`` is
+        no such DTensor."""
         if not isinstance(held, DTensor) or str(held.dtype) != f"torch.{info.dtype}":
             return None
         local = info.empty(held.device)
         return local if take_part(held, local) else None
 
     def fitted(self, manifest: Manifest) -> Manifest:
-        """``manifest`` of a rank with other shards, as this rank has to allocate it."""
+        """Return the ``manifest`` of a rank with other shards with the shapes that this rank has to allocate."""
         self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
         shapes = {path: tuple(tensor.shape) for path, tensor in self.tensors().items()}
         for name, optimizer in self.optimizers.items():
@@ -240,7 +254,8 @@ class TrackedState:
         return msgspec.structs.replace(manifest, tensors=infos)
 
     def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
+        """Finish filling, after the tensors: load everything that is not a tensor, and the objects that are loaded as a
+        whole."""
         self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
         self._put_modes(manifest.modes)
         self._put_gradients({info.path for info in manifest.tensors if info.has_gradient})
@@ -249,11 +264,13 @@ class TrackedState:
         self.filled += 1
 
     def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
-        """``local`` as the DTensor of which it is this rank's part, where the manifest says that it is one."""
+        """Return the DTensor of which ``local`` is this rank's part, if the manifest describes one; otherwise
+        ``local``."""
         near = self._near(info)
         return local if near is None or info.sharding is None else info.sharding.whole(local, near)
 
     def _near(self, info: TensorInfo) -> DTensor | None:
+        """Return the tracked DTensor on whose mesh the described tensor lies, or None."""
         if info.sharding is None:
             return None
         parameter = self._parameters_by_path().get(info.sharding.near)
@@ -264,13 +281,13 @@ class TrackedState:
         return dict(zip(structure.parameter_paths, structure.parameters, strict=True))
 
     def _whole_of_others(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What load_state_dict and lists of optimizers are given in place of local parts."""
+        """Return, by path, what ``load_state_dict`` and lists of optimizers receive instead of local parts."""
         return {
             info.path: self.as_part(info, tensors[info.path]) for info in manifest.tensors if info.sharding is not None
         }
 
     def layout(self) -> str:
-        """A hash that is equal on ranks whose parameters are the same shards of the same model."""
+        """Return a hash that is equal on ranks whose parameters are the same shards of the same model."""
         digestible = hashlib.blake2b(digest_size=12)
         for name, module in self.modules.items():
             for path, parameter in module.named_parameters():
@@ -281,11 +298,12 @@ class TrackedState:
 
     @property
     def gathered(self) -> bool:
-        """FSDP holds whole parameters just now."""
-        return fsdp.is_gathered(self._structure.fsdp)  # in a unit, whose beginning has looked
+        """Whether FSDP holds whole parameters at the moment."""
+        return fsdp.is_gathered(self._structure.fsdp)  # the structure is current: the unit's beginning has read it
 
     def content(self, *, buffers: bool = False) -> int:
-        """A digest of all state, ``buffers`` only if asked for: equal, bit for bit, on true replicas. 63 bits."""
+        """Return a digest of all state, of 63 bits, equal on replicas with the same bits. ``buffers``: whether to
+        include buffers."""
         mixed = hashlib.blake2b(self.encode_plain(), digest_size=8)
         tensors = {path: one for path, one in sorted(self.tensors().items()) if buffers or "/buffer/" not in path}
         for path, one in digests_by_path(tensors).items():
@@ -293,7 +311,7 @@ class TrackedState:
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     def content_by_name(self) -> dict[str, int]:
-        """Of each tracked thing, as `content` has it: without buffers."""
+        """Return a digest of each tracked object by name, like `content`, without buffers."""
         plain = msgspec.msgpack.decode(self.encode_plain(), type=dict[str, msgspec.Raw])
         mixed = {name: hashlib.blake2b(plain.get(name, b""), digest_size=8) for name in self._names()}
         tensors = {path: one for path, one in sorted(self.tensors().items()) if "/buffer/" not in path}
@@ -302,7 +320,8 @@ class TrackedState:
         return {name: int.from_bytes(one.digest(), "little") >> 1 for name, one in mixed.items()}
 
     def settled(self) -> int:
-        """A digest of what nothing but an optimizer changes, this rank's part: equal, bit for bit, on true replicas. 63 bits."""
+        """Return a digest, of 63 bits, of this rank's part of what only optimizers change: equal on replicas with the
+        same bits."""
         settled = {path: tensor for path, tensor in sorted(self.tensors().items()) if self.is_settled(path)}
         mixed = hashlib.blake2b(digest_size=8)
         for path, one in digests_by_path(settled).items():
@@ -317,7 +336,7 @@ class TrackedState:
         )
 
     def _modes(self) -> Modes:
-        """As switched since ``run.steps``, here or where this state comes from."""
+        """Return the modes switched since ``run.steps``, on this rank or on the one that this state comes from."""
         now, main, filled = self._modes_now(), self._modes_of_main, self._modes_filled
         return Modes(
             _switched(now.requires_grad, main.requires_grad, filled.requires_grad),
@@ -336,8 +355,11 @@ class TrackedState:
             module.training = training.get(path, module.training)
 
     def _put_gradients(self, paths: Collection[str]) -> None:
-        """Zero for the parameters at ``paths``, None for all others. Ranks that differ in this call other collectives than each other, where
-        a script asks for the norm of gradients, say: one for each that there is."""
+        """Give the parameters at ``paths`` zero gradients, and all others None.
+
+        Ranks that differ in this call different collectives, for example one per gradient when a script computes the
+        norm of gradients.
+        """
         for path, parameter in self._parameters_by_path().items():
             if path not in paths:
                 parameter.grad = None
@@ -352,7 +374,7 @@ class TrackedState:
                 yield f"{name}/{path}", module
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """For people."""
+        """Return a readable name for ``parameter``."""
         paths = (path for path, one in self._parameters_by_path().items() if one is parameter)
         return next(paths, "of no tracked module").replace("/param/", ".")
 
@@ -366,7 +388,8 @@ class TrackedState:
         return [*self.modules, *self.optimizers, *self.others]
 
     def structure(self, *, glance: bool = False) -> Structure:
-        """Of the tracked modules as they are now: the same object as long as it is the same. ``glance``: as far as `Structure.seems_to_stand` tells."""
+        """Return the structure of the tracked modules now: the same object as long as it is unchanged. ``glance``:
+        check only what `Structure.seems_to_stand` does."""
         if not (self._structure.seems_to_stand() if glance else self._structure.stands(self.modules)):
             self._structure = Structure(self.modules)
         return self._structure
@@ -375,12 +398,12 @@ class TrackedState:
         return self.structure().parameters
 
     def trained(self) -> list[torch.Tensor]:
-        """All that tracked optimizers train, in their order."""
+        """Return all parameters that tracked optimizers train, in their order."""
         groups = [group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         return list(chain.from_iterable(groups))
 
     def trained_and_free(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-        """Path -> parameter: those that tracked optimizers train, and all others."""
+        """Return path -> parameter twice: for those that tracked optimizers train, and for all others."""
         ids = set(map(id, self.trained()))
         structure = self.structure()
         found: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = {}, {}
@@ -389,14 +412,15 @@ class TrackedState:
         return found
 
     def held_by_optimizers(self) -> dict[str, torch.Tensor]:
-        """For what they train: this rank's part."""
+        """Return path -> this rank's part of every tensor that optimizers hold for their parameters."""
         found: dict[str, torch.Tensor] = {}
         for name, optimizer in self.optimizers.items():
             found |= _held(name, optimizer)
         return dict(zip(found, local_parts(found.values()), strict=True))
 
     def put_owned(self, path: str, value: torch.Tensor) -> None:
-        """What an optimizer has held for a parameter, where it has dropped or replaced it."""
+        """Put back what an optimizer held for a parameter, where it has dropped or replaced it. Raises `StepError` for
+        the path of a parameter, whose shape has changed."""
         name, kind, rest = path.split("/", 2)
         if kind != "state":
             raise StepError(
@@ -411,14 +435,14 @@ class TrackedState:
         optimizer.state[parameter][key] = value
 
     def optimizer_keys(self) -> dict[str, dict[int, set[str]]]:
-        """For each optimizer and parameter, what it holds."""
+        """Return, for each optimizer, what keys it holds for each parameter (by ``id``)."""
         return {
             name: {id(parameter): set(held) for parameter, held in optimizer.state.items()}
             for name, optimizer in self.optimizers.items()
         }
 
     def keep_optimizer_keys(self, keys: Mapping[str, Mapping[int, set[str]]]) -> None:
-        """Have optimizers hold nothing but what `optimizer_keys` said."""
+        """Delete from optimizers everything that `optimizer_keys` did not return in ``keys``."""
         for name, optimizer in self.optimizers.items():
             for parameter in list(optimizer.state):
                 had = keys[name].get(id(parameter), set())
@@ -429,27 +453,29 @@ class TrackedState:
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """The device of the first parameter; the CPU when there is none."""
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     def wrappers(self) -> Iterator[DistributedDataParallel]:
-        """DDP, also inside what torch.compile returns."""
+        """Yield the tracked DDP modules, also those inside what torch.compile returns."""
         for module in self.modules.values():
             inner = getattr(module, "_orig_mod", module)
             if isinstance(inner, DistributedDataParallel):
                 yield inner
 
     def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
+        """Create this rank's tensor for ``info``, store it in its optimizer, if it has one, and return the part to
+        write into."""
         name, _, rest = info.path.partition("/")
         optimizer = self.optimizers.get(name)
         if optimizer is None:
-            return info.empty()  # handed to load_state_dict
+            return info.empty()  # becomes an argument of load_state_dict
         _, group_index, index, key = rest.split("/", 3)
         parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
         device = torch.device("cpu") if info.on_host else parameter.device
         local = info.empty(device)
         if "/" in key:
-            return local  # of a list: put_plain makes it
+            return local  # an item of a list, which put_plain creates
         value = self.as_part(info, local)
         if info.like_param:
             value = DTensor.from_local(
@@ -464,22 +490,27 @@ class TrackedState:
         return local_part(value)
 
     def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Delete the optimizers' tensors that are not in ``wanted``."""
         for name, optimizer in self.optimizers.items():
             for path, parameter, key, value in list(_optimizer_state(optimizer)):
                 if isinstance(value, torch.Tensor) and "/" not in key and f"{name}/{path}/{key}" not in wanted:
                     del optimizer.state[parameter][key]
 
     def state_dicts(self, *, own: bool = False) -> dict[str, Any]:
-        """Of the tracked objects that are neither modules nor optimizers; ``own``: those of rackrun's own instead."""
+        """Return the ``state_dict`` of each tracked object that is neither module nor optimizer. ``own``: of rackrun's
+        own objects instead of the script's."""
         return {name: other.state_dict() for name, other in self.others.items() if name.startswith("rackrun.") is own}
 
     def scaler_marks(self) -> list[Any]:
-        """As `ScalerState.marks`, of all."""
+        """Return `ScalerState.marks` of all tracked scalers."""
         return [other.marks() for other in self.others.values() if isinstance(other, ScalerState)]
 
     def encode_plain(self, given: Mapping[str, Any] | None = None, structure: Structure | None = None) -> bytes:
-        """What is no tensor. ``given`` and ``structure``: `state_dicts` and `structure`, of whoever has asked for them just now: they may take a
-        while, or wait for a device."""
+        """Encode everything that is not a tensor as msgpack.
+
+        ``given`` and ``structure``: results of `state_dicts` and `structure` that the caller has just obtained, which
+        may take a while or wait for a device. Raises `StepError` for values that are not plain data.
+        """
         plain: dict[str, Any] = {}
         structure = structure or self.structure()
         for name, optimizer in self.optimizers.items():
@@ -501,6 +532,8 @@ class TrackedState:
             ) from error
 
     def put_plain(self, encoded: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load what `encode_plain` returned. ``tensors``: by path, for the places where state dicts and lists hold
+        tensors."""
         plain = msgspec.msgpack.decode(encoded, strict=False)
         self._put_groups(plain)
         for name, optimizer in self.optimizers.items():
@@ -527,7 +560,8 @@ class TrackedState:
 
 
 def _refuse(name: str, thing: Any) -> None:
-    """What cannot be given another rank, and so could not be swapped in, is said now; and what this torch would not do."""
+    """Raise `StepError` for an object that could not be given another rank, and so not be swapped in, and raise what
+    this version of torch does not support."""
     if isinstance(thing, nn.Module):
         needed = {
             need for module in thing.modules() for kind, *needs in _NEEDS if isinstance(module, kind) for need in needs
@@ -554,20 +588,23 @@ def _refuse(name: str, thing: Any) -> None:
 
 
 def _switched(now: Mapping[str, bool], main: Mapping[str, bool], filled: Mapping[str, bool]) -> dict[str, bool]:
-    """What differs from ``main``, and what was switched already where this state was filled from, and still is."""
+    """Return the modes that differ from ``main``, and those that were switched already where this state was filled from
+    and still are."""
     return {path: value for path, value in now.items() if value != main.get(path) or filled.get(path) == value}
 
 
 def _over(present: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``tensors`` in place of those that are there, as DTensors where these are."""
+    """Return ``present`` with ``tensors`` in place of its own, as DTensors where its own are."""
     return {**present, **{path: part_like(tensor, present.get(path)) for path, tensor in tensors.items()}}
 
 
 def _lie_alike(one: DTensor, other: DTensor) -> bool:
+    """Whether the two have the same mesh, placements and shape."""
     return (one.device_mesh, one.placements, one.shape) == (other.device_mesh, other.placements, other.shape)
 
 
 def _shard_of(parameter: torch.Tensor) -> str:
+    """Return the placements and coordinates of this rank's shard as text; "" for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return ""
     coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
@@ -575,8 +612,10 @@ def _shard_of(parameter: torch.Tensor) -> str:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
-    """Path of the parameter, parameter, key, value. The tensors of a list (of LBFGS, say) come by themselves, as ``key/0`` and so on,
-    and then the list."""
+    """Yield path of the parameter, parameter, key, and value of all that the optimizer holds.
+
+    The tensors in a list (as LBFGS has) come first, each with the key ``key/0`` and so on, and then the list itself.
+    """
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             held = optimizer.state.get(parameter)
@@ -592,7 +631,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
 
 
 def _held(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Path -> tensor, of all that it holds for parameters; in lists, too."""
+    """Return path -> tensor for all that the optimizer holds for parameters, in lists too."""
     found: dict[str, torch.Tensor] = {}
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -607,13 +646,14 @@ def _held(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor
 
 
 def _key_order(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Of the parameter for which it holds most."""
+    """Return the keys, in their order, of what the optimizer holds for the parameter with the most."""
     orders = {tuple(held) for held in optimizer.state.values() if isinstance(held, dict)}
     told = [order for order in orders if all(isinstance(key, str) for key in order)]
     return max(sorted(told), key=len, default=())
 
 
 def _put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> None:
+    """Reorder the keys of what the optimizer holds for each parameter."""
     place = {key: number for number, key in enumerate(order)}
     for held in optimizer.state.values() if order else ():
         if not isinstance(held, dict):
@@ -626,7 +666,7 @@ def _put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> N
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Their options, but for tensors."""
+    """Return the options of each parameter group, except tensors and parameters."""
     found = []
     for group in optimizer.param_groups:
         options = {}
@@ -638,12 +678,13 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer holds for its parameters, but for tensors: nothing, as a rule, and so all of it is looked at first."""
+    """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
+    checked at once first."""
     held = list(optimizer.state.values())
     if set(map(type, held)) <= {dict}:
         kinds = set(
             map(type, gc.get_referents(*held))
-        )  # a dictionary's values, at once; keys too, where they are no names
+        )  # the dictionaries' values, at once; also keys that are not strings
         if all(issubclass(kind, torch.Tensor) for kind in kinds):
             return {}
     found: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""One step: how long it may take, what it changes, and how that is undone."""
+"""One step or phase: how long it may take, which state it changes, and how those changes are undone."""

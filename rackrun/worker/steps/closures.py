@@ -1,7 +1,9 @@
-"""``optimizer.step(closure)``: the forward and backward passes of a step run inside of it, perhaps several times (LBFGS).
+"""Supports ``optimizer.step(closure)``, where forward and backward passes run inside the optimizer, perhaps several
+times (LBFGS).
 
-An optimizer changes nothing before it has called its closure once. So the gate of the step stands behind that first call, where all
-gradients are complete, instead of at the beginning of ``optimizer.step()``. What further calls read has been counted already.
+An optimizer changes nothing before it has called its closure once. So the gate of the step follows that first call,
+when all gradients are complete, instead of preceding ``optimizer.step()``. The samples that further calls read have
+been counted already.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Keywords = dict[str, Any]
 
 
 def of_step(args: Arguments, kwargs: Keywords) -> Callable[[], Any] | None:
-    """What ``optimizer.step`` was given to call, if anything; ``args`` as a hook of it gets them, the optimizer first."""
+    """Return the closure that ``optimizer.step`` was called with, or None. ``args`` and ``kwargs`` are as its hooks
+    receive them, the optimizer first."""
     closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure
 
@@ -28,7 +31,8 @@ def of_step(args: Arguments, kwargs: Keywords) -> Callable[[], Any] | None:
 def with_closure(
     args: Arguments, kwargs: Keywords, before: Callable[[int], None], after: Callable[[int], None]
 ) -> tuple[Arguments, Keywords]:
-    """The same arguments, with ``before(n)`` and ``after(n)`` around the n-th call of the closure, from 0."""
+    """Return the arguments with the closure wrapped: ``before(n)`` and ``after(n)`` run around its n-th call, counted
+    from 0."""
     closure, calls = of_step(args, kwargs), 0
     assert closure is not None, "asked before"
 
@@ -45,6 +49,6 @@ def with_closure(
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Its step cannot be called without one."""
+    """Whether the optimizer's ``step`` cannot be called without a closure."""
     given = inspect.signature(type(optimizer).step).parameters.get("closure")
     return given is not None and given.default is inspect.Parameter.empty

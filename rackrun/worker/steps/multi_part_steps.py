@@ -1,12 +1,13 @@
-"""Steps of several parts: they go on, with collectives, after their first ``optimizer.step()``.
+"""Detects steps of several parts, which go on with collectives after their first ``optimizer.step()``.
 
-A GAN trains its judge, and then runs the backward pass of its maker; a reduced loss drives a scheduler. When a peer is lost in such a second
-part, the step would have been committed already, and what the ranks are left with is neither the state before it nor the one after. So the
-gate of these steps stands at their end, and all that they change is copied when they begin (`rackrun.worker.steps.unit_undo`).
+A GAN trains its discriminator and then runs the backward pass of its generator; a reduced loss drives a scheduler. If a
+peer is lost in such a second part, a gate before the first ``optimizer.step()`` would have committed the step already,
+while the ranks hold neither the state before it nor the one after. So the gate of these steps stands at their end, and
+all that they change is copied when they begin (`rackrun.worker.steps.unit_undo`).
 
-Whether a script has such steps is seen in its first one, whose gate stands at the end whatever the script is, and in any later one. All
-ranks agree on it in a gate, and it is part of the state that a newcomer is given. A collective that is the last thing to happen to tracked
-state (a loss that is reduced to be shown) needs nothing of it.
+The first step of a script, whose gate always stands at its end, shows whether the script has such steps; a later step
+may show it, too. All ranks agree on it in a gate, and it is part of the state that a newcomer is given. A collective
+that is the last thing to happen to tracked state (a loss reduced for display) does not count.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ __all__ = ["Parts"]
 
 _PACKAGES = (str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).parent))
 _LOOKED_AT_WHOLE = 3
-"""So often the content of the state is compared, then versions alone (and the content at every power of two)."""
+"""The number of collectives after which the state's content is compared. Later ones compare versions only, and content
+at every power of two."""
 
 
 class Parts:
-    """Watches collectives from a unit's first ``optimizer.step()`` on."""
+    """Watches collectives from a unit's first ``optimizer.step()`` on, to find out whether the script's steps have
+    several parts."""
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
@@ -40,13 +43,14 @@ class Parts:
         self._signature: tuple[object, ...] | None = None
         self._where = self._because = ""
         self.found = ""
-        """Why this script's steps have parts; empty as long as they seem not to."""
+        """Why this script's steps have several parts, for a message; empty while none was seen."""
 
     def begin_unit(self) -> None:
         self._signature, self._because = None, ""
 
     def called(self, name: str, result: Any) -> None:
-        """A collective after the first ``optimizer.step()`` of a step. Any thread."""
+        """Note that the collective ``name`` follows the first ``optimizer.step()`` of a step. ``result``: the tensors
+        that it writes, nested in lists. Safe to call in any thread."""
         if self.found or self._because or self._signature is not None:
             return
         with self._lock:
@@ -60,13 +64,16 @@ class Parts:
                 self._signature = self._sign()
 
     def ends(self) -> None:
-        """Nothing of the step is to come, but perhaps its gate."""
+        """Conclude the step, right before a gate at its end: its last collective counts if tracked state has changed
+        since."""
         if self._signature is not None and self._signature != self._sign():
             self._because = self._where
         self.found = self.found or self._because
         self._signature = None
 
     def _sign(self) -> tuple[object, ...]:
+        """Return a value that differs when tracked state has changed: versions and plain values, and at times the
+        content."""
         tensors = self._state.tensors()
         versions = list(tensors), marks(tensors.values())
         whole = self._times <= _LOOKED_AT_WHOLE or not self._times & (self._times - 1)
@@ -74,7 +81,7 @@ class Parts:
 
 
 def writes_tracked(state: TrackedState, result: Any) -> bool:
-    """``result``: the tensors that a collective is to write, nested in lists."""
+    """Whether a collective writes tracked state. ``result``: the tensors that it writes, nested in lists."""
     mine = storages([tensor for tensor in state.tensors().values() if tensor.nbytes])
     return any(tensor.untyped_storage().data_ptr() in mine for tensor in _tensors(result))
 
@@ -88,7 +95,7 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def _line() -> str:
-    """Of the script, that led here."""
+    """Return the file and line of the script that led to this call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
         frame = frame.f_back

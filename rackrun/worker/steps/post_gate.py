@@ -1,8 +1,9 @@
-"""Collectives that break after the gate has passed, where the step counts and cannot be undone any more.
+"""Judges collectives that break after the gate has passed, when the step counts and cannot be undone any more.
 
-The usual one is harmless: a loss or an accuracy, reduced over the ranks to be shown. One that averages weights is not: this
-rank's state is then neither that before nor that after. What tells them apart is the tracked state: the collective must not
-have written to it, and it must be the same, bit for bit, at the end of the step as when the collective broke.
+Most are harmless, such as a loss or an accuracy reduced over the ranks for display. A collective that averages weights
+is not: this rank's state is then neither the one before it nor the one after. The tracked state tells them apart. A
+break is harmless if the collective has not written to tracked state, and that state has the same bits at the end of the
+step as when the collective broke.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["LateBreaks"]
 
 
 class LateBreaks:
-    """Of the unit in hand."""
+    """The collectives of the current unit that broke after its gate."""
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
@@ -26,20 +27,24 @@ class LateBreaks:
         self._written = False
 
     def begin_unit(self) -> None:
+        """Forget the breaks of the unit before."""
         self._content, self._written = None, False
 
     def broke(self, result: Any) -> None:
-        """``result``: the tensors that the collective was to write, nested in lists. Any thread."""
+        """Record that a collective broke. ``result``: the tensors that it was to write, nested in lists. Safe to call
+        in any thread."""
         with self._lock:
             if self._state.gathered or writes_tracked(self._state, result):
-                self._written = True  # of shards it cannot be told while a forward is under way
+                # while FSDP has gathered whole parameters it is unknown whether a shard was written
+                self._written = True
             elif self._content is None:
                 self._content = self._state.content(buffers=True)
 
     @property
     def any(self) -> bool:
+        """Whether a collective broke after the gate of this unit."""
         return self._written or self._content is not None
 
     def torn(self) -> bool:
-        """Asked at the end of the unit."""
+        """Whether the tracked state is torn by a broken collective. To be asked at the end of the unit."""
         return self._written or (self._content is not None and self._content != self._state.content(buffers=True))

@@ -1,4 +1,5 @@
-"""Steps and phases that may have to be done again: all since the oldest state that this rank may go back to."""
+"""Keeps the recent steps and phases, which may have to be done again: all since the oldest state that this rank may go
+back to."""
 
 from __future__ import annotations
 
@@ -15,25 +16,27 @@ __all__ = ["Recorded", "Unit"]
 
 @dataclass(frozen=True)
 class Unit:
-    """A step or a phase, as the script has it."""
+    """One step or phase as the script has called it."""
 
     at: Position
     body: Callable[[Step], Any]
     name: str = ""
-    """Of a phase."""
+    """A phase's name; "" for a step."""
 
 
 class Recorded:
-    """Units in their order. There may be thousands, from one snapshot to the next, and each step asks: nothing here looks at all of them."""
+    """Units in ascending order of position. Each step uses it and there may be thousands of units between two
+    snapshots, so no method visits all of them."""
 
     def __init__(self) -> None:
         self._units: deque[Unit] = deque()
 
     def append(self, unit: Unit) -> None:
-        """Later than all others."""
+        """Add ``unit``, which must be later than all others."""
         self._units.append(unit)
 
     def first_after(self, passed: Position) -> Unit | None:
+        """Return the first unit after ``passed``, or None."""
         found = None
         for unit in reversed(self._units):
             if unit.at <= passed:
@@ -42,10 +45,11 @@ class Recorded:
         return found
 
     def any_after(self, at: Position) -> bool:
+        """Whether a unit later than ``at`` is recorded."""
         return bool(self._units) and self._units[-1].at > at
 
     def keep_after(self, oldest: Position | None) -> None:
-        """Nobody goes back further than to ``oldest``. None: nobody goes back."""
+        """Drop the units up to ``oldest``, because no rank goes back further. None drops all."""
         while self._units and (oldest is None or self._units[0].at <= oldest):
             self._units.popleft()
 

@@ -18,35 +18,38 @@ __all__ = ["Step"]
 
 
 class Step:
-    """``int(step)`` is its number, from 0; ``step.attempt`` counts the attempts at it, from 0."""
+    """One attempt at one step. ``int(step)`` is the step's number, from 0; ``step.attempt`` counts the attempts at it,
+    from 0."""
 
     def __init__(self, at: Position, attempt: int, world: World) -> None:
         self._at, self.attempt = at, attempt
         self._weight = 0.0
         self.shards: tuple[int, ...] = ()
-        """The micro-batches delivered so far: their places in the global batch."""
+        """Indices in the global batch of the micro-batches delivered so far."""
         self._local_loss: torch.Tensor | None = None
         self._shard_losses: dict[int, torch.Tensor] | None = None
-        """Micro-batch -> its part of ``_local_loss``, where the loss is reduced exactly."""
+        """Micro-batch index -> its part of ``_local_loss``, where the loss is reduced exactly; None otherwise."""
         self._gradient_scale = 1.0
         self._weight_reads = 0
-        """How often `weight` or `gradient_scale` was asked for: a script that weights its gradients itself does."""
+        """How often `weight` or `gradient_scale` was read, which shows that a script weights its gradients itself."""
         self.samples = 0
-        """That all steps before this one have had, together: where a schedule by samples stands."""
+        """Samples in all steps before this one together, for schedules that count samples."""
         self.batch_size = 0
         """Samples in the global batch of this step."""
         self.lr_factor = 1.0
-        """By what all learning rates are multiplied in this step's ``optimizer.step()``: not 1 with ``batch="scale_lr"`` only."""
+        """The factor for all learning rates in this step's ``optimizer.step()``; differs from 1 only with
+        ``batch="scale_lr"``."""
         self._early_loss: float | None = None
-        """What `loss` is, while the gate is still to come: in a step of several parts."""
+        """The value of `loss` while the gate is still to come, in a step of several parts; None otherwise."""
         self._last_given = False
-        """The current micro-batch is this rank's last of the step."""
+        """Whether the current micro-batch is this rank's last of the step."""
         self._is_whole = False
-        """Its loss has been given to `scale`, too: nothing is left to be added to `loss`."""
+        """Whether the last micro-batch's loss has been given to `scale`, so that nothing more is added to `loss`."""
         self._ask_loss: Callable[[], None] | None = None
-        """Called when `loss` is read before any ``optimizer.step()``, of a step that is whole: sees that it is known."""
+        """Called when `loss` is read before any ``optimizer.step()`` once all micro-batches are complete; makes the
+        loss known."""
         self._loss_is_old = False
-        """A closure is called again, with other weights."""
+        """Whether a closure is being called again, with other weights than those of the known loss."""
         self._world = world
 
     def __int__(self) -> int:
@@ -59,26 +62,29 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """What the current micro-batch counts in the global batch (1 / number of micro-batches): 0 for a ghost.
-        The weighted sum of the micro-batches' mean losses, over all ranks, is the mean over the global batch."""
+        """The weight of the current micro-batch in the global batch: 1 / number of micro-batches, or 0 for a ghost.
+
+        The sum of weight times mean loss over all micro-batches of all ranks is the mean loss over the global batch.
+        """
         self._weight_reads += 1
         return self._weight
 
     @property
     def gradient_scale(self) -> float:
-        """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by; with ``reduction="exact"``, ``weight``."""
+        """``weight`` times the number of data-parallel ranks, because DDP and FSDP divide by that number; with
+        ``reduction="exact"`` simply ``weight``."""
         self._weight_reads += 1
         return self._gradient_scale
 
     def _weigh(self, weight: float, gradient_scale: float) -> None:
-        """Of the micro-batch that is about to be given."""
+        """Set the weight and gradient scale of the micro-batch that the loader is about to yield."""
         self._weight, self._gradient_scale = weight, gradient_scale
 
     def scale(self, loss: torch.Tensor, weight: float | None = None) -> torch.Tensor:
-        """The loss to call ``backward`` on, so that gradients become the mean over the global batch.
+        """Return the loss to call ``backward`` on, scaled so that gradients become the mean over the global batch.
 
-        ``weight`` (this micro-batch's share of the global batch; all of them sum to 1) replaces the default of equal shares, as for a
-        mean over tokens. Also adds to what `loss` reports.
+        ``weight``: this micro-batch's share of the global batch, where all shares sum to 1. It replaces the default of
+        equal shares, as for a mean over tokens. The loss is also added to what `loss` reports.
         """
         self._world.may_be_left()
         if self._world.broken and not self._world.unit_passed:
@@ -100,13 +106,16 @@ class Step:
         return weighted
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """``scale(loss, weight).backward()``."""
+        """Call ``scale(loss, weight).backward()``."""
         self.scale(loss, weight).backward()
 
     @property
     def loss(self) -> float:
-        """The mean loss over the global batch, the same on every rank. Known after the last micro-batch's `backward`, also in a step
-        that skips ``optimizer.step()``, as a GradScaler does. Raises `StepError` before."""
+        """The mean loss over the global batch, the same on every rank.
+
+        It is known after the last micro-batch's `backward`, also in a step that skips ``optimizer.step()``, as a
+        GradScaler does. Raises `StepError` before that, and in a further call of a closure.
+        """
         if self._loss_is_old:
             raise StepError(
                 "step.loss was read in a further call of the closure of optimizer.step(closure): it is that of the first call.",

@@ -1,9 +1,11 @@
-"""How long one kind of unit has taken, and how long it may take: a phase, the code between two steps, a way through ``main``.
+"""Limits how long a unit other than a step may go without progress: a phase, code between two steps, an entry of
+``main``.
 
-Steps are alike, and have a deadline of their own (`rackrun.worker.steps.hang_deadlines`). Everything else varies: an evaluation may take a tenth of
-a step or a hundred steps, on one rank or on all. So two limits are drawn from what was observed. The *idle* one holds for a rank
-that shows no sign of life: it computes nothing, reads and writes nothing. The *busy* one holds while it does. Where too little was observed
-the idle limit is long, and a third number says from when on an idle rank is compared with the other ranks (`rackrun.core.faults.peer_times`).
+Steps are alike and have a deadline of their own (`rackrun.worker.steps.hang_deadlines`). Everything else varies: an
+evaluation may take a tenth of a step or a hundred steps, on one rank or on all. So two limits follow from the observed
+times. The *idle* limit holds for a rank that shows no sign of life: it computes nothing, reads and writes nothing. The
+*busy* limit holds while it does. Where too little was observed the idle limit is long, and a third number says after
+what time an idle rank is compared with the other ranks (`rackrun.core.faults.peer_times`).
 """
 
 from __future__ import annotations
@@ -18,40 +20,47 @@ __all__ = ["ENTERS_AGAIN", "EXITS", "PEERS_LEAST_MS", "UNKNOWN", "Allowance", "U
 _FACTOR, _BUSY_FACTOR = 3.0, 9.0
 _IDLE_FLOOR_S, _BUSY_FLOOR_S, _VARIED_BUSY_FLOOR_S = 2.0, 30.0, 60.0
 _ALIKE, _ALIKE_MIN, _RESOLUTION_S = 3.0, 5, 0.1
-"""Times are regular if there are five, and none is above three times their median; what is shorter than 0.1 s is alike."""
+"""Times are regular if there are at least five and none is above three times their median; times below 0.1 s count as
+0.1 s there."""
 PEERS_LEAST_MS = 30_000
-"""An idle rank without a history is compared with others after this: one rank alone may wait for something that the others need not, such as a
-server's answer."""
+"""An idle rank without a history is compared with others after this many milliseconds: one rank may wait for something
+that the others need not, such as a server's answer."""
 _STEPS_IDLE, _STEPS_BUSY = 150.0, 300.0
-"""Of what is not regular: in steps."""
+"""The lowest idle and busy limits of units with irregular times, in usual steps."""
 
 
 class Allowance(NamedTuple):
-    """Milliseconds without progress."""
+    """Limits for one unit: milliseconds without progress."""
 
     idle_ms: int
     busy_ms: int
-    """While the process is seen to work; 0: that is no excuse."""
+    """The limit while the process is seen to work; 0 when work does not extend ``idle_ms``."""
 
     least_ms: int = 0
-    """Idle for longer than this it is compared with the other ranks; 0: never, its own history is enough."""
+    """The idle time after which the rank is compared with the other ranks; 0 when its own history is enough and it
+    never is."""
 
     def at_least(self, milliseconds: int) -> Allowance:
+        """Return the limits, each raised to at least ``milliseconds``; limits of 0 stay."""
         return Allowance(*(max(limit, milliseconds) if limit else 0 for limit in self))
 
     def plus(self, milliseconds: int) -> Allowance:
+        """Return the limits, each longer by ``milliseconds``; limits of 0 stay."""
         return Allowance(*(limit + milliseconds if limit else 0 for limit in self))
 
 
 UNKNOWN = Allowance(600_000, 1_800_000, PEERS_LEAST_MS)
-"""Of what was never observed: it may compile, download, or save for the first time."""
+"""The limits for a unit that was never observed: it may compile, download, or save for the first time."""
 EXITS = Allowance(300_000, 1_800_000, 12_000)
-"""Of a process that was released: all training is done, and the script may have something to do after it."""
+"""The limits for a process that was released: all training is done, and the script may have something to do after
+it."""
 ENTERS_AGAIN = Allowance(10_000, 60_000)
-"""The least for another way through ``main``: all ranks are at it at once."""
+"""The lowest limits for a further entry of ``main``, which all ranks make at once."""
 
 
 class UnitTimes:
+    """The recent times of one kind of unit, in seconds, and its limits."""
+
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=64)
 
@@ -59,28 +68,33 @@ class UnitTimes:
         self._seconds.append(seconds)
 
     def resized(self, times: float) -> None:
-        """The same work takes so many times as long from now on."""
+        """Scale the recorded times: the same work takes ``times`` as long from now on."""
         self._seconds = deque((seconds * times for seconds in self._seconds), maxlen=self._seconds.maxlen)
 
     @property
     def longest_s(self) -> float:
+        """The longest recorded time, in seconds; 0 when there is none."""
         return max(self._seconds, default=0.0)
 
     @property
     def regular(self) -> bool:
+        """Whether the recorded times are regular: enough of them, and none far above the median."""
         if len(self._seconds) < _ALIKE_MIN:
             return False
         return self.longest_s <= _ALIKE * max(statistics.median(self._seconds), _RESOLUTION_S)
 
     def entry(self) -> Allowance:
-        """Of a way through ``main``, when the first one is known."""
+        """Return the limits for a further entry of ``main``, once the first was observed."""
         longest_ms = 1e3 * self.longest_s
         idle, busy = (math.ceil(factor * longest_ms) for factor in (_FACTOR, _BUSY_FACTOR))
         return Allowance(max(idle, ENTERS_AGAIN.idle_ms), max(busy, ENTERS_AGAIN.busy_ms))
 
     def allowance(self, step_s: float, patience: float = 1.0, *, mixed: bool = False) -> Allowance:
-        """``step_s``: of a usual step. ``patience``: so many times as much, after what looked like a hang was none. ``mixed``: it is not
-        always the same code, so what was regular may be something else the next time."""
+        """Return the limits for the next unit of this kind.
+
+        ``step_s``: seconds of a usual step. ``patience``: factor for all limits, raised after an apparent hang was
+        none. ``mixed``: the unit is not always the same code, so regular times do not predict the next one.
+        """
         if not self._seconds:
             return UNKNOWN
         longest_s, regular = self.longest_s, self.regular
@@ -97,5 +111,5 @@ class UnitTimes:
 
 
 def compared_after_ms(longest_s: float, patience: float) -> int:
-    """`Allowance.least_ms` where too little was observed: ``longest_s`` at most."""
+    """Return `Allowance.least_ms` for a unit with a short history, whose longest time is ``longest_s`` seconds."""
     return math.ceil(patience * max(PEERS_LEAST_MS, 1e3 * _FACTOR * longest_s))

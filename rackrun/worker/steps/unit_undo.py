@@ -1,20 +1,25 @@
-"""What a unit changes before its gate, and how it is put back when the unit will not count.
+"""Records what a unit changes before its gate, and puts it back when the unit does not count.
 
-Every tracked tensor is either *copied* when a unit begins, or known by a *digest*, or trusted until a unit is abandoned:
+Every tracked tensor is *copied* when a unit begins, known by a *digest*, or *trusted* until a unit is abandoned:
 
-- Copied: small buffers and small tensors of other tracked objects, always. What no optimizer trains (a moving average, a momentum encoder, a
-  codebook, a queue), once it was seen to change in a step, wherever: a step that skips its optimizer has its gate at the end, after all
-  that. What an optimizer trains, once it was seen to change before a gate. And everything in the first step, in steps of several parts
+- Copied: small buffers and small tensors of other tracked objects, always. Tensors that no optimizer trains (a moving
+  average, a momentum encoder, a codebook, a queue), once they were seen to change anywhere in a step: a step that skips
+  its optimizer has its gate at the end, after all such changes. Tensors that an optimizer trains, once they were seen
+  to change before a gate. And everything in the first step, in steps of several parts
   (`rackrun.worker.steps.multi_part_steps`), and in phases until it is known what they change.
-- Known by a digest: large, of no optimizer, and never seen to change (a frozen model). When a unit is abandoned it is digested again.
-- Trusted: what optimizers train. It changes after the gate only, as far as versions and audits tell. When a unit was abandoned, the next
-  attempt at it is audited: the same code with the same numbers writes the same tensors. What is changed before the gate then was changed in
-  the attempt before, too, so this rank's state is not what it is held to be, and no gate is passed.
+- Known by a digest: large tensors that no optimizer trains and that were never seen to change (a frozen model). When a
+  unit is abandoned they are digested again.
+- Trusted: tensors that optimizers train. As far as versions and audits tell, they change after the gate only. When a
+  unit was abandoned, the next attempt at it is audited: the same code with the same numbers writes the same tensors. A
+  tensor that changes before the gate then has changed in the abandoned attempt, too. This rank's state is not the
+  assumed one in that case, and no gate is passed.
 
-A tensor's version that has moved proves a change; one that stands proves nothing (``.data``, a kernel of the script's own). So in the first
-three steps, and then in ever fewer, everything is *audited*: digests at the beginning, at the gate, and at the end.
+A tensor's version that has moved proves a change, but one that has not proves nothing (``.data``, a custom kernel of
+the script). So in the first three steps, and then in ever fewer, everything is *audited*: digests at the beginning, at
+the gate, and at the end.
 
-Versions at the gate only tell which tensors to copy in later steps, so most steps do without: a unit that is abandoned asks for them itself.
+Versions at the gate only decide which tensors later steps copy, so most steps do not read them; an abandoned unit reads
+them itself.
 """
 
 from __future__ import annotations
@@ -48,11 +53,12 @@ __all__ = ["Undo", "changed_between"]
 _SMALL_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
 _PHASE_RUNS_COPIED = 3
-"""So often a phase begins with a copy of everything, before it is believed to change what it has changed so far."""
+"""The number of runs of a phase that begin with a copy of everything. After them it is assumed to change only what it
+has changed so far."""
 _ROOM_FOR_UNKNOWN = 2
 _ROOM_BYTES = 64 * 2**20
-"""What no optimizer trains and nobody has seen change is copied once, too, unless it is more than this, and so many times larger than what
-optimizers train."""
+"""Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
+``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
 _TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
 
@@ -63,14 +69,14 @@ class _Look(NamedTuple):
     filled: int
     structure: Structure
     dicts: dict[str, Any]
-    """As `TrackedState.state_dicts`."""
+    """The objects' ``state_dict``s (see `TrackedState.state_dicts`)."""
     plain: bytes
     of_parameters: list[int]
-    """Their versions."""
+    """The versions of all parameters."""
 
 
 class Undo:
-    """``say`` tells, once, what copies cost."""
+    """Remembers the state at the beginning of a unit, and restores it. ``say``: prints once what the copies cost."""
 
     def __init__(  # noqa: PLR0915 - what there is at the start, one line each
         self, state: TrackedState, say: Callable[[str], None] = lambda _: None
@@ -80,47 +86,52 @@ class Undo:
         self._filled = -1
         self._structure = Structure({})
         self._made_of: Structure | None = None
-        """What modules were made of when the last unit began."""
+        """The structure of the tracked modules when the last unit began."""
         self._trained_objects: list[torch.Tensor] = []
         self._phase = ""
         self._whole = self._audits = False
-        """In the unit in hand: everything that optimizers train is copied; what it changes is to be learned from its content."""
+        """For the current unit: whether everything that optimizers train is copied, and whether its changes are found
+        by comparing content."""
         self._closely = True
-        """In the unit in hand: what it changes before its gate is to be learned from versions."""
+        """For the current unit: whether its changes before the gate are found by versions."""
         self._suspect_at: set[int] = set()
-        """Attempts were abandoned at these places, and nothing has shown yet that they had left alone what is not copied."""
+        """The places at which attempts were abandoned, as long as nothing has shown that those attempts left uncopied
+        tensors unchanged."""
         self._suspect_everywhere = False
-        """This rank has other micro-batches than they had: their places say nothing."""
+        """Whether this rank has other micro-batches now than in those attempts, so that their places cannot be
+        compared."""
         self._places = 0
-        """Where the attempt in hand might have been left, so far."""
+        """The number of places at which the current attempt could have been left so far."""
         self._owes_comparison = False
-        """Of the place that the attempt in hand is at."""
+        """Whether the comparison is still due for the current place."""
         self._everywhere = False
         self._share: tuple[float, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}
-        """That optimizers train."""
+        """Parameters that optimizers train, by path."""
         self._free_parameters: dict[str, nn.Parameter] = {}
-        """All others."""
+        """All other parameters, by path."""
         self._trained_bytes = 0
-        """Of the parameters."""
+        """Size of the parameters that optimizers train."""
         self._versions: list[int] = []
-        """Of what optimizers train, when the unit began."""
+        """Versions of the parameters that optimizers train, when the unit began."""
         self._marks: dict[str, Mark] = {}
-        """Of what no optimizer trains, and is not known to change: address and version when the unit began."""
+        """Address and version, when the unit began, of tensors that no optimizer trains and that are not known to
+        change."""
         self._static: dict[str, int] = {}
-        """Of that, the digests of what there is no room to copy, from whenever they were taken."""
+        """Digests of those among them for whose copies there is no room, from whenever they were taken."""
         self._first: dict[str, int] = {}
-        """The same of everything, in a first step."""
+        """Digests of everything when the unit began, in the first step."""
         self._begun: dict[str, int] = {}
-        """Digests when the unit began of what optimizers train, where they are asked for."""
+        """Digests, when the unit began, of uncopied tensors that optimizers train or hold; empty where they are not
+        needed."""
         self._ahead: tuple[int, dict[str, int]] = -1, {}
-        """Those of the attempt to come, and how often the state was filled by then."""
+        """Digests taken in advance for the next attempt, and how often the state had been filled by then."""
         self._ended: dict[str, int] = {}
-        """Of everything, at the end of the unit before, when that was audited."""
+        """Digests of everything at the end of the unit before, if that was audited."""
         self._found_early: set[str] = set()
         self.changed_between = ""
-        """Something that had another content at the end of the unit before than when the one in hand began: where all ranks see that it is
-        the script, and where one does it may be its memory."""
+        """Path of a tensor whose content differs from the end of the unit before; "" for none. If all ranks find one,
+        the script has changed it; if one rank does, its memory may be faulty."""
         self._phase_runs: dict[str, int] = {}
         self._place: tuple[int, torch.device | None] = 0, None
         self._told_bytes = 0
@@ -129,22 +140,23 @@ class Undo:
         self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
         self._begun_with: Sequence[torch.Tensor] = ()
-        """All parameters when the unit began, and of each in turn:"""
+        """All parameters when the unit began; the next two lists have one element for each."""
         self._requires_grad: list[bool] = []
         self._had_grads: list[bool] = []
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
-        """A few that some older unit has left, not cleared since."""
+        """A few gradients that some older unit has left and that were not cleared since."""
         self._cleared = 0
         """How often gradients had been cleared when the unit began."""
         self._stands: tuple[bytes, list[int], list[int], list[Any], int] = b"", [], [], [], -1
         self._looked_at: _Look | None = None
-        """By `check_stands`, for the unit that begins next."""
+        """The state as `check_stands` found it, for the unit that begins next."""
         self._dicts_at_end: dict[str, Any] | None = None
-        """What `ended` was given by tracked objects, for `committed`, which comes before any code of the script's."""
+        """The ``state_dict``s that `ended` read, for `committed`, which follows before any code of the script runs."""
 
     # -- between units
     def committed(self) -> None:
-        """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
+        """Record the state at the end of a unit. Nothing tracked may change until the next one begins, because only
+        what units do is done again."""
         dicts, self._dicts_at_end = self._dicts_at_end, None
         structure = self._state.structure(glance=True)
         plain = self._state.encode_plain(dicts, structure)
@@ -152,17 +164,19 @@ class Undo:
         self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
 
     def accept(self) -> None:
-        """The loop is over: what the script has done to tracked state since is the state now."""
+        """Accept what the script has done to tracked state since the loop ended as the current state."""
         self.committed()
         self._ended.clear()
 
     def check_stands(self, *, glance: bool = False) -> None:
-        """Raises `StepError` when it has, as far as versions tell; `begin` looks at the content, now and then. ``glance``: as `TrackedState.structure`."""
+        """Raise `StepError` if tracked state has changed since the last unit, as far as versions tell; `begin` compares
+        content in some units. ``glance``: see `TrackedState.structure`."""
         if changed := self.changed_since(glance=glance):
             raise changed_between(changed)
 
     def changed_since(self, *, glance: bool = False) -> str:
-        """What has changed since the last unit was over, as far as versions tell. "": nothing. ``glance``: as `TrackedState.structure`."""
+        """Return what has changed since the last unit ended, as far as versions tell, for a message; "" for nothing.
+        ``glance``: see `TrackedState.structure`."""
         plain, of_parameters, of_buffers, of_scalers, filled = self._stands
         self._looked_at = None
         if filled != self._state.filled or not of_parameters:
@@ -191,9 +205,13 @@ class Undo:
         closely: bool = True,
         share: tuple[float, ...] = (),
     ) -> None:
-        """Remember what the unit may change. ``whole``: everything, if there is memory for it. ``audit``: learn from content what it
-        changes, and ``everywhere`` at each place where it may be left, not at its gate alone. ``closely``: learn from versions what it changes
-        before its gate. ``phase``: its name. ``share``: what decides how many micro-batches this rank has."""
+        """Remember everything that the unit may change.
+
+        ``whole``: copy everything, if there is memory for it. ``audit``: find by content what the unit changes; with
+        ``everywhere``, at each place where it may be left and not only at its gate. ``closely``: find by versions what
+        it changes before its gate. ``phase``: the phase's name; "" for a step. ``share``: what decides how many
+        micro-batches this rank has. Raises `StepError` when the last unit has changed the structure of tracked modules.
+        """
         self._phase, self._dicts_at_end = phase, None
         self._closely = closely
         runs = self._phase_runs.get(phase, 0)
@@ -208,7 +226,8 @@ class Undo:
         fsdp.begin(look.structure.fsdp)
         if look.structure.fsdp:
             shards = self._state.structure()
-            look = look._replace(structure=shards, of_parameters=shards.versions())  # from here on
+            # parameters are shards from here on
+            look = look._replace(structure=shards, of_parameters=shards.versions())
         looks = self._audits or self._whole or look.structure is not self._structure
         if self._audits or look.structure is not self._structure:
             self._look_around(look.structure)
@@ -230,6 +249,7 @@ class Undo:
         self._cleared = zero_grad.cleared()
 
     def _look(self) -> _Look:
+        """Return the current state; uses the result of `check_stands` if that is still valid."""
         known, self._looked_at = self._looked_at, None
         if known is not None and known.filled == self._state.filled:
             return known
@@ -238,7 +258,7 @@ class Undo:
         return _Look(self._state.filled, structure, dicts, plain, structure.versions())
 
     def _check_made_of(self, structure: Structure) -> None:
-        """Raises `StepError` when a unit has changed what modules are made of."""
+        """Raise `StepError` if a unit has changed the structure of the tracked modules."""
         before, self._made_of = self._made_of, structure
         if before is not None and structure is not before and (difference := structure.differs(before)):
             raise StepError(
@@ -254,7 +274,8 @@ class Undo:
                 )
 
     def _forget(self, look: _Look) -> None:
-        """The state was filled from outside, or optimizers train other parameters than they did."""
+        """Drop all that is known, because the state was filled from outside, or optimizers train other parameters than
+        before."""
         self._filled, self._trained_objects = self._state.filled, self._state.trained()
         self._copies.clear()
         self._static.clear()
@@ -264,13 +285,14 @@ class Undo:
         self._look_around(self._state.structure())
 
     def _look_around(self, structure: Structure) -> None:
-        """Which tensors there are, but for those that are asked for in every unit."""
+        """Find the tracked tensors, except those that are looked up in every unit."""
         self._structure, self._submodules = structure, structure.modules
         self._parameters, self._free_parameters = self._state.trained_and_free()
         self._trained_bytes = sum(nbytes(self._parameters.values()))
 
     def _take(self, look: _Look, *, exactly: bool) -> None:
-        """Copies and digests of the state as it is now. ``exactly``: every storage is asked for its size first, not for its address alone."""
+        """Take copies and digests of the current state. ``exactly``: query the size of every storage first, not only
+        its address, to detect freed tensors."""
         began = time.perf_counter()
         changes = self._state.lineage.changes
         wanted = {*changes.early, *changes.moving, *changes.phases.get(self._phase, ())}
@@ -314,8 +336,8 @@ class Undo:
         self._tell(taken, time.perf_counter() - began, {**now, **copied})
 
     def digests_ahead(self) -> Mapping[str, int]:
-        """The digests with which the next attempt at an abandoned unit will begin, taken while this rank waits for others. Empty where that
-        attempt needs none."""
+        """Return digests by path for the beginning of the next attempt at an abandoned unit, computed while this rank
+        waits for others. Empty if that attempt needs none."""
         if not self._suspect_at:
             return {}
         if self._ahead[0] != self._state.filled:
@@ -323,19 +345,20 @@ class Undo:
         return self._ahead[1]
 
     def _digests_at_begin(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+        """Return digests of ``tensors``: those of `digests_ahead`, if they are still valid."""
         (filled, ahead), self._ahead = self._ahead, (-1, {})
         known = ahead if filled == self._state.filled and tensors.keys() <= ahead.keys() else {}
         return {path: known[path] for path in tensors} if known else digests_by_path(tensors)
 
     def _place_for(self, size: int) -> torch.device | None:
-        """Raises `NoRoom`."""
+        """Return the device for ``size`` bytes of copies; None for 0 bytes. Raises `NoRoom`."""
         if size > self._place[0]:
             first = self._whole and not self._phase and not self._state.lineage.changes.parts
             self._place = size, place_for(size, self._state.device, on_host=first)
         return self._place[1] if size else None
 
     def _check_between(self, free: Mapping[str, torch.Tensor]) -> None:
-        """What has changed since the end of the unit before, if that was audited."""
+        """Set `changed_between`, if the unit before was audited."""
         self.changed_between = ""
         if self._ended:
             ended, self._ended = self._ended, {}
@@ -345,16 +368,20 @@ class Undo:
                     self.changed_between = path
 
     def _changed_unseen(self, path: str, tensor: torch.Tensor) -> bool:
-        """Since it was copied or digested, though its version stands."""
+        """Whether the tensor differs from its copy or digest although its version has not moved."""
         if path in self._static:
             return digests_by_path({path: tensor})[path] != self._static[path]
         return self._copies.stands(path, tensor) and not self._copies.equals(path, tensor)
 
     # -- where it may be left
     def at_place(self, *, updates_next: bool = False) -> None:
-        """At each place of a step where it is left if it will not count: what it has changed so far must be put back. At the place where
-        the attempt before was left this one has changed what that had. ``updates_next``: `before_update` follows, with no code of the
-        script's between, and compares."""
+        """Note a place of the step at which it is left if it will not count, so that all its changes so far must be
+        restorable.
+
+        At the place where the attempt before was left, this attempt has made the same changes as that one; they are
+        compared. ``updates_next``: `before_update` follows without any code of the script between, and does the
+        comparison.
+        """
         self._places += 1
         if self._everywhere:
             changed = self._differing(self._first, {**self._owned(), **self._free_tensors()})
@@ -366,14 +393,15 @@ class Undo:
             self._compare_with_the_attempt_before()
 
     def _compare_with_the_attempt_before(self) -> None:
-        """Where a version moves now, it stood in that attempt: it had not come so far."""
+        """Find tensors that this attempt has changed without a new version. The abandoned attempt changed them, too.
+        Where a version has moved now, that attempt had not come so far."""
         early = self._differing(self._begun, self._owned()) - self._moved()
         self._found_early |= {path for path in early if not self._copies.is_fresh(path)}
         self._learn(early=early)
 
     def before_update(self) -> None:
-        """Right before the first optimizer step of a step, or at its gate when it makes none: what optimizers train and has changed
-        until here changes early."""
+        """Find what optimizers train or hold and has changed already, right before the first optimizer step or at the
+        gate of a step without one: from now on it is copied when a step begins."""
         if self._phase:
             return
         owned = self._owned() if self._audits else {}
@@ -388,13 +416,20 @@ class Undo:
         self._learn(early=early)
 
     def not_put_back(self) -> list[str]:
-        """After `before_update`: what this attempt has changed so far, and the one before it, which was abandoned, must have changed as
-        well, and nobody had copied. This rank's state is of no use then."""
+        """Return the paths of tensors that this attempt has changed so far and that the abandoned attempt before it
+        must have changed as well, without a copy.
+
+        To be called after `before_update`. If there are any, this rank's state is of no use.
+        """
         return sorted(self._found_early)
 
     def check_gradients(self) -> None:
-        """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum, the one before or,
-        where some make no optimizer step, any: the unit could not be repeated, because nobody has kept them."""
+        """Raise `StepError` if gradients of an older step are still in the sum, because the unit could not be repeated:
+        nobody has kept them.
+
+        Called before the first optimizer step of a unit. The older step is the one before, or any where some make no
+        optimizer step.
+        """
         if zero_grad.cleared() == self._cleared and any(
             parameter.grad is found() for parameter, found in self._grads_found
         ):
@@ -405,7 +440,7 @@ class Undo:
 
     # -- it counts
     def ended(self) -> None:
-        """The unit is committed, and nothing has happened since: learn what it has changed."""
+        """Learn what the committed unit has changed. Nothing has happened since its end."""
         self._nothing_is_suspect()
         if not self._marks and not self._audits and not self._phase:
             return
@@ -431,21 +466,23 @@ class Undo:
         for path in moving:
             self._static.pop(path, None)
         if self._audits:
-            self._look_around_at_end()  # the unit may have exchanged a tensor for another
+            self._look_around_at_end()  # the unit may have replaced a tensor by another
             self._ended = digests_by_path({**self._owned(), **self._free_tensors(self._dicts_at_end)})
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
 
     def _look_around_at_end(self) -> None:
-        """A forward without a backward has left whole parameters of FSDP2 where the shards belong."""
+        """Find the tracked tensors at the end of a unit. Shards FSDP2's parameters again first: a forward pass without
+        a backward pass leaves them whole."""
         fsdp.reshard(self._state.structure().fsdp)
         self._look_around(self._state.structure())
 
     # -- it does not
     def discard(self, *, backward_open: bool) -> list[str]:
-        """Put back what the abandoned unit has changed: gradients, buffers, scaler, scheduler, FSDP's and DDP's intermediate state, and
-        all that was copied. Returns what it has changed without a copy: then this rank's state is of no use.
+        """Put back what the abandoned unit has changed: gradients, buffers, scaler, scheduler, intermediate state of
+        FSDP and DDP, and everything that was copied.
 
-        ``backward_open``: it was left before all of its backward passes had ended.
+        ``backward_open``: the unit was left before all of its backward passes had ended. Returns the paths of what it
+        has changed without a copy, sorted; if there are any, this rank's state is of no use.
         """
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
@@ -470,7 +507,7 @@ class Undo:
                 other.forget_unscaled()
             elif hasattr(
                 other, "_per_optimizer_states"
-            ):  # a script's own, which keeps what it unscaled as torch's does
+            ):  # a scaler of the script's own, which keeps its unscaled optimizers as torch's does
                 other._per_optimizer_states.clear()
         self._put_back()
         if not self._phase and not self._whole and not self._begun:
@@ -478,6 +515,8 @@ class Undo:
         return torn
 
     def _torn(self) -> list[str]:
+        """Return the sorted paths of tensors that the unit has changed and of which there is no copy from its
+        beginning."""
         free = self._free_tensors()
         torn = {path for path in self._moved() if not self._copies.is_fresh(path)}
         torn |= self._marks.keys() - free.keys()
@@ -485,7 +524,7 @@ class Undo:
         for path in self._marks.keys() - moved:
             held = path in self._copies and not self._copies.is_fresh(path)
             if held and not self._copies.equals(path, free[path]):
-                torn.add(path)  # through ``.data``: in this unit, or in one before it
+                torn.add(path)  # written through ``.data``, in this unit or in one before it
         torn |= self._differing(self._static, free)
         if self._begun:
             torn |= self._differing(self._begun, self._owned())
@@ -506,7 +545,7 @@ class Undo:
             owned = self._owned()
             for path in copied:
                 if path in owned and self._copies.equals(path, owned[path]):
-                    continue  # nothing is written: a snapshot of the step before may be in the making
+                    continue  # no write, because a snapshot of the step before may still be copying
                 if path in owned and self._copies.put_back(path, owned[path]):
                     continue
                 value = self._copies.value(path).clone()
@@ -523,18 +562,22 @@ class Undo:
         self._suspect_everywhere = False
 
     def may_be_left(self) -> bool:
-        """Whether the phase in hand may be left at this point: what it has changed so far can be put back. Told by content: a phase that
-        exchanges weights through ``.data`` for a while, and puts them back itself, was never seen to change any."""
+        """Whether the current phase may be left at this point, because all its changes so far can be put back.
+
+        Decided by content: a phase that exchanges weights through ``.data`` for a while and puts them back itself was
+        never seen to change any.
+        """
         return self._whole or not self._torn()
 
     @property
     def trained_bytes(self) -> int:
-        """Of what optimizers train, and hold for it, on this rank."""
+        """Bytes of what optimizers train and hold on this rank."""
         return sum(nbytes(self._owned().values()))
 
     # -- helpers
     def _owned(self) -> dict[str, torch.Tensor]:
-        """What optimizers train, and hold for it: this rank's part, also while FSDP2 has gathered the whole."""
+        """Return this rank's parts of what optimizers train and hold, by path, also while FSDP2 has gathered whole
+        parameters."""
         parts = local_parts(self._parameters.values())
         return {**dict(zip(self._parameters, parts, strict=True)), **self._state.held_by_optimizers()}
 
@@ -545,7 +588,7 @@ class Undo:
         return [[name, "state"] for name in self._state.optimizers]
 
     def _moved(self) -> set[str]:
-        """What optimizers train, and has another version than when the unit began."""
+        """Return the paths of parameters that optimizers train and whose version has moved since the unit began."""
         now = versions(self._parameters.values())
         if now == self._versions:
             return set()
@@ -553,19 +596,22 @@ class Undo:
         return {path for path, before, after in compared if before != after}
 
     def _moved_of_none(self, free: Mapping[str, torch.Tensor]) -> set[str]:
-        """The same of what no optimizer trains, and was not known to change."""
+        """Return the paths of tensors in ``free`` that were not known to change and whose address or version has
+        changed since the unit began, or that are gone."""
         there = [path for path in self._marks if path in free]
         found = zip(there, marks([free[path] for path in there]), strict=True)
         return (self._marks.keys() - there) | {path for path, mark in found if mark != self._marks[path]}
 
     def _differing(self, known: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """From what was digested."""
+        """Return the paths of ``tensors`` whose digests differ from those in ``known``."""
         here = {path: tensors[path] for path in known if path in tensors}
         return {path for path, digest in digests_by_path(here).items() if digest != known[path]}
 
     def _learn(
         self, early: Collection[str] = (), moving: Collection[str] = (), phase: Collection[str] | None = None
     ) -> None:
+        """Add newly found changes to the state's lineage: before a gate (``early``), of tensors that no optimizer
+        trains (``moving``), in the current phase (``phase``)."""
         if not early and not moving and not phase:
             return
         known = self._state.lineage.changes
@@ -575,7 +621,7 @@ class Undo:
             self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=learned)
 
     def _tell(self, taken: int, seconds: float, copied: Mapping[str, torch.Tensor]) -> None:
-        """Once, and when it has become more."""
+        """Print the cost of the copies, the first time and whenever their size has grown."""
         changes = self._state.lineage.changes
         known = [path for path in (*changes.early, *changes.moving) if path in copied]
         size = sum([copied[path].nbytes for path in known])
@@ -592,15 +638,20 @@ class Undo:
         return path.split("/", 1)[0] in self._state.others
 
     def _always(self, sizes: Mapping[str, int]) -> set[str]:
-        """Those that are copied whether or not they were seen to change. torch's batch norm writes its statistics without counting up their
-        version; and who knows what a custom kernel does. ``sizes``: path -> bytes, of what no optimizer trains."""
+        """Return the paths of tensors that are copied whether or not they were seen to change: small ones, and
+        statistics of batch norm.
+
+        torch's batch norm writes its statistics without a new version, and a custom kernel may do the same. ``sizes``:
+        path -> bytes of tensors that no optimizer trains.
+        """
         small = {path for path, size in sizes.items() if size <= _SMALL_BYTES}
         return (small | (self._structure.norm_buffers & sizes.keys())) - self._free_parameters.keys()
 
     def _free_tensors(
         self, dicts: Mapping[str, Any] | None = None, structure: Structure | None = None
     ) -> dict[str, torch.Tensor]:
-        """What no optimizer trains: this rank's part of each. Both: of `TrackedState`, from just now."""
+        """Return this rank's part of each tensor that no optimizer trains, by path. ``dicts`` and ``structure``: just
+        read from `TrackedState`; None reads them."""
         structure = structure or self._state.structure()
         own: dict[str, torch.Tensor] = dict(self._free_parameters)
         for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
@@ -618,7 +669,7 @@ class Undo:
 
 
 def changed_between(what: str) -> StepError:
-    """What a script is told that has done it."""
+    """Return the error for a script that has changed ``what`` between two steps."""
     return StepError(
         f"{what} was changed between two steps, where it is lost when a step is done again.",
         remedy="change tracked state inside the @run.step function (scheduler.step() after optimizer.step()), or in a phase.",

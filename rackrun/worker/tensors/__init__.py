@@ -1,1 +1,1 @@
-"""Many tensors at once: versions, bytes, digests, copies."""
+"""Operations on many tensors at once: versions, bytes, digests, copies."""

@@ -1,11 +1,13 @@
-"""A fingerprint of bytes on a device, where there is no checksum: equal for equal bytes, and on every device of one kind.
+"""Digests bytes on a device: equal for equal bytes, and the same on every device of one kind.
 
-The bytes are words of 32 bits, in blocks of 4096. The sum of a block is that of its words, each times an odd factor of its own, in
-64 bits: every single bit is seen, and two changes cancel only where their factors happen to. The sums of blocks are mixed with their place,
-and only then added, so nothing that repeats from block to block cancels. (Multiplicative hashing: Lemire and Kaser, "Strongly universal string
-hashing is fast", 2014; the mixing is splitmix64's finaliser: Steele, Lea and Flood, 2014.)
+The bytes are words of 32 bits in blocks of 4096. The sum of a block is that of its words, each multiplied by an odd
+factor of its own, in 64 bits. Every single changed bit changes the sum, and two changes cancel only if their factors
+happen to fit. The sums of blocks are mixed with their positions before they are added, so nothing that repeats from
+block to block cancels. (Multiplicative hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014;
+the mixing is splitmix64's finaliser: Steele, Lea and Flood, 2014.)
 
-A kernel computes the same with one pass over memory (`rackrun.worker.tensors.device_digest_triton`); torch's operations need several, and some memory.
+A kernel computes the same in one pass over memory (`rackrun.worker.tensors.device_digest_triton`); torch's operations
+need several passes, and some memory.
 """
 
 from __future__ import annotations
@@ -21,25 +23,27 @@ __all__ = ["BLOCK_WORDS", "BlockSums", "device_digest", "device_digests", "facto
 BLOCK_WORDS = 4096
 _BLOCK_BYTES = 4 * BLOCK_WORDS
 _SLICE_BLOCKS = 1024
-"""So many blocks at once: 16 MiB, for which torch's operations need twice as much for a while."""
+"""Number of blocks summed at once: 16 MiB, for which torch's operations need twice as much memory for a while."""
 _BLOCKS_AT_ONCE = 2**18
-"""Of many tensors: 4 GiB. Their sums take a few times 2 MiB."""
+"""Number of blocks digested at once, of many tensors: 4 GiB. Their sums take a few times 2 MiB."""
 _ODD = -7046029254386353131
-"""2**64 divided by the golden ratio."""
+"""2**64 divided by the golden ratio, as a signed 64-bit integer."""
 
 
 BlockSums = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-"""Of bytes, uint8, at multiples of 4, into sums, int64, (blocks,): those of the blocks of each in turn. The last block of each may be a part of one."""
+"""Function that writes the block sums of byte tensors (uint8, addresses that are multiples of 4) into an int64 tensor
+of shape (blocks,), tensor by tensor. The last block of each tensor may be partial."""
 
 
 def device_digest(flat: torch.Tensor) -> torch.Tensor:
-    """Of ``flat``, uint8, (bytes,), at any address: an int64 scalar on its device, without waiting for it."""
+    """Return the digest of ``flat``, uint8 of shape (bytes,) at any address: an int64 scalar on its device, without
+    waiting for it."""
     return device_digests([flat])[0]
 
 
 def device_digests(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of each of ``flats``, which are on one device and as of `device_digest`: int64, (flats,). The host's work for it hardly grows with their
-    number."""
+    """Return the digests of ``flats``, each as for `device_digest` and all on one device: int64 of shape (len(flats),).
+    The host's work hardly grows with their number."""
     return torch.cat([_digests(some) for some in _in_groups(flats)])
 
 
@@ -67,7 +71,7 @@ def _digests(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     count, begin, end, size = described
     places = torch.arange(1, len(sums) + 1, dtype=torch.int64, device=device)
     places -= torch.repeat_interleave(begin, count, output_size=len(sums))
-    totals = torch.zeros(len(sums) + 1, dtype=torch.int64, device=device)  # of all before, modulo 2**64
+    totals = torch.zeros(len(sums) + 1, dtype=torch.int64, device=device)  # sums of all blocks before, modulo 2**64
     torch.cumsum(_mixed(sums + places * _ODD), 0, out=totals[1:])
     return _mixed(totals[end] - totals[begin] + size)
 
@@ -77,7 +81,7 @@ def _blocks(flat: torch.Tensor) -> int:
 
 
 def factors(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern, int64, (count,)."""
+    """Return odd numbers without a pattern, int64 of shape (count,)."""
     return _mixed(torch.arange(1, count + 1, dtype=torch.int64, device=device) * _ODD) | 1
 
 
@@ -110,7 +114,8 @@ def _factors_of_block(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _block_sums(device: torch.device) -> BlockSums:
-    """The kernel, where there is one that computes what torch's operations do."""
+    """Return the kernel for ``device`` if there is one that computes the same as torch's operations, else those
+    operations."""
     if device.type == "cuda" and os.environ.get("RACKRUN_KERNELS") != "0":
         try:
             from rackrun.worker.tensors.device_digest_triton import load
@@ -127,5 +132,5 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, as if there were no sign."""
+    """Return the words shifted to the right as unsigned numbers."""
     return (words >> by) & ((1 << (64 - by)) - 1)

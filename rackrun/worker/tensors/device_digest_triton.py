@@ -1,4 +1,5 @@
-"""`rackrun.worker.tensors.device_digest` for a GPU: one pass over memory, and one launch for many tensors. Importing it takes Triton."""
+"""Computes `rackrun.worker.tensors.device_digest` on a GPU in one pass over memory, with one launch for many tensors.
+Importing it requires Triton."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ __all__ = ["load"]
 _BLOCK = 4096
 _BLOCK_BYTES = 4 * _BLOCK
 _ROUNDS = 16
-"""Blocks for each program: the factors stay in its registers."""
+"""Number of blocks for each program, during which the factors stay in registers."""
 _ALIGNMENT = 16
-"""Of memory that is read in vectors."""
+"""Alignment, in bytes, of memory that can be read in vectors."""
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _sum_runs(table, factors, sums, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 - Triton's own notation
-    """A program for each run of blocks. ``table``: where it begins, its bytes, and its first place in ``sums``. ``ALIGNED``: all begin at multiples
-    of 16, else of 4. A last block that is not whole counts as if zeros followed."""
+    """Compute the block sums; one program for each run of blocks.
+
+    ``table``: for each run its address, its size in bytes, and its first index in ``sums``. ``ALIGNED``: all addresses
+    are multiples of 16, else of 4. A last, partial block counts as if zeros followed.
+    """
     run = tl.program_id(0)
     begin = tl.load(table + 3 * run)
     words = begin.to(tl.pointer_type(tl.int32))
@@ -51,14 +55,16 @@ def _sum_runs(table, factors, sums, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 def load(
     device: torch.device, factors: torch.Tensor, reference: Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 ) -> Callable[[Sequence[torch.Tensor], torch.Tensor], None] | None:
-    """None unless it computes on ``device`` what ``reference`` does."""
+    """Return a function that computes block sums on ``device`` with the kernel; None unless its results equal those of
+    ``reference``."""
 
     def sum_blocks(flats: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         for aligned, table in _tables(flats):
             on_device = torch.from_numpy(table)
             if device.type == "cuda":
-                on_device = on_device.pin_memory().to(device, non_blocking=True)  # nothing here waits for the device
-            with _current(device):  # Triton launches there
+                # so that nothing here waits for the device
+                on_device = on_device.pin_memory().to(device, non_blocking=True)
+            with _current(device):  # Triton launches on the current device
                 _sum_runs[(len(table),)](
                     on_device, factors, into, BLOCK=_BLOCK, ALIGNED=aligned, num_warps=8, enable_fp_fusion=False
                 )
@@ -77,7 +83,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _tables(flats: Sequence[torch.Tensor]) -> list[tuple[bool, np.ndarray[Any, Any]]]:
-    """Whether they are aligned, and runs as rows of `_sum_runs`'s table: those that are, and those that are not."""
+    """Return (aligned, table) for the aligned and for the other tensors; the rows are those of `_sum_runs`'s table."""
     begins = np.array([flat.data_ptr() for flat in flats], dtype=np.int64)
     sizes = np.array([flat.numel() for flat in flats], dtype=np.int64)
     blocks = -(-sizes // _BLOCK_BYTES)

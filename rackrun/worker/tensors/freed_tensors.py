@@ -1,13 +1,16 @@
-"""Tracked tensors whose memory is gone. Who copies or digests one reads memory that is nobody's, and its process ends by SIGSEGV.
+"""Detects tracked tensors whose memory was freed. Copying or digesting one reads foreign memory, and may end the
+process by SIGSEGV.
 
-A tensor has sizes and strides, and its storage has a number of bytes of its own. They fit until the storage is resized. FSDP2 does that to the whole
-parameters that it gathers: in forward and backward they stand in the modules, and after that their storage has 0 bytes. A script that exchanges
-the ``data`` of two of them, or resizes a storage itself, leaves such tensors behind. torch refuses most uses of one with an exception, which is the
-script's to see. rackrun must not end the process before that.
+A tensor has sizes and strides, and its storage has a size of its own. They fit until the storage is resized. FSDP2
+resizes the storage of the whole parameters that it gathers: they are in the modules during forward and backward, and
+have 0 bytes afterwards. A script that exchanges the ``data`` of two of them, or resizes a storage itself, leaves such
+tensors behind. torch refuses most uses of one with an exception, which the script must see, so rackrun must not end the
+process before that.
 
-The exact question takes a call or two for each tensor, so it is asked where all of them are looked at anyway: at the end of the loop, before digests and
-images, in the first steps and other audits, and when modules are seen to be made of something else. In every other step only what is copied is looked
-at, by its address, which is known already: 0 where the storage is empty.
+An exact check takes a call or two for each tensor. It is done where all tensors are visited anyway: at the end of the
+loop, before digests and images, in the first steps and other audits, and when the structure of modules has changed. In
+every other step only tensors that are copied are checked, by their address, which is known already: it is 0 where the
+storage is empty.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ __all__ = ["is_freed", "refuse_freed", "refuse_without_address"]
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Its storage has fewer bytes than its sizes, strides and offset need."""
+    """Whether the tensor's storage has fewer bytes than its sizes, strides and offset need."""
     return _missing(tensor) > 0
 
 
 def refuse_freed(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `StepError` for the first that is freed. ``tensors``: path -> tensor."""
+    """Raise `StepError` for the first of ``tensors`` (path -> tensor) whose memory was freed."""
     for path, tensor in zip(tensors, written(tensors.values()), strict=True):
         if missing := _missing(tensor):
             raise StepError(
@@ -40,14 +43,15 @@ def refuse_freed(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_without_address(paths: Iterable[str], tensors: Iterable[torch.Tensor], addresses: Collection[int]) -> None:
-    """The same, of those whose address is 0: other than an empty tensor, each has lost its whole storage."""
+    """Raise `StepError` for the first freed tensor whose address is 0, which every tensor that has lost its whole
+    storage has."""
     if not all(addresses):
         found = zip(paths, tensors, addresses, strict=True)
         refuse_freed({path: tensor for path, tensor, address in found if not address})
 
 
 def _missing(tensor: torch.Tensor) -> int:
-    """Bytes."""
+    """Return how many bytes the tensor's storage is too small; 0 if it is not."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return 0  # it holds its values in other tensors, and has no storage
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():

@@ -1,7 +1,8 @@
-"""What a module is made of, as torch's own walks give it, in a fraction of their time.
+"""Walks through the modules of a model like torch's own methods, in a fraction of their time.
 
-``named_modules`` and what builds on it pass each name up through one generator a level, some microseconds for every module; a step asks several
-times, and a large model has thousands. Names, order, and what is named once although it is there twice are the same as torch's.
+``named_modules`` and the methods built on it pass each name up through one generator for each level, which takes some
+microseconds for every module. A step walks several times, and a large model has thousands of modules. Names, their
+order, and the treatment of shared modules are the same as torch's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["modules"]
 
 
 def modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As ``root.named_modules()``."""
+    """Return the same (name, module) pairs as ``root.named_modules()``."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     left: list[tuple[str, nn.Module]] = [("", root)]

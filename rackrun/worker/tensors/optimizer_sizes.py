@@ -1,4 +1,4 @@
-"""How much torch's optimizers will hold, before they have made their first step."""
+"""Predicts how much state torch's optimizers will hold, before their first step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from rackrun.worker.tensors.tensor_bytes import local_part
 __all__ = ["bytes_to_come"]
 
 _ROOM = 2048
-"""For what an image says of a tensor, beside its bytes."""
+"""Bytes for an image's description of one tensor."""
 
 
 def bytes_to_come(optimizers: Iterable[Optimizer]) -> int | None:
-    """In an image, by optimizers that hold nothing yet, for the parameters that are trained; rather a little too much. None: one of them is of a
-    class that is not known here."""
+    """Return the bytes that optimizers without state will add to an image for the trained parameters, rather a little
+    too much.
+
+    Returns None if one of them is of an unknown class.
+    """
     found = 0
     for optimizer in optimizers:
         if optimizer.state:
@@ -29,12 +32,13 @@ def bytes_to_come(optimizers: Iterable[Optimizer]) -> int | None:
                     continue
                 if held is None:
                     return None
-                found += held * (local_part(parameter).nbytes + _ROOM) + _ROOM  # and its count of steps
+                found += held * (local_part(parameter).nbytes + _ROOM) + _ROOM  # the last for its step counter
     return found
 
 
 def _tensors_for_each(optimizer: Optimizer, group: dict[str, object]) -> int | None:
-    """As large as the parameter."""
+    """Return how many tensors of the parameter's size an optimizer holds for each parameter; None for an unknown
+    class."""
     if isinstance(optimizer, Adam | NAdam | RAdam):  # AdamW is an Adam
         return 3 if group.get("amsgrad") else 2
     if isinstance(optimizer, SGD):

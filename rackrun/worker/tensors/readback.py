@@ -1,4 +1,4 @@
-"""A number that a device computes, on its way to the host while other work goes on."""
+"""Copies a number that a device computes to the host while other work goes on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ __all__ = ["Readback"]
 
 
 class Readback:
-    """Of a tensor with one element. What is enqueued after this is not waited for, nor is anything here: the host waits for the device
-    once in a step, before its gate (`World.let_device_come`), and reads then."""
+    """A copy of a tensor with one element, on its way to the host as a float64.
+
+    Nothing here waits. The host waits for the device once in a step, before its gate (`World.let_device_come`), and
+    reads the value then; work enqueued after this object was made is not waited for.
+    """
 
     def __init__(self, tensor: torch.Tensor | None) -> None:
         self._value: np.ndarray[Any, Any] | torch.Tensor | None = None
@@ -26,13 +29,14 @@ class Readback:
             copy = tensor.to(torch.float64, copy=True) if plain else tensor
         elif plain:
             copy = torch.empty(tensor.shape, dtype=torch.float64, pin_memory=True)
-        else:  # a DTensor, of loss_parallel
+        else:  # a DTensor, from loss_parallel
             copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         if not on_host:
             copy.copy_(tensor, non_blocking=True)
-        # numpy reads it in a tenth of the time that torch takes, in which the device has nothing to do
+        # NumPy reads it in a tenth of torch's time, and the device is idle meanwhile.
         self._value = copy.numpy() if plain else copy
 
     def value(self) -> float:
-        """To be asked when the device has come past the making of this. 0 where there was no tensor."""
+        """Return the number; 0 where there was no tensor. To be called when the device has passed the creation of this
+        object."""
         return 0.0 if self._value is None else float(self._value.item())

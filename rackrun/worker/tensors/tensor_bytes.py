@@ -1,4 +1,4 @@
-"""A tensor as the bytes that it lies in: to copy, to pack with others, and to tell whether two are equal bit for bit."""
+"""Treats tensors as the bytes in their memory: to copy them, to pack them together, and to compare them bit for bit."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", 
 
 
 _SHARED_BYTES = 32 * 2**20
-"""Some milliseconds of one processor: less is not worth the threads."""
+"""Size from which digests are computed by several threads; less takes one processor some milliseconds."""
 _COPIED_BYTES = 256 * 2**20
-"""Of tensors that lie in no dense block, or where no word begins."""
+"""The most bytes of copies in memory at a time, of tensors that are no dense block or are not aligned to words."""
 _THREADS = 8
-"""More would wait for memory."""
+"""The most threads for digests; more would wait for memory."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """Return this rank's part of the tensor, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor's memory as a flat uint8 tensor, in storage order; None when it is not one dense block."""
+    """Return the tensor's memory as a flat uint8 tensor in storage order; None when it is not one dense block."""
     if tensor.is_contiguous():
         return tensor.detach().reshape(-1).view(torch.uint8)
     expected = 1
@@ -42,17 +42,22 @@ def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
         if stride != expected:
             return None
         expected *= size
-    return torch.as_strided(tensor.detach(), (expected,), (1,)).view(torch.uint8)  # a permutation (channels_last)
+    # a permutation, such as channels_last
+    return torch.as_strided(tensor.detach(), (expected,), (1,)).view(torch.uint8)
 
 
 def host_memory(flat: torch.Tensor) -> memoryview:
-    """The bytes of a dense uint8 tensor on the host. `torch.Tensor.numpy` gives them too, and forbids the storage to be resized from then on, which
-    FSDP2 does with what it gathers, and a script may do."""
+    """Return the bytes of a dense uint8 tensor on the host.
+
+    `torch.Tensor.numpy` returns them too, but forbids resizing the storage from then on, which FSDP2 does with gathered
+    parameters, and a script may do.
+    """
     return np.asarray(_Memory(flat)).data if flat.numel() else memoryview(b"")
 
 
 class _Memory:
-    """As numpy asks for it. What numpy makes of it holds on to this, and this to the tensor."""
+    """The array interface that NumPy reads. NumPy's array keeps a reference to this object, and this object to the
+    tensor."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._kept = flat
@@ -65,13 +70,14 @@ class _Memory:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host, `device_digests` elsewhere. Replicas are on
-    devices of one kind."""
+    """Return a fast digest of the tensor's bits, as a signed 64-bit integer: CRC32C and length on the host,
+    `device_digests` elsewhere. Replicas are on devices of one kind."""
     return digests([tensor])[0]
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The same of each. A device is waited for once; much on the host is shared by the processors that this process may use."""
+    """Return the digest of each tensor. A device is waited for once; large amounts on the host are shared between this
+    process's processors."""
     found = [0] * len(tensors)
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -93,7 +99,7 @@ def _of_host(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _of_device(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """At most about `_COPIED_BYTES` of copies are in memory at a time."""
+    """Return the digests of tensors on a device, with at most about `_COPIED_BYTES` of copies in memory at a time."""
     found: list[torch.Tensor] = []
     flats: list[torch.Tensor] = []
     copied = 0
@@ -112,7 +118,7 @@ def _of_device(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The same, of tracked tensors. Raises `StepError` for one whose memory was freed."""
+    """Return path -> digest of tracked tensors. Raises `StepError` for one whose memory was freed."""
     refuse_freed(tensors)
     return dict(zip(tensors, digests(list(tensors.values())), strict=True))
 
@@ -128,16 +134,16 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def pack(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The bytes of all, one after another, as a new uint8 tensor."""
+    """Return the bytes of all tensors, one after another, as a new uint8 tensor on ``device``."""
     parts = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def copy_bytes(packed: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """What `pack` has packed, into ``tensors``."""
+    """Copy bytes that `pack` has packed into ``tensors``."""
     at = 0
     with torch.no_grad():
         for tensor in tensors:
-            part = packed[at : at + tensor.nbytes].clone()  # its own storage: views need alignment
+            part = packed[at : at + tensor.nbytes].clone()  # with a storage of its own, because views need alignment
             tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
             at += tensor.nbytes

@@ -1,7 +1,7 @@
-"""One question asked of many tensors, without a call of Python's own for each of them.
+"""Reads one property of many tensors without a Python call for each.
 
-A step asks for the version of every parameter, several times. A list that C fills costs some 50 ns an element, and a function of ours
-ten times that.
+A step reads the version of every parameter several times. A list that C fills takes about 50 ns for each element, and a
+Python function ten times that.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 Mark = tuple[int, int]
-"""Address and version of a tensor. One that has moved proves a change; one that stands proves nothing."""
+"""Address and version of a tensor. A changed mark proves a change of the tensor; an unchanged one proves nothing."""
 Fact = tuple[Any, ...]
-"""Type, shape, strides, dtype and device of a tensor: a copy that was made for it fits another with the same."""
+"""Type, shape, strides, dtype and device of a tensor: a copy made for one tensor fits another with the same facts."""
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _VERSION, _NBYTES = attrgetter("_version"), attrgetter("nbytes")
@@ -38,7 +38,7 @@ _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("
 
 
 def written(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each the tensor whose version counts up when it is written to: of a DTensor, this rank's part."""
+    """Return for each tensor the one whose version counts writes: of a DTensor, this rank's part."""
     found = list(tensors)
     if _any_sharded(found):
         return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found]
@@ -46,30 +46,32 @@ def written(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """None is of a class of its own, and may hold its values elsewhere."""
+    """Whether all are of torch's own tensor classes, so that none can hold its values elsewhere."""
     return set(map(type, tensors)) <= _PLAIN
 
 
 def local_parts(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's part of each, detached: the same memory, and the same version."""
+    """Return this rank's part of each tensor, detached: with the same memory and version."""
     found = written(tensors)
     if are_plain(found):
         return list(map(torch.Tensor.detach, found))
-    detached = [tensor.detach() for tensor in tensors]  # a part that is still being gathered, or of a kind of its own
+    detached = [tensor.detach() for tensor in tensors]  # a part that is still being gathered, or of another class
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in detached]
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Of this rank's part of each: equal as long as nothing was seen to be written to them."""
+    """Return the version of this rank's part of each tensor: equal as long as no write to them was noticed."""
     return list(map(_VERSION, written(tensors)))
 
 
 def marks(tensors: Iterable[torch.Tensor]) -> list[Mark]:
+    """Return address and version of this rank's part of each tensor."""
     found = written(tensors)
     return list(zip(map(torch.Tensor.data_ptr, found), map(_VERSION, found), strict=True))
 
 
 def facts(tensors: Sequence[torch.Tensor]) -> list[Fact]:
+    """Return type, shape, strides, dtype and device of each tensor."""
     strides = map(torch.Tensor.stride, tensors)
     return list(
         zip(map(type, tensors), map(_SHAPE, tensors), strides, map(_DTYPE, tensors), map(_DEVICE, tensors), strict=True)
@@ -77,16 +79,17 @@ def facts(tensors: Sequence[torch.Tensor]) -> list[Fact]:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The addresses of the memory that they are views of."""
+    """Return the addresses of the storages that the tensors are views of."""
     return set(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Bytes of each."""
+    """Return the number of bytes of each tensor."""
     return list(map(_NBYTES, tensors))
 
 
 def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether both sequences hold the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 

@@ -1,7 +1,7 @@
-"""Copies of tensors as they were when a unit began, and how they are put back.
+"""Keeps copies of tensors as they were when a unit began, and puts them back.
 
-Memory is kept from unit to unit. A copy that is not taken anew in a unit is as good as the tensor's version and its place in memory
-tell, and these prove a change only: whoever puts it back compares first.
+Memory is kept from unit to unit. A copy that is not renewed in a unit is believed as far as the tensor's version and
+address tell. These can only prove a change, so callers compare before they put a copy back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rackrun.worker.tensors.tensor_lists import Fact, Mark, facts, marks, writte
 __all__ = ["NoRoom", "UndoCopies", "place_for", "same_bits"]
 
 _ROOM = 2
-"""So many times what is to be copied has to be free."""
+"""Free memory must be at least this many times the size of the copies."""
 
 _COPIED_AT_ONCE = frozenset(
     {
@@ -29,22 +29,22 @@ _COPIED_AT_ONCE = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
-"""What torch's copy of many tensors knows on every device."""
+"""The dtypes that torch's copy of many tensors supports on every device."""
 
 _ADDRESS = itemgetter(0)
 _Row: TypeAlias = tuple[Fact, Mark, torch.Tensor, torch.Tensor]
-"""What the tensor was when it was copied; an alias of it, so that its memory is nobody else's meanwhile; the copy."""
+"""Facts and mark of the tensor when it was copied; an alias that keeps its memory from being reused; the copy."""
 
 
 class UndoCopies:
-    """Path -> copy."""
+    """Copies of tensors by path."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Row] = {}
         self._fresh: set[str] = set()
 
     def begin(self) -> None:
-        """A unit begins."""
+        """Begin a unit: no copy is fresh."""
         self._fresh.clear()
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class UndoCopies:
         self._fresh.clear()
 
     def keep_only(self, paths: Iterable[str]) -> None:
-        """Give the memory of all others back."""
+        """Free the copies of all other paths."""
         for path in self._held.keys() - set(paths):
             del self._held[path]
             self._fresh.discard(path)
@@ -64,10 +64,12 @@ class UndoCopies:
         return iter(self._held)
 
     def value(self, path: str) -> torch.Tensor:
+        """Return the copy at ``path``."""
         return self._held[path][3]
 
     def take(self, tensors: Mapping[str, torch.Tensor], place: torch.device | None = None) -> int:
-        """Copy all of them now, to ``place`` if given. Returns how many bytes. Raises `StepError` where there is nothing to copy any more."""
+        """Copy all ``tensors`` now, to the device ``place`` if given, and return the number of bytes. Raises
+        `StepError` for a tensor whose memory was freed."""
         sources, taken = list(tensors.values()), 0
         found, marked = facts(sources), marks(sources)
         refuse_without_address(tensors, sources, list(map(_ADDRESS, marked)))
@@ -88,15 +90,16 @@ class UndoCopies:
         return taken
 
     def is_fresh(self, path: str) -> bool:
-        """Taken when the unit in hand began."""
+        """Whether the copy was taken when the current unit began."""
         return path in self._fresh
 
     def stands(self, path: str, tensor: torch.Tensor) -> bool:
-        """Nothing shows that the tensor was written to since it was copied. A write through ``.data`` would not."""
+        """Whether nothing shows that the tensor was written to since it was copied. A write through ``.data`` does not
+        show."""
         return not self.outdated({path: tensor})
 
     def outdated(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """The paths of those that do not `stands`, or were never copied."""
+        """Return the paths of tensors that were never copied or were written to since (see `stands`)."""
         found = list(tensors.values())
         return [
             path
@@ -105,11 +108,12 @@ class UndoCopies:
         ]
 
     def equals(self, path: str, tensor: torch.Tensor) -> bool:
-        """Bit for bit."""
+        """Whether the tensor has the same bits as its copy."""
         return same_bits(self._held[path][3], tensor)
 
     def put_back(self, path: str, tensor: torch.Tensor) -> bool:
-        """Into ``tensor``; False when it has another shape or type by now. Raises `StepError` when its memory was freed."""
+        """Copy back into ``tensor``; returns False when it has another shape or dtype now. Raises `StepError` when its
+        memory was freed."""
         value = self._held[path][3]
         refuse_freed({path: tensor})
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
@@ -122,7 +126,7 @@ class UndoCopies:
 
 
 def _copy(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """The bits of each: those of one kind by one call of torch's."""
+    """Copy the bits of each tensor, with one call of torch for all tensors of one kind."""
     alike: dict[tuple[torch.dtype, torch.device, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for value, tensor in zip(into, tensors, strict=True):
         if type(tensor) is torch.Tensor and tensor.dtype in _COPIED_AT_ONCE:
@@ -136,7 +140,8 @@ def _copy(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of this rank's parts. NaN equals itself here, and 0 does not equal -0. What was freed equals nothing."""
+    """Whether this rank's parts of two tensors have the same bits: NaN equals itself, and 0 does not equal -0. A freed
+    tensor equals nothing."""
     one, other = local_part(one), local_part(other)
     if one.shape != other.shape or one.dtype != other.dtype or is_freed(one) or is_freed(other):
         return False
@@ -154,12 +159,15 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class NoRoom(Exception):
-    """There is no memory for the copies."""
+    """There is not enough memory for the copies."""
 
 
 def place_for(size: int, device: torch.device, *, on_host: bool = False) -> torch.device | None:
-    """Where ``size`` bytes of this rank's state are to be copied to: None for the device they are on. Raises `NoRoom`. ``on_host``: not
-    to an accelerator, whose memory a step may need that has not run yet."""
+    """Return the device for copies of ``size`` bytes of this rank's state; None for the device that the state is on.
+    Raises `NoRoom`.
+
+    ``on_host``: do not use an accelerator, whose memory may be needed by a step that has not run yet.
+    """
     if device.type == "cuda" and not on_host and torch.cuda.mem_get_info(device)[0] > _ROOM * size:
         return None
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,7 +1,7 @@
-"""The only place that touches torch's private parts; each module says which torch it was tried on.
+"""The only package that uses torch's private parts; each module names the versions of torch that it was tested with.
 
-`check` tries what rackrun needs of this torch, and `require` refuses what did not work with a reason, instead of half working;
-`install` makes torch's own entry points elastic.
+`check` tries what rackrun needs of this torch. `require` refuses what did not work, with a reason, instead of half
+working. `install` makes torch's own functions elastic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ try:
     from rackrun.worker.torch_compat.data_parallel.fsdp import forget_meshes, promote_sharded
     from rackrun.worker.torch_compat.install import check, install, require
     from rackrun.worker.torch_compat.stream_waits import watch_waits
-except ImportError as error:  # a private module that has moved: no trial can begin
+except ImportError as error:  # a private module has moved, so no trial can begin
     raise UsageError(
         f"rackrun does not know torch {torch.__version__}: {error}.", remedy="install torch 2.10 to 2.15."
     ) from error

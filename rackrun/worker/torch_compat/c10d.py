@@ -1,5 +1,8 @@
-"""torch.distributed's registry of groups, torch 2.10 to 2.15: an elastic default group, a promoted spare's new place, and a new
-beginning in the same process."""
+"""Adapts torch.distributed's registry of groups (torch 2.10 to 2.15).
+
+It installs an elastic default group, changes ranks for a promoted spare, and clears the registry for a new start in the
+same process.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,20 @@ __all__ = [
 
 _elastic = False
 _destroy: Callable[[], None] = dist.destroy_process_group
-"""torch's own."""
+"""torch's own function."""
 _asked_for: list[dist.ProcessGroup] = []
-"""What the default group made, until torch before 2.13 calls the backend for it."""
+"""Groups that the default group has made and that torch before 2.13 has not asked the backend for yet."""
 
 
 def missing() -> list[str]:
+    """Return what this torch lacks, as messages."""
     needed = ("_world", "_get_default_group", "destroy_process_group", "batch_isend_irecv", "_check_p2p_op_list")
     return [f"distributed_c10d.{name} is gone" for name in needed if not hasattr(c10d, name)]
 
 
 def install() -> None:
-    """A script may still call init_process_group and destroy_process_group: both find the elastic group in place."""
+    """Patch functions that a script may call: init_process_group and destroy_process_group leave the elastic group in
+    place."""
     init, destroy = dist.init_process_group, dist.destroy_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -48,7 +53,8 @@ def install() -> None:
     one_by_one = dist.batch_isend_irecv
 
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
-        """Torch batches on groups of its own class only; one by one, two ranks of NCCL that both send first wait for each other."""
+        """Issue a batch as one. torch does so for groups of its own class only; one by one, two ranks of NCCL that both
+        send first would wait for each other."""
         group: Any = (p2p_op_list[0].group if p2p_op_list else None) or (
             c10d._get_default_group() if _elastic else None
         )
@@ -65,7 +71,8 @@ def install() -> None:
 
 
 def leave_coalescing() -> None:
-    """A unit that was left inside of torch's coalescing manager has left that open: collectives would only be written down from then on."""
+    """Close torch's coalescing manager if a unit was left inside of it. Otherwise later collectives would only be
+    recorded."""
     c10d._world.pg_coalesce_state.clear()
 
 
@@ -74,7 +81,8 @@ def _as_operation(one: dist.P2POp) -> tuple[str, torch.Tensor, int, int]:
 
 
 def register_backend(name: str, create_default: Callable[[], dist.ProcessGroup]) -> None:
-    """``create_default`` makes the default group, which makes all others. Torch before 2.13 does not ask it to."""
+    """Register the backend. ``create_default`` makes the default group, which makes all others; torch before 2.13 does
+    not call it for that, so it is patched."""
 
     def create(options: Any, backend_options: object) -> dist.ProcessGroup:
         del backend_options
@@ -100,13 +108,14 @@ def _ask_default_group() -> None:
 
 
 def adopt_default_group() -> None:
-    """From now on the default group is ours, and stays."""
+    """Keep the current default group: from now on it is the elastic one."""
     global _elastic  # noqa: PLW0603 - so is torch's
     _elastic = True
 
 
 def forget_groups() -> None:
-    """Empty torch's registries, so that another default group can be made: names are counted from 0 again, as in a new process."""
+    """Empty torch's registries, so that another default group can be made. Names are counted from 0 again, as in a new
+    process."""
     global _elastic  # noqa: PLW0603 - so is torch's
     _elastic = False
     _destroy()
@@ -114,6 +123,6 @@ def forget_groups() -> None:
 
 
 def promote_groups(moved: Sequence[tuple[Any, Sequence[int]]]) -> None:
-    """Tell torch's registry which global ranks each group now has."""
+    """Set the global ranks of each group in torch's registry."""
     for group, ranks in moved:
         c10d._world.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}

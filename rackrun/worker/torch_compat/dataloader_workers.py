@@ -1,4 +1,5 @@
-"""The processes of a torch DataLoader, torch 2.10 to 2.15: ended at once, whatever they are fetching, and without files."""
+"""Ends the processes of a torch DataLoader at once (torch 2.10 to 2.15), whatever they are fetching, and without
+leaving files."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ _usual_address = connection.arbitrary_address  # type: ignore[attr-defined]
 
 
 def leave_no_folders() -> None:
-    """From now on sockets of Python's multiprocessing, over which tensors come from loader processes, have names that are no files (Linux's abstract ones; whoever connects has
-    to know the process's key, as before). Each process would make a folder for them in TMPDIR, and remove it at an end that neither a loader process nor who is killed has."""
+    """Give sockets of Python's multiprocessing, over which tensors come from loader processes, names without files
+    (Linux's abstract ones).
+
+    Connecting still requires the process's key. Otherwise each process would make a folder for its sockets in TMPDIR
+    and remove it at its exit, which neither loader processes nor killed processes reach.
+    """
     connection.arbitrary_address = _address  # type: ignore[attr-defined]
 
 
@@ -32,8 +37,8 @@ _FOR_THE_AGENT = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def stay(worker: int) -> None:
-    """A ``worker_init_fn``: what a scheduler sends to every process of a job does not end it; torch would take that for a failure of the script.
-    What its parent sends does, at once."""
+    """A ``worker_init_fn``. Signals that a scheduler sends to every process of a job do not end the loader process,
+    because torch would take that for a failure of the script. SIGTERM of its parent ends it at once."""
     del worker
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_AGENT)
     threading.Thread(target=_until_told, args=[os.getppid()], name="rackrun-signals", daemon=True).start()
@@ -47,9 +52,10 @@ def _until_told(parent: int) -> None:
 
 
 def end_workers(iteration: Any) -> None:
-    """Of one iteration over a DataLoader, which is over with it. torch's own way waits until each has done what it was asked for."""
+    """Kill the processes of one iteration over a DataLoader, which ends the iteration. torch's own way waits until each
+    has done what it was asked for."""
     if getattr(iteration, "_worker_pids_set", False):
-        torch._C._remove_worker_pids(id(iteration))  # how they end is no failure any more
+        torch._C._remove_worker_pids(id(iteration))  # their exit is no failure any more
         iteration._worker_pids_set = False
     for process in getattr(iteration, "_workers", ()):
         process.kill()

@@ -1,8 +1,8 @@
-"""Whether this torch does what rackrun needs of its private parts: each need is tried, not looked up by its name.
+"""Tests whether this torch does what rackrun needs of its private parts: each need is tried, not looked up by name.
 
-A trial is a module of one parameter in a world of one rank, on the CPU. What fails is refused where a script uses it, so a torch of
-which one part has changed still runs the rest. All trials take 0.05 s, once for each torch: that it has passed is kept in
-``$XDG_CACHE_HOME/rackrun`` (``~/.cache/rackrun``) where that can be written.
+A trial is a module of one parameter in a world of one rank on the CPU. A failed need is refused where a script uses it,
+so a torch in which one part has changed still runs the rest. All trials together take 0.05 s, once for each torch:
+success is recorded in ``$XDG_CACHE_HOME/rackrun`` (``~/.cache/rackrun``) where that can be written.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["TRIALS", "known_problems", "problems"]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _VALUES = [3.0, 5.0]
-"""Of the parameter. The loss is its sum of squares, so its gradient is twice these."""
+"""Values of the parameter. The loss is its sum of squares, so its gradient is twice these values."""
 
 
 class _One(nn.Module):
-    """One parameter, under which no generator of random numbers is touched."""
+    """A module of one parameter, whose creation uses no random generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ _ONCE = [2 * value for value in _VALUES]
 
 # -- the trials --------------------------------------------------------------------------------------------------------
 def _buckets_of_ddp() -> None:
-    """DDP's buckets are laid out once, and made anew after a forward whose backward never came."""
+    """Check that DDP's buckets are laid out once, and again after a forward without a backward."""
     if names := ddp.missing():
         raise AssertionError("; ".join(names))
     module = DistributedDataParallel(_One())
@@ -75,7 +75,7 @@ def _buckets_of_ddp() -> None:
 
 
 def _sums_of_ddp() -> None:
-    """Another sum takes the place of DDP's own."""
+    """Check that another sum can replace DDP's own."""
     module, seen = DistributedDataParallel(_One()), []
 
     def triple(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -96,7 +96,8 @@ def _sharded(mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def _going_back_of_fsdp() -> None:
-    """A step is left in the middle: after a micro-batch whose gradient was not reduced, and after a forward without a backward."""
+    """Check that a step can be left in the middle: after a micro-batch whose gradient was not reduced, and after a
+    forward without a backward."""
     module = _sharded()
     subs = fsdp.modules_of(module)
     one = torch.ones(())
@@ -121,7 +122,7 @@ def _going_back_of_fsdp() -> None:
 
 
 def _another_place_in_fsdp() -> None:
-    """A model that was built takes another rank's place; its own, here."""
+    """Check that a built model can take another rank's place; here its own."""
     if names := fsdp.missing():
         raise AssertionError("; ".join(names))
     mesh = init_device_mesh("cpu", (1,))
@@ -133,7 +134,7 @@ def _another_place_in_fsdp() -> None:
 
 
 def _sums_of_fsdp() -> None:
-    """Another sum takes the place of FSDP2's own, and finds what micro-batches before have left."""
+    """Check that another sum can replace FSDP2's own, and finds what earlier micro-batches have left."""
     if names := fsdp_reduce.missing():
         raise AssertionError("; ".join(names))
     module, decoded = _sharded(), []
@@ -168,7 +169,7 @@ def _sums_of_fsdp() -> None:
 
 
 def _norm_of_sharded_gradients() -> None:
-    """Gradients are clipped by a norm of rackrun's."""
+    """Check that rackrun's norm can clip gradients."""
     if names := grad_norms.missing():
         raise AssertionError("; ".join(names))
     module = _sharded()
@@ -187,7 +188,7 @@ def _norm_of_sharded_gradients() -> None:
 
 
 def _names_of_nccl() -> None:
-    """A GPU's collectives are NCCL's."""
+    """Check that a GPU's collectives are NCCL's."""
     if names := nccl_groups.missing():
         raise AssertionError("; ".join(names))
 
@@ -201,14 +202,14 @@ TRIALS: Mapping[str, tuple[str, Callable[[], None]]] = {
     "nccl": ("GPUs", _names_of_nccl),
     "norm exact": ('clip_grad_norm_ with reduction="exact"', _norm_of_sharded_gradients),
 }
-"""Need -> what a script does that needs it, and how it is tried."""
+"""Need -> (what a script does that needs it, the trial)."""
 
 
 # -- trying them -------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _world_of_one() -> Iterator[None]:
     interface = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = "lo"  # the name of this host need not be known here
+    os.environ[_INTERFACE] = "lo"  # this host's name need not be resolvable
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     finally:
@@ -219,11 +220,11 @@ def _world_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        fsdp.forget_meshes()  # a mesh of the script may be equal to one of these
+        fsdp.forget_meshes()  # a mesh of the script may equal one of the trials
 
 
 def problems() -> dict[str, str]:
-    """Need -> what came instead, for those that this torch does not meet. Before there is a default group."""
+    """Run all trials, and return need -> error for those that failed. To be called before there is a default group."""
     found = {}
     with warnings.catch_warnings(), contextlib.ExitStack() as world:
         warnings.simplefilter("ignore")
@@ -240,7 +241,8 @@ def problems() -> dict[str, str]:
 
 
 def known_problems() -> dict[str, str]:
-    """The same, and nothing where this torch is known to have passed: only that is kept, because a failure may be one of the moment."""
+    """Return `problems`, or nothing if this torch has passed before. Only success is recorded, because a failure may be
+    temporary."""
     path = _passed()
     if path.exists():
         return {}
@@ -253,7 +255,7 @@ def known_problems() -> dict[str, str]:
 
 
 def _passed() -> Path:
-    """A file that is there when this torch has passed the trials of this rackrun."""
+    """Return the path of the file that exists when this torch has passed the trials of this rackrun."""
     mark = hashlib.blake2b(f"{torch.__file__} {torch.version.git_version}".encode(), digest_size=8)
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         mark.update(source.read_bytes())

@@ -1,4 +1,4 @@
-"""Checks the installed torch, and patches what a script calls before and while it builds its model."""
+"""Checks the installed torch, and patches functions that a script calls before and while it builds its model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["REMEDY", "check", "install", "require"]
 
 _TORCH_MIN = (2, 10)
 REMEDY = "install torch 2.10 to 2.15."
-"""Where `docs/torch_versions.md` ends."""
+"""The newest version is the last one in `docs/torch_versions.md`."""
 
 _problems: dict[str, str] = {}
 
 
 def check() -> None:
-    """Tries this torch (`rackrun.worker.torch_compat.feature_probe`). Raises `UsageError` when it lacks what every script needs. Before there is a
-    default group."""
+    """Try this torch (`rackrun.worker.torch_compat.feature_probe`). Raises `UsageError` when it lacks what every script
+    needs. To be called before there is a default group."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     missing = [] if version >= _TORCH_MIN else [f"torch {torch.__version__} is older than 2.10"]
     missing += c10d.missing()
@@ -30,14 +30,15 @@ def check() -> None:
 
 
 def require(*needs: str) -> None:
-    """Raises `UsageError` when this torch failed a trial of ``needs``, keys of `TRIALS`; `check` has tried them."""
+    """Raise `UsageError` if this torch has failed a trial of ``needs``, which are keys of `TRIALS`. `check` has run the
+    trials."""
     failed = [f"{feature_probe.TRIALS[need][0]}: {_problems[need]}" for need in needs if need in _problems]
     if failed:
         raise UsageError(f"rackrun does not know torch {torch.__version__} ({'; '.join(failed)}).", remedy=REMEDY)
 
 
 def install() -> None:
-    """Once per process, before the default group is made."""
+    """Install all patches, once per process, before the default group is made."""
     c10d.install()
     ddp.install()
     fsdp.install()

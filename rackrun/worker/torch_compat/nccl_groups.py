@@ -1,4 +1,5 @@
-"""torch's groups of NCCL, 2.10 to 2.15: what `rackrun.worker.communicators.nccl` uses of them. Whether they do it only a GPU can tell."""
+"""Checks that torch's NCCL groups (2.10 to 2.15) have what `rackrun.worker.communicators.nccl` uses. Only a GPU shows
+whether it works."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _BOTH = (
 
 
 def missing() -> list[str]:
-    """Empty where torch was built without NCCL: there is nothing to use."""
+    """Return what is missing, as messages; nothing where torch was built without NCCL, as nothing is used then."""
     if not dist.is_nccl_available():
         return []
     return _of_legacy(dist.ProcessGroupNCCL) + _of_nccl2(getattr(dist, "ProcessGroupNCCL2", None))

@@ -1,4 +1,5 @@
-"""FSDP2's waits, torch 2.10 to 2.15: it waits for its collectives by events of its own streams, and asks no work of ours."""
+"""Observes FSDP2's waits (torch 2.10 to 2.15): it waits for collectives by events of its own streams, not by rackrun's
+works."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _FSDP = "torch.distributed.fsdp."
 
 
 def watch_waits(around: Callable[[], AbstractContextManager[None]]) -> None:
-    """``around`` each wait that FSDP has the current stream do. Those of its own streams hold up nothing that is computed."""
+    """Enter ``around()`` during each wait that FSDP2 adds to the current stream. Waits of its own streams delay no
+    computation and are left out."""
     wait_event = torch.cuda.Stream.wait_event
 
     def watched(self: torch.cuda.Stream, event: Any) -> None:

@@ -1,4 +1,5 @@
-"""Symmetric memory, torch 2.10 to 2.15: memory that ranks map into each other, which no replaced communicator could give back."""
+"""Refuses symmetric memory (torch 2.10 to 2.15), which ranks map into each other: no replaced communicator could
+restore it."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from rackrun.errors import UsageError
 __all__ = ["install"]
 
 _ENTRANCES = ("empty_strided_p2p", "rendezvous", "set_group_info")
-"""All that Python does with it goes through one of these, compiled code too; what C++ does needs memory of the first."""
+"""Every use from Python passes through one of these, also from compiled code; uses from C++ need memory of the
+first."""
 
 
 def install() -> None:
-    """From now on it is refused when it is asked for."""
+    """Make every request for symmetric memory raise `UsageError` from now on."""
     memory = getattr(c10d, "_SymmetricMemory", None)
     for name in _ENTRANCES:
         if hasattr(memory, name):

@@ -1,7 +1,7 @@
-"""Calls of torch's that a script makes and torch has no hook for, torch 2.10 to 2.13: `backward`, reading a `DataLoader`, and what
-changes a scheduler, a scaler or an average.
+"""Observes calls of a script for which torch has no hook (torch 2.10 to 2.13).
 
-Each is told to one listener, which belongs to the run that is under way; without one they are torch's own.
+These are `backward`, reading from a `DataLoader`, and calls that change a scheduler, a scaler or an average. Each is
+reported to one listener, which belongs to the current run; without a listener they are torch's own.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ _MARK = "rackrun.weighted"
 
 
 class Listener(Protocol):
+    """Receives the observed calls."""
+
     def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-        """`backward` begins, on losses, into all leaves. What is returned is called when it is over."""
+        """Called when `backward` begins on ``roots`` into all leaves. A returned function is called when it is over."""
         ...
 
     def reads(self, begun_in: Any) -> None:
-        """A batch of a DataLoader's is read. ``begun_in``: what `attempt` was when its iteration began."""
+        """Called when a batch is read from a DataLoader. ``begun_in``: the value of `attempt` when its iteration
+        began."""
         ...
 
     def changes(self, thing: Any, call: str) -> None:
-        """``thing`` is about to be changed by ``call``: a scheduler, a scaler or an average."""
+        """Called when ``call`` is about to change ``thing``: a scheduler, a scaler or an average."""
         ...
 
     @property
@@ -42,17 +45,17 @@ class Listener(Protocol):
 
 _listener: Listener | None = None
 _inside = False
-"""A scheduler steps others, which are parts of it."""
+"""Whether an observed change is in progress: a scheduler steps others that are part of it."""
 
 
 def listen(listener: Listener | None) -> None:
-    """None: nobody."""
+    """Set the listener; None removes it."""
     global _listener  # noqa: PLW0603 - of the process, as torch's functions are
     _listener = listener
 
 
 def install() -> None:
-    """Once per process."""
+    """Patch torch's functions, once per process."""
     if getattr(torch.autograd.backward, "_rackrun_tells", False):
         return
     _tell_of_backward()
@@ -65,13 +68,13 @@ def install() -> None:
 
 
 def mark_weighted(loss: torch.Tensor) -> None:
-    """`leaves` does not look behind it."""
+    """Mark ``loss`` as weighted: `leaves` does not look beyond it."""
     if loss.grad_fn is not None:
         loss.grad_fn.metadata[_MARK] = True  # type: ignore[index]
 
 
 def leaves(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a backward from ``roots`` reaches, not through what is marked."""
+    """Return the leaves that a backward pass from ``roots`` reaches without passing through a marked tensor."""
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     found = [root for root in roots if root.grad_fn is None and root.requires_grad]
     seen: set[Any] = set()
@@ -79,7 +82,7 @@ def leaves(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         node = waiting.pop()
         if node in seen or _MARK in node.metadata:
             continue
-        seen.add(node)  # held: a node's number is not used twice
+        seen.add(node)  # kept in the set, so that its id is not reused
         if hasattr(node, "variable"):
             found.append(node.variable)
         waiting += [following for following, _ in node.next_functions if following is not None]
@@ -129,7 +132,7 @@ def _tell_of_changes(kind: Any, call: str) -> None:
         global _inside  # noqa: PLW0603 - of the main thread
         outermost, _inside = not _inside, True
         try:
-            # a schedule that is given the number of the step depends on nothing else
+            # a schedule that receives the step's number depends on nothing else
             of_step = isinstance(self, lr_scheduler.LRScheduler) and not isinstance(
                 self, lr_scheduler.ReduceLROnPlateau
             )

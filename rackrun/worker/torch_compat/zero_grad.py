@@ -1,4 +1,4 @@
-"""Whether gradients have been cleared, torch 2.10 to 2.15: torch has no hook for zero_grad."""
+"""Detects whether gradients were cleared (torch 2.10 to 2.15), as torch has no hook for zero_grad."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ _calls_at_backward = -1
 
 
 def cleared() -> int:
-    """How often zero_grad was called in this process, on any optimizer or module."""
+    """Return how often zero_grad was called in this process, on any optimizer or module."""
     return _calls
 
 
 def cleared_in_place() -> int:
-    """How often it was in a way that may leave the gradients the tensors that they are."""
+    """Return how often zero_grad was called with arguments, which may keep the gradient tensors and write zeros into
+    them."""
     return _in_place
 
 
 def some_are_left() -> bool:
-    """There was a backward pass, and zero_grad has not been called since."""
+    """Whether a backward pass has begun since the last call of zero_grad."""
     return _calls == _calls_at_backward
 
 
 def backward_begins() -> None:
+    """Note that a backward pass begins."""
     global _calls_at_backward  # noqa: PLW0603 - of the process, as the functions are
     _calls_at_backward = _calls
 
 
 def nothing_is_left() -> None:
-    """Gradients are what they were before the backward passes so far."""
+    """Note that gradients are again what they were before the backward passes so far."""
     global _calls_at_backward  # noqa: PLW0603
     _calls_at_backward = -1
 

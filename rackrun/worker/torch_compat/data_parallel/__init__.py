@@ -1,1 +1,1 @@
-"""DistributedDataParallel and FSDP2 from the inside: buckets, shards, norms."""
+"""Adapts DistributedDataParallel and FSDP2: buckets, shards, norms."""

@@ -1,9 +1,9 @@
-"""DDP's buckets, torch 2.10 to 2.15: one layout, the same on every rank and in every generation.
+"""Fixes the layout of DDP's buckets (torch 2.10 to 2.15): the same on every rank and in every generation.
 
-DDP rebuilds its buckets after the first backward, in the order in which gradients came. A newcomer's DDP, freshly made,
-would have other buckets than the survivors': their all-reduces would not match (gloo ends the process), and the order of
-summation, hence the bits, would differ. So the layout is frozen at construction, in *reverse* parameter order, which is
-about the order of backward: in forward order all communication would start only after backward has ended.
+DDP rebuilds its buckets after the first backward pass, in the order in which gradients came. A newcomer's new DDP would
+have other buckets than the survivors': their all-reduces would not match (gloo ends the process), and the order of
+summation, and so the bits, would differ. So the layout is fixed at construction, in *reverse* parameter order, which is
+about the order of a backward pass. In forward order all communication would start only at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ __all__ = [
 
 
 def missing() -> list[str]:
+    """Return what this torch lacks, as messages."""
     needed = ("_build_params_for_reducer",)
     reducer = ("_push_all_rebuilt_params", "_rebuild_buckets", "_reset_state")
     found = [f"DistributedDataParallel.{name} is gone" for name in needed if not hasattr(DistributedDataParallel, name)]
@@ -48,13 +49,15 @@ def missing() -> list[str]:
 
 
 def exchanges_parameters(module: nn.Module) -> bool:
-    """DDP over tensor parallelism, as torch joins them (``DDP(..., device_mesh=)``): hooks make DTensors of parameters before each forward, and
-    leave others in their place. Source: ``torch/distributed/tensor/parallel/ddp.py``."""
+    """Whether DDP is combined with tensor parallelism in torch's way (``DDP(..., device_mesh=)``): hooks convert
+    parameters to DTensors before each forward pass, and leave others in their place. Source:
+    ``torch/distributed/tensor/parallel/ddp.py``."""
     hooks = [hook for one in module.modules() for hook in one._forward_pre_hooks.values()]
     return any(getattr(hook, "__module__", "") == "torch.distributed.tensor.parallel.ddp" for hook in hooks)
 
 
 def install() -> None:
+    """Patch DDP's construction, so that buckets are fixed."""
     if getattr(DistributedDataParallel, "_rackrun_frozen_buckets", False):
         return
     build: Callable[[DistributedDataParallel], tuple[list[Any], list[Any]]] = (
@@ -77,22 +80,25 @@ def install() -> None:
 
 
 def begin(module: DistributedDataParallel) -> None:
-    """Before a unit: a step that was left between two micro-batches must not decide whether this one's first forward
-    broadcasts buffers. A newcomer's would, and the survivors' would not."""
+    """Reset flags before a unit. A step that was left between two micro-batches must not decide whether this unit's
+    first forward pass broadcasts buffers: a newcomer's would, and the survivors' would not."""
     module.require_forward_param_sync = True
     module.require_backward_grad_sync = True
 
 
 def reset(module: DistributedDataParallel) -> None:
-    """After a forward whose backward never came: the reducer still expects it, and would communicate in the next backward of
-    all, even one under no_sync. Its buckets are made anew, in the same layout."""
+    """Reset the reducer after a forward pass without a backward pass. It would still expect that, and communicate in
+    the next backward pass, even under no_sync. Its buckets are built again in the same layout."""
     module.reducer._reset_state()
     freeze(module)
 
 
 def synchronise_gradients(module: DistributedDataParallel, last: bool) -> None:
-    """Communicate in the coming backward pass, or not. Raises `StepError` where torch cannot leave it out: with ``static_graph=True``
-    its reducer learns the graph in the first backward pass that communicates, and fails in one before that."""
+    """Set whether the coming backward pass communicates (``last``).
+
+    Raises `StepError` where torch cannot skip that: with ``static_graph=True`` its reducer learns the graph in the
+    first backward pass that communicates, and fails in one before that.
+    """
     if module.static_graph and not getattr(module, "_rackrun_knows_graph", False):
         if not last:
             raise StepError(
@@ -107,8 +113,12 @@ def synchronise_gradients(module: DistributedDataParallel, last: bool) -> None:
 def hook(
     module: DistributedDataParallel, reduce: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 ) -> Callable[[], None]:
-    """Have ``reduce`` sum the buckets: DDP then divides nothing. Returns what lets go of it, without which the reducer, which
-    Python cannot look into, would hold on to it for ever. Raises `StepError` where the script has a hook of its own."""
+    """Make ``reduce`` sum the buckets, without a division by DDP. Raises `StepError` where the script has a hook of its
+    own.
+
+    Returns a function that releases ``reduce``. Without it the reducer, whose references Python cannot see, would keep
+    it forever.
+    """
     if getattr(module, "_delay_all_reduce_params", None):
         raise StepError(
             "DDP(delay_all_reduce_named_params=...) reduces gradients past every hook.",
@@ -126,46 +136,48 @@ def hook(
 
 
 def hook_states(module: DistributedDataParallel) -> list[object]:
-    """What the script's communication hooks keep from one step to the next: the error that PowerSGD feeds back, say."""
+    """Return the state of the script's communication hooks that lasts from step to step, such as PowerSGD's error
+    feedback."""
     states = [state for _, state in getattr(module, "_comm_hooks", ())]
     return [state for state in states if state is not None and not isinstance(state, dist.ProcessGroup)]
 
 
 def divide_alike(module: DistributedDataParallel) -> None:
-    """Have DDP round the mean over the ranks in one way, whatever a gradient was before the backward pass. At run.steps(), when no
-    other hook of ours will be registered.
+    """Make DDP round the mean over ranks in one way, whatever a gradient was before the backward pass. To be called at
+    run.steps(), when no other hook of rackrun will be registered.
 
-    With ``gradient_as_bucket_view=True`` torch's reducer divides a gradient by the number of ranks where it is the bucket's view
-    already (``zero_grad(set_to_none=False)`` leaves it one), and multiplies it by the reciprocal where it was None: other bits, unless
-    the number is a power of two. A newcomer's gradients are None, and so are all after a resume. torch's own hook always divides.
+    With ``gradient_as_bucket_view=True`` torch's reducer divides a gradient by the number of ranks where it is the
+    bucket's view already (``zero_grad(set_to_none=False)`` keeps it), and multiplies it by the reciprocal where it was
+    None. These bits differ, unless the number is a power of two. A newcomer's gradients are None, as are all after a
+    resume. torch's own hook always divides.
     """
     if not module.gradient_as_bucket_view:
         return
-    with contextlib.suppress(RuntimeError):  # with a hook of the script's own the reducer divides nothing
+    with contextlib.suppress(RuntimeError):  # with a hook of the script, the reducer divides nothing
         dist._register_builtin_comm_hook(module.reducer, dist.BuiltinCommHookType.ALLREDUCE)
 
 
 def reduced_by(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
-    """The parameters whose gradients DDP reduces: not those that were frozen when it was made."""
+    """Return the parameters whose gradients DDP reduces: not those that were frozen when it was made."""
     known: Sequence[nn.Parameter] | None = getattr(module, "_rackrun_reduces", None)
     return _reduces_now(module) if known is None else known
 
 
 def ignored_by(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
-    """Those that DDP was told to leave alone, by those who reduce them elsewhere, or not."""
+    """Return the parameters that DDP must ignore, because they are reduced elsewhere or not at all."""
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
     return [parameter for name, parameter in module.module.named_parameters() if name in ignored]
 
 
 def _reduces_now(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
-    """What it would reduce if it were made now."""
+    """Return the parameters that DDP would reduce if it were made now."""
     left_alone = {id(parameter) for parameter in ignored_by(module)}
     return [p for p in module.module.parameters() if p.requires_grad and id(p) not in left_alone]
 
 
 def clear(module: DistributedDataParallel, parameter: torch.Tensor) -> None:
-    """Forget the gradient of a micro-batch that is not the last. DDP expects to find one where an earlier micro-batch made it, if
-    parameters may be unused in a later."""
+    """Clear the gradient of a micro-batch that is not the last. It becomes zero, not None, where parameters may be
+    unused later, because DDP expects a gradient where an earlier micro-batch made one."""
     if parameter.grad is not None and (module.find_unused_parameters or module.static_graph):
         parameter.grad.zero_()
     else:
@@ -173,9 +185,12 @@ def clear(module: DistributedDataParallel, parameter: torch.Tensor) -> None:
 
 
 def freeze(module: DistributedDataParallel) -> None:
-    """Lay the buckets out now, for good. DDP would have rank 0 tell the others of the layout, which is the same on all: a rank lost in that
-    would leave another with a layout of garbage, for which torch raises."""
-    if not module.find_unused_parameters:  # then DDP never rebuilds them
+    """Lay out the buckets now, for good.
+
+    DDP would let rank 0 send the layout to the others, though it is the same on all. A rank lost during that would
+    leave another with garbage for a layout, for which torch raises an error.
+    """
+    if not module.find_unused_parameters:  # otherwise DDP never rebuilds them
         asking_nobody = getattr(module.process_group, "asking_nobody", contextlib.nullcontext)
         with asking_nobody():
             module.reducer._push_all_rebuilt_params()

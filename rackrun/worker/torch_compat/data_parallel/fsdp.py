@@ -1,4 +1,5 @@
-"""FSDP2 (``fully_shard``) and DeviceMesh, torch 2.10 to 2.15: leaving a step in the middle, and giving a built model another rank."""
+"""Makes FSDP2 (``fully_shard``) and DeviceMesh elastic (torch 2.10 to 2.15): leaves a step in the middle, and gives a
+built model another rank."""
 
 from __future__ import annotations
 
@@ -52,14 +53,19 @@ WRITE_INTO = (
 
 
 def missing() -> list[str]:
+    """Return what this torch lacks, as messages."""
     known = "_coordinate_on_dim" in DeviceMesh.get_coordinate.__code__.co_names
     found = [] if known else ["DeviceMesh._coordinate_on_dim is gone"]
     return found + ([] if hasattr(_fsdp_param_group, "foreach_all_gather") else ["FSDP's foreach_all_gather is gone"])
 
 
 def install() -> None:
-    """Remember every mesh, so that a promoted spare can be given its new place in each. And tell the gate which parameters are
-    gathered: blocks have equal sizes, so that nothing else would show when ranks gather different ones at a time."""
+    """Patch DeviceMesh and FSDP2.
+
+    Every mesh is remembered, so that a promoted spare can be given its new place in each. And the gate learns which
+    parameters are gathered: blocks have equal sizes, so nothing else would show that ranks gather different ones at a
+    time.
+    """
     init, gather = DeviceMesh.__init__, _fsdp_param_group.foreach_all_gather
 
     def remembered(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
@@ -78,17 +84,18 @@ def install() -> None:
 
 
 def has_meshes() -> bool:
-    """A DeviceMesh was made, and somebody still holds it."""
+    """Whether a DeviceMesh was made and still exists."""
     return any(ref() is not None for ref in _meshes)
 
 
 def mesh_of_several_axes() -> bool:
-    """One of those has more than one."""
+    """Whether such a mesh has more than one axis."""
     return any(mesh.ndim > 1 for ref in _meshes if (mesh := ref()) is not None)
 
 
 def forget_meshes() -> None:
-    """The groups of all meshes are gone: what DTensor has remembered of them goes as well, and no new mesh will equal an old one."""
+    """Forget all meshes, whose groups are gone. DTensor's caches are cleared as well, and no new mesh will equal an old
+    one."""
     global _beginnings  # noqa: PLW0603 - of the process, as the groups are
     _beginnings += 1
     debug._clear_python_sharding_prop_cache()
@@ -97,13 +104,14 @@ def forget_meshes() -> None:
 
 
 def modules_of(module: nn.Module) -> list[FSDPModule]:
-    """Those in it that ``fully_shard`` was called on: what the functions of a step take."""
+    """Return the modules inside ``module`` on which ``fully_shard`` was called, as the other functions take them."""
     return [sub for _, sub in module_walk.modules(module) if isinstance(sub, FSDPModule)]
 
 
 def begin(subs: Sequence[FSDPModule]) -> None:
-    """Before a unit: forget the forward passes that no backward followed (an evaluation's). FSDP would prefetch for them in the
-    next backward, and find its root gathered already: all-gathers that a newcomer, which has not evaluated, does not make."""
+    """Forget, before a unit, forward passes without a backward pass (an evaluation's). FSDP would prefetch for them in
+    the next backward pass, and find its root gathered already: a newcomer, which has not evaluated, does not make those
+    all-gathers."""
     if subs:
         found = params(subs)
         unsharded = [getattr(param, "_unsharded_param", None) for param in found]
@@ -111,7 +119,8 @@ def begin(subs: Sequence[FSDPModule]) -> None:
 
 
 def reset(subs: Sequence[FSDPModule]) -> None:
-    """After an abandoned forward or backward: drop unsharded gradients and parameters, and the iteration's state."""
+    """Drop unsharded gradients and parameters, and the iteration's state, after an abandoned forward or backward
+    pass."""
     _begin(subs, [param.sharded_param for param in params(subs)])
     for param in params(subs):
         if _accumulated(param) is not None:
@@ -121,7 +130,8 @@ def reset(subs: Sequence[FSDPModule]) -> None:
 
 
 def _begin(subs: Sequence[FSDPModule], keep: Sequence[torch.Tensor]) -> None:
-    """``keep``: whose gradients stay. Torch 2.15 drops all: then nobody would notice a step that adds to the one before."""
+    """Reset the iteration. ``keep``: tensors whose gradients stay. torch 2.15 drops all gradients, and then a step that
+    adds to the gradients of the one before would go unnoticed."""
     kept = [leaf.grad for leaf in keep]
     for state in _states(subs):
         if state._is_root:
@@ -133,8 +143,8 @@ def _begin(subs: Sequence[FSDPModule], keep: Sequence[torch.Tensor]) -> None:
 
 
 def gradient_before_reduction(param: Any) -> tuple[torch.Tensor | None, str]:
-    """What backward passes without synchronisation have left, of the whole parameter, and the name of the attribute that gives this
-    tensor-parallel rank's part of it."""
+    """Return what backward passes without synchronisation have left for the whole parameter, or None, and the name of
+    the attribute that holds this tensor-parallel rank's part of it."""
     held = _accumulated(param)
     if held is not None:
         return held, "unsharded_accumulated_grad_data"
@@ -143,38 +153,41 @@ def gradient_before_reduction(param: Any) -> tuple[torch.Tensor | None, str]:
 
 
 def clear_unreduced(param: Any) -> None:
-    """To zero, all of these."""
+    """Set all these gradients to zero."""
     for gradient in (_accumulated(param), *(leaf.grad for leaf in _leaves(param)[1:])):
         if gradient is not None:
             gradient.zero_()
 
 
 def _accumulated(param: Any) -> torch.Tensor | None:
-    """Until torch 2.14 gradients that are not reduced yet move here, out of the unsharded parameter. Later torch leaves them there,
-    and has a property of this name that cannot be set."""
+    """Return the gradient that is not reduced yet, or None. Up to torch 2.14 it moves here from the unsharded
+    parameter; later versions leave it there, and have a property of this name that cannot be set."""
     held: torch.Tensor | None = vars(param).get("unsharded_accumulated_grad")
     return held
 
 
 def _leaves(param: Any) -> list[torch.Tensor]:
-    """What holds a gradient: the shard, and the whole parameter once there has been one."""
+    """Return the tensors that hold a gradient: the shard, and the whole parameter once it was gathered."""
     unsharded = getattr(param, "_unsharded_param", None)
     return [param.sharded_param] if unsharded is None else [param.sharded_param, unsharded]
 
 
 def reshard(subs: Sequence[FSDPModule]) -> None:
-    """Between units every parameter is its local shard (a forward without a backward leaves the root unsharded)."""
+    """Make every parameter its local shard, as between units. (A forward pass without a backward pass leaves the root
+    unsharded.)"""
     for sub in subs:
         sub.reshard()
 
 
 def is_gathered(subs: Sequence[FSDPModule]) -> bool:
+    """Whether any parameter is gathered now."""
     states = [param.sharded_state for param in params(subs)]
     return states.count(ShardedState.SHARDED) < len(states)
 
 
 def exchanged(subs: Sequence[FSDPModule]) -> Iterator[tuple[nn.Module, str]]:
-    """Module, and name in it, of each parameter that somebody has put in the place of FSDP's own. The next forward drops it."""
+    """Yield module and name of each parameter that was put in the place of FSDP's own. The next forward pass drops
+    it."""
     for param in params(subs):
         held_by = param._module_info
         own = (
@@ -189,16 +202,17 @@ def exchanged(subs: Sequence[FSDPModule]) -> Iterator[tuple[nn.Module, str]]:
 
 
 def synchronise_gradients(subs: Sequence[FSDPModule], last: bool) -> None:
+    """Set whether the coming backward pass reduces gradients (``last``)."""
     for sub in subs:
         sub.set_requires_gradient_sync(last, recurse=False)
         sub.set_is_last_backward(last)
 
 
 def promote_sharded(modules: Iterable[nn.Module], rank: int, meshes: Iterable[DeviceMesh] | None = None) -> None:
-    """Give a model that was built as another rank the place of ``rank``: mesh coordinates, shard index, shard sizes. ``meshes``: by
-    default all that this process has made.
+    """Give a model that was built as another rank the place of ``rank``: mesh coordinates, shard index, shard sizes.
 
-    What the shards contain is then copied or loaded by the caller. Its groups must have their new ranks already.
+    ``meshes``: by default all that this process has made. Its groups must have their new ranks already. The caller then
+    copies or loads the shards' content.
     """
     for mesh in [mesh for ref in _meshes if (mesh := ref()) is not None] if meshes is None else meshes:
         mesh._rank = rank
@@ -238,7 +252,8 @@ def _forget_iteration(root: Any) -> None:
 
 
 def _reshape_shard(param: Any) -> None:
-    """Ranks at the end of an uneven dimension hold less: take the part of the padded shard that the new rank has."""
+    """Resize a shard for the new rank, as a view of the padded shard: ranks at the end of an uneven dimension hold
+    less."""
     dim = param.fsdp_placement.dim
     whole, padded = param._orig_size[dim], param.padded_sharded_param_size[dim]
     start = min(param.mesh_info.shard_mesh_rank * padded, whole)
@@ -261,7 +276,7 @@ def _states(subs: Sequence[FSDPModule]) -> list[Any]:
 def _groups(states: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for state in states:
-        several = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
+        several = getattr(state, "_fsdp_param_groups", None)  # a single group up to torch 2.12
         if several is not None:
             found += several
         elif state._fsdp_param_group:
@@ -270,5 +285,5 @@ def _groups(states: Sequence[Any]) -> list[Any]:
 
 
 def params(subs: Sequence[FSDPModule]) -> list[Any]:
-    """torch's own view of every parameter that ``fully_shard`` manages."""
+    """Return torch's own objects for all parameters that ``fully_shard`` manages."""
     return list(chain.from_iterable([group.fsdp_params for group in _groups(_states(subs))]))

@@ -1,6 +1,7 @@
-"""FSDP2's reduction of gradients, torch 2.10 to 2.15: another arithmetic between its copies, and gradients that it has not reduced yet.
+"""Replaces the arithmetic of FSDP2's gradient reduction (torch 2.10 to 2.15), and gives access to gradients that are
+not reduced yet.
 
-What FSDP copies about is not looked at on the way, so it may be integers in floats of the same size.
+FSDP does not inspect the values that it copies, so they may be integers in floats of the same size.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ Decode = Callable[[Sequence[nn.Parameter], Sequence[int], torch.Tensor], None]
 
 
 def missing() -> list[str]:
+    """Return what this torch lacks, as messages."""
     reduce = getattr(_fsdp_param_group, "foreach_reduce", None)
     known = reduce is not None and set(inspect.signature(reduce).parameters) >= _NEEDED
     return [] if known else ["FSDP's foreach_reduce is gone, or takes other arguments"]
 
 
 def parameters_of(module: nn.Module) -> set[int]:
-    """The ids of the parameters, resharded, whose gradients FSDP reduces. The module knows them first: FSDP itself takes note of
-    those that ``to_empty`` has made in its first forward."""
+    """Return the ids of the parameters, as shards, whose gradients FSDP reduces.
+
+    They are read from the module, because FSDP itself notices parameters that ``to_empty`` has made only in its first
+    forward pass.
+    """
     owners = (
         (param._module_info.module, param._module_info.param_name) for param in fsdp.params(fsdp.modules_of(module))
     )
@@ -46,8 +51,11 @@ def parameters_of(module: nn.Module) -> set[int]:
 
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor, Callable[[], torch.Tensor]]]:
-    """What backward passes without synchronisation have left: whole parameters' gradients, of this rank alone. And what gives the part
-    that a tensor-parallel rank has of it, for which collectives may run."""
+    """Yield what backward passes without synchronisation have left on this rank: parameter, gradient of the whole
+    parameter, and a function.
+
+    The function returns a tensor-parallel rank's part of the gradient; it may run collectives.
+    """
     for param in fsdp.params(fsdp.modules_of(module)):
         held, part = fsdp.gradient_before_reduction(param)
         if held is not None:
@@ -55,14 +63,19 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
 
 
 def clear_local_gradients(module: nn.Module) -> None:
-    """To zero: one that is gone would be left out of the reduction, were it not used in the last micro-batch."""
+    """Set these gradients to zero. Deleted ones would be left out of the reduction, unless the last micro-batch used
+    them."""
     for param in fsdp.params(fsdp.modules_of(module)):
         fsdp.clear_unreduced(param)
 
 
 def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> None:
-    """From now on, all gradients are summed, over as many ranks as ``encode`` is told, as what it makes of them, in ``container``, by ``add``; ``decode`` makes
-    gradients of it, in place. Behind the last parameter lies what ``encode`` has added, summed as well."""
+    """Reduce all gradients with another arithmetic from now on.
+
+    ``encode(parameters, gradients, ranks)`` turns gradients into tensors of dtype ``container``, and returns them with
+    additional values, which are summed as well. ``add`` sums them over ranks. ``decode`` turns the sums into gradients
+    in place; the additional values come after the last parameter.
+    """
     original: Any = _fsdp_param_group.foreach_reduce
     reduce = getattr(original, "_rackrun_original", original)
     signature = inspect.signature(reduce)
@@ -76,7 +89,7 @@ def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> 
         size = 1 if group is None else group.size()
         parameters = [param.sharded_param for param in given["fsdp_params"]]
         ranks = size if replicas is None else size * replicas.size()
-        # What it has not reduced at once is of this type already: of each micro-batch, or of none.
+        # Gradients that FSDP has not reduced at once are of this type already: those of every micro-batch, or of none.
         gradients = [gradient.to(given["reduce_dtype"] or gradient.dtype) for gradient in given["unsharded_grads"]]
         carried, more = encode(parameters, gradients, ranks)
         del gradients
@@ -105,13 +118,13 @@ def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> 
 
 
 def restore() -> None:
-    """What `divert` has done."""
+    """Undo `divert`."""
     reduce: Any = _fsdp_param_group.foreach_reduce
     _fsdp_param_group.foreach_reduce = getattr(reduce, "_rackrun_original", reduce)
 
 
 class _Summed:
-    """A reduce-scatter in FSDP's sense, for one call."""
+    """A reduce-scatter as FSDP calls it, for one call."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], sizes: Sequence[int], replicas: Any, add: Sum, decode: Decode
@@ -138,7 +151,7 @@ class _Summed:
 
 
 def _shard_numel(gradient: torch.Tensor, dim: int, size: int) -> int:
-    """Of one rank, padded where rows are not divisible."""
+    """Return the number of elements of one rank's shard, padded where rows do not divide evenly."""
     if dim:
         return gradient.numel() // size
     rows = gradient.shape[0]

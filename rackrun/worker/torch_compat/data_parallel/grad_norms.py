@@ -1,6 +1,7 @@
-"""The norm by which gradients are clipped, torch 2.10 to 2.15: the same bits however they are sharded.
+"""Computes the norm for gradient clipping with the same bits however gradients are sharded (torch 2.10 to 2.15).
 
-torch adds the squares of each rank's part, and then the parts' sums: floats, in an order that depends on the number of ranks.
+torch adds the squares of each rank's part, and then the sums of the parts: floats, in an order that depends on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ _CHUNK = 2**16
 
 
 def missing() -> list[str]:
+    """Return what this torch lacks, as messages."""
     known = "_get_total_norm" in inspect.unwrap(clip_grad.clip_grad_norm_).__code__.co_names
     return [] if known and hasattr(clip_grad, "_get_total_norm") else ["clip_grad_norm_ has no _get_total_norm"]
 
 
 def divert() -> None:
-    """From now on, `torch.nn.utils.clip_grad_norm_` and ``get_total_norm`` add up sharded gradients exactly."""
+    """Make `torch.nn.utils.clip_grad_norm_` and ``get_total_norm`` sum sharded gradients exactly from now on."""
     original: Any = clip_grad._get_total_norm
     if hasattr(original, "_rackrun_original"):
         return
@@ -55,7 +57,7 @@ def divert() -> None:
 
 
 def restore() -> None:
-    """What `divert` has done."""
+    """Undo `divert`."""
     _put(getattr(clip_grad._get_total_norm, "_rackrun_original", clip_grad._get_total_norm))
 
 
@@ -64,7 +66,8 @@ def _put(norm: Any) -> None:
 
 
 def exact_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all, fp32. Squares (exact in fp64) are rounded to fixed point and added as integers, tensor by tensor."""
+    """Return the 2-norm of all tensors, fp32. Squares (exact in fp64) are rounded to fixed point and added as integers,
+    tensor by tensor."""
     whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     sharded: dict[Any, list[DTensor]] = {}
     for tensor in tensors:
@@ -99,7 +102,7 @@ def exact_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _largest(part: torch.Tensor) -> torch.Tensor:
-    """inf for what is not finite: NaN has no place in a maximum over ranks."""
+    """Return the largest magnitude; inf for values that are not finite, as a maximum over ranks cannot carry NaN."""
     largest = part.abs().amax().double() if part.numel() else part.new_zeros((), dtype=torch.float64)
     return torch.where(largest.isfinite(), largest, math.inf)
 
