@@ -17,7 +17,7 @@ __all__ = ["HEALTHY_MS", "PAUSE_MS", "PAUSE_MS_MAX", "QUARANTINE_LOSSES", "Quara
 QUARANTINE_LOSSES = 3
 """Number of counted losses from which on a slot is quarantined."""
 PAUSE_MS, PAUSE_MS_MAX = 30_000, 3_600_000
-"""For so long; after each further loss twice as long, and an hour at the most."""
+"""Length of the first quarantine and the longest one, in milliseconds. Each further loss doubles it."""
 HEALTHY_MS = 600_000
 """A worker that has held a rank in a slot for this many milliseconds shows that the slot works; its earlier losses no
 longer count."""

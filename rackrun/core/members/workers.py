@@ -8,7 +8,8 @@
                                             +-------------------|--------------resumed----------------+   |
                                                                 +-----------------break-------------------+
 
-In addition ``fence`` leads from every state to FENCED, ``exit`` to EXITED, ``release`` (the job is done) to RELEASED.
+In addition ``fence`` leads from every living state to FENCED, ``exit`` from every state to EXITED, and ``release`` (the
+job is done) from STARTING, READY and TRAINING to RELEASED.
 """
 
 from __future__ import annotations
