@@ -6,7 +6,9 @@ all alike. So only the *first* step counts at which the digests of a shard diffe
 the same, and more than half of them are right.
 
 - Three replicas or more: the others are alike, corrupted or not, and outvote the wrong one.
-- Two: neither is outvoted. Both go back and compute again. Each rank then has two votes, one for each time, and a fault that does not come again has one of four. A fault that comes again with other bits has two, which differ: the rank that repeats itself is believed.
+- Two: neither is outvoted. Both go back and compute again. Each rank then has two votes, one for each time, and a fault
+  that does not come again has one of four. A fault that comes again with other bits has two, which differ: the rank
+  that repeats itself is believed.
 
 If no value has more than half of the votes, and the ranks that repeat themselves do not agree, no rank is blamed.
 """
