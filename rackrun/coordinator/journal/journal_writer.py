@@ -8,8 +8,8 @@ be written, only that row is lost. If the thread ends unexpectedly, `Journal.on_
 return.
 
 WAL does not work on file systems that hosts share (`rackrun.coordinator.journal.file_systems`). There a rollback
-journal is used, with which a reader may delay a writer for an instant. Both connections then run with ``synchronous=FULL``: a
-rollback journal that is synced with NORMAL can be damaged by a loss of power
+journal is used, with which a reader may delay a writer for an instant. Both connections then run with
+``synchronous=FULL``: a rollback journal that is synced with NORMAL can be damaged by a loss of power
 (https://www.sqlite.org/pragma.html#pragma_synchronous).
 
 Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordinator's monotonic clock since it began;

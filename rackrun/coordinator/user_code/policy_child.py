@@ -57,7 +57,7 @@ def answer(function: Callable[..., object], question: AskPolicy) -> PolicyAnswer
         answered = PolicyAnswered(question=question.question, decision=decision)
         return msgspec.json.decode(
             msgspec.json.encode(answered), type=PolicyAnswered
-        )  # checks its fields
+        )  # raises if a field has a wrong type
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
         return PolicyAnswered(question=question.question, trouble=f"failed with {told(error)}")
 
