@@ -22,7 +22,8 @@ from rackrun.protocol.ids import BEGIN, Generation, Position
 __all__ = ["LEDGER_IDS_MAX", "PAGE_BYTES", "Activity", "HeartbeatPage"]
 
 LEDGER_IDS_MAX = 65_536
-"""Largest number of sample ids that one rank can record for one unit. If there are more, only their number is kept."""
+"""Largest number of sample ids that one rank can record for one unit. If there are more, only a count and a digest are
+kept."""
 
 _WORDS = 512
 _SLOT_WORDS = 8 + LEDGER_IDS_MAX

@@ -15,7 +15,7 @@ SNAPSHOT_JOB = "snapshots"
 
 MEMORY_HEADER = "X-Rackrun-Memory"
 """HTTP header that an agent sends with a snapshot: where the snapshot lies in the agent's memory, as ``PID/fd/NUMBER``
-under /proc. A reader on the same host can map it from there."""
+under /proc, for readers on the same host."""
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):

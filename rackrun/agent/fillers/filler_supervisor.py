@@ -42,13 +42,13 @@ _SESSIONS_S = 1.0
 class Order(TypedDict):
     command: list[str]
     hold_s: float
-    """How long it is stopped before it is told, where that is asked for."""
+    """Seconds for which the filler is stopped before it is told to end, if the agent asks for that."""
     grace_s: float
     cpus: list[int]
     cgroup: str
-    """"": there is none."""
+    """Path of the filler's control group; "": there is none."""
     last_in_line: bool
-    """For the processors."""
+    """Whether the filler gets the lowest processor priority."""
 
 
 class _Cage:

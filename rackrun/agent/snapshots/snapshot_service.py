@@ -238,7 +238,7 @@ class SnapshotService:
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int]:
-    """What of ``size`` bytes is asked for: ``Range: bytes=FIRST-LAST``, or all."""
+    """Return the first and the end byte that a request asks for: ``Range: bytes=FIRST-LAST``, or all ``size`` bytes."""
     try:
         asked = request.http_range
     except ValueError as error:

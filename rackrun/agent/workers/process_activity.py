@@ -61,7 +61,8 @@ def where_in_kernel(pid: int) -> str:
 
 
 def _cpu_ns(pid: int) -> int:
-    """Of all its threads, and of the children that it has waited for."""
+    """Return the processor time of all threads of a process, and of the children that it has waited for, in
+    nanoseconds."""
     return _TICK_NS * sum(int(field) for field in _stat_fields(pid)[11:15])
 
 

@@ -44,7 +44,8 @@ class Beginning:
     """Called when all ranks compute."""
     stop: Stop
     setup_ms: int = -1
-    """Time of the slowest worker from its start to its first step, in milliseconds; -1: no worker has reached it."""
+    """Time of the slowest worker from the beginning of ``main`` to its first step, in milliseconds; -1: no worker has
+    reached it."""
 
     def launch(self, because: str) -> None:
         """Start every rank from the beginning. The plan is emitted first, so that it is in the journal before any

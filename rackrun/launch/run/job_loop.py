@@ -105,7 +105,7 @@ async def host(
             driver.lost(tray, link, because)
         elif link is None and not agents.returns(
             tray
-        ):  # it died before it had joined again, and is no longer awaited
+        ):  # it died before it had joined again, and the job does not wait for it any more
             driver.submit(TrayLost(tray=tray, because=because))
 
     def none_left(because: str) -> None:
@@ -270,7 +270,7 @@ async def _end_of(
                 return
         except (
             TimeoutError
-        ) as error:  # normal while the job goes on, or the other end is gone
+        ) as error:  # normal while the job goes on; or the other end is gone and this side has not noticed
             begun, refuses_since = begun or isinstance(error, aiohttp.SocketTimeoutError), None
             continue
         except (aiohttp.ClientError, OSError) as error:
