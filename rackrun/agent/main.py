@@ -74,7 +74,7 @@ def run_agent(config: AgentConfig, *, parent: int | None = None, standalone: boo
     server = ForkServer.spawn(config.script) if unsound else ForkServer.fork(config.script)
     try:
         return asyncio.run(_Agent(config, standalone=standalone).run(server))
-    except Exception:  # noqa: BLE001 - whatever it is, no process may be left behind
+    except Exception:  # noqa: BLE001 - whatever it is, nobody may be left behind
         traceback.print_exc()
         server.close()
         proc.kill_tree(os.getpid())

@@ -30,6 +30,7 @@ class RequestRefused(RackrunError):
 
 
 def add_control(app: typer.Typer) -> None:
+    """Add these commands to ``app``."""
     app.command(epilog="Example: rackctl drain tray-03 --because 'fan fails'")(drain)
     app.command("return", epilog="Example: rackctl return tray-03")(give_back)
     app.command(epilog="Example: rackctl swap 5 --with tray-07/2")(swap)

@@ -61,12 +61,14 @@ def draw_job(found: Whereabouts) -> RenderableType:
 
 
 def draw_job_svg(found: Whereabouts) -> str:
+    """Return the picture of a job on its racks as SVG."""
     cells = _cells(found)
     lines = [f"{found.run_id}: {_state(found)}; {shape_of(found)}", *map(str, found.known())]
     return svg(found.past.topology(), cells, _LOOKS, _legend(found), racks_max=_RACKS_MAX_SVG, lines=lines)
 
 
 def as_json(found: Whereabouts) -> dict[str, Any]:
+    """Return a job's placement as values for JSON."""
     topology = found.past.topology()
     return {
         "run_id": found.run_id,

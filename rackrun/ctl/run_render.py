@@ -54,6 +54,7 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
 
 
 def render_result(console: Console, result: Result) -> None:
+    """Print how a run ended."""
     title = Text(result.run_id, "bold") + Text("  ")
     console.print(title + Text(f"ended with exit code {result.exit_code}", "green" if result.exit_code == 0 else "red"))
     _say(console, f"{result.because} {result.remedy}".strip())
@@ -63,6 +64,7 @@ def render_result(console: Console, result: Result) -> None:
 
 
 def render_report(console: Console, report: Report) -> None:
+    """Print a report."""
     ended = (
         "still running, or killed" if report.exit_code is None else f"exit code {report.exit_code}: {report.because}"
     )

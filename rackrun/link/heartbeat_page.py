@@ -53,7 +53,7 @@ class Activity(IntEnum):
     PHASE = 3
     RECOVERING = 4
     BETWEEN = 5  # the user's own code between two units, and after the last
-    EXITING = 6  # released: everything is done
+    EXITING = 6  # released: all work is done
 
 
 class HeartbeatPage:

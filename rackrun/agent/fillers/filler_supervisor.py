@@ -40,6 +40,8 @@ _SESSIONS_S = 1.0
 
 
 class Order(TypedDict):
+    """What a supervisor is asked to run, as JSON."""
+
     command: list[str]
     hold_s: float
     """Seconds for which the filler is stopped before it is told to end, if the agent asks for that."""

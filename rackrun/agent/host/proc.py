@@ -73,12 +73,14 @@ def read_stat(fd: int) -> ProcessStat | None:
 
 
 def exit_code_and_signal(status: int) -> tuple[int | None, int | None]:
+    """Return the exit code and the signal of a wait status; one of them is None."""
     if os.WIFSIGNALED(status):
         return None, os.WTERMSIG(status)
     return os.WEXITSTATUS(status), None
 
 
 def thread_count() -> int:
+    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 

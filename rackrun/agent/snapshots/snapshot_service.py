@@ -44,10 +44,14 @@ class KeptSnapshots(Protocol):
 
 
 class Keeper(Protocol):
+    """Gives access to the snapshots that a tray keeps."""
+
     def kept(self, index: int, incarnation: int) -> KeptSnapshots | None: ...
 
 
 class SnapshotService:
+    """The HTTP server for snapshots, copies and parity."""
+
     def __init__(self, tray: str, advertise: str, token: str, keeper: Keeper, *, reserve: int = RESERVE) -> None:
         self._tray = tray
         self._advertise, self._token, self._reserve = advertise, token, reserve

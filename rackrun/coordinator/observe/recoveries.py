@@ -394,6 +394,7 @@ class RecoveryWatch:
 
 
 def describe_exit(event: WorkerExited) -> str:
+    """Describe how a worker exited, for the report."""
     if event.signal is not None:
         try:
             return signal.Signals(event.signal).name

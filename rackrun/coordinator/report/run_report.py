@@ -41,6 +41,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One recovery, with its stages."""
+
     line: str
     recovery: Recovery
     seconds: float | None
@@ -78,11 +80,15 @@ class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoticeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One notice and its time."""
+
     at_ms: int
     text: str
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a journal says about a job."""
+
     run_id: str
     exit_code: int | None
     because: str

@@ -240,7 +240,7 @@ class Driver:
                 continue
             try:
                 self._hear(message, now_ms)
-            except Exception:  # noqa: BLE001 - telemetry must not end a job
+            except Exception:  # noqa: BLE001 - what is told about a job must not end it
                 _log.exception("telemetry that cannot be used: %r", message)
         if lines:
             self._step_log.take(lines)

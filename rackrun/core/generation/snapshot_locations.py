@@ -98,7 +98,7 @@ class Snapshots:
     def rebuilding(
         self, members: Mapping[Rank, WorkerRecord], trays: Mapping[TrayId, TrayJoined], layout: Generation
     ) -> Rebuild:
-        """Return a function that tells how a lost snapshot can be rebuilt.
+        """Return a function that returns how a lost snapshot can be rebuilt.
 
         It uses the snapshots of parked ``members`` with state, and those that former workers left.
         """

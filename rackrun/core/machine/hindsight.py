@@ -258,7 +258,7 @@ class Hindsight:
         self._elastic |= not isinstance(event, WorkerFinished)
         if isinstance(event, WorkerReady) and event.mesh and record.rank is not None:
             if math.prod(size for _, size in event.mesh) != len(self.seats):
-                return  # the job stops for that
+                return  # the job stops because of this
             mesh = Mesh.of(dict(event.mesh))
             if self.seating.mesh != mesh:
                 self.seating.adopt(mesh, self.seats)

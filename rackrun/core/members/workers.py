@@ -31,6 +31,8 @@ months."""
 
 
 class WorkerState(StrEnum):
+    """State of a worker; the module's docstring draws the transitions."""
+
     STARTING = "starting"
     READY = "ready"
     TRAINING = "training"
@@ -43,6 +45,8 @@ class WorkerState(StrEnum):
 
 
 class Trigger(StrEnum):
+    """What moves a worker from one state to the next."""
+
     READY = "ready"
     TRAIN = "train"
     BREAK = "break"

@@ -39,7 +39,7 @@ class Acquiring:
     rack: RackMachine
     emit: Callable[[Command], None]
     departs: Callable[[DepartureAnnounced], None]
-    """Handles a tray that is told to leave."""
+    """Handles a tray that has to leave."""
     changed: Callable[[int], None]
     """Called when another decision may be possible now."""
     ending: Callable[[], str]

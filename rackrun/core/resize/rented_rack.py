@@ -17,6 +17,8 @@ __all__ = ["Rented", "Stage"]
 
 
 class Stage(Enum):
+    """Stage of a rack; the module's docstring draws the transitions."""
+
     ASKED = "asked"
     DELIVERED = "delivered"
     JOINED = "joined"

@@ -54,6 +54,7 @@ class Checked:
 
 
 def print_json(what: object) -> None:
+    """Print a value as JSON."""
     print(msgspec.json.encode(what).decode())
 
 

@@ -201,6 +201,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with rackrun's options added."""
     parser = get_args_parser()
     parser.__class__ = _Parser
     parser.prog = "rackrun"

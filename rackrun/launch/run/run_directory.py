@@ -48,6 +48,8 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of ``endpoint.json``: where the run's coordinator is."""
+
     url: str
     run_id: str
     pid: int
@@ -55,6 +57,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of ``result.json``: how the run ended."""
+
     run_id: str
     exit_code: int
     because: str
@@ -152,6 +156,7 @@ class RunPlace:
 
 
 def runs_root() -> Path:
+    """Return the directory in which runs are kept by default."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "rackrun" / "runs"
 
