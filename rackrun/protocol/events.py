@@ -189,8 +189,8 @@ class WorkerParked(OfWorker, frozen=True, kw_only=True):
     """Layout of the state in the worker's memory. None: it has no state, because it is entering ``main`` again."""
     replica_class: str = ""
     resumed: Generation = Generation(0)
-    """The newest generation in which the worker received its state from others and then reported that it had resumed.
-    0: its state is its own, or it has none."""
+    """The newest generation in which the worker received the state that it has, and shared all that it knew with the
+    other members. 0: its state is its own, or it has none."""
     good: Position | None = None
     """The last unit after which the worker knows that all replicas were equal (``--check-replicas``)."""
 
