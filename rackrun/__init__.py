@@ -1,4 +1,4 @@
-"""rackrun: training that goes on, exactly, while the hardware under it fails."""
+"""rackrun: distributed training that continues, with exact results, when hardware fails."""
 
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,10 @@ __all__ = [
     "elastic",
 ]
 
-if not TYPE_CHECKING:  # for a type checker there is no other name than those above
+if not TYPE_CHECKING:  # type checkers see only the names above
 
     def __getattr__(name: str) -> object:
-        # torch is imported when the worker's side is first used: rackctl and the coordinator start without it
+        # torch is imported on first use of the worker's side: rackctl and the coordinator start without it
         if name == "elastic":
             from rackrun.worker.loop.elastic import elastic
 

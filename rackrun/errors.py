@@ -1,11 +1,11 @@
-"""Errors that rackrun raises, by whose they are: *yours*, *the hardware's*, *ours*.
+"""Errors that rackrun raises, grouped by cause: *yours*, *the hardware's*, *ours*.
 
 ::
 
     RackrunError
     +-- UsageError(ValueError)       yours: an argument, a script or a file that cannot work; exit code 2 before the start
     |   +-- StepError                yours: the script breaks a rule of steps and phases
-    +-- HardwareError                the hardware's: beyond what is survivable; exit code 3
+    +-- HardwareError                the hardware's: more than the job can survive; exit code 3
     |   +-- CollectiveBroken         a collective outside steps and phases lost a peer
     |   +-- StateLost                no verified copy of some shard is left
     +-- InternalError                ours: please report
@@ -19,7 +19,7 @@ __all__ = ["CollectiveBroken", "HardwareError", "InternalError", "RackrunError",
 
 
 class RackrunError(Exception):
-    """Base of all. ``remedy`` is what the reader can do about it."""
+    """Base class of rackrun's errors. ``remedy`` says what the reader can do."""
 
     def __init__(self, what: str, *, remedy: str = "") -> None:
         super().__init__(f"{what} Remedy: {remedy}" if remedy else what)
@@ -36,11 +36,11 @@ class StepError(UsageError):
 
 
 class HardwareError(RackrunError):
-    """Beyond what is survivable."""
+    """A hardware failure that the job cannot survive."""
 
 
 class CollectiveBroken(HardwareError):
-    """A collective outside steps and phases lost a peer, so nobody can run it again for the script."""
+    """A collective outside steps and phases lost a peer. rackrun cannot repeat it for the script."""
 
 
 class StateLost(HardwareError):
@@ -48,4 +48,4 @@ class StateLost(HardwareError):
 
 
 class InternalError(RackrunError):
-    """rackrun contradicts itself: a bug of ours."""
+    """rackrun's state contradicts itself: a bug in rackrun."""

@@ -1,8 +1,9 @@
-"""``rackrun``: starts the agents of this host and, where it belongs, the coordinator; ends as the job ends.
+"""The ``rackrun`` command: starts the agents of this host and, on one host, the coordinator; exits when the job ends.
 
-The order matters. Environment first (one thread a process), then torch, the arguments and everything that can be checked;
-then the port, so that agents know it; then the imports that all workers share; then the agents, forked while there is one
-thread; only then the event loop. Up to the first fork a refusal leaves nothing behind.
+The order matters. First the environment (one thread a process), then torch, the arguments and everything that can be
+checked. Then the port is bound, so that agents know it. Then come the imports that all workers share. Then the agents
+are forked, while the process has one thread, and only then the event loop begins. A refusal before the first fork
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["main", "run"]
 
 
 def run() -> NoReturn:
-    """The ``rackrun`` command: `main`, and the end of the process."""
+    """Run the ``rackrun`` command: call `main` and end the process."""
     try:
         code = main()
     except SystemExit as stop:
@@ -41,9 +42,10 @@ def run() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 the script failed, 2 bad usage, 3 beyond what is survivable, 128+N signal N."""
+    """Run a job and return the exit code: 0 done, 1 the script failed, 2 bad usage, 3 more failures than the job can
+    survive, 128+N signal N."""
     given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] == "--version":  # elsewhere the parser knows whether it is the script's; it imports torch
+    if given and given[0] == "--version":  # elsewhere the parser decides whose option it is; the parser imports torch
         print(f"rackrun {__version__}")
         return 0
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, "1"
         )  # torchrun's default; and before torch: a process with threads cannot be forked
     open_closed_streams()
-    if sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:  # else somebody looks on, as a test does
+    if sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:  # not if they are captured, as in a test
         say_what_can_be_said()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -116,7 +118,7 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
     log_dir = options.log_dir or str(place.directory / "logs")
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
     agents.start()
-    descriptor_limit.raise_limit()  # every agent holds a connection, and every other host one more
+    descriptor_limit.raise_limit()  # one connection for each agent, and one for each other host
     try:
         return asyncio.run(
             host(options, place, listening, agents, Endpoint(url=url, run_id=run_id, pid=os.getpid()), token)
@@ -181,7 +183,8 @@ def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir:
 
 
 def _tray_names(options: Options) -> list[str]:
-    """By node rank where it is known; else by host, and process: two launchers may share a host."""
+    """Return names for this launcher's trays: by node rank if it is known, else by host and process, because two
+    launchers may share a host."""
     if options.endpoint is None or options.node_rank is not None:
         first = (options.node_rank or 0) * options.trays
         return [f"tray-{first + index:02}" for index in range(options.trays)]
@@ -190,8 +193,11 @@ def _tray_names(options: Options) -> list[str]:
 
 
 def _advertise(options: Options) -> str:
-    """The address under which this host reaches the coordinator is one under which others reach this host. Where there are no others it is
-    one that only this host can reach."""
+    """Return the address at which other hosts reach this one.
+
+    The local address of a route to the coordinator is reachable from other hosts. If there are no other hosts, it is an
+    address that only this host can reach.
+    """
     from rackrun.link.address import is_loopback
 
     if options.local_addr and (options.endpoint is not None or is_loopback(options.local_addr)):
@@ -200,12 +206,13 @@ def _advertise(options: Options) -> str:
         return "127.0.0.1"
     family, kind, _, _, address = socket.getaddrinfo(*options.endpoint, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the route
+        probe.connect(address)  # sends nothing: it only selects the route
         return str(probe.getsockname()[0])
 
 
 def _explain(over: StopJob, *, hidden: bool) -> None:
-    """Say on stderr why the job did not end well. ``hidden``: workers' own output is not on this terminal."""
+    """Print on stderr why the job did not end well. ``hidden``: the workers' own output is not shown on this
+    terminal."""
     if over.exit_code == 0:
         return
     if over.failure is not None:
@@ -221,7 +228,7 @@ def _explain(over: StopJob, *, hidden: bool) -> None:
 
 def _leave(number: int, _frame: FrameType | None) -> None:
     for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(again, signal.SIG_IGN)  # cleaning up takes no time
+        signal.signal(again, signal.SIG_IGN)  # no second signal during the clean-up
     raise SystemExit(128 + number)
 
 

@@ -1,8 +1,11 @@
-"""Policies: what to do when something fails. Importable without torch; `docs/policies.md` explains it.
+"""Types and functions for policies, which decide what to do after a failure.
 
-``rackrun --policy module:function`` calls ``function(failure, view)`` with a `Failure` and a `ClusterView`, in a process of its own.
-It returns a `Decision`, or None to leave it to the default; it has a second. One that raises, returns anything else or asks for the
-impossible is passed over for that failure, and a notice says so.
+Importable without torch; `docs/policies.md` explains policies.
+
+``rackrun --policy module:function`` calls ``function(failure, view)`` with a `Failure` and a `ClusterView`, in a
+process of its own. The function returns a `Decision`, or None to leave the decision to the default, within one second.
+If it raises, returns another type or asks for something impossible, the default decides about that failure, and a
+notice says so.
 
     >>> from rackrun.policy import ClusterView, Decision, Failure, Rank, Rung, SlotId, choose
     >>> failure = Failure(what="rank 3 lost (SIGKILL)", ranks=(Rank(3),), slots=(SlotId("tray-0/3"),))

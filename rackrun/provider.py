@@ -1,6 +1,8 @@
-"""Providers: where a job gets another rack. Importable without torch; `docs/providers.md` explains it.
+"""Types for providers, from which a job requests additional racks.
 
-``rackrun --provider module:function`` calls ``function()`` once, in a process of its own, for a `Provider`.
+Importable without torch; `docs/providers.md` explains providers.
+
+``rackrun --provider module:function`` calls ``function()`` once, in a process of its own. It returns a `Provider`.
 """
 
 from __future__ import annotations

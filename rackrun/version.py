@@ -1,4 +1,4 @@
-"""The version of rackrun, in one place that everything may import."""
+"""The version of rackrun, in a module that every other module may import."""
 
 __all__ = ["__version__"]
 

@@ -1,7 +1,7 @@
-"""One tray's agent: parent of its workers, between them and the coordinator.
+"""The agent of one tray: parent process of its workers, connected to the coordinator.
 
-`run_agent` forks the fork server first, while the process has one thread and no sockets; only then do stores, the event
-loop and connections come to be.
+`run_agent` forks the fork server first, while the process has one thread and no sockets. Only then are stores, the
+event loop and connections created.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ EXIT_LOST = End.LOST.value
 _ORPHAN_S = 30.0
 _FLUSH_S = 2.0
 _DESCRIPTORS_A_START = 12
-"""That a worker takes while it is started: channel, page, snapshots, output, pidfd."""
+"""Descriptors that a starting worker takes: channel, page, snapshots, output, pidfd."""
 
 
 def run_agent(config: AgentConfig, *, parent: int | None = None, standalone: bool = False) -> int:
-    """Serve the coordinator until the job ends; returns the process's exit code: 0 done, 2 refused, 3 coordinator lost.
+    """Serve the coordinator until the job ends. Return the exit code: 0 done, 2 refused, 3 coordinator lost.
 
-    In a forked child, called from its main thread, ``parent`` is the launcher's pid (default: whoever it is now), and the
-    agent dies with it. ``standalone``: nobody's child; Ctrl-C is then passed on to the coordinator, instead of being left to the
-    launcher. SIGTERM tells this tray to leave: once its ranks are elsewhere, or after ``config.grace_s``; a second one: at once.
+    In a forked child, it must be called from the main thread. ``parent`` is the launcher's pid (default: the present
+    parent), and the agent dies with it. ``standalone``: the agent is not a launcher's child, and passes Ctrl-C on to
+    the coordinator instead of leaving it to the launcher. SIGTERM tells this tray to leave: when its ranks are
+    elsewhere, or after ``config.grace_s`` seconds; a second SIGTERM: at once.
     """
     if not standalone:
         proc.die_with(os.getppid() if parent is None else parent)
     open_closed_streams()
     proc.adopt_orphans()
     gc.collect()
-    gc.freeze()  # what the launcher left here must not be collected: its descriptors' numbers are about to be ours
+    gc.freeze()  # the launcher's objects must not be collected: their descriptors' numbers will be reused here
     proc.close_other_fds(())
     open_standard_streams()
     say_what_can_be_said()
@@ -88,7 +89,7 @@ class _Agent:
         self._standalone = standalone
         self._stop: asyncio.Future[StopJob]
         self._leave: asyncio.Future[bool]
-        """Told to leave, and: nobody is here any more, or time is up."""
+        """Set when the agent has been told to leave and no worker is left, or its time is up."""
         self._called_away = False
         self._tray: Tray
 
@@ -175,7 +176,8 @@ class _Agent:
         asyncio.get_running_loop().call_later(self._config.grace_s, lambda: self._go(orderly=False))
 
     def _told_that_it_is_over(self, uplink: Uplink) -> None:
-        """By the launcher. Who is connected is told how it ended by the coordinator, who is not never would be."""
+        """Handle the launcher's signal that the job is over. A connected agent learns from the coordinator how it
+        ended; an unconnected one exits."""
         uplink.job_is_over()
         if not uplink.connected:
             self._go(orderly=False)
@@ -186,6 +188,7 @@ class _Agent:
 
 
 async def _refuse(because: str) -> End:
-    """What the tray is cannot be told, or no worker can compute there: the job must not be built on it."""
+    """Refuse to join, because the tray's topology is contradictory or no worker can compute on it. The job must not be
+    built on such a tray."""
     print(f"rackrun: agent: {because}", file=sys.stderr)
     return End.REFUSED

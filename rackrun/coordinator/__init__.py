@@ -1,1 +1,2 @@
-"""The shell around the pure core: one asyncio loop that listens to agents, asks the core, and does what it says."""
+"""The coordinator process: one asyncio loop that receives agents' events, asks the pure core, and carries out its
+commands."""

@@ -1,1 +1,1 @@
-"""``rackctl``: look at a run, and stop it."""
+"""``rackctl``: commands to inspect and control a run."""

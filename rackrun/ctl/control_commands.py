@@ -1,4 +1,4 @@
-"""``rackctl drain``, ``return``, ``swap``, ``shrink``, ``grow``, ``policy``: what a person asks of a job that runs."""
+"""``rackctl drain``, ``return``, ``swap``, ``shrink``, ``grow``, ``policy``: operators' requests to a running job."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _NoWait = Annotated[bool, typer.Option("--no-wait", help="Return when it is begu
 _answers = msgspec.json.Decoder(Answer)
 _YOURS = ("unknown", "over", "plain", "policy", "early", "size")
 _LOAD_S = 70.0
-"""A function is loaded before it becomes the policy."""
+"""Seconds to wait for an answer: a function is loaded before it becomes the policy."""
 
 
 class RequestRefused(RackrunError):
-    """The job cannot do that, or cannot do it now. Nothing was changed; of one that had begun, what is not done is called off."""
+    """The job cannot do this, or not now. Nothing was changed; if it had begun, the rest is called off."""
 
 
 def add_control(app: typer.Typer) -> None:
+    """Add these commands to ``app``."""
     app.command(epilog="Example: rackctl drain tray-03 --because 'fan fails'")(drain)
     app.command("return", epilog="Example: rackctl return tray-03")(give_back)
     app.command(epilog="Example: rackctl swap 5 --with tray-07/2")(swap)

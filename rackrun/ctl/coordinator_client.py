@@ -1,4 +1,4 @@
-"""A question to the coordinator of a run, with its token."""
+"""Requests to the coordinator of a run, with the run's token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 5.0
 
 
 def running(run: str | None) -> Path:
-    """Its directory. Raises UsageError when the run has ended."""
+    """Return the directory of a run. Raises UsageError if the run has ended."""
     place = find_run(run)
     if read_json(place / "result.json", Result) is not None:
         raise UsageError(f"the run in {place} has ended already.", remedy="see rackctl status.")
@@ -29,7 +29,8 @@ def running(run: str | None) -> Path:
 
 
 def ask(place: Path, path: str, data: bytes | None = None, *, timeout_s: float | None = TIMEOUT_S) -> str:
-    """Ask the run's coordinator. ``timeout_s``: None, however long it takes. Raises UsageError when it is not there."""
+    """Send a request to the run's coordinator and return its answer. ``timeout_s`` None: no limit. Raises UsageError if
+    there is no coordinator."""
     gone = "see rackctl report for what it did."
     said_where, said_token = read_own(place, "endpoint.json"), read_own(place, "token", secret=True)
     if said_where is None:

@@ -1,4 +1,4 @@
-"""A job on its rack, as ``rackctl topology --run`` shows it: a picture, the story of a rank, what is wrong."""
+"""Display of a job on its rack for ``rackctl topology --run``: a picture, a rank's history, and problems."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _RACKS_MAX, _RACKS_MAX_SVG = 8, 64
 
 
 def draw_job(found: Whereabouts) -> RenderableType:
-    """For a terminal: the job in two lines, the racks, the legend, and a line for each GPU of which something is known."""
+    """Return the display for a terminal: the job in two lines, the racks, the legend, and a line for each GPU with a
+    known fact."""
     cells = _cells(found)
     picture = terminal(found.past.topology(), cells, _LOOKS, _legend(found), racks_max=_RACKS_MAX, brief=True)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -60,12 +61,14 @@ def draw_job(found: Whereabouts) -> RenderableType:
 
 
 def draw_job_svg(found: Whereabouts) -> str:
+    """Return the picture of a job on its racks as SVG."""
     cells = _cells(found)
     lines = [f"{found.run_id}: {_state(found)}; {shape_of(found)}", *map(str, found.known())]
     return svg(found.past.topology(), cells, _LOOKS, _legend(found), racks_max=_RACKS_MAX_SVG, lines=lines)
 
 
 def as_json(found: Whereabouts) -> dict[str, Any]:
+    """Return a job's placement as values for JSON."""
     topology = found.past.topology()
     return {
         "run_id": found.run_id,
@@ -81,7 +84,7 @@ def as_json(found: Whereabouts) -> dict[str, Any]:
 
 
 def shape_of(found: Whereabouts) -> str:
-    """Generation, ranks, mesh, spares."""
+    """Describe generation, ranks, mesh and spares."""
     past = found.past
     if not past.generation:
         return "no world was formed"
@@ -131,7 +134,7 @@ def _said(one: Standing) -> str:
 
 
 def _legend(found: Whereabouts) -> list[Meaning]:
-    """Of what there is."""
+    """Return the meanings of the symbols that occur."""
     standings = found.standings.values()
     there = {kind for one in standings for kind in (_kind(one), _kind(msgspec.structs.replace(one, trouble="")))}
     if all(one.trouble or one.rank is not None or one.spare for one in standings):

@@ -1,4 +1,4 @@
-"""The commands of ``rackctl``. A run is named by its directory, its id, or not at all: then it is the newest."""
+"""The commands of ``rackctl``. A run is named by its directory or its id; without a name, the newest run is used."""
 
 from __future__ import annotations
 
@@ -62,12 +62,15 @@ def _options(
 
 
 CRASHED = 70
-"""``EX_SOFTWARE`` of sysexits.h: no verdict on anything, but a bug of ours."""
+"""Exit code if rackctl itself failed (``EX_SOFTWARE`` of sysexits.h), which is no verdict on anything."""
 
 
 def main() -> None:
-    """Exit codes: 0 done; 1 it is not as asked for (a ledger that does not add up, a damaged checkpoint); 2 bad usage; 70 rackctl itself
-    has failed, which says nothing about what it was asked; 130 interrupted."""
+    """Run ``rackctl``.
+
+    Exit codes: 0 done; 1 a check failed (a ledger with errors, a damaged checkpoint); 2 bad usage; 70 rackctl itself
+    failed, which says nothing about what was asked; 130 interrupted.
+    """
     try:
         _refuse_remote(sys.argv[1:])
         app()
@@ -86,7 +89,7 @@ def main() -> None:
 
 
 def _refuse_remote(words: list[str]) -> None:
-    """Only checkpoints are read from object stores, and only by `rackctl ckpt`; a command after -- is another's."""
+    """Refuse remote paths: only `rackctl ckpt` reads from object stores. A command after -- is not checked."""
     for word in words[: words.index("--")] if "--" in words else words:
         value = word.partition("=")[2] if word.startswith("--") else word
         if "://" in value and words[0] != "ckpt":

@@ -1,5 +1,8 @@
-"""Commands of ``rackctl`` that other packages bring: entry points of the group ``rackrun.commands``, each a `typer.Typer`. They are loaded when they
-are asked for. ``chaos`` and ``plan`` are such (`rackrun.chaos` may import all of rackrun, and nothing imports it)."""
+"""Commands of ``rackctl`` from other packages: entry points of the group ``rackrun.commands``, each a `typer.Typer`.
+
+They are loaded when they are used. ``chaos`` and ``plan`` are such commands (`rackrun.chaos` may import all of rackrun,
+and nothing imports it).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ GROUP = "rackrun.commands"
 
 
 class WithPlugins(TyperGroup):
-    """The commands of ``rackctl``, then those of plugins by their names. (Contexts and commands are click's, or typer's own copy.)"""
+    """The commands of ``rackctl``, then those of plugins, sorted by name. (Contexts and commands are click's, or
+    typer's own copy.)"""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *sorted(_plugins())]

@@ -1,4 +1,4 @@
-"""What `rackctl` shows to people."""
+"""Output of `rackctl` for people."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _COLOURS = ("red", "yellow", "magenta", "blue", "green")
 
 
 def render_status(console: Console, status: Mapping[str, Any]) -> None:
-    """``status`` is the JSON of `rackrun.coordinator.shell.driver.Status`: perhaps of a slightly different version."""
+    """Print a status. ``status`` is the JSON of `rackrun.coordinator.shell.driver.Status`, perhaps of a slightly
+    different version."""
     progress, core = status["progress"], status["core"]
     _say(
         console,
@@ -53,6 +54,7 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
 
 
 def render_result(console: Console, result: Result) -> None:
+    """Print how a run ended."""
     title = Text(result.run_id, "bold") + Text("  ")
     console.print(title + Text(f"ended with exit code {result.exit_code}", "green" if result.exit_code == 0 else "red"))
     _say(console, f"{result.because} {result.remedy}".strip())
@@ -62,6 +64,7 @@ def render_result(console: Console, result: Result) -> None:
 
 
 def render_report(console: Console, report: Report) -> None:
+    """Print a report."""
     ended = (
         "still running, or killed" if report.exit_code is None else f"exit code {report.exit_code}: {report.because}"
     )
@@ -163,7 +166,7 @@ def _goodput(console: Console, report: Report) -> None:
 
 
 def _own_times(console: Console, times: Sequence[OwnTime], shown: int = 4) -> None:
-    """The longest; all others wait for those."""
+    """Print the longest own times, for which all other ranks wait."""
     usual = sorted(one.seconds for one in times)[(len(times) - 1) // 2]
     console.print()
     _say(console, f"own time of a step, without waiting: median rank {1e3 * usual:.1f} ms; the longest:")
@@ -205,7 +208,8 @@ def _some(console: Console, what: str, lines: Sequence[str], shown: int = 10) ->
 
 
 def _say(console: Console, text: str, style: str = "", *, bold: int = 0) -> None:
-    """As it is: what users and errors say may look like rich's markup, or like the name of an emoji. ``bold``: so many characters at its beginning."""
+    """Print text unchanged, because texts from users and errors may look like rich's markup or an emoji's name.
+    ``bold``: number of bold characters at its beginning."""
     line = Text(text, style)
     if bold:
         line.stylize("bold", 0, bold)

@@ -1,7 +1,8 @@
-"""``rackctl topology``: a rack as it is described or found, or with a job on it; which rank sits or would sit where, and why.
+"""``rackctl topology``: shows a rack, described or found, or with a job on it, and which rank is or would be where, and
+why.
 
-With a rack file, of that rack; with ``--run``, of a run's racks, as its journal tells; else of this machine, as its driver tells. Exit
-codes: 0 all is well; 1 something is not as it should be; 2 bad usage.
+With a rack file, the rack is the file's; with ``--run``, the racks are a run's, from its journal; otherwise the rack is
+this machine, from its driver. Exit codes: 0 all is well; 1 something is not as it should be; 2 bad usage.
 """
 
 from __future__ import annotations

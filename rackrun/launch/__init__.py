@@ -1,1 +1,1 @@
-"""What `rackrun.launcher` is made of: arguments, the place of a run, the port, local agents, the screen, the job's loop."""
+"""Parts of `rackrun.launcher`: options, the run's directory, rendezvous, local agents, the screen, the job's loop."""

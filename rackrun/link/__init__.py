@@ -1,1 +1,1 @@
-"""What an agent and its workers share: a message channel, a heartbeat page in shared memory, and what a worker is born with."""
+"""Communication between an agent and its workers, and sockets and messages that other packages share."""

@@ -1,6 +1,7 @@
-"""Addresses as text, ``host:port``, and sockets that listen on them: IPv4, IPv6 (``[::1]:29400``) and names.
+"""Addresses as text (``host:port``), and listening sockets, for IPv4, IPv6 (``[::1]:29400``) and host names.
 
-Every module that formats, parses, binds or connects goes through here, so that no place knows one family only.
+Every module that formats, parses, binds or connects uses this one, so that no part of rackrun supports only one address
+family.
 """
 
 from __future__ import annotations
@@ -29,21 +30,23 @@ _BPF_RETURN = 0x06
 
 
 def join(host: str, port: int) -> str:
-    """``host:port``; an IPv6 address in brackets, as in a URL."""
+    """Return ``host:port``, with an IPv6 address in brackets, as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_and_port(address: str, default_port: int | None = None) -> tuple[str, int]:
-    """The two parts of ``host:port``, ``[ipv6]:port`` or, with a default port, of a host alone; the host without brackets.
+    """Split ``host:port``, ``[ipv6]:port`` or, if there is a default port, a host alone. The host is returned without
+    brackets.
 
-    Raises ValueError where there is no host, or no port from 1 to 65535. An IPv6 address without brackets is a host alone.
+    Raises ValueError if there is no host, or no port from 1 to 65535. An IPv6 address without brackets counts as a host
+    alone.
     """
     text = address.strip()
     if text.startswith("["):
         host, bracket, tail = text[1:].partition("]")
         if not bracket or (tail and not tail.startswith(":")):
             raise ValueError(f"{address!r} has a bracket too many or too few")
-        ipaddress.IPv6Address(host)  # only that is written in brackets
+        ipaddress.IPv6Address(host)  # only IPv6 addresses are written in brackets
         port = tail[1:]
     elif text.count(":") > 1:
         ipaddress.IPv6Address(text)
@@ -62,7 +65,7 @@ def host_and_port(address: str, default_port: int | None = None) -> tuple[str, i
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is an address that only this host reaches, or the name localhost."""
+    """Return whether ``host`` is an address that only this host can reach, or the name localhost."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -71,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def connection_to(address: str, timeout_s: float) -> socket.socket:
-    """A TCP connection without Nagle's delay. Raises OSError, also for what is no address."""
+    """Return a TCP connection without Nagle's delay. Raises OSError, also if ``address`` is invalid."""
     try:
         host, port = host_and_port(address)
     except ValueError as error:
@@ -82,13 +85,13 @@ def connection_to(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen(host: str, port: int = 0, *, backlog: int = _BACKLOG) -> socket.socket:
-    """A listening socket, non-blocking and not inherited, on the first address of ``host``. Raises OSError."""
+    """Return a listening socket, non-blocking and not inherited, on the first address of ``host``. Raises OSError."""
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return _listening(socket.socket(family, socket.SOCK_STREAM), where, backlog)
 
 
 def listen_everywhere(port: int = 0, *, backlog: int = _BACKLOG) -> socket.socket:
-    """On all interfaces, by both families where the kernel has IPv6."""
+    """Return a socket that listens on all interfaces, with both families if the kernel has IPv6."""
     with contextlib.suppress(OSError):
         listening = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         try:
@@ -101,10 +104,10 @@ def listen_everywhere(port: int = 0, *, backlog: int = _BACKLOG) -> socket.socke
 
 
 def listen_on(announced: str) -> socket.socket:
-    """On a free port of the address that others are told, and on nothing else.
+    """Return a socket that listens on a free port of the announced address, and on no other address.
 
-    All interfaces where that address is not this host's own (a translated one), or where this host's name leads to loopback, though
-    others are told the name.
+    It listens on all interfaces if that address is not this host's own (a translated one), or if the announced name
+    resolves to loopback on this host.
     """
     try:
         found = socket.getaddrinfo(announced, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -118,7 +121,7 @@ def listen_on(announced: str) -> socket.socket:
 
 
 def take_no_more(listening: socket.socket) -> None:
-    """Have the kernel drop every packet to a listening socket; its connections stay. It needs no privilege.
+    """Make the kernel drop every packet to a listening socket; its connections stay. This needs no privilege.
 
     Source: ``man 7 socket``, SO_ATTACH_FILTER; the filter is one instruction, "keep 0 bytes". Raises OSError.
     """

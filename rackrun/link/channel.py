@@ -16,12 +16,13 @@ _LENGTH = struct.Struct("<I")
 
 
 def frame(message: Upward | WorkerCommand) -> bytes:
+    """Return the message as a frame."""
     body = encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def split_frames(buffer: bytearray) -> list[bytes]:
-    """Take the whole frames off the front of ``buffer``, which keeps what is left. For the agent's side.
+    """Remove the complete frames from the front of ``buffer`` and return their bodies. Used by the agent.
 
     Raises ValueError on a frame longer than `FRAME_BYTES_MAX`.
     """
@@ -40,7 +41,7 @@ def split_frames(buffer: bytearray) -> list[bytes]:
 
 
 class WorkerChannel:
-    """The worker's end: any thread may send; one thread (the control thread) receives."""
+    """The worker's end of the channel. Any thread may send; one thread (the control thread) receives."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -48,13 +49,13 @@ class WorkerChannel:
         self._send_lock = threading.Lock()
 
     def send(self, message: Upward) -> None:
-        """Raises OSError when the agent is gone."""
+        """Send a message. Raises OSError if the agent is gone."""
         data = frame(message)
         with self._send_lock:
             self._socket.sendall(data)
 
     def receive(self) -> WorkerCommand | None:
-        """The next command; None when the agent is gone."""
+        """Wait for the next command and return it; None if the agent is gone."""
         head = self._read(_LENGTH.size)
         if head is None:
             return None

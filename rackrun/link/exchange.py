@@ -1,12 +1,13 @@
-"""Where workers that build a group meet: each says its address, and hears everybody else's.
+"""Exchange where the workers that build a group publish their addresses and receive those of the others.
 
-An agent serves it, never a rank. A *room* is one group in one generation; in it every key is set once, the first value
-stays, and each is pushed to all who are there or come later. So building a group of N costs each member one connection,
-and no request waits for an answer.
+An agent serves it, never a rank. A *room* is one group in one generation. In a room every key is set once, the first
+value stays, and each is pushed to all members, present and later. So building a group of N costs each member one
+connection, and no request waits for an answer.
 
-torch's TCPStore does the same job, but not for us: its client formats the peer's address with a reverse DNS lookup, which
-took 64 clients that connected at once 5 to 15 s on a machine without a name server; a client that waits holds a lock, so a
-build that was overtaken blocked the next one; and it cannot be interrupted. This one ends at once when it is closed.
+torch's TCPStore does the same job, but has three drawbacks here. Its client formats the peer's address with a reverse
+DNS lookup, which took 64 clients that connected at once 5 to 15 s on a machine without a name server. A waiting client
+holds a lock, so a build that was overtaken blocked the next one. And it cannot be interrupted. This exchange ends at
+once when it is closed.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ __all__ = ["Exchange", "ExchangeServer", "ExchangeTimeout", "ExchangeUnreachable
 
 _HEAD = struct.Struct("<HI")  # bytes of the key, bytes of the value
 _VALUE_BYTES_MAX = 16 * 2**20
-"""Of who has shown the token."""
+"""Largest value, in bytes, of a member that has shown the token."""
 _EMPTY_ROOMS_MAX = 1024
-"""Of each kind: what stands before the first slash of a room's name, numbers being one kind. Whoever comes late finds what was said."""
+"""Number of empty rooms that are kept of each kind, so that late members find what was published. The kind is the part
+of the room's name before the first slash; all numbers are one kind."""
 
 
 class ExchangeTimeout(RuntimeError):
-    """Somebody did not come, or the exchange is gone."""
+    """A key was not set in time, or the exchange is gone."""
 
 
 class ExchangeUnreachable(ExchangeTimeout):
-    """It is gone, or this host is cut off from it."""
+    """The exchange is gone, or this host is cut off from it."""
 
 
 def _pack(key: str, value: bytes) -> bytes:
@@ -45,25 +47,29 @@ def _pack(key: str, value: bytes) -> bytes:
 
 
 class ExchangeServer:
-    """In the agent's event loop. It listens on the address that is announced, and on no other; who has not shown the token costs it a few
-    kilobytes for a few seconds (`rackrun.link.listener`). ``reserve``: descriptors that such callers leave free."""
+    """The server, in the agent's event loop.
+
+    It listens on the announced address and on no other. A caller that has not shown the token costs it a few kilobytes
+    for a few seconds (`rackrun.link.listener`). ``reserve`` is the number of descriptors that such callers leave free.
+    """
 
     def __init__(self, advertise: str, token: str, *, reserve: int = RESERVE) -> None:
         self._token = token.encode()
         self._rooms: dict[str, _Room] = {}
         self._empty: dict[str, OrderedDict[str, None]] = {}
-        """By kind, the rooms in which nobody is: the one that was left first, first."""
+        """The empty rooms of each kind, in the order in which they became empty."""
         self._listener: Listener | None = None
         self._advertise, self._reserve = advertise, reserve
 
     async def start(self) -> str:
-        """Serve; returns ``host:port``."""
+        """Begin to serve; return ``host:port``."""
         listening = listen_on(self._advertise)
         port = listening.getsockname()[1]
         self._listener = Listener(listening, self._examine, lambda: _Member(self), reserve=self._reserve)
         return join(self._advertise, port)
 
     async def close(self) -> None:
+        """Stop serving, and end all connections."""
         if self._listener is not None:
             await self._listener.close()
         for room in self._rooms.values():
@@ -71,7 +77,7 @@ class ExchangeServer:
                 member.transport.abort()
 
     def _examine(self, heard: bytes) -> Admit | Reply | None:
-        """The first message: it names the room and carries the token."""
+        """Examine a connection's first message, which names the room and carries the token."""
         if len(heard) < _HEAD.size:
             return None
         key_bytes, value_bytes = _HEAD.unpack_from(heard)
@@ -86,6 +92,7 @@ class ExchangeServer:
         return hmac.compare_digest(shown, self._token)
 
     def enter(self, name: str, token: bytes, member: _Member) -> _Room | None:
+        """Add a member to a room; return None if the token is wrong."""
         if not self._is_token(token):
             return None
         room = self._rooms.get(name)
@@ -96,7 +103,8 @@ class ExchangeServer:
         return room
 
     def leave(self, room: _Room, member: _Member) -> None:
-        """A room in which nobody is any more goes when very many others of its kind were left after it; one with members never does."""
+        """Remove a member from its room. An empty room is dropped when very many others of its kind became empty after
+        it; a room with members never is."""
         room.members.pop(member, None)
         if not room.members:
             empty = self._empty.setdefault(_kind_of(room.name), OrderedDict())
@@ -167,7 +175,7 @@ class _Member(asyncio.Protocol):
 
     def hear(self, message: bytes) -> None:
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)  # what comes together goes together
+            asyncio.get_running_loop().call_soon(self._flush)  # messages of one loop round are sent together
         self._unsent.append(message)
 
     def _flush(self) -> None:
@@ -176,9 +184,9 @@ class _Member(asyncio.Protocol):
 
 
 class Exchange:
-    """The client: a member of one room. Not for several threads at once, except `close`, which interrupts the others.
+    """The client: a member of one room. Threads must not share it, except for `close`, which interrupts the others.
 
-    Raises `ExchangeUnreachable` when the server cannot be reached within ``timeout_s``, or is gone.
+    Raises `ExchangeUnreachable` if the server cannot be reached within ``timeout_s``, or is gone.
     """
 
     def __init__(self, address: str, token: str, room: str, timeout_s: float) -> None:
@@ -196,23 +204,24 @@ class Exchange:
         self._heard = bytearray()
 
     def set(self, key: str, value: bytes) -> None:
-        """The first value of a key stays, whoever sets it."""
+        """Set a key. The first value of a key stays, whichever member set it."""
         try:
             self._socket.sendall(_pack(key, value))
         except OSError as error:
             raise ExchangeUnreachable(f"the exchange at {self._address} is gone: {error}") from error
 
     def get(self, key: str, timeout_s: float) -> bytes:
+        """Wait for a key and return its value. Raises as `wait` does."""
         self.wait([key], timeout_s)
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all have been heard; does not wait."""
+        """Return whether all keys have been received, without waiting."""
         self._hear(0.0)
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout_s: float) -> None:
-        """Until all keys are set. Raises `ExchangeTimeout` after ``timeout_s``, or at once when closed."""
+        """Wait until all keys are set. Raises `ExchangeTimeout` after ``timeout_s`` seconds, or at once when closed."""
         deadline = time.monotonic() + timeout_s
         while missing := [key for key in keys if key not in self._values]:
             if not self._hear(max(deadline - time.monotonic(), 0.0)) and time.monotonic() >= deadline:
@@ -221,13 +230,13 @@ class Exchange:
                 )
 
     def close(self) -> None:
-        """From any thread: whoever waits stops waiting."""
+        """Close the connection, from any thread. Waiting threads stop waiting."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _hear(self, timeout_s: float) -> bool:
-        """Take in what has come; whether anything has."""
+        """Receive what has arrived within ``timeout_s`` seconds; return whether anything has."""
         try:
             self._socket.settimeout(timeout_s)
             data = self._socket.recv(1 << 20)

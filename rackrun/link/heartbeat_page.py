@@ -1,8 +1,8 @@
-"""The heartbeat page: how a worker shows its progress without a system call, and what outlives it when it dies.
+"""Heartbeat page: shared memory in which a worker shows its progress without a system call, and which outlives it.
 
-The agent makes the page (a memfd, so there is nothing in ``/dev/shm`` to leave behind) and hands it to the worker at the
-fork. Every field is one aligned 64-bit word with a single writer, so a read is never torn; the ledger slots, which hold
-more than a word, are sealed by writing their position last. Times are ``time.monotonic_ns()``, one clock on one host.
+The agent creates the page (a memfd, so nothing can be left in ``/dev/shm``) and passes it to the worker at the fork.
+Every field is one aligned 64-bit word with a single writer, so a read is never torn. The ledger slots hold more than a
+word and are sealed by writing their position last. Times are ``time.monotonic_ns()``: one clock on one host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rackrun.protocol.ids import BEGIN, Generation, Position
 __all__ = ["LEDGER_IDS_MAX", "PAGE_BYTES", "Activity", "HeartbeatPage"]
 
 LEDGER_IDS_MAX = 65_536
-"""Sample ids that one rank can record for one unit; more are kept as a count and a digest only."""
+"""Largest number of sample ids that one rank can record for one unit. If there are more, only a count and a digest are
+kept."""
 
 _WORDS = 512
 _SLOT_WORDS = 8 + LEDGER_IDS_MAX
@@ -44,7 +45,7 @@ _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
 
 
 class Activity(IntEnum):
-    """What the main thread is in."""
+    """What the main thread is doing."""
 
     SETUP = 0
     WAITING = 1  # a spare at run.steps(), or a finished rank
@@ -52,11 +53,11 @@ class Activity(IntEnum):
     PHASE = 3
     RECOVERING = 4
     BETWEEN = 5  # the user's own code between two units, and after the last
-    EXITING = 6  # released: everything is done
+    EXITING = 6  # released: all work is done
 
 
 class HeartbeatPage:
-    """A view of one page. The worker writes through it; the agent, and after a death only the agent, reads."""
+    """A view of one page. The worker writes through it and the agent reads, also after the worker has died."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)
@@ -64,14 +65,14 @@ class HeartbeatPage:
 
     @staticmethod
     def create(name: str) -> int:
-        """A new page, as a file descriptor that children inherit only where it is passed on."""
+        """Create a page and return its descriptor, which children inherit only if it is passed on."""
         fd = os.memfd_create(f"rackrun-page-{name}", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES)
         return fd
 
     # -- written by the agent
     def end(self) -> None:
-        """The worker is to end: the SIGTERM that follows is the agent's."""
+        """Tell the worker that it is to end, so that it knows that the following SIGTERM is the agent's."""
         self._words[_TO_END] = 1
 
     @property
@@ -80,7 +81,7 @@ class HeartbeatPage:
 
     # -- written in a worker that has no control thread (yet)
     def tick_plain(self) -> bool:
-        """Whether this is still needed: not once the control thread ticks."""
+        """Show that the process is alive before its control thread runs. Return whether this is still needed."""
         self._words[_PLAIN_TICK] = time.monotonic_ns()
         return not self._words[_TICK]
 
@@ -90,14 +91,19 @@ class HeartbeatPage:
 
     # -- written by the worker's control thread
     def tick(self) -> None:
+        """Show that the control thread runs."""
         self._words[_TICK] = time.monotonic_ns()
 
     # -- written by the worker's main thread
     def enter(
         self, activity: Activity, at: Position = BEGIN, deadline_ms: int = 0, busy_ms: int = 0, least_ms: int = 0
     ) -> None:
-        """Begin an activity. ``deadline_ms`` > 0 arms hang detection: no progress for longer is a stall. ``busy_ms`` > 0: as long as
-        the process is seen to work, that much is allowed instead. ``least_ms`` > 0: idle for so long, it is compared with other ranks."""
+        """Begin an activity. Limits are in milliseconds.
+
+        ``deadline_ms`` > 0 enables hang detection: no progress for longer is a stall. ``busy_ms`` > 0 is allowed
+        instead while the process is seen to work. ``least_ms`` > 0: after being idle for this long, the rank is
+        compared with other ranks.
+        """
         words = self._words
         words[_DEADLINE_MS] = 0  # disarm while the rest changes
         words[_STEP], words[_PHASE] = at.step, at.phase
@@ -108,7 +114,8 @@ class HeartbeatPage:
 
     @contextlib.contextmanager
     def no_deadline(self) -> Iterator[None]:
-        """Within it nothing is a stall: this rank does not answer for how long it waits. After it the activity has all its time again."""
+        """Context in which nothing counts as a stall, because this rank does not control how long it waits. Afterwards
+        the activity has its full time again."""
         words = self._words
         deadline_ms = int(words[_DEADLINE_MS])
         words[_DEADLINE_MS] = 0
@@ -119,7 +126,7 @@ class HeartbeatPage:
             words[_DEADLINE_MS] = deadline_ms
 
     def allow(self, at_least_ms: int) -> None:
-        """From now on, for the activity that has begun."""
+        """Raise all limits of the present activity to at least ``at_least_ms``, counted from now."""
         words = self._words
         for word in (_BUSY_MS, _LEAST_MS):
             words[word] = max(int(words[word]), at_least_ms) if words[word] else 0
@@ -127,29 +134,31 @@ class HeartbeatPage:
         words[_SINCE] = time.monotonic_ns()
 
     def name_unit(self, name: str) -> None:
-        """What people call a phase that begins now."""
+        """Set the name, for people, of a phase that begins now."""
         self._write_text(_UNIT_TEXT, name, _PLACE_TEXT)
 
     def progress(self) -> None:
-        """The main thread is alive and on its way: a collective, a batch. Restarts the deadline."""
+        """Record progress of the main thread, such as a collective or a batch. This restarts the deadline."""
         self._words[_SINCE] = time.monotonic_ns()
 
     def collective_entered(self) -> None:
+        """Record that the host has called a collective."""
         self._words[_ENTERED] += 1
         self._words[_SINCE] = time.monotonic_ns()
 
     def collective_completed(self) -> None:
-        """What follows is this rank's own code again, which begins now."""
+        """Record that a collective has completed; the rank's own code begins again now."""
         self._words[_COMPLETED] += 1
         self._words[_SINCE] = self._words[_OWN_SINCE] = time.monotonic_ns()
 
     def collectives_over(self) -> None:
-        """All that were entered have completed on the device too."""
+        """Record that all entered collectives have completed on the device too."""
         self._words[_COMPLETED] = self._words[_ENTERED]
         self._words[_SINCE] = self._words[_OWN_SINCE] = time.monotonic_ns()
 
     def tell_blocked(self, generation: int, group: int, number: int, called: Sequence[tuple[int, int]]) -> None:
-        """As `CollectiveWait` says. Nothing is told of more groups than the page has room for."""
+        """Record in which collective the main thread is blocked, as in `CollectiveWait`. Nothing is recorded if there
+        are more groups than the page can hold."""
         words = self._words
         if len(called) > (_WORDS - _BLOCKED_GROUPS) // 2:
             return
@@ -164,64 +173,68 @@ class HeartbeatPage:
 
     @property
     def called(self) -> int:
-        """How many collectives the host has called for in this generation."""
+        """How many collectives the host has called in this generation."""
         return int(self._words[_ENTERED])
 
     def by_device(self) -> None:
-        """From now on `device_at` says how far this rank has come: its host is ahead of that."""
+        """Let `device_at` define this rank's progress from now on, because its host runs ahead of the device."""
         self._words[_BY_DEVICE] = 1
 
     def new_generation(self, generation: int) -> None:
+        """Begin a generation: reset the counts of collectives."""
         self._words[_ENTERED] = self._words[_COMPLETED] = 0
         self._words[_GENERATION] = generation
         self._words[_OWN_SINCE] = time.monotonic_ns()
 
     @property
     def own_ms_now(self) -> int:
-        """Since the last collective was completed, or the generation joined."""
+        """Return the milliseconds since the last collective completed, or since the generation began."""
         return (time.monotonic_ns() - int(self._words[_OWN_SINCE])) // 1_000_000
 
     def seal_ledger(self, at: Position, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-        """Record what the loader delivered for ``at``, before its gate is entered. Two units are kept."""
+        """Record the sample ids (int64) that the loader delivered for ``at``, before its gate is entered. The last two
+        steps' units are kept."""
         slot = self._ledger_slot(at)
         kept = ids[:LEDGER_IDS_MAX]
-        slot[_SEALED_STEP] = -2  # torn until the position stands again
+        slot[_SEALED_STEP] = -2  # torn until the position is written again
         slot[_COUNT] = len(ids)
         slot[8 : 8 + len(kept)] = kept
         slot[_SEALED_PHASE], slot[_SEALED_IN] = at.phase, self._words[_GENERATION]
         slot[_SEALED_STEP] = at.step
 
     def seal_snapshot(self, index: int, step: int) -> None:
-        """Snapshot slot ``index`` (0 or 1) now holds ``step``, whole; -1 while it is being written."""
+        """Record that snapshot slot ``index`` (0 or 1) holds ``step``, complete; -1 while it is being written."""
         self._words[_SNAPSHOT_0 + index] = step + 1
 
     def want_mirror(self, step: int, keep: int, generation: int) -> None:
-        """Other trays shall have a copy of the sealed snapshot of ``step``, or its parity, besides that of ``keep`` (-1: none).
-        ``generation``: in which all ranks took it."""
+        """Ask the agent to give other trays a copy, or parity, of the sealed snapshot of ``step``.
+
+        They also keep that of ``keep`` (-1: none). ``generation`` is the one in which all ranks took it.
+        """
         self._words[_MIRROR_KEEP] = keep + 1
         self._words[_MIRROR_GENERATION] = generation
         self._words[_MIRROR_WANTED] = step + 1
 
     @property
     def mirroring(self) -> bool:
-        """What was wanted last has not succeeded or failed yet."""
+        """Whether the latest request has neither succeeded nor failed yet."""
         return int(self._words[_MIRROR_WANTED]) != abs(int(self._words[_MIRROR_DONE]))
 
     @property
     def mirrored(self) -> int:
-        """The step that was wanted last, if other trays have it now; else -1."""
+        """The step of the latest request if other trays have it now; else -1."""
         done = int(self._words[_MIRROR_DONE])
         return done - 1 if done == int(self._words[_MIRROR_WANTED]) else -1
 
     @property
     def mirror_failed(self) -> int:
-        """The step that was wanted last, if another tray could not be given it; else -1."""
+        """The step of the latest request if it could not be given to another tray; else -1."""
         done = int(self._words[_MIRROR_DONE])
         return -done - 1 if done < 0 and -done == int(self._words[_MIRROR_WANTED]) else -1
 
     # -- written when the script has ended
     def failed_early(self) -> None:
-        """It ended with an error, before it could meet another rank."""
+        """Record that the worker failed before it could communicate with another rank."""
         self._words[_EARLY] = 1
 
     @property
@@ -230,35 +243,42 @@ class HeartbeatPage:
 
     # -- where the main thread is: asked by the agent, told by the control thread
     def ask_place(self) -> None:
+        """Ask the worker where its main thread is."""
         self._words[_PLACE_ASKED] += 1
 
     @property
     def place_asked(self) -> bool:
-        """And not told yet."""
+        """Whether the place was asked for and has not been reported yet."""
         return bool(self._words[_PLACE_ASKED] != self._words[_PLACE_TOLD])
 
     def tell_place(self, place: str) -> None:
+        """Report where the main thread is."""
         asked = int(self._words[_PLACE_ASKED])
         self._write_text(_PLACE_TEXT, place, _LIFELINE)
         self._words[_PLACE_TOLD] = asked
 
     def device_at(self, unreached: int, unpassed: int) -> None:
-        """Of the collectives that the host has called for, by their numbers, from 1: the first to which the device has not come, as it computes what
-        stands before it; and the first that it has not passed. 0: there is none. Written by the control thread, and when all are known to be over."""
+        """Record the device's position among the collectives that the host has called, numbered from 1.
+
+        ``unreached`` is the first collective that the device has not reached, because it computes what precedes it.
+        ``unpassed`` is the first that it has not passed. 0: there is none. The control thread writes this, and so does
+        the main thread when all are known to be over.
+        """
         self._words[_UNREACHED], self._words[_UNPASSED] = unreached, unpassed
 
     def tell_spins(self, since_ns: int, seen_ns: int) -> None:
-        """Since when the main thread spins (`rackrun.worker.process.spin_loops`), as seen at ``seen_ns``; 0: it does not."""
+        """Record since when the main thread spins (`rackrun.worker.process.spin_loops`), as seen at ``seen_ns``; 0: it
+        does not."""
         self._words[_SPINS_SINCE], self._words[_SPINS_SEEN] = since_ns, seen_ns
 
     @property
     def spins(self) -> tuple[int, int]:
-        """As told by `tell_spins`."""
+        """The two times of `tell_spins`."""
         return int(self._words[_SPINS_SINCE]), int(self._words[_SPINS_SEEN])
 
     @property
     def place(self) -> str:
-        """What was told last; "": nothing."""
+        """The place that was last reported; "": none."""
         return self._read_text(_PLACE_TEXT, _LIFELINE)
 
     @property
@@ -278,12 +298,13 @@ class HeartbeatPage:
 
     # -- written by the agent
     def mirror_done(self, step: int, *, well: bool) -> None:
+        """Record that the request for ``step`` succeeded or failed."""
         self._words[_MIRROR_DONE] = (step + 1) * (1 if well else -1)
 
     # -- read by the agent
     @property
     def mirror_wanted(self) -> tuple[int, int, int]:
-        """Step, the step to keep besides it, and the generation in which it was taken."""
+        """The wanted step, the step to keep besides it, and the generation in which it was taken."""
         wanted, keep, generation = (int(self._words[i]) for i in (_MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_GENERATION))
         return wanted - 1, keep - 1, generation
 
@@ -305,7 +326,7 @@ class HeartbeatPage:
 
     @property
     def collectives(self) -> tuple[int, int]:
-        """How many were entered and completed in this generation; on the device, where there is one."""
+        """How many collectives were entered and completed in this generation; on the device, if there is one."""
         entered, completed = int(self._words[_ENTERED]), int(self._words[_COMPLETED])
         if not self._words[_BY_DEVICE]:
             return entered, completed
@@ -316,12 +337,12 @@ class HeartbeatPage:
 
     @property
     def blocked_mark(self) -> int:
-        """Another one for each `tell_blocked`; 0: the main thread is not known to be blocked."""
+        """A number that differs for each `tell_blocked`; 0: the main thread is not known to be blocked."""
         return int(self._words[_BLOCKED])
 
     @property
     def blocked(self) -> CollectiveWait | None:
-        """In what the main thread is blocked now, as told last."""
+        """Return the collective in which the main thread is blocked, as last recorded; None: not known."""
         mark = self.blocked_mark
         generation, group, number, count = map(int, self._words[_BLOCKED + 1 : _BLOCKED_GROUPS])
         pairs = self._words[_BLOCKED_GROUPS : _BLOCKED_GROUPS + 2 * count].reshape(-1, 2).tolist()
@@ -344,16 +365,17 @@ class HeartbeatPage:
 
     @property
     def least_ms(self) -> int:
-        """As `enter` says."""
+        """As in `enter`."""
         return int(self._words[_LEAST_MS])
 
     @property
     def own_ms(self) -> int:
-        """While it waits in a collective: how long the rank's own code took before it entered that."""
+        """For a rank that waits in a collective: milliseconds that its own code took before it entered."""
         return max(int(self._words[_SINCE]) - int(self._words[_OWN_SINCE]), 0) // 1_000_000
 
     def ledger(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
-        """The ids delivered for ``at``, or None when they are not (or no longer) here, whole."""
+        """Return the ids that were delivered for ``at``, as int64; None if they are not, or no longer, complete
+        here."""
         slot = self._ledger_slot(at)
         if (int(slot[_SEALED_STEP]), int(slot[_SEALED_PHASE])) != (at.step, at.phase) or int(
             slot[_COUNT]
@@ -362,11 +384,11 @@ class HeartbeatPage:
         return slot[8 : 8 + int(slot[_COUNT])].copy()
 
     def ledger_generation(self, at: Position) -> int:
-        """In which the ids for ``at``, that are here, were delivered: perhaps as another rank than now."""
+        """Return the generation in which the ids for ``at`` were delivered, perhaps to another rank than now."""
         return int(self._ledger_slot(at)[_SEALED_IN])
 
     def snapshots(self) -> dict[int, int]:
-        """Step of each sealed snapshot -> the slot that holds it."""
+        """Return the slot that holds each sealed snapshot, by its step."""
         found = {int(self._words[_SNAPSHOT_0 + index]) - 1: index for index in (0, 1)}
         found.pop(-1, None)
         return found

@@ -1,11 +1,12 @@
-"""A listening socket whose callers show the job's token before they cost anything.
+"""Listening socket whose callers must show the job's token before they cost anything.
 
-Theory of operation. Whoever connects is *pending* until it has shown the token: nothing of it is kept but its first few
-kilobytes, for a few seconds, and there are only so many of them; when there are too many the oldest has to go, and so it has
-when descriptors run short: `descriptors.ceiling` keeps some free for a recovery. Only then a connection is handed to the
-protocol that serves it, with the bytes that it has sent so far. What a protocol allows a caller with the token is its own affair.
+Theory of operation. A caller is *pending* until it has shown the token. Until then only its first few kilobytes are
+kept, for a few seconds, and the number of pending callers is limited. If there are too many, or if descriptors run
+short, the oldest is dropped: `descriptor_limit.ceiling` keeps some descriptors free for a recovery. A connection is
+handed to the protocol that serves it, with the bytes received so far, only after it has shown the token. What the
+protocol allows such a caller is its own decision.
 
-What is in the first bytes is for an `Examine` to say: `http_token` for HTTP and WebSocket; the exchange has its own.
+An `Examine` function decides about the first bytes: `http_token` for HTTP and WebSocket; the exchange has its own.
 """
 
 from __future__ import annotations
@@ -38,38 +39,41 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 FIRST_BYTES_MAX = 16 * 2**10
-"""Of a caller that has not shown the token: room for the head of an HTTP request."""
+"""Largest number of bytes kept of a caller that has not shown the token: room for the head of an HTTP request."""
 FIRST_S = 10.0
-"""So long a caller may take to show it."""
+"""Seconds within which a caller must show the token."""
 PENDING_MAX = 1024
-"""Callers that have not shown it. Every rank of a large group may connect in the same moment."""
+"""Largest number of pending callers. Every rank of a large group may connect at the same moment."""
 _PENDING_MIN = 8
-"""So many may wait however few descriptors there are: else nobody from another host could get in."""
+"""Number of callers that may be pending even if descriptors are short; otherwise no other host could connect."""
 RESERVE = 64
-"""Descriptors that such callers leave free."""
+"""Number of descriptors that pending callers leave free."""
 _AT_ONCE = 64
-"""Calls that are taken before anything else has its turn."""
+"""Number of calls that are accepted before other events of the loop are handled."""
 _AGAIN_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Admit:
-    """It has shown the token."""
+    """The caller has shown the token."""
 
 
 class Reply:
-    """It gets this answer, and is hung up on."""
+    """Send the caller this answer and close the connection."""
 
     def __init__(self, answer: bytes = b"") -> None:
         self.answer = answer
 
 
 Examine: TypeAlias = Callable[[bytes], Admit | Reply | None]
-"""Of the first bytes of a connection. None: there have to be more before it can say."""
+"""Decides about the first bytes of a connection. None: more bytes are needed."""
 
 
 class Listener:
-    """On the running loop. ``examine`` says who is let in, ``protocol`` makes what serves it. Closes ``listening`` in the end."""
+    """Accepts connections on the running loop, and closes ``listening`` in the end.
+
+    ``examine`` decides who is admitted. ``protocol`` creates what serves an admitted connection.
+    """
 
     def __init__(
         self,
@@ -86,9 +90,10 @@ class Listener:
         self._reserve, self._first_s, self._pending_max = reserve, first_s, pending_max
         self._loop = asyncio.get_running_loop()
         self._allowed = pending_max
-        """Of them; fewer once descriptors have run short, until all of those are gone."""
+        """Present limit of pending callers: lower after descriptors have run short, until all of those callers are
+        gone."""
         self._pending: OrderedDict[_Pending, None] = OrderedDict()
-        """The one that came first, first."""
+        """Pending callers, oldest first."""
         self._handing_on: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
@@ -97,11 +102,11 @@ class Listener:
 
     @property
     def pending(self) -> int:
-        """Callers that have not shown the token yet."""
+        """Number of callers that have not shown the token yet."""
         return len(self._pending)
 
     async def close(self) -> None:
-        """Take no more calls, and hang up on who has not shown the token. Who has is for its protocol to close."""
+        """Accept no more calls and close pending connections. Admitted connections are left to their protocols."""
         if self._closed:
             return
         self._closed = True
@@ -125,7 +130,7 @@ class Listener:
                 return
             except OSError as error:
                 if error.errno not in _NO_ROOM:
-                    continue  # this caller has gone already
+                    continue  # this caller is gone already
                 if not self._drop_oldest():
                     self._pause_accepting()
                     return
@@ -135,7 +140,7 @@ class Listener:
     def _take(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         pending = _Pending(connection, time.monotonic() + self._first_s)
-        # Most have sent the token by the time they are taken in: they never wait here.
+        # Most callers have sent the token by the time they are accepted, and never wait here.
         self._pending[pending] = None
         if self._timer is None:
             self._watch_time()
@@ -152,7 +157,8 @@ class Listener:
             self._drop_oldest()
 
     def _pause_accepting(self) -> None:
-        """Nobody is pending, and still there is no descriptor: the kernel holds the others for a while."""
+        """Stop accepting for a while, because no descriptor is free although no caller is pending. The kernel queues
+        further callers."""
         self._loop.remove_reader(self._listening)
 
         def again() -> None:
@@ -173,7 +179,7 @@ class Listener:
             self._drop(pending)
             return
         if pending.answered:
-            return  # it is read so that the answer arrives: closing with unread bytes would take it back
+            return  # reading lets the answer arrive: closing with unread bytes would discard it
         pending.heard += data
         try:
             verdict = self._examine(bytes(pending.heard))
@@ -250,7 +256,7 @@ class _Pending:
 
 
 class _First(asyncio.Protocol):
-    """Gives the protocol that follows it what has come before."""
+    """Passes the bytes received so far to the protocol that takes over the connection."""
 
     def __init__(self, follows: asyncio.BaseProtocol, heard: bytes) -> None:
         self._follows, self._heard = follows, heard
@@ -265,8 +271,11 @@ class _First(asyncio.Protocol):
 
 
 def http_token(token: str, *, open_to_all: dict[str, bytes] | None = None, refusal: str = "") -> Examine:
-    """Lets in whose request bears the token. ``open_to_all``: the JSON that a GET of a path is answered with, whoever asks.
-    ``refusal``: what the others are told, with a 401."""
+    """Return an `Examine` that admits requests with the token.
+
+    ``open_to_all`` maps paths to the JSON that a GET without the token receives. All other requests receive ``refusal``
+    with status 401.
+    """
     wanted = token.encode()
     unauthorized = _response("401 Unauthorized", refusal or "wrong or missing token", "WWW-Authenticate: Bearer\r\n")
     answers = {

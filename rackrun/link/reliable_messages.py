@@ -1,12 +1,12 @@
-"""Numbered messages: a connection that breaks is taken up again, and no message is lost or handled twice.
+"""Numbered messages over a connection that may break and be resumed: none is lost or handled twice.
 
-Each end of a link has one `Numbered`, which outlives the connections. It numbers what it sends from 1, keeps a message
-until the other end has acknowledged it, and drops what it has received before. A packet is one WebSocket message: the
-number of its first message, the number of the last message received (the acknowledgement), then whole frames
+Each end of a link has one `Numbered`, which outlives the connections. It numbers its messages from 1, keeps each until
+the other end has acknowledged it, and drops received messages that it already has. A packet is one WebSocket message:
+the number of its first message, the number of the last message received (the acknowledgement), then whole frames
 (`rackrun.link.channel`). A packet without frames only acknowledges.
 
-When a connection is taken up again each end says the last number that it has received, and the other sends the rest
-again. Pure: no clock, no I/O.
+When a connection is resumed, each end sends the number of the last message it received, and the other end sends the
+rest again. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -23,63 +23,63 @@ __all__ = ["BATCH_BYTES", "KEPT_BYTES_MAX", "KEPT_MAX", "PACKET_BYTES_MAX", "Num
 
 _HEAD = struct.Struct("<QQ")
 BATCH_BYTES = 1 << 20
-"""A packet holds no more than this, or one message."""
+"""Largest size of a packet in bytes, unless it holds a single larger message."""
 PACKET_BYTES_MAX = FRAME_BYTES_MAX + 64
 KEPT_MAX = 1 << 16
-"""Messages that wait for a broken connection; with more the link is given up."""
+"""Number of messages that may wait for a broken connection. With more, the link is given up."""
 KEPT_BYTES_MAX = 64 << 20
-"""Their bytes."""
+"""Largest total size of these messages, in bytes."""
 _OWED_MAX = 64
 _OWED_BYTES_MAX = 1 << 20
-"""So much is received before an acknowledgement is sent that has no message to go with."""
+"""After this many messages (`_OWED_MAX`) or bytes an acknowledgement is sent alone, without a message."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The first thing that a coordinator says on every connection, as JSON text."""
+    """The first message of the coordinator on every connection, as JSON text."""
 
     session: str
-    """The link's name, random: whoever takes the link up again has to know it."""
+    """Random name of the link. An agent must know it to resume the link."""
     received: int
-    """The number of the last message that the coordinator has."""
+    """Number of the last message that the coordinator received."""
 
 
 class Numbered:
-    """One end of a link. ``kept_max``, ``kept_bytes_max``: how many messages may wait, and their bytes."""
+    """One end of a link. ``kept_max`` and ``kept_bytes_max`` limit the number and the bytes of waiting messages."""
 
     def __init__(self, kept_max: int = KEPT_MAX, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._kept_max, self._kept_bytes_max = kept_max, kept_bytes_max
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self.sent = 0
-        """The number of the last message that was packed."""
+        """Number of the last message that was packed."""
         self.received = 0
-        """The number of the last message that has come."""
+        """Number of the last message that was received."""
         self._acknowledged = 0
-        """The number that the other end was told last."""
+        """The number that was last acknowledged to the other end."""
         self._owed_bytes = 0
 
     @property
     def has_room(self) -> bool:
-        """Whether more may be sent before the other end acknowledges some."""
+        """Whether more may be sent before the other end acknowledges something."""
         return len(self._kept) < self._kept_max and self._kept_bytes < self._kept_bytes_max
 
     @property
     def unheard(self) -> list[bytes]:
-        """All frames, where the other end has shown in no way that it has heard one; else []."""
+        """All frames, if nothing shows that the other end has received any of them; else []."""
         return list(self._kept) if not self.received and self.can_resume(0) else []
 
     @property
     def owes(self) -> bool:
-        """Whether something has come that is not acknowledged yet."""
+        """Whether received messages have not been acknowledged yet."""
         return self.received > self._acknowledged
 
     @property
     def owes_much(self) -> bool:
-        """Whether so much has come that an acknowledgement is to be sent at once."""
+        """Whether an acknowledgement should be sent at once."""
         return self.received - self._acknowledged >= _OWED_MAX or self._owed_bytes >= _OWED_BYTES_MAX
 
     def overflows(self, waiting: int, waiting_bytes: int) -> bool:
-        """Whether more is kept than allowed, together with ``waiting`` messages that are not packed yet."""
+        """Return whether the limits are exceeded, counting ``waiting`` messages that are not packed yet."""
         return len(self._kept) + waiting > self._kept_max or self._kept_bytes + waiting_bytes > self._kept_bytes_max
 
     def pack(self, frames: Sequence[bytes] = ()) -> bytes:
@@ -111,13 +111,13 @@ class Numbered:
         return new
 
     def can_resume(self, received: int) -> bool:
-        """Whether all that comes after message ``received`` is kept."""
+        """Return whether all messages after number ``received`` are kept."""
         return self.sent - len(self._kept) <= received <= self.sent
 
     def resume(self, received: int) -> list[bytes]:
-        """The other end has everything up to message ``received``: the packets that hold the rest.
+        """Return the packets with all messages after ``received``, the last one that the other end has.
 
-        Raises ValueError where the rest is not kept.
+        Raises ValueError if they are not all kept.
         """
         if not self.can_resume(received):
             raise ValueError(f"messages after {received} are not kept; {len(self._kept)} are, up to {self.sent}")

@@ -1,9 +1,9 @@
-"""How an agent learns within a millisecond, and without polling, that a worker has begun to die.
+"""Robust mutex by which an agent learns within a millisecond, without polling, that a worker has begun to die.
 
-The worker's main thread holds a *robust* mutex in its heartbeat page for life. When a process dies, however it dies, the
-kernel releases such mutexes before it tears the memory down, which takes tens of milliseconds a gigabyte and seconds
-where a GPU pins it; whoever waits for the mutex is woken with EOWNERDEAD (``man pthread_mutexattr_setrobust``). The
-agent has a thread that waits for it.
+The worker's main thread holds a *robust* mutex in its heartbeat page for its whole life. When a process dies, in
+whatever way, the kernel releases such mutexes before it tears down the memory, which takes tens of milliseconds per
+gigabyte, and seconds if a GPU pins it. A thread that waits for the mutex wakes with EOWNERDEAD (``man
+pthread_mutexattr_setrobust``). The agent has such a thread.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _libc = ctypes.CDLL(None)
 
 
 def hold(page: HeartbeatPage) -> None:
-    """In a worker's main thread, once. The page must stay mapped until the process ends.
+    """Take the mutex. Call it once, in a worker's main thread. The page must stay mapped until the process ends.
 
-    Raises OSError where the C library has no robust mutexes.
+    Raises OSError if the C library has no robust mutexes.
     """
     mutex = ctypes.c_void_p(page.lifeline_address)
     attributes = ctypes.create_string_buffer(64)
@@ -39,12 +39,12 @@ def hold(page: HeartbeatPage) -> None:
 
 
 def held(page: HeartbeatPage) -> bool:
-    """Whether there is anything to wait for."""
+    """Return whether a worker holds the mutex, so that waiting for it makes sense."""
     return page.lifeline_held
 
 
 def wait_in_thread(page: HeartbeatPage, name: str, released: Callable[[], None]) -> None:
-    """Call ``released``, from another thread, when the worker that holds the page's lifeline begins to die."""
+    """Call ``released``, from another thread, when the worker that holds the page's mutex begins to die."""
 
     def wait() -> None:
         mutex = ctypes.c_void_p(page.lifeline_address)

@@ -1,1 +1,1 @@
-"""What crosses a border between processes: ids, events, commands, messages, versions."""
+"""Types that processes exchange: ids, events, commands, wire messages, versions."""

@@ -1,4 +1,4 @@
-"""What an agent is told when it starts. The launcher makes it, before it forks the agent."""
+"""Configuration that the launcher builds for an agent before it forks the agent."""
 
 from __future__ import annotations
 
@@ -12,83 +12,92 @@ __all__ = ["JOB_IS_OVER", "AgentConfig", "FillerConfig", "FillerPauses", "LogCon
 
 
 JOB_IS_OVER = signal.SIGUSR1
-"""From the launcher to its agents; one that has only just begun dies of it."""
+"""Signal that the launcher sends to its agents when the job is over. An agent that has not installed its handler yet
+dies of it."""
 
 
 class ScriptConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker runs, as torchrun understands it."""
+    """The user's script or program that a worker runs, with torchrun's meaning of each option."""
 
     path: str
-    """A file; a module with ``module``; an executable with ``no_python``."""
+    """Path of a script file; name of a module if ``module`` is set; an executable if ``no_python`` is set."""
     args: tuple[str, ...] = ()
     module: bool = False
     no_python: bool = False
     preload: tuple[str, ...] = ()
-    """Modules that the fork server imports beforehand, besides torch's."""
+    """Modules that the fork server imports in advance, besides torch's."""
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """torchrun's ``--log-dir --redirects --tee --local-ranks-filter`` in torchrun's own notation (``3``, ``0:1,1:3``)."""
+    """torchrun's ``--log-dir --redirects --tee --local-ranks-filter``, in torchrun's notation (``3``, ``0:1,1:3``)."""
 
     directory: str
     redirects: str = "0"
     tee: str = "0"
     local_ranks_filter: str = ""
     prefix: str = ""
-    """Of teed lines, with ``${role_name} ${rank} ${local_rank} ${hostname}``; "": as the environment says, or torchrun's."""
+    """Template for the prefix of teed lines; may contain ``${role_name} ${rank} ${local_rank} ${hostname}``. "": the
+    environment's template if set, else torchrun's default."""
 
 
 class FillerPauses(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a filler that ends by itself."""
+    """Back-off before a filler that exited by itself is started again."""
 
     first_s: float = 0.5
-    """Before it is started again; it doubles each time."""
+    """Seconds before the first restart. Each further pause is twice as long, up to ``most_s``."""
     most_s: float = 60.0
     forgotten_after_s: float = 60.0
-    """A run as long as this makes the next pause the first."""
+    """After a run of at least this many seconds the next pause is ``first_s`` again."""
     at_once_s: float = 1.0
-    """A run shorter than this is no run: ten of them in a row, and the slot gets no more."""
+    """A run shorter than this many seconds counts as failed. After ten such runs in a row the slot gets no more
+    fillers."""
 
 
 class FillerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs beside spares while they wait."""
+    """The filler: a program that runs beside each spare while the spare waits."""
 
     command: tuple[str, ...] = ()
-    """A program and its arguments; (): nothing does."""
+    """The program and its arguments; (): no filler."""
     grace_s: float | None = None
-    """From SIGTERM to SIGKILL, when the spare is needed. None: 0.2 s, and 0 where workers have GPUs."""
+    """Seconds from SIGTERM to SIGKILL when the spare is needed. None: 0.2 s, and 0 where workers have GPUs."""
     last_in_line: bool = True
-    """For the processors; else it is like any other process, for tests that have something to wait for."""
+    """Whether the filler runs at the lowest processor priority. Tests that wait for the filler set it to False."""
     pauses: FillerPauses = FillerPauses()
     sample_s: float = 10.0
-    """Between two reports of what one that runs has used."""
+    """Seconds between two reports of the resources that a running filler has used."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an agent needs to know when it starts."""
+
     run_id: str
     tray: TrayId
     slots: int
     coordinator: str
-    """``http://host:port``."""
+    """The coordinator's URL, ``http://host:port``."""
     token: str
     advertise: str
-    """The host name or address under which other hosts reach this one."""
+    """The host name or address at which other hosts reach this host."""
     script: ScriptConfig
     logs: LogConfig
     env: dict[str, str] = {}
-    """Added to the workers' environment: what is the same for all of them (TORCHELASTIC_RUN_ID, OMP_NUM_THREADS, ...)."""
+    """Variables added to the environment of every worker, with the same values (TORCHELASTIC_RUN_ID, OMP_NUM_THREADS,
+    ...)."""
     topology: bytes = b""
-    """This tray as a rack file has it: a JSON list of one `rackrun.topology.sources.partial_topology.PartialTopology`; empty: no rack file."""
+    """This tray's entry in the rack file, as a JSON list of one
+    `rackrun.topology.sources.partial_topology.PartialTopology`. Empty: there is no rack file."""
     simulated: bool = False
-    """The tray shares this host with others of the job. Then NVML speaks of it only where it lists GPUs that ``topology`` names."""
+    """Whether the tray shares this host with other trays of the job. If so, NVML's data are used only where NVML lists
+    GPUs that ``topology`` names."""
     slot_env: tuple[dict[str, str], ...] = ()
-    """By slot, what follows from the whole rack (NCCL's variables). What the user has set stays as it is."""
+    """Variables for each slot, by index, that follow from the whole rack (NCCL's variables). They do not override the
+    user's."""
     filler: FillerConfig = FillerConfig()
     nnodes: int = 1
     max_restarts: int = 3
     grace_s: float = 10.0
-    """From SIGTERM to SIGKILL, when a job ends."""
+    """Seconds from SIGTERM to SIGKILL when a job ends."""
     lease_s: float = 15.0
-    """When nothing has come from the coordinator for this long, it is asked whether it is there."""
+    """Seconds without a message from the coordinator after which the agent asks whether it is still there."""
     stall_floor_ms: int = 1_000
-    """The shortest time without progress that may be called a stall."""
+    """Shortest time without progress, in milliseconds, that may count as a stall."""

@@ -1,8 +1,8 @@
-"""What to do: the only way in which the core changes the world.
+"""Commands: the only way in which the core acts on the world.
 
-The coordinator's shell carries each command out, in order; what addresses a worker travels as it is, over the agent, to
-the worker. *Persist before send*: `BreakGeneration` and `ResumeGeneration` are in the journal, on disk, before anyone
-is told; if that fails the shell sends nothing and answers with `JournalFailed`.
+The coordinator's shell carries out commands in order. A command to a worker is forwarded by its agent unchanged.
+*Persist before send*: `BreakGeneration` and `ResumeGeneration` are in the journal, on disk, before they are sent. If
+writing the journal fails, the shell sends nothing and answers with `JournalFailed`.
 """
 
 from __future__ import annotations
@@ -52,107 +52,120 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="c
 
 
 class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """One process: the place it runs in, and which start of it."""
+    """One worker process: its slot, and which start of a process in the job it is."""
 
     slot: SlotId
     incarnation: Incarnation
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One rank of a generation and the worker process that holds it."""
+
     rank: Rank
     slot: SlotId
     incarnation: Incarnation
     fresh: bool = False
-    """Joins in this generation, without state."""
+    """Whether it joins in this generation, without state."""
 
 
 class Keeper(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A member of a set, and who keeps parity for it: the agent of its tray."""
+    """A member of a set, and the agent of its tray, which keeps parity for the other members."""
 
     rank: Rank
     tray: TrayId
     address: str
-    """``host:port`` of that agent."""
+    """``host:port`` of the tray's agent."""
 
 
 class Stripes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one member of a set gives when another's snapshot is rebuilt."""
+    """What one surviving member of a set provides to rebuild another member's snapshot."""
 
     rank: Rank
     row: str
-    """``host:port/generation/rank`` of the agent that keeps its part of the parity."""
+    """``host:port/generation/rank`` of the agent that keeps this member's part of the parity."""
     snapshot: str
-    """``host:port/slot/incarnation`` of the agent that keeps its own snapshot."""
+    """``host:port/slot/incarnation`` of the agent that keeps this member's own snapshot."""
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Where a fresh member's state comes from."""
+    """Where the state of one fresh member comes from."""
 
     rank: Rank
     sources: tuple[Rank, ...] = ()
-    """Live members of the same replica class, all of them clean at ``Plan.committed``. Empty: from snapshots."""
+    """Live members of the same replica class, all clean at ``Plan.committed``. Empty: the state comes from
+    snapshots."""
     snapshot: str = ""
-    """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot: of ``Plan.rollback``, or, without one, of ``Plan.committed``."""
+    """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot. The snapshot is that of
+    ``Plan.rollback`` if set, else that of ``Plan.committed``."""
     rebuild: tuple[Stripes, ...] = ()
-    """The members of the lost rank's set that are left, where nobody has its snapshot itself."""
+    """The surviving members of the lost rank's set, if no agent keeps the rank's snapshot itself."""
     members: tuple[Rank, ...] = ()
-    """That set, in its order, the lost ones included."""
+    """All members of that set, in the set's order, lost ones included."""
     parity: int = 1
-    """So many of them may be lost."""
+    """Number of members of the set that may be lost at once."""
 
 
 class Reshard(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks enter ``main`` again, in the same processes, as another number of them: each fills its state from what the old ranks
-    had at the end of ``Plan.committed``, and takes a snapshot of that in the new layout before it says that it has resumed."""
+    """Instruction to enter ``main`` again in the same processes, as a world of another size.
+
+    Each rank fills its state from what the old ranks had at the end of ``Plan.committed``, and takes a snapshot of it
+    in the new layout before it reports that it has resumed.
+    """
 
     layout: Generation
-    """The old one: `snapshot_id` of this and ``Plan.committed.step`` is the snapshot's id. Whoever stands after that step and is named
-    below seals one first."""
+    """The old layout. The snapshot's id is `snapshot_id` of this layout and ``Plan.committed.step``. A worker that
+    stands after that step and is named in ``images`` seals that snapshot first."""
     images: tuple[str, ...]
-    """By old rank, ``host:port/slot/incarnation`` of the agent that keeps its snapshot."""
+    """For each old rank, ``host:port/slot/incarnation`` of the agent that keeps its snapshot."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs in order to go on in a generation."""
+    """Everything that a worker needs to go on in a new generation."""
 
     generation: Generation
     world_size: int
     members: tuple[Member, ...]
-    """In the order of their ranks."""
+    """The members, ordered by rank."""
     store: str
-    """``host:port`` of the exchange that this generation's groups are built over; rooms carry the generation."""
+    """``host:port`` of the exchange over which this generation's groups are built. The names of the exchange's rooms
+    contain the generation."""
     committed: Position = BEGIN
-    """The last unit that is committed. A worker that entered its gate without seeing it pass now applies it; one that
-    entered a later gate discards it. The next unit runs after that."""
+    """The last committed unit. A worker that entered its gate without seeing it pass applies it now; a worker that
+    entered a later gate discards that later unit. The next unit runs after ``committed``."""
     gate: tuple[float, ...] = ()
-    """What the gate of ``committed`` reduced to, for those who missed it."""
+    """The reduced values of the gate of ``committed``, for workers that missed them."""
     restores: tuple[Restore, ...] = ()
-    """One for each fresh member, unless this is the first generation."""
+    """One entry for each fresh member; empty in the first generation."""
     mirrors: dict[TrayId, str] = {}
-    """Tray -> the agent of another, as ``host:port/tray``, to which it copies its workers' snapshots. Empty with one tray."""
+    """For each tray, the agent of another tray (``host:port/tray``) to which it copies its workers' snapshots. Empty if
+    there is one tray."""
     sets: tuple[tuple[Keeper, ...], ...] = ()
-    """Sets of ranks, instead of mirrors: each member's agent keeps parity of the others' snapshots."""
+    """Sets of ranks, used instead of mirrors. Each member's agent keeps parity of the other members' snapshots."""
     parity: int = 1
-    """Members of a set that may be lost at once."""
+    """Number of members of a set that may be lost at once."""
     rollback: Step | None = None
-    """Everybody goes back to the snapshot taken right after this step: a shard with no live copy was lost. The steps
-    from here to ``committed`` are computed again (the same bits), but are committed once."""
+    """The step whose snapshot every rank returns to, because a shard had no live copy. The steps from here to
+    ``committed`` are computed again, with the same bits, but are committed once. None: no rollback."""
     anew: bool = False
-    """What came after ``rollback`` was wrong (`ReplicasDiffer`): computed again it has other bits."""
+    """Whether the steps after ``rollback`` were wrong (`ReplicasDiffer`), so that computing them again gives other
+    bits."""
     layout: Generation
-    """Of all snapshots from here on."""
+    """The layout of all snapshots from here on."""
     reshard: Reshard | None = None
+    """Set if the ranks enter ``main`` again as a world of another size."""
     full: int
-    """Ranks of the world as it began."""
+    """Number of ranks with which the job began."""
     worlds: tuple[tuple[Step, int], ...] = ()
-    """(step, ranks): from each of these steps on, so many ranks commit, or will, what was not committed before. A step that is done
-    again belongs to the world that has committed it first."""
+    """Pairs (step, number of ranks): from each of these steps on, a world of that size commits the steps that no
+    earlier world committed. A step that is computed again belongs to the world that committed it first."""
     shares: tuple[int, ...] = ()
-    """Micro-batches of each data-parallel rank, by its place; (): as even as they go. Deals (`DealShards`) are counted from here."""
+    """Micro-batches per step of each data-parallel rank, by its index; (): as even as possible. Deals (`DealShards`) of
+    this generation change these shares."""
 
 
 class SetTimer(_Command, frozen=True, kw_only=True):
-    """`TimerFired` with this name comes back at ``at_ms``. A timer is never taken back: a late one is ignored."""
+    """Request a `TimerFired` with this name at ``at_ms``. Timers are never cancelled; the core ignores one that is no
+    longer needed."""
 
     name: str
     at_ms: int
@@ -164,19 +177,24 @@ class StartWorker(_Command, frozen=True, kw_only=True):
     slot: SlotId
     incarnation: Incarnation
     spare: bool
-    """A spare runs the script on loopback groups with a provisional rank, and waits at ``run.steps()``."""
+    """Whether it is a spare: it runs the script on loopback groups with a provisional rank and waits at
+    ``run.steps()``."""
     rank: Rank
     world_size: int
     generation: Generation
     store: str
-    """``host:port`` of the exchange, over which agents agree on MASTER_ADDR and MASTER_PORT: a fresh TCPStore a restart."""
+    """``host:port`` of the exchange over which agents agree on MASTER_ADDR and MASTER_PORT. Each restart has a new
+    TCPStore."""
     restarts: int = 0
-    """TORCHELASTIC_RESTART_COUNT."""
+    """Value of TORCHELASTIC_RESTART_COUNT."""
 
 
 class CondemnWorker(_Command, frozen=True, kw_only=True):
-    """A living member counts as lost from now on. `FenceWorker` follows when the others have left the generation, unless it ends before:
-    it shares GPU memory with them (`rackrun.core.recovery.fencing`)."""
+    """Count a living member as lost from now on.
+
+    `FenceWorker` follows when the other members have left the generation, unless the worker exits before. Until then it
+    may share GPU memory with them (`rackrun.core.recovery.fencing`).
+    """
 
     slot: SlotId
     incarnation: Incarnation
@@ -186,53 +204,61 @@ class CondemnWorker(_Command, frozen=True, kw_only=True):
 
 
 class FenceWorker(_Command, frozen=True, kw_only=True):
-    """SIGKILL. Its `WorkerExited` comes back."""
+    """Kill a worker with SIGKILL. Its `WorkerExited` follows."""
 
     slot: SlotId
     incarnation: Incarnation
     because: str
     fault: bool = False
-    """It hung, or did not answer in time: that counts against its slot."""
+    """Whether the worker hung or did not answer in time. This counts against its slot."""
     swept_along: bool = False
-    """The whole world starts again, or its replica is dropped; nothing is said against this one."""
+    """Whether the worker is ended only because the whole world restarts or its replica is dropped. This does not count
+    against it."""
 
 
 class BreakGeneration(_Command, frozen=True, kw_only=True):
-    """End every collective of the older generation on these workers; each answers with `WorkerParked`."""
+    """End every collective of the older generation on these workers. Each answers with `WorkerParked`."""
 
     generation: Generation
-    """The one that is to come."""
+    """The generation that comes next."""
     workers: tuple[Worker, ...]
     because: str
 
 
 class ResumeGeneration(_Command, frozen=True, kw_only=True):
-    """Build the groups of the new generation, restore what is missing, go on. Each answers with `WorkerResumed`."""
+    """Build the groups of the new generation, restore missing state and go on. Each member answers with
+    `WorkerResumed`."""
 
     plan: Plan
     because: str
     protected: str = ""
-    """What snapshots survive in this generation, and what that costs. "" with one tray."""
+    """A description of the losses that the snapshots survive in this generation, and of the cost; "" with one tray."""
 
 
 class PauseWorkers(_Command, frozen=True, kw_only=True):
-    """Stop between two units, all after the same step, with a sealed snapshot of it where somebody would need one; each answers
-    with `WorkerPaused`. Only the next generation ends the pause. Who is in another generation by then ignores it."""
+    """Stop all workers between two units, after the same step, with a sealed snapshot of it where one would be needed.
+
+    Each answers with `WorkerPaused`. Only the next generation ends the pause. A worker that is in another generation by
+    then ignores the command.
+    """
 
     generation: Generation
-    """The present one."""
+    """The present generation."""
     workers: tuple[Worker, ...]
     because: str
 
 
 class DealShards(_Command, frozen=True, kw_only=True):
-    """Share the micro-batches of a step out anew, once all ranks have heard of it: the gate of a step tells. Nobody answers. Who is
-    in another generation by then ignores it: its plan says the same."""
+    """Change how many micro-batches each rank computes in a step.
+
+    The change takes effect when the gate of a step shows that all ranks know it. There is no answer. A worker that is
+    in another generation by then ignores the command, because its plan has the same shares.
+    """
 
     generation: Generation
-    """The present one."""
+    """The present generation."""
     number: int
-    """Of this deal in it, from 1."""
+    """Number of this deal within the generation, from 1."""
     shares: tuple[int, ...]
     """As `Plan.shares`."""
     workers: tuple[Worker, ...]
@@ -240,20 +266,20 @@ class DealShards(_Command, frozen=True, kw_only=True):
 
 
 class DrainWorkers(_Command, frozen=True, kw_only=True):
-    """Leave the step loop at the next step boundary, all at the same one."""
+    """Leave the step loop at the next step boundary, all workers at the same one."""
 
     workers: tuple[Worker, ...]
     because: str
 
 
 class ReleaseWorkers(_Command, frozen=True, kw_only=True):
-    """Every rank has finished: workers may return from ``main`` and exit."""
+    """Let workers return from ``main`` and exit, because every rank has finished."""
 
     workers: tuple[Worker, ...]
 
 
 class DismissTray(_Command, frozen=True, kw_only=True):
-    """To an agent that was told to leave: nobody needs its tray any more."""
+    """Tell a departing tray's agent that its tray is no longer needed."""
 
     tray: TrayId
     because: str
@@ -263,7 +289,8 @@ Refusal: TypeAlias = Literal["", "unknown", "over", "plain", "policy", "early", 
 
 
 class Answer(_Command, frozen=True, kw_only=True):
-    """To who asked for something (``rackctl drain``, ``shrink``, ...), and to who looks on."""
+    """Answer to an operator's request (``rackctl drain``, ``shrink``, ...). It is also sent to clients that follow the
+    job."""
 
     request: str
     outcome: Literal["begun", "done", "refused"]
@@ -272,30 +299,31 @@ class Answer(_Command, frozen=True, kw_only=True):
     refusal: Refusal = ""
     remedy: str = ""
     drained: dict[SlotId, str] = {}
-    """All slots that nobody is to use from now on, and why."""
+    """All slots that are out of use from now on, each with the reason."""
     departing: dict[TrayId, str] = {}
-    """All trays that are told to leave."""
+    """All trays whose agents have been told to leave, each with the reason."""
     forgiven: tuple[SlotId, ...] = ()
-    """Slots whose losses, or slowness, do not count any more."""
+    """Slots whose earlier losses or slowness no longer count."""
 
 
 class Notice(_Command, frozen=True, kw_only=True):
-    """For a person to know; nothing else follows from it here."""
+    """A message for people. It has no other effect."""
 
     text: str
 
 
 class Decided(_Command, frozen=True, kw_only=True):
-    """What is done about a failure, why, and at what cost. For the report: nothing else follows from it here."""
+    """The answer that was chosen for a failure, with its reason and cost. It is for the report and has no other
+    effect."""
 
     generation: Generation
-    """The one that is to come."""
+    """The generation that comes next."""
     failure: policy_types.Failure
     decision: policy_types.Decision
 
 
 class AskPolicy(_Command, frozen=True, kw_only=True):
-    """Call the user's function. `PolicyAnswered` comes back, also when it raises or takes too long."""
+    """Call the user's policy function. `PolicyAnswered` follows, also if the function raises or takes too long."""
 
     question: int
     function: str
@@ -305,26 +333,28 @@ class AskPolicy(_Command, frozen=True, kw_only=True):
 
 
 class RequestRack(_Command, frozen=True, kw_only=True):
-    """Ask the provider for a rack. `RackDelivered` or `RackRefused` comes back, some time or never; `ReleaseRack` takes it back."""
+    """Ask the provider for a rack. `RackDelivered` or `RackRefused` may follow at any time, or never. `ReleaseRack`
+    withdraws the request."""
 
     request: int
-    """From 1 on, in the whole job."""
+    """Number of the request in the job, from 1."""
     trays: int
     slots: int
-    """Of each tray."""
+    """Slots of each tray."""
     because: str
 
 
 class ReleaseRack(_Command, frozen=True, kw_only=True):
-    """Nobody wants what was asked for any more, whether it has come or not: the provider is to take it back. At the end of the job all
-    are released, without this."""
+    """Tell the provider to take a requested rack back, whether it has come or not. At the end of the job all racks are
+    released without this command."""
 
     request: int
     because: str
 
 
 class StopJob(_Command, frozen=True, kw_only=True):
-    """The end. Agents end every worker; the launcher exits with ``exit_code`` (0 done, 1 the script's, 3 ours)."""
+    """End the job. Agents end every worker, and the launcher exits with ``exit_code`` (0: done, 1: the script failed,
+    3: rackrun gave up)."""
 
     exit_code: int
     because: str

@@ -1,7 +1,7 @@
-"""Values as messages and journals can carry them: whatever somebody says, it can be sent and written down.
+"""Conversion of arbitrary values to values that every message and journal format can encode.
 
-Text may hold lone surrogates (file names do, and what ``surrogateescape`` reads); numbers may have more than 64 bits; objects may be
-of kinds that no format knows. None of that may end a job.
+Text may hold lone surrogates (in file names, and in what ``surrogateescape`` reads), numbers may have more than 64
+bits, and objects may be of types that no format knows. None of these may end a job.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 __all__ = ["INT_MAX", "bounded", "clean", "encodable", "json_of", "number_or_text"]
 
 INT_MAX = 2**63 - 1
-"""Of what SQLite and every reader of a message can hold."""
+"""The largest integer that SQLite and every reader of a message can hold."""
 _DEPTH_MAX = 100
 
 
 def clean(text: str) -> str:
-    """``text`` with an escape in place of each lone surrogate."""
+    """Return ``text`` with an escape in place of each lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -28,7 +28,8 @@ def clean(text: str) -> str:
 
 
 def bounded(text: str, length: int) -> str:
-    """At most about ``length`` characters of ``text``, cleaned: the beginning, and three times as much of the end."""
+    """Return at most about ``length`` characters of ``text``, cleaned: the first quarter from its beginning, the rest
+    from its end."""
     if len(text) > length:
         head, tail = length // 4, length - length // 4
         text = f"{text[:head]}\n... {len(text) - length} characters left out ...\n{text[-tail:]}"
@@ -36,7 +37,8 @@ def bounded(text: str, length: int) -> str:
 
 
 def encodable(value: Any, depth: int = 0) -> Any:
-    """``value`` as builtin values that every format can encode: structs with their tags, numbers of 64 bits, clean text."""
+    """Return ``value`` as builtin values that every format can encode: structs with their tags, 64-bit numbers, clean
+    text."""
     if depth > _DEPTH_MAX:
         return "..."
     if isinstance(value, msgspec.Struct):
@@ -57,7 +59,8 @@ def encodable(value: Any, depth: int = 0) -> Any:
 
 
 def json_of(body: object) -> bytes:
-    """Whatever is in it."""
+    """Return ``body`` as JSON. Parts that JSON cannot hold are converted by `encodable`, so this never fails on
+    them."""
     try:
         return msgspec.json.encode(body)
     except (ValueError, OverflowError, TypeError):
@@ -65,7 +68,7 @@ def json_of(body: object) -> bytes:
 
 
 def number_or_text(value: object, length: int) -> float | int | str:
-    """Any object as a number, where it is one that 64 bits hold, else as at most ``length`` characters. Never raises."""
+    """Return an object as a number if 64 bits can hold it, else as at most ``length`` characters. Never raises."""
     try:
         if isinstance(value, str):
             return bounded(value, length)

@@ -1,8 +1,8 @@
-"""What happened: the only way in which the core learns of the world.
+"""Events: the only way in which the core learns about the world.
 
-Agents and workers send these very objects over the wire (`rackrun.protocol.wire`), so there is one definition of each. The
-sender leaves ``at_ms`` at 0; the coordinator stamps it with its own monotonic clock on arrival, because two hosts'
-clocks are never compared. An event of an incarnation that is no longer current is ignored by the core.
+Agents and workers send these same objects over the wire (`rackrun.protocol.wire`), so each event has one definition.
+The sender leaves ``at_ms`` at 0, and the coordinator sets it from its own monotonic clock on arrival, because the
+clocks of two hosts are never compared. The core ignores an event of an incarnation that is no longer current.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="eve
 
 
 class OfWorker(_Event, frozen=True, kw_only=True):
-    """All that one worker, or its agent, says of it: `WorkerEvent` lists them."""
+    """An event about one worker, sent by the worker or by its agent. `WorkerEvent` lists all of them."""
 
     slot: SlotId
     incarnation: Incarnation
@@ -83,11 +83,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     traceback: str
     where: str
-    """``file:line`` of the innermost frame: with ``type`` it tells the same bug on two ranks."""
+    """``file:line`` of the innermost frame. Together with ``type`` it identifies the same bug on two ranks."""
 
 
 class TrayJoined(_Event, frozen=True, kw_only=True):
-    """An agent connected. Its slots are empty: whatever ran there before is dead."""
+    """An agent connected. Its slots are empty: every process that ran there before is dead."""
 
     tray: TrayId
     host: str
@@ -97,213 +97,241 @@ class TrayJoined(_Event, frozen=True, kw_only=True):
     snapshots: str
     """``host:port`` where the tray serves the snapshots that it keeps."""
     topology: bytes = b""
-    """What is known of this tray: a `rackrun.topology.sources.partial_topology.PartialTopology` for each source, as a JSON list; empty: nothing."""
+    """What is known about this tray: a JSON list with one `rackrun.topology.sources.partial_topology.PartialTopology`
+    for each source. Empty: nothing is known."""
     codec: bool = False
-    """Reed-Solomon's codec is installed there (`rackrun.checkpoint.redundancy.isal`)."""
+    """Whether the Reed-Solomon codec is installed there (`rackrun.checkpoint.redundancy.isal`)."""
     unfit: dict[int, tuple[str, ...]] = {}
-    """Slots whose GPU must not be used now, by index, and why not (`rackrun.topology.health.findings.preflight`)."""
+    """Slots, by index, whose GPU must not be used now, with the reasons
+    (`rackrun.topology.health.findings.preflight`)."""
     unjudged: str = ""
-    """What of its GPUs is not judged, and why (`rackrun.topology.health.ignored_checks`); "": all is."""
+    """Which GPU checks are ignored on this tray, and why (`rackrun.topology.health.ignored_checks`); "": none."""
 
 
 class TrayDescribed(_Event, frozen=True, kw_only=True):
-    """A tray whose driver was silent when it joined knows now what it is."""
+    """A tray whose GPU driver did not respond when the tray joined has now read its topology."""
 
     tray: TrayId
     topology: bytes
-    """`TrayJoined.topology`."""
+    """As `TrayJoined.topology`."""
 
 
 class TrayLost(_Event, frozen=True, kw_only=True):
-    """The agent is gone, and with it (by PR_SET_PDEATHSIG, or by fencing) all its workers."""
+    """An agent is lost with all its workers, which die by PR_SET_PDEATHSIG or are fenced."""
 
     tray: TrayId
     because: str
     returns: bool = False
-    """Its launcher starts it again: the tray joins in some seconds, all slots empty."""
+    """Whether the tray's launcher starts the agent again. The tray then joins again within seconds, with all slots
+    empty."""
 
 
 class DeviceJudged(_Event, frozen=True, kw_only=True):
-    """The health of a tray's GPU has changed, or its process is to be started again."""
+    """The health of a tray's GPU has changed, or the process on it has to be restarted."""
 
     tray: TrayId
     verdict: Verdict
 
 
 class DeviceChecked(_Event, frozen=True, kw_only=True):
-    """Whether the GPU of a slot may be used by who is not using it yet has changed."""
+    """A slot's GPU has become fit, or unfit, for a worker that does not use it yet."""
 
     tray: TrayId
     index: int
     unfit: tuple[str, ...]
-    """Why not; empty: it may."""
+    """Why the GPU is unfit; (): it is fit."""
 
 
 class WorkerElastic(OfWorker, frozen=True, kw_only=True):
-    """The script entered ``@rackrun.elastic``. Until the first of these a job is taken for a plain torchrun script."""
+    """The script entered ``@rackrun.elastic``. Until the first of these events the job counts as a plain torchrun
+    script."""
 
 
 class WorkerReady(OfWorker, frozen=True, kw_only=True):
-    """The worker stands at ``run.steps()``: a rank begins with step 0, a spare waits."""
+    """The worker has reached ``run.steps()``: a rank can begin with step 0, a spare waits."""
 
     replica_class: str = ""
-    """Equal on ranks whose large state is the same (data-parallel replicas). "" when unknown, as for a spare."""
+    """Equal on ranks whose large state is the same (data-parallel replicas). "": unknown, as for a spare."""
     mesh: tuple[tuple[str, int], ...] = ()
-    """Axes and sizes of ``@rackrun.elastic(mesh=...)``, in order, none of them open; () when the script names none."""
+    """Axes and sizes of ``@rackrun.elastic(mesh=...)``, in order, all sizes given; (): the script names no mesh."""
     fixed: str = "it has not said that it can"
-    """Why the number of ranks cannot change under this worker; "" when it can."""
+    """Why the number of ranks cannot change under this worker; "": it can change."""
     reenters: bool = False
-    """It changes by entering ``main`` again (`rackrun.protocol.commands.Reshard`), not in place."""
+    """Whether the worker changes size by entering ``main`` again (`rackrun.protocol.commands.Reshard`) rather than in
+    place."""
     exact: bool = False
-    """What it computes does not depend on the number of ranks (``reduction="exact"``)."""
+    """Whether the worker's results are independent of the number of ranks (``reduction="exact"``)."""
     shards: int = 0
-    """Micro-batches of the global batch; 0: it has not said."""
+    """Micro-batches of the global batch; 0: not reported."""
     setup_ms: int = -1
-    """How long it took from the beginning of ``main`` to ``run.steps()``. -1: not known."""
+    """Time from the beginning of ``main`` to ``run.steps()``, in milliseconds. -1: not known."""
     numerics: tuple[tuple[str, str], ...] = ()
-    """What its bits depend on beside the script (`rackrun.worker.device.numerics`); (): it has not said."""
+    """Hardware, libraries and settings on which the worker's bits depend, besides the script
+    (`rackrun.worker.device.numerics`); (): not reported."""
 
 
 class WorkerParked(OfWorker, frozen=True, kw_only=True):
-    """Answer to BreakGeneration: all collectives of this worker are broken, and its part in the verdict is fixed."""
+    """Answer to BreakGeneration: all collectives of this worker are broken, and its report of what it passed is
+    final."""
 
     generation: Generation
-    """The one that is to come: BreakGeneration.generation."""
+    """The generation that comes next, as in BreakGeneration."""
     passed: Position = BEGIN
-    """The last unit whose gate this worker saw pass: it is committed, whoever else knows."""
+    """The last unit whose gate this worker saw pass. That unit is committed, even if no other worker saw it."""
     entered: Position = BEGIN
-    """The last unit whose gate it entered (``passed``, or the one after it)."""
+    """The last unit whose gate this worker entered: ``passed`` or the unit after it."""
     gate: tuple[float, ...] = ()
-    """What the gate of ``passed`` reduced to (loss, sample count, digest): others may have missed it."""
+    """The reduced values of the gate of ``passed`` (loss, sample count, digest), for workers that missed them."""
     snapshots: tuple[Step, ...] = ()
-    """Sealed snapshots of this worker's own shards that its agent keeps (`rackrun.protocol.ids.snapshot_id`), oldest first."""
+    """Sealed snapshots of this worker's own shards that its agent keeps, oldest first, as ids
+    (`rackrun.protocol.ids.snapshot_id`)."""
     layout: Generation | None = Generation(0)
-    """Of the state that is in its memory; None: it has none, because it is entering ``main`` again."""
+    """Layout of the state in the worker's memory. None: it has no state, because it is entering ``main`` again."""
     replica_class: str = ""
     resumed: Generation = Generation(0)
-    """The newest generation in which it got the state that it has, and told all that it knew. 0: it has its own, or none."""
+    """The newest generation in which the worker received the state that it has, and shared all that it knew with the
+    other members. 0: its state is its own, or it has none."""
     good: Position | None = None
-    """The last unit after which it knows all replicas to have been equal (``--check-replicas``)."""
+    """The last unit after which the worker knows that all replicas were equal (``--check-replicas``)."""
 
 
 class WorkerResumed(OfWorker, frozen=True, kw_only=True):
-    """Groups are built and state is in place: this worker computes again, in ``generation``."""
+    """The worker's groups are built and its state is in place: it computes again, in ``generation``."""
 
     generation: Generation
 
 
 class WorkerPaused(OfWorker, frozen=True, kw_only=True):
-    """Answer to PauseWorkers: it stands between two units, the same as everybody, and waits for the next generation. What it needs
-    a snapshot for has one of exactly the last unit, sealed."""
+    """Answer to PauseWorkers: the worker stands after the same unit as all others and waits for the next generation.
+
+    A worker whose state needs a snapshot has a sealed one of exactly that unit.
+    """
 
     generation: Generation
 
 
 class WorkerSevered(OfWorker, frozen=True, kw_only=True):
-    """A collective of ``generation`` failed under this worker a while ago, and no BreakGeneration has told it why: a
-    connection broke between ranks that are alive, or a peer is lost that nobody has missed yet."""
+    """A collective of ``generation`` failed on this worker a while ago, and no BreakGeneration has come since.
+
+    Either a connection broke between ranks that are alive, or a peer died and nobody has noticed yet.
+    """
 
     generation: Generation
     because: str
 
 
 class WorkerUnbuilt(OfWorker, frozen=True, kw_only=True):
-    """It could not build the groups of ``generation``, and waits for another one."""
+    """The worker could not build the groups of ``generation`` and waits for another generation."""
 
     generation: Generation
     cut_off: bool
-    """It did not even reach the exchange, where all meet. Else it did, and somebody did not come, or not through."""
+    """Whether it could not even reach the exchange, where members meet. If it did reach the exchange, another member
+    did not come, or could not be connected to."""
     because: str
 
 
 class CollectiveWait(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's main thread, in a step or a phase, is blocked in a collective until all members of its group have called that, and until then
-    the rank calls no other one. What `rackrun.core.faults.deadlock` goes by."""
+    """The collective in which a rank's main thread is blocked, for `rackrun.core.faults.deadlock`.
+
+    The main thread is in a step or a phase. It is blocked until all members of the group have called this collective,
+    and until then it calls no other one.
+    """
 
     generation: Generation
     group: int
-    """As in ``called``."""
+    """The group's number, as in ``called``."""
     number: int
-    """The collective is the ``number``-th that this rank has called in the group, in this generation."""
+    """How many collectives this rank has called in the group in this generation, this one included."""
     called: tuple[tuple[int, int], ...]
-    """For each group of this rank, one number that all members know it by, and how many collectives this rank has called there. Sends and
-    receives are not among them."""
+    """For each group of this rank: a number that identifies the group on all its members, and how many collectives this
+    rank has called in it. Sends and receives are not counted."""
 
 
 class WorkerStalled(OfWorker, frozen=True, kw_only=True):
-    """No progress for longer than the unit that it is in may take."""
+    """A worker made no progress for longer than its current unit may take."""
 
     step: Step
     collective: int
-    """How many collectives it has entered since the generation began: the lowest count is to blame."""
+    """How many collectives the worker has entered since the generation began. The ranks with the lowest count are to
+    blame."""
     silent: bool
-    """Not even its control thread ticks: stopped, or holding the GIL. Blame needs no comparison."""
+    """Whether not even its control thread runs, because the process is stopped or its interpreter lock is held. Such a
+    worker is to blame without any comparison."""
     for_ms: int
     waiting: bool = False
-    """In a collective, for others. Else it stands in its own code."""
+    """Whether it waits for others in a collective. Otherwise it is in its own code."""
     over: bool = False
-    """It goes on after all: what was told before does not hold any more."""
+    """Whether the worker makes progress again, so that its earlier report no longer holds."""
     phase: int = 0
-    """Of ``step``: `Position.phase`."""
+    """The phase of ``step``, as `Position.phase`."""
     unit: str = ""
-    """What it is in, for people: ``phase evaluate (run.every(100, ...)) after step 200``."""
+    """Description of its current unit, for people: ``phase evaluate (run.every(100, ...)) after step 200``."""
     where: str = ""
-    """Its line: ``train.py:31 in evaluate``."""
+    """The line its main thread is at: ``train.py:31 in evaluate``."""
     allowed_ms: int = 0
-    """For so long it may be without progress there."""
+    """How long it may be without progress there, in milliseconds."""
     early: bool = False
-    """Its limit is not over. It waits (``waiting``) while another rank may hang, or it is idle where its own history says too little: the
-    other ranks' times may show that it hangs. An idle rank says so again every few seconds, as long as it is idle."""
+    """Whether the report comes before the worker's limit is over.
+
+    Either it waits (``waiting``) while another rank may hang, or it is idle where its own history says too little, so
+    that the other ranks' times may show that it hangs. An idle rank repeats this report every few seconds while it is
+    idle.
+    """
     took_ms: int = -1
-    """Of a rank that waits: how long its own code took, from the end of the last collective to this one. -1: not known."""
+    """For a waiting rank: milliseconds that its own code took, from the end of the previous collective to this one. -1:
+    not known."""
     blocked: CollectiveWait | None = None
-    """Of a rank that waits: for certain it can do nothing else. None: that is not known."""
+    """For a waiting rank: the collective without which it certainly cannot go on. None: not known."""
 
 
 class WorkerBusy(OfWorker, frozen=True, kw_only=True):
-    """It is in its own code for long, and is seen to work there. If it stands still, `WorkerStalled` says so."""
+    """A worker has been in its own code for long and is seen to work there. If it stands still, `WorkerStalled` is sent
+    instead."""
 
     unit: str
     where: str
     for_ms: int
     allowed_ms: int
-    """So long it may be without progress, as long as it works."""
+    """How long it may be without progress while it works, in milliseconds."""
     awaited: bool
-    """All are called to another generation, and it has not come yet. Told again and again."""
+    """Whether all workers have been called to another generation and this one has not come yet. Sent repeatedly in that
+    case."""
 
 
 class WorkerExited(OfWorker, frozen=True, kw_only=True):
-    """The process has ended, or is beyond recall (the kernel is tearing it down)."""
+    """A worker's process has ended, or the kernel is already tearing it down."""
 
     exit_code: int | None = None
     signal: int | None = None
     failure: Failure | None = None
     early: bool = False
-    """The script failed before it had made a process group: other ranks have no part in it."""
+    """Whether the script failed before it had created a process group, so that other ranks had no part in the
+    failure."""
     step: Step = Step(-1)
-    """The step it was in, read from its heartbeat page."""
+    """The step the worker was in, read from its heartbeat page."""
     snapshots: tuple[Step, ...] = ()
-    """Sealed snapshots of it that its agent keeps, oldest first."""
+    """Sealed snapshots of this worker that its agent keeps, oldest first."""
 
 
 class WorkerFinished(OfWorker, frozen=True, kw_only=True):
-    """``main`` has returned on this rank; it waits, its state intact, until all have."""
+    """``main`` has returned on this rank. The worker waits with its state intact until all ranks have finished."""
 
     took_ms: int = -1
-    """How long its own code took, from the end of the last collective to its return. -1: not known."""
+    """Milliseconds that its own code took, from the end of the last collective to its return. -1: not known."""
 
 
 class BatchChanged(OfWorker, frozen=True, kw_only=True):
-    """A step was committed whose global batch is not that of the step before (``batch="scale_lr"``). Every rank says so."""
+    """A step was committed whose global batch differs from that of the step before (``batch="scale_lr"``). Every rank
+    sends it."""
 
     step: Step
     batch: int
-    """Samples."""
+    """Samples in the global batch."""
     full_batch: int
     factor: float
-    """Of all learning rates, in this step."""
+    """By what all learning rates are multiplied in this step."""
     target: float
-    """The same once it has risen."""
+    """The factor that is reached at the end of the warm-up."""
     rule: str
 
 
@@ -311,21 +339,22 @@ class SnapshotMirrored(OfWorker, frozen=True, kw_only=True):
     """Another tray keeps verified copies of this worker's snapshots."""
 
     generation: Generation
-    """In which the newest of them was taken."""
+    """The generation in which the newest of the copied snapshots was taken."""
     holder: TrayId
+    """The tray that keeps the copies."""
     where: str
     """``host:port/slot/incarnation`` of the holder's agent."""
     steps: tuple[Step, ...]
-    """All that it keeps of this worker now, oldest first."""
+    """All snapshots of this worker that the holder keeps now, oldest first."""
 
 
 class SnapshotDamaged(OfWorker, frozen=True, kw_only=True):
-    """A snapshot from which this worker was to be restored does not match its checksums; nothing of it was used."""
+    """A snapshot from which this worker should have been restored does not match its checksums. None of it was used."""
 
     generation: Generation
     step: Step
     where: str
-    """`Restore.snapshot`, or the row of the first of `Restore.rebuild`; "": this worker's own."""
+    """`Restore.snapshot`, or the row of the first of `Restore.rebuild`; "": the worker's own snapshot."""
     because: str
 
 
@@ -333,203 +362,216 @@ class SnapshotStriped(OfWorker, frozen=True, kw_only=True):
     """All keepers of this worker's set have its stripes of a snapshot in their rows, verified."""
 
     generation: Generation
-    """Whose plan has the set."""
+    """The generation whose plan has the set."""
     step: Step
     besides: Step = Step(-1)
-    """The only other step of which keepers keep rows from now on; -1: nothing is dropped."""
+    """The only other step whose rows the keepers still keep; -1: no row is dropped."""
 
 
 class ReplicasDiffer(OfWorker, frozen=True, kw_only=True):
-    """Ranks that should hold the same state do not (``--check-replicas``). All ranks come to the same conclusion, tell it, and wait at
-    the gate until their generation is broken."""
+    """Ranks that should hold the same state do not (``--check-replicas``).
+
+    All ranks reach the same conclusion and report it. They wait at the gate until their generation is broken.
+    """
 
     generation: Generation
     at: Position
-    """The step at whose gate it was seen; nobody has passed that."""
+    """The step at whose gate the difference was found. No rank has passed that gate."""
     culprits: tuple[Rank, ...]
-    """Who is wrong; (): nobody can say, and the steps since ``good`` are to be computed once more."""
+    """The ranks with wrong state. (): they cannot be determined, and the steps since ``good`` have to be computed
+    again."""
     good: Position
-    """No state of later than this is to be trusted, whoever holds it; `BEGIN`: none is known to be good."""
+    """The last trusted position: no state from after it is trusted, whichever rank holds it. `BEGIN`: no state is known
+    to be good."""
     again: bool = False
-    """These steps have been computed twice, and still nobody can say."""
+    """Whether these steps have been computed twice and the wrong ranks still cannot be determined."""
     differing: tuple[Rank, ...] = ()
-    """Then: all ranks of which some are wrong."""
+    """If ``again`` is set: all ranks among which some are wrong."""
 
 
 class LossNotRepeated(OfWorker, frozen=True, kw_only=True):
-    """This rank's part of the loss was inf or NaN, and was finite when all computed the step once more (``--nan-probation``)."""
+    """This rank's part of the loss was inf or NaN, and was finite when all ranks computed the step again
+    (``--nan-probation``)."""
 
     at: Position
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that others wait for, step after step."""
+    """A rank for which others wait, step after step."""
 
     rank: Rank
     slot: SlotId
     times: float
-    """Its own time over that of its peers, for the same work."""
+    """The rank's own time divided by that of its peers, for the same work."""
     own_ms: float
-    """Of a step, or a micro-batch of it: the median of the window."""
+    """Own time for a step, or for a micro-batch of it, in milliseconds: the median over the window."""
     past: float
-    """The same over its own best; 0 when it has none. Near 1: it has always been so."""
+    """Own time divided by the rank's own best; 0: it has no best yet. A value near 1 means that the rank has always
+    been this slow."""
     rows: int
-    """So many rows of the window it was behind in."""
+    """In how many rows of the window the rank was slower than its peers."""
     window: int
+    """Number of rows in the window."""
 
 
 class SlowRanksChanged(_Event, frozen=True, kw_only=True):
-    """Other ranks are slow than before (`rackrun.core.stragglers.straggler_detection`), in the generation that trains."""
+    """The set of slow ranks of the training generation has changed (`rackrun.core.stragglers.straggler_detection`)."""
 
     generation: Generation
     slow: tuple[SlowRank, ...]
-    """All that are, by rank."""
+    """All slow ranks, ordered by rank."""
     everybody: float = 0.0
-    """All take so many times as long as they once did; 0: they do not."""
+    """Current time of the whole world divided by its former time; 0: the world as a whole is not slower."""
     rest: float = 0.0
-    """What a step costs a rank beside its micro-batches, in micro-batches."""
+    """What a step costs a rank besides its micro-batches, in units of one micro-batch."""
     meets: bool = False
-    """Ranks with different samples meet in collectives of each micro-batch: all have to have as many."""
+    """Whether ranks with different samples take part in collectives of each micro-batch, so that all need the same
+    number of micro-batches."""
 
 
 class TimerFired(_Event, frozen=True, kw_only=True):
+    """A timer that the core set (`SetTimer`) has expired."""
+
     name: str
 
 
 class BreakerClosed(_Event, frozen=True, kw_only=True):
-    """A person has looked at what the circuit breaker holds back, and wants it to be acted on (``rackctl close-breaker``)."""
+    """An operator has looked at the verdicts that the circuit breaker holds back and wants them acted on (``rackctl
+    close-breaker``)."""
 
 
 class CostsMeasured(_Event, frozen=True, kw_only=True):
-    """What the coordinator has measured that the core sees nothing of; told when it has changed enough to matter."""
+    """Measurements of the coordinator that the core cannot make, sent when they have changed enough to matter."""
 
     step_s: float | None = None
     copy_bytes_per_s: float | None = None
     state_bytes: float | None = None
-    """Of one rank."""
+    """Bytes of state of one rank."""
     checkpoint: Step | None = None
-    """The newest step that is on disk."""
+    """The step of the newest checkpoint on disk."""
     checkpoint_every_s: float | None = None
 
 
 class PolicyAnswered(_Event, frozen=True, kw_only=True):
-    """Answer to AskPolicy. Whether it is possible is for the core to say."""
+    """Answer to AskPolicy. The core checks whether the decision is possible."""
 
     question: int
     decision: Decision | None = None
-    """None: the user's function leaves it to the default, or see ``trouble``."""
+    """None: the user's function leaves the decision to the default, or failed (see ``trouble``)."""
     trouble: str = ""
-    """It raised, returned something else, or took too long."""
+    """Why there is no usable answer: the function raised, returned another type, or took too long."""
 
 
 class RackDelivered(_Event, frozen=True, kw_only=True):
-    """The provider says that a rack is there: its agents have joined, or will."""
+    """The provider reports that a rack is there: its agents have joined or will join."""
 
     request: int
-    """`RequestRack.request`"""
+    """As `RequestRack.request`."""
     trays: tuple[TrayId, ...]
-    """Under these names."""
+    """The names of the rack's trays."""
 
 
 class RackRefused(_Event, frozen=True, kw_only=True):
-    """Nothing comes of a request: the provider says no, or it failed. Of a rack that is there already: nobody looks after it any more."""
+    """A request failed: the provider refused it or broke down. If the rack has come already, nobody manages it any
+    more."""
 
     request: int
     because: str
     failed: bool = False
-    """It raised, or its process ended: something of the rack may be there, and is to be released."""
+    """Whether the provider raised or its process ended. Parts of the rack may exist then and have to be released."""
 
 
 class RackPreempted(_Event, frozen=True, kw_only=True):
-    """The provider takes a rack back before long."""
+    """The provider announces that it will soon take a rack back."""
 
     request: int
     because: str
     trays: tuple[TrayId, ...] = ()
-    """These of it; (): all."""
+    """The trays that it takes back; (): the whole rack."""
 
 
 class DrainRequested(_Event, frozen=True, kw_only=True):
-    """A person wants nobody on a tray or a slot (``rackctl drain``)."""
+    """An operator wants a tray or a slot to be out of use (``rackctl drain``)."""
 
     request: str
-    """Its name, which every `Answer` to it bears."""
+    """Name of the request. Every `Answer` to it carries this name."""
     target: str
     because: str = ""
     wait: bool = False
-    """For spares, if there are not enough now."""
+    """Whether to wait for spares if there are too few now."""
     steps: int = 0
-    """Committed since this coordinator began, as it is told."""
+    """Steps committed since this coordinator began, as the coordinator was told."""
 
 
 class ReturnRequested(_Event, frozen=True, kw_only=True):
-    """A drained tray or slot may be used again (``rackctl return``)."""
+    """An operator allows a drained tray or slot to be used again (``rackctl return``)."""
 
     request: str
     target: str
 
 
 class SwapRequested(_Event, frozen=True, kw_only=True):
-    """A person wants a rank to go to a spare (``rackctl swap``)."""
+    """An operator wants a rank to move to a spare (``rackctl swap``)."""
 
     request: str
     rank: Rank
     to: str = ""
-    """A spare's slot; "": the best one."""
+    """Slot of the spare; "": the best spare."""
     steps: int = 0
-    """`DrainRequested.steps`"""
+    """As `DrainRequested.steps`."""
 
 
 class ShrinkRequested(_Event, frozen=True, kw_only=True):
-    """A person wants fewer ranks (``rackctl shrink``), for as long as nobody asks for more."""
+    """An operator wants fewer ranks (``rackctl shrink``) until more are requested."""
 
     request: str
     ranks: tuple[Rank, ...] = ()
-    """Who is to go, whoever has to go with them. (): see ``to``."""
+    """The ranks to remove; ranks that cannot stay without them are removed too. (): see ``to``."""
     to: int = 0
-    """So many are to stay, whichever."""
+    """How many ranks to keep, whichever they are."""
     steps: int = 0
-    """`DrainRequested.steps`"""
+    """As `DrainRequested.steps`."""
 
 
 class GrowRequested(_Event, frozen=True, kw_only=True):
-    """The world may have more ranks again (``rackctl grow``)."""
+    """An operator allows the world to have more ranks again (``rackctl grow``)."""
 
     request: str
     to: int = 0
-    """0: as many as it began with."""
+    """Number of ranks; 0: as many as the job began with."""
 
 
 class PolicyRequested(_Event, frozen=True, kw_only=True):
-    """Failures are to be answered otherwise from now on (``rackctl policy``)."""
+    """An operator changes how failures are answered from now on (``rackctl policy``)."""
 
     request: str
     policy: str | None = None
-    """As ``--policy``; None: as it is."""
+    """As ``--policy``; None: unchanged."""
     weights: str | None = None
-    """As ``--policy-weights``; None: as they are."""
+    """As ``--policy-weights``; None: unchanged."""
     trouble: str = ""
-    """Why the function that it names cannot be asked: it was loaded once."""
+    """Why the function that ``policy`` names cannot be called: functions are loaded once."""
 
 
 class DepartureAnnounced(_Event, frozen=True, kw_only=True):
-    """A tray's agent has been told to leave, as a scheduler gives notice. It goes when it is dismissed, or when its grace is over."""
+    """A tray's agent has been told to leave, for example by a scheduler's notice. It leaves when it is dismissed or its
+    grace period ends."""
 
     tray: TrayId
     because: str
     exit_code: int
-    """Of the job, if no other tray stays."""
+    """Exit code of the job if no other tray stays."""
 
 
 class StopRequested(_Event, frozen=True, kw_only=True):
-    """A person or the scheduler wants the job to end at the next step boundary (Ctrl-C, SIGTERM, ``rackctl``)."""
+    """An operator or the scheduler wants the job to end at the next step boundary (Ctrl-C, SIGTERM, ``rackctl``)."""
 
     because: str
     exit_code: int
 
 
 class JournalFailed(_Event, frozen=True, kw_only=True):
-    """A generation could not be persisted, so it must not be announced."""
+    """A generation could not be written to the journal, so it must not be announced."""
 
     because: str
 
@@ -577,5 +619,5 @@ JobEvent: TypeAlias = (
     | StopRequested
     | JournalFailed
 )
-"""Of everything else: trays, timers, people, the provider, and the coordinator itself."""
+"""All events that are not about one worker: of trays, timers, operators, the provider and the coordinator itself."""
 Event: TypeAlias = WorkerEvent | JobEvent

@@ -1,14 +1,14 @@
-"""How a GPU is, and what is to be done about it.
+"""GPU health classes, verdicts, and the response to each class.
 
-The classes, from the best to the worst, and what each asks for:
+The classes, from the best to the worst, and the response to each:
 
 ========== ======== =====================================================================================
 OK         leave    works
 APP        restart  its process failed; the GPU is fine
-UNKNOWN    swap     something nobody can interpret: keep away from it, ask the operator
-DEGRADED   swap     works, worse or not for long: replace it at a step boundary, before it dies
-FABRIC     fence    its NVLink fabric has gone: the GPU itself may be fine
-DRAIN_P2P  fence    every process that maps its memory must go, those on other trays too; then ask again
+UNKNOWN    swap     the evidence cannot be interpreted: keep away from the GPU, ask the operator
+DEGRADED   swap     works, but worse, or not for long: replace it at a step boundary, before it fails
+FABRIC     fence    its NVLink fabric is lost: the GPU itself may be fine
+DRAIN_P2P  fence    every process that maps its memory must end, those on other trays too; then check again
 RESET      fence    only a reset brings it back
 REBOOT     fence    only a reboot of its tray brings it back
 LOST       fence    it no longer answers
@@ -29,6 +29,8 @@ Scope = Literal["gpu", "tray", "peers"]
 
 
 class Health(Enum):
+    """Health class of a GPU, from the best to the worst; the module's docstring explains each."""
+
     OK = "ok"
     APP = "app"
     UNKNOWN = "unknown"
@@ -41,34 +43,37 @@ class Health(Enum):
 
 
 class Response(Enum):
+    """What is done with the process on a GPU."""
+
     LEAVE = "leave"
     RESTART = "restart"
-    """Its process has lost its CUDA context: start it again, on the same GPU."""
+    """The process has lost its CUDA context: start it again on the same GPU."""
     SWAP = "swap"
-    """At a step boundary; at once where its process is dead anyway."""
+    """Replace the GPU at a step boundary; at once if its process is dead anyway."""
     FENCE = "fence"
-    """Now."""
+    """Take the GPU out of use now."""
 
 
 SEVERITY: dict[Health, int] = {health: rank for rank, health in enumerate(Health)}
+"""Rank of each class by severity: 0 for `Health.OK`, larger is worse."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was seen."""
+    """One observation about a GPU."""
 
     at_ms: int
     source: str
-    """``nvml``, ``kernel log``."""
+    """Where it was observed: ``nvml`` or ``kernel log``."""
     what: str
     health: Health
-    """What it alone would make of the GPU."""
+    """The health class that this observation alone implies."""
     fabric: bool = False
-    """It may be the switch's doing as well as the GPU's."""
+    """Whether the NVLink switch may be the cause as well as the GPU."""
     scope: Scope = "gpu"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU's health has changed, or its process is to be started again. Carries its reasons."""
+    """A GPU's health has changed, or the process on it has to be restarted; with the evidence."""
 
     at_ms: int
     uuid: str
@@ -77,15 +82,17 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     response: Response
     scope: Scope
     repair: str
-    """What brings the GPU back; empty where nothing is needed."""
+    """What brings the GPU back; "": nothing is needed."""
     evidence: tuple[Evidence, ...]
 
     @property
     def fabric(self) -> bool:
+        """Whether the NVLink switch may have caused the evidence that decides the health class."""
         return any(one.fabric for one in self.evidence if one.health is self.health)
 
     @property
     def reasons(self) -> str:
+        """The observations behind the verdict, as text."""
         return "; ".join(f"{one.what} ({one.source})" for one in self.evidence) or "nothing wrong"
 
     def __str__(self) -> str:
@@ -107,15 +114,15 @@ _RESPONSES: dict[Health, tuple[Response, Scope, str]] = {
 
 
 def response_to(health: Health) -> tuple[Response, Scope, str]:
-    """What to do, with what, and what brings it back."""
+    """Return the response to a health class, the scope that it affects, and how to repair the GPU."""
     return _RESPONSES[health]
 
 
 def health_of_action(action: int) -> Health:
-    """The class of a recovery action (field 230, Xid 154).
+    """Return the health class of a GPU recovery action (NVML field 230, Xid 154).
 
-    Value 5 was GPU_RESET_BUS before it became RECOVER_IMEX_DOMAIN, so nothing above 4 is acted on by itself: 5 is taken
-    for the fabric's, and all else for unknown.
+    Value 5 was GPU_RESET_BUS before it became RECOVER_IMEX_DOMAIN, so no value above 4 is acted on by itself: 5 counts
+    as FABRIC, and every other value as UNKNOWN.
     """
     known = {0: Health.OK, 1: Health.RESET, 2: Health.REBOOT, 3: Health.DRAIN_P2P, 4: Health.DEGRADED, 5: Health.FABRIC}
     return known.get(action, Health.UNKNOWN)

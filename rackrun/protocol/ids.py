@@ -1,7 +1,7 @@
-"""The names of things: who is who in a job. Plain values, compared and stored everywhere.
+"""Identifiers of ranks, steps, generations, slots, trays and snapshots: plain values, compared and stored everywhere.
 
-Values are ``gc=False`` in the core: frozen, and made of values, they can be in no cycle, and a large world has very many of them. The
-collector would go through all of them again and again.
+The core's value types are ``gc=False``. They are frozen and made of values, so they cannot be part of a reference
+cycle. A large world has very many of them, and the garbage collector would visit all of them again and again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ __all__ = [
 Rank = NewType("Rank", int)
 Step = NewType("Step", int)
 Generation = NewType("Generation", int)
-"""One membership of the world. Monotone, persisted before anyone is told: the fencing token."""
+"""One membership of the world: the fencing token. It only grows, and is on disk before it is announced."""
 Incarnation = NewType("Incarnation", int)
-"""One start of one worker process. Monotone over the whole job, so a late message names its sender."""
+"""One start of one worker process. It only grows over the whole job, so a late message identifies its sender."""
 TrayId = NewType("TrayId", str)
 SlotId = NewType("SlotId", str)
-"""A place for one worker, ``tray/index``, such as ``tray-03/1``. Its index is LOCAL_RANK for life."""
+"""A place for one worker, ``tray/index``, such as ``tray-03/1``. The index is the worker's LOCAL_RANK and never
+changes."""
 
 
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -50,10 +51,11 @@ class Position(msgspec.Struct, frozen=True, order=True, array_like=True, gc=Fals
 
 
 BEGIN = Position(-1, 0)
-"""Before the first step: nothing is committed."""
+"""The position before the first step: nothing is committed."""
 
 
 def slot_id(tray: TrayId, index: int) -> SlotId:
+    """Return the id of the slot with this index in a tray."""
     return SlotId(f"{tray}/{index}")
 
 
@@ -61,26 +63,30 @@ _STEP_BITS = 40
 
 
 def snapshot_id(layout: Generation, step: Step) -> Step:
-    """What a snapshot is called everywhere but in plans. ``layout``: the generation in which the ranks got the shards that they
-    have; 0 until they are cut anew. Snapshots of one step in two layouts are two things."""
+    """Return the id that a snapshot has everywhere except in plans.
+
+    ``layout`` is the generation in which the ranks received the shards that they hold; 0 until the state is sharded
+    anew. Snapshots of one step in two layouts have different ids.
+    """
     return Step((layout << _STEP_BITS) + step)
 
 
 def step_in(layout: Generation, snapshot: Step) -> Step | None:
-    """The step of a snapshot in this layout; None for one in another."""
+    """Return the step of a snapshot id if it belongs to ``layout``, else None."""
     return Step(snapshot - (layout << _STEP_BITS)) if snapshot >> _STEP_BITS == layout else None
 
 
 def step_of(snapshot: Step) -> Step:
-    """The step of a snapshot, for people: in whatever layout."""
+    """Return the step of a snapshot id, in whatever layout, for messages to people."""
     return Step(snapshot & ((1 << _STEP_BITS) - 1))
 
 
 def steps_in(layout: Generation, snapshots: Iterable[Step]) -> tuple[Step, ...]:
-    """The steps of those in this layout."""
+    """Return the steps of those snapshot ids that belong to ``layout``, in the given order."""
     before = layout << _STEP_BITS
     return tuple([Step(snapshot - before) for snapshot in snapshots if snapshot >> _STEP_BITS == layout])
 
 
 def tray_of(slot: SlotId) -> TrayId:
+    """Return the tray that a slot belongs to."""
     return TrayId(slot.rpartition("/")[0])

@@ -1,4 +1,4 @@
-"""What the core is told when a job begins."""
+"""The core's configuration of a job, fixed when the job begins."""
 
 from __future__ import annotations
 
@@ -14,58 +14,68 @@ SlowRanks: TypeAlias = Literal["notice", "swap", "shift", "swap,shift", "off"]
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's options as the core uses them. Times end in ``_ms`` (milliseconds) or ``_s`` (seconds)."""
+
     trays_min: int
     """Trays that must have joined before the world is formed (``--nnodes MIN:MAX``)."""
     trays_max: int
     spares: int
-    """Slots held back, out of those that exist. WORLD_SIZE is the rest."""
+    """Number of existing slots that are held back as spares. WORLD_SIZE is the number of the others."""
     mesh: tuple[tuple[str, int], ...] = ()
-    """Axes and sizes, in order (``--mesh``); their product is WORLD_SIZE, and what is left over waits. () : one axis over all."""
+    """Axes and sizes, in order (``--mesh``). Their product is WORLD_SIZE, and slots beyond it wait. (): one axis over
+    all ranks."""
     cross_clique: bool = False
-    """Let a group that belongs into one NVLink clique go on over the network, where no clique has room for it."""
+    """Whether a group that belongs in one NVLink clique may continue over the network if no clique has room for it."""
     pause_timeout_ms: int = 60_000
-    """Ranks that have not paused for a planned swap after this long are not waited for: the swap is made as after a loss."""
+    """How long to wait for ranks to pause for a planned swap. After that the swap is done as after a loss."""
     slow_ranks: SlowRanks = "notice"
-    """What is done about a rank that is slower than its peers for long: it is said; it is replaced too; it gets fewer micro-batches;
-    replaced, and until then fewer; nobody looks."""
+    """What is done about a rank that is persistently slower than its peers.
+
+    ``notice``: it is reported. ``swap``: it is also replaced. ``shift``: it gets fewer micro-batches. ``swap,shift``:
+    it is replaced, and gets fewer micro-batches until then. ``off``: slow ranks are not looked for.
+    """
     snapshot_copies: Literal["local", "mirror", "xor", "rs"] = "mirror"
-    """What other trays keep of snapshots."""
+    """What other trays keep of snapshots: nothing, a copy, XOR parity or Reed-Solomon parity."""
     set_size: int = 8
-    """Members of a set (``xor``, ``rs``), where there are as many trays."""
+    """Number of members of a set (``xor``, ``rs``), if there are that many trays."""
     set_parity: int = 1
-    """Of which so many may be lost at once."""
+    """Number of members of a set that may be lost at once."""
     min_ranks: int = 0
-    """How far the world may shrink when nobody takes lost ranks over (``--min-ranks``); 0: not at all."""
+    """Smallest number of ranks to which the world may shrink when nobody takes over lost ranks (``--min-ranks``); 0: it
+    never shrinks."""
     max_restarts: int = 3
-    """Restarts of the whole world (plain scripts, a failure before the first step, state lost). Swaps do not count."""
+    """How many times the whole world may restart (plain scripts, a failure before the first step, lost state). Swaps do
+    not count."""
     start_over: bool = False
-    """When the last copy of some state is lost: begin again, from the newest checkpoint on disk or from step 0. Else the job stops, unless it has just begun."""
+    """Whether the job begins again when the last copy of some state is lost, from the newest checkpoint on disk or from
+    step 0. If not, the job stops, unless it has just begun."""
     join_timeout_ms: int = 600_000
-    """From the start until ``trays_min`` have joined; then the job stops with a reason."""
+    """How long to wait from the start until ``trays_min`` trays have joined. After that the job stops with a reason."""
     last_call_ms: int = 1_000
-    """With ``trays_min`` joined, how long to wait for more."""
+    """How long to wait for more trays once ``trays_min`` have joined."""
     gather_ms: int = 5
-    """Faults within this time of the first are one decision. Survivors are broken at once, without waiting for it."""
+    """Faults within this time of the first are handled as one. Survivors are broken at once, without waiting for it."""
     park_timeout_ms: int = 5_000
     """A worker that does not answer BreakGeneration for this long is fenced."""
     resume_timeout_ms: int = 30_000
     """A member that has not resumed after this long is fenced."""
     reenter_timeout_ms: int = 300_000
-    """The same where all enter ``main`` again, which may take as long as a start."""
+    """As ``resume_timeout_ms``, when all ranks enter ``main`` again, which may take as long as a start."""
     no_progress_max: int = 8
-    """Recoveries in a row without one committed step before the job stops."""
+    """Number of consecutive recoveries without a committed step after which the job stops."""
     rules: Rules = Rules()
     """Which rungs may be taken (``--policy``)."""
     weights: Weights = Weights()
     policy_function: str = ""
-    """``module:function`` that is asked first (`AskPolicy`); "": nobody is."""
+    """``module:function`` that is asked first (`AskPolicy`); "": none."""
     repair_patience_ms: int = 0
-    """How long all stand still for hardware to come back or to be added, where no spare and no free slot is left."""
+    """How long all ranks wait for hardware to come back or to be added when there is neither a spare nor a free
+    slot."""
     provider: str = ""
-    """Who is asked for other racks (`RequestRack`); "": nobody."""
+    """The provider that is asked for more racks (`RequestRack`); "": none."""
     provider_expected_s: float | None = None
-    """How long that takes, as the provider says."""
+    """How long a request takes according to the provider. None: it does not say."""
     acquire_timeout_ms: int = 3_600_000
-    """A request that has brought nothing for so long is taken back."""
+    """A request that has not brought a rack for this long is withdrawn."""
     rack_join_ms: int = 120_000
-    """So long after a rack is said to be there its trays must have joined."""
+    """How long a delivered rack's trays may take to join."""

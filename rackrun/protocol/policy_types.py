@@ -1,6 +1,7 @@
-"""What a policy is shown, and what it answers: `Failure`, `ClusterView`, `Decision`. `rackrun.policy` gives them to the user.
+"""The types that a policy function receives and returns: `Failure`, `ClusterView`, `Decision`.
 
-A view holds facts and measured costs only; what each rung would cost is made of it by `rackrun.core.policy.rungs`.
+`rackrun.policy` exports them to users. A view holds only facts and measured costs; `rackrun.core.policy.rungs` computes
+from it what each rung would cost.
 """
 
 from __future__ import annotations
@@ -31,221 +32,235 @@ __all__ = [
 
 
 class Rung(Enum):
-    """The answers to a failure, from the lightest to the heaviest: of two that cost the same, the first is taken."""
+    """The answers to a failure, from the lightest to the heaviest. If two cost the same, the first of them is taken."""
 
     ABSORB = "absorb"
-    """Nobody is lost: the step is done again in place."""
+    """No rank is lost: repeat the step in place."""
     SWAP = "swap"
-    """Spares that are ready take the lost ranks over."""
+    """Spares that are ready take over the lost ranks."""
     MOVE = "move"
-    """So do they, and the living rest of a bound group moves with its lost member into another NVLink clique."""
+    """As SWAP, and the living members of a lost rank's bound group move with it to another NVLink clique."""
     ACQUIRE = "acquire"
-    """Ask a provider for another rack. All stand still until it has come, or go on as after a shrink meanwhile (`Decision.meanwhile`)."""
+    """Ask a provider for another rack. Until it comes, all ranks wait, or train on as after a shrink
+    (`Decision.meanwhile`)."""
     SHRINK = "shrink"
     """Go on without the lost ranks, with the same global batch, and grow again when workers can join."""
     WAIT = "wait"
-    """All stand still until a spare is ready or a tray has come, then swap; up to a deadline."""
+    """All ranks wait, up to a deadline, until a spare is ready or a tray has come. Then swap."""
     RESTART = "restart"
-    """Every rank begins again, from the newest checkpoint on disk, or from step 0."""
+    """Every rank begins again from the newest checkpoint on disk, or from step 0."""
     STOP = "stop"
-    """The job ends, with the reason."""
+    """End the job with the reason."""
 
 
 class Whose(Enum):
-    """Whose fault it is taken for."""
+    """What a failure is attributed to."""
 
     USER = "user"
-    """The script's: the same error, at the same step, on other hardware. Trying again would only fail again."""
+    """The script: the same error occurred at the same step on other hardware. Another attempt would fail again."""
     HARDWARE = "hardware"
-    """What nobody can tell apart is taken for the hardware's, the first exception of a script too."""
+    """The hardware. Failures whose cause cannot be told apart count as this, including the first exception of a
+    script."""
     NETWORK = "network"
     STORAGE = "storage"
     PREEMPTION = "preemption"
-    """Somebody wants the machine: SIGTERM from outside."""
+    """Somebody else wants the machine: SIGTERM from outside."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What has happened since the last plan, as one."""
+    """Everything that went wrong since the last plan, as one failure."""
 
     what: str
-    """``ranks 2, 3 lost (SIGKILL)``."""
+    """Short description: ``ranks 2, 3 lost (SIGKILL)``."""
     whose: Whose = Whose.HARDWARE
     ranks: tuple[Rank, ...] = ()
-    """Lost; () when nobody is: a stall, or a connection that broke."""
+    """Lost ranks; (): none is lost, as in a stall or after a broken connection."""
     slots: tuple[SlotId, ...] = ()
-    """Where they were, in the order of ``ranks``."""
+    """Where the lost ranks ran, in the order of ``ranks``."""
     evidence: tuple[str, ...] = ()
-    """What is known of each: ``rank 2 on tray-0/2: SIGKILL``."""
+    """What is known about each lost rank: ``rank 2 on tray-0/2: SIGKILL``."""
     planned: bool = False
-    """All stood between two steps when the rank was taken out: no step is done again."""
+    """Whether all ranks stood between two steps when the rank was taken out, so that no step is computed again."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured in this job, each the median of the last few. None: not yet, and `Priors` stand in."""
+    """Costs measured in this job, each the median of its last few values. None: not measured yet; `Priors` is used
+    instead."""
 
     step_s: float | None = None
     regroup_s: float | None = None
-    """From a plan that restores nothing until every rank computes again."""
+    """Seconds from a plan that restores nothing until every rank computes again."""
     takeover_s: float | None = None
-    """The same of a plan in which ranks got their state from peers or snapshots, all in."""
+    """As ``regroup_s``, for a plan in which ranks received their state from peers or snapshots; the total."""
     copy_bytes_per_s: float | None = None
-    """Of state, from one tray to another."""
+    """Rate at which state is copied from one tray to another."""
     state_bytes: float | None = None
-    """Of one rank."""
+    """Bytes of state of one rank."""
     start_s: float | None = None
-    """Of a worker, until it stands at its first step."""
+    """Seconds from a worker's start until it is ready for its first step."""
     repair_s: float | None = None
-    """From the loss of a tray until it has come back."""
+    """Seconds from the loss of a tray until it has come back."""
     acquire_s: float | None = None
-    """From a request for a rack until the first of its trays has joined."""
+    """Seconds from a request for a rack until the first of its trays has joined."""
     checkpoint_age_s: float | None = None
-    """Training time since the newest checkpoint on disk; None: there is none."""
+    """Seconds of training since the newest checkpoint on disk; None: there is none."""
     checkpoint_every_s: float | None = None
 
 
 class Priors(msgspec.Struct, frozen=True, kw_only=True):
-    """What an unknown cost is taken for."""
+    """Values that are used for costs that have not been measured."""
 
     step_s: float = 1.0
     regroup_s: float = 1.0
     copy_bytes_per_s: float = 1e9
     load_bytes_per_s: float = 2.5e8
-    """Of one rank, from disk. Never measured yet."""
+    """Rate at which one rank loads from disk. Never measured yet."""
     state_bytes: float = 1e9
     start_s: float = 30.0
     repair_s: float = 1800.0
-    """A tray that reboots."""
+    """Time in which a tray reboots."""
     acquire_s: float = 600.0
-    """A rack from a batch system's queue that is not full. A provider that knows better says so."""
+    """Time to get a rack from a batch system whose queue is not full. A provider with a better estimate overrides
+    it."""
     relaunch_s: float = 3600.0
-    """Until somebody starts a stopped job again."""
+    """Time until a stopped job is started again."""
     mtbf_gpu_s: float = 1.8e8
     """50,000 hours: 419 interruptions of 16,384 GPUs in 54 days (The Llama 3 Herd of Models, section 3.3.4)."""
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts how much; each loss is in GPU-seconds."""
+    """Weights of the three losses that a decision minimizes; each loss is in GPU-seconds."""
 
     goodput: float = 1.0
-    """Of ranks, times the time in which they do nothing new."""
+    """Weight of ranks multiplied by the time in which they do nothing new."""
     cost: float = 0.0
-    """Of all GPUs that are held, spares too, in that time. A job that has stopped holds none."""
+    """Weight of all GPUs that the job holds in that time, spares included. A stopped job holds none."""
     resilience: float = 1.0
-    """What the next failure is expected to cost more, because no spare is left."""
+    """Weight of the extra cost that the next failure is expected to have because no spare is left."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user has said of the rungs. Both empty: the cheapest of all."""
+    """The user's rules about rungs. If both ``order`` and ``never`` are empty, the cheapest rung is taken."""
 
     order: tuple[Rung, ...] = ()
-    """The first of these that is possible is taken. `Rung.ABSORB` comes before and `Rung.STOP` after them unless they are named."""
+    """The first possible rung of this list is taken. `Rung.ABSORB` comes first and `Rung.STOP` last unless the list
+    names them."""
     never: tuple[Rung, ...] = ()
-    """The cheapest of the others."""
+    """Rungs that are not taken; the cheapest of the others is."""
     meanwhile: Literal["", "wait", "train"] = ""
-    """`Decision.meanwhile`, when the order comes to `Rung.ACQUIRE`."""
+    """`Decision.meanwhile` if the order leads to `Rung.ACQUIRE`."""
 
 
 class TrayNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A tray at the moment of a decision."""
+
     tray: TrayId
     host: str
     slots: int
     clique: str = ""
-    """Its NVLink clique; "": nobody has told."""
+    """The tray's NVLink clique; "": not known."""
     unusable: tuple[SlotId, ...] = ()
-    """Where nobody may be started, and no rank may come: unfit, judged bad, or quarantined."""
+    """Slots in which no worker may be started and to which no rank may move: unfit, judged bad, or quarantined."""
 
 
 class RankNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A rank at the moment of a decision."""
+
     rank: Rank
     slot: SlotId
     alive: bool
 
 
 class SpareNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A spare at the moment of a decision."""
+
     slot: SlotId
     state: Literal["ready", "starting", "unfit"]
 
 
 class ProviderNow(msgspec.Struct, frozen=True, kw_only=True):
-    """Who gives the job other racks (``--provider``), and what has been asked of it."""
+    """The provider of further racks (``--provider``) and the state of requests to it."""
 
     expected_s: float | None = None
-    """How long a request takes, as it says itself."""
+    """How long a request takes, according to the provider."""
     asked_s: float | None = None
-    """Since the request that is out; None: none is."""
+    """Seconds since the pending request was made; None: no request is pending."""
     came: bool = False
-    """A rack has come, and its workers are starting, or can be started."""
+    """Whether a rack has come and its workers are starting or can be started."""
     patience_s: float = 3600.0
-    """How long the next of these is waited for: the rack, its trays, its workers."""
+    """How long the next stage is waited for: the rack, its trays, or its workers."""
     why_not: str = ""
-    """Why it is not asked now."""
+    """Why the provider is not asked now."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
-    """The job at the moment of a decision: all living ranks have parked, with their state."""
+    """The job at the moment of a decision, when all living ranks have parked with their state."""
 
     world_size: int
     generation: Generation = Generation(0)
-    """The one that the decision begins."""
+    """The generation that the decision begins."""
     step: int = -1
-    """The last that is committed."""
+    """The last committed step."""
     mesh: tuple[tuple[str, int], ...] = ()
     trays: tuple[TrayNow, ...] = ()
     ranks: tuple[RankNow, ...] = ()
     spares: tuple[SpareNow, ...] = ()
     usable_slots: int = 0
-    """Of living trays, those of ranks that live too."""
+    """Usable slots of living trays, including those of living ranks."""
     returning_slots: int = 0
-    """Of lost trays whose agents are started again."""
+    """Slots of lost trays whose agents are being started again."""
 
     takeovers: dict[Rank, SlotId] = {}
-    """Who takes each lost rank over, if it is to be now; {}: nobody is lost, or nobody can."""
+    """The slot of the spare that would take over each lost rank now; {}: no rank is lost, or no takeover is
+    possible."""
     uprooted: dict[Rank, SlotId] = {}
-    """Living ranks that would have to move with them."""
+    """Living ranks that would have to move with them, and the slots they would move to."""
     moved: tuple[Rank, ...] = ()
-    """Those that were taken out of their seats to move, and wait now for the takeover."""
+    """Living ranks that have already left their slots in order to move, and now wait for the takeover."""
     short: int = 0
-    """So many workers more have to be ready before all lost ranks can be taken over."""
+    """How many more workers have to be ready before all lost ranks can be taken over."""
     coming: int = 0
-    """So many are starting, or can be started now."""
+    """How many workers are starting or can be started now."""
     hoped: int = 0
-    """Slots whose GPU is not fit now, which may pass by itself, and ``returning_slots``."""
+    """Number of slots whose GPU is unfit for a reason that may pass by itself, plus ``returning_slots``."""
     why_short: str = ""
     rollback_steps: int | None = 0
-    """Steps that all compute again if state comes from memory; None: no copy of some state is left there."""
+    """Number of steps that all ranks compute again if state is restored from memory; None: no copy of some state is
+    left in memory."""
     may_begin_again: bool = False
-    """A restart is allowed: there is a checkpoint or the user lets it begin at step 0, or nothing would be lost by it."""
+    """Whether a restart is allowed: there is a checkpoint, the user allows a restart from step 0, or nothing would be
+    lost."""
     shrink_to: int = 0
-    """So many ranks can go on without the lost ones; 0: see ``why_no_shrink``."""
+    """Number of ranks that can go on without the lost ones; 0: none, see ``why_no_shrink``."""
     why_no_shrink: str = "the number of ranks is fixed (--min-ranks 0)"
     exact: bool = False
-    """Losses and weights have the same bits on any number of ranks (``reduction="exact"``). Without, a shrink is the default's choice
-    only where nothing that keeps the bits is left."""
+    """Whether losses and weights have the same bits on any number of ranks (``reduction="exact"``). If not, the default
+    policy shrinks only when no rung that keeps the bits is left."""
     placeable: bool = True
-    """All ranks find slots for a restart, with their bound groups inside NVLink cliques."""
+    """Whether all ranks find slots for a restart, with their bound groups inside NVLink cliques."""
     restarts_left: int = 0
 
     waited_s: float = 0.0
-    """Since the break."""
+    """Seconds since the generation was broken."""
     start_patience_s: float = 600.0
-    """How long workers that come are waited for, and GPUs that may become fit (``join_timeout``)."""
+    """How long starting workers, and GPUs that may become fit, are waited for (``join_timeout``)."""
     repair_patience_s: float = 0.0
     """How long other hardware is waited for (``--wait-for-hardware``)."""
     provider: ProviderNow | None = None
     absorbs: int = 0
-    """How often this step was done again in place already."""
+    """How many times this step has already been repeated in place."""
     recoveries: int = 0
-    """So far in this job."""
+    """Number of recoveries in this job so far."""
     costs: Costs = Costs()
 
     @property
     def comes_by_itself(self) -> bool:
-        """No hardware has to come or to come back before all lost ranks can be taken over."""
+        """Whether all lost ranks can be taken over without any new or returning hardware."""
         return self.coming + self.hoped >= self.short
 
     @property
     def checkpoint(self) -> bool:
-        """There is one on disk."""
+        """Whether there is a checkpoint on disk."""
         return self.costs.checkpoint_age_s is not None
 
 
@@ -254,13 +269,14 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     rung: Rung
     why_not: str = ""
-    """Why it is impossible; "": it is possible."""
+    """Why the rung is impossible; "": it is possible."""
     cost_gpu_s: float = 0.0
-    """Predicted, weighted. 0 where it is impossible."""
+    """Predicted, weighted cost in GPU-seconds; 0 if the rung is impossible."""
     figures: dict[str, float] = {}
-    """What that was made of: seconds for all ranks (``*_s``), and weighted GPU-seconds (``*_gpu_s``)."""
+    """The terms of the cost: seconds for all ranks (``*_s``) and weighted GPU-seconds (``*_gpu_s``)."""
     meanwhile: Literal["", "wait", "train"] = ""
-    """Of `Rung.ACQUIRE`: which of the two this is, the cheaper one unless the other was asked for."""
+    """For `Rung.ACQUIRE`: what the ranks do until the rack comes. It is the cheaper choice unless the other was
+    requested."""
 
     @property
     def possible(self) -> bool:
@@ -268,26 +284,28 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done. A user's policy gives the rung, and a reason for people; all else is filled in."""
+    """What is to be done. A user's policy sets the rung and a reason for people; the core fills in the rest."""
 
     rung: Rung
     reason: str = ""
     targets: dict[Rank, SlotId] = {}
-    """Who takes which rank over. {}: as `ClusterView.takeovers`, which is the only other thing that is possible."""
+    """The slot that takes over each rank. {}: as `ClusterView.takeovers`, which is the only other value that is
+    possible."""
     deadline_s: float = 0.0
-    """Of a wait, from now; 0: as long as is allowed."""
+    """How long to wait from now, for `Rung.WAIT`; 0: as long as allowed."""
     meanwhile: Literal["", "wait", "train"] = ""
-    """Of `Rung.ACQUIRE`: until the rack has come all stand still, or go on without the lost ranks, as after a shrink. "": what costs
-    less."""
+    """For `Rung.ACQUIRE`: until the rack has come all ranks ``wait``, or ``train`` on without the lost ranks, as after
+    a shrink. "": whichever costs less."""
     cost_gpu_s: float = 0.0
-    """Predicted."""
+    """Predicted cost in weighted GPU-seconds."""
     figures: dict[str, float] = {}
     options: tuple[Option, ...] = ()
-    """All rungs, as they were seen."""
+    """All rungs, as they were evaluated."""
     by: str = "default"
-    """Or ``order`` (a list of rungs), ``user`` (a function), ``rule`` (there was no choice)."""
+    """What decided: ``default``, ``order`` (a list of rungs), ``user`` (a function), or ``rule`` (there was no
+    choice)."""
 
     @property
     def is_last(self) -> bool:
-        """Nothing but a stop is possible."""
+        """Whether no rung but a stop is possible."""
         return not any(option.possible for option in self.options if option.rung is not Rung.STOP)

@@ -1,6 +1,7 @@
-"""Messages as bytes: msgpack with a type tag, the same between coordinator and agent and between agent and worker.
+"""Encoding of messages as msgpack with a type tag, for coordinator and agent and for agent and worker alike.
 
-Nothing is ever unpickled. `PROTOCOL` is compared when an agent connects; another version is refused with both named.
+Nothing is ever unpickled. `PROTOCOL` is compared when an agent connects; an agent with another version is refused, with
+both versions named.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 PROTOCOL = 2
+"""Version of the messages."""
 
 
 class _Telemetry(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
@@ -40,29 +42,33 @@ class _Telemetry(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field=
 
 
 class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
-    """This rank saw the gate of a step or phase pass. For the ledger, the status line and the report; not for the core."""
+    """This rank saw the gate of a step or phase pass. For the ledger, the status line and the report; not for the
+    core."""
 
     attempt: int = 0
     seconds: float = 0.0
-    """From the unit's first attempt to its gate on this rank."""
+    """Seconds from the unit's first attempt to its gate on this rank."""
     own: float = 0.0
-    """Of these, what this rank did not wait for others; 0 when that is not known."""
+    """The part of ``seconds`` in which this rank did not wait for others; 0: not known."""
     passes: int = 0
-    """Micro-batches that it computed in the committed attempt, ghosts included."""
+    """Number of micro-batches that this rank computed in the committed attempt, ghosts included."""
     in_passes: float = 0.0
-    """Of ``own``, what these took: the rest is the same however many they are."""
+    """The part of ``own`` that the micro-batches took. The rest does not depend on their number."""
     meets: bool = False
-    """Ranks with different samples met in a micro-batch before the last (`rackrun.worker.batch.microbatch_collectives`)."""
+    """Whether ranks with different samples took part in a collective in a micro-batch before the last
+    (`rackrun.worker.batch.microbatch_collectives`)."""
     gate: tuple[float, ...] = ()
     ids: bytes = b""
     """Sample ids that the loader delivered in the committed attempt: int64, little endian, in order of delivery."""
     stages: dict[str, float] = {}
-    """Of the recovery before it: `rackrun.worker.membership.recovery_stages`."""
+    """Seconds of each stage of the recovery before this unit (`rackrun.worker.membership.recovery_stages`)."""
 
 
 class UnitSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
-    """The last words of a worker that died in or after a gate and has told of no commit, read from its heartbeat page by its
-    agent. The unit counts if the next plan says that it is committed."""
+    """A unit of a worker that died in or after its gate without reporting a commit.
+
+    The agent reads it from the worker's heartbeat page. The unit counts if the next plan says that it is committed.
+    """
 
     slot: SlotId
     incarnation: Incarnation
@@ -72,47 +78,51 @@ class UnitSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field=
 
 
 class StateCopied(_Telemetry, frozen=True, kw_only=True):
-    """A copy of this rank's state after step ``at`` was made, used, or could not be. For the metrics; not for the core."""
+    """A copy of this rank's state after step ``at`` was made, was used, or failed. For the metrics; not for the
+    core."""
 
     kind: str
-    """``snapshot``; ``copy`` (of a snapshot, on another tray); ``checkpoint`` (on disk); ``resume`` (from one)."""
+    """``snapshot``; ``copy`` (of a snapshot, on another tray); ``checkpoint`` (on disk); ``resume`` (from a
+    checkpoint)."""
     outcome: str = "done"
-    """Or ``failed``; of a checkpoint also ``passed_over`` (an older one was being written) and ``not_used`` (by a resumption)."""
+    """``done`` or ``failed``; for a checkpoint also ``passed_over`` (an older one was being written) or ``not_used``
+    (by a resumption)."""
     bytes: int = 0
-    """Of this rank's part."""
+    """Size of this rank's part, in bytes."""
     seconds: float = 0.0
-    """Of a snapshot: what it took from training; else from its begin to its end."""
+    """For a snapshot: the training time that it took; otherwise its duration from begin to end."""
 
 
 class FillerTold(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
-    """A filler has started, goes on, or is gone with all that it had started. For the metrics and the report; not for the core."""
+    """A filler has started, still runs, or has ended with all processes that it started. For the metrics and the
+    report; not for the core."""
 
     slot: SlotId
     incarnation: Incarnation
-    """Of the spare beside which it runs."""
+    """Incarnation of the spare beside which the filler runs."""
     start: int
-    """Which one in that slot, from 1; an agent that is started again counts afresh."""
+    """Number of this start in the slot, from 1. The count begins anew when the agent is started again."""
     state: str
-    """``running``, ``ended``; ``given up``: ended, and not started there again."""
+    """``running``, ``ended``, or ``given up`` (ended, and not started there again)."""
     seconds: float
-    """Since its start."""
+    """Seconds since the filler's start."""
     cpu_s: float
-    """Processor time, of all its processes."""
+    """Processor time of all its processes, in seconds."""
     because: str = ""
-    """Why it is gone."""
+    """Why the filler ended."""
     gone_s: float | None = None
-    """From when it had to go until nobody of it was left; None where it went by itself."""
+    """Seconds from the moment it had to end until none of its processes was left; None: it ended by itself."""
 
 
 class Logged(_Telemetry, frozen=True, kw_only=True):
-    """``run.log(...)``. The launcher prints one line a step, in order, whoever sends it first."""
+    """Values of ``run.log(...)``. The launcher prints one line per step, in order, whichever rank sends first."""
 
     values: dict[str, float | int | str]
 
 
 Telemetry: TypeAlias = UnitCommitted | UnitSealed | StateCopied | FillerTold | Logged
 Upward: TypeAlias = Event | UnitCommitted | UnitSealed | StateCopied | FillerTold | Logged
-"""Whatever travels from worker to agent to coordinator."""
+"""Every message that travels from worker to agent to coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()
 _upward: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Upward)
@@ -120,7 +130,10 @@ _command: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(WorkerCommand)
 
 
 def encode(message: Upward | WorkerCommand) -> bytes:
-    """Whatever text and numbers are in ``message``: what cannot be sent as it is (`rackrun.protocol.encodable`) is sent as what comes closest."""
+    """Return ``message`` as msgpack, whatever text and numbers it holds.
+
+    Values that cannot be sent unchanged are replaced by the closest values that can (`rackrun.protocol.encodable`).
+    """
     try:
         return _encoder.encode(message)
     except (ValueError, OverflowError, TypeError):  # UnicodeEncodeError is a ValueError
@@ -128,13 +141,13 @@ def encode(message: Upward | WorkerCommand) -> bytes:
 
 
 def decode_upward(data: bytes) -> Upward:
-    """Raises `msgspec.MsgspecError`, and nothing else, on anything else."""
+    """Decode a message to the coordinator. Raises `msgspec.MsgspecError`, and no other error, on invalid data."""
     message: Upward = _decode(_upward, data)
     return message
 
 
 def decode_command(data: bytes) -> WorkerCommand:
-    """Raises `msgspec.MsgspecError`, and nothing else, on anything else."""
+    """Decode a command to a worker. Raises `msgspec.MsgspecError`, and no other error, on invalid data."""
     message: WorkerCommand = _decode(_command, data)
     return message
 

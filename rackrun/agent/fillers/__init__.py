@@ -1,1 +1,1 @@
-"""Other work on idle GPUs, and how it is stopped."""
+"""Fillers: other work that runs beside waiting spares, and how it is stopped."""

@@ -1,8 +1,8 @@
-"""Fillers: a command of low priority beside every spare that waits, gone when the spare is needed.
+"""Fillers: a low-priority command beside every waiting spare, which ends when the spare is needed.
 
-Each runs below a process of its own (`rackrun.agent.fillers.filler_supervisor`), which ends it and all that it has started. This is the agent's side: when one
-starts, when it has to go, and what it has used. Nobody waits for anything here; a filler that its cage does not get rid of in
-time is killed from here, with its cage.
+Each runs below a supervisor process (`rackrun.agent.fillers.filler_supervisor`), which ends it and everything that it
+has started. This module is the agent's side: it decides when a filler starts and ends, and records what it has used.
+Nothing here blocks. A filler that its supervisor does not end in time is killed from here, with its supervisor.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from rackrun.topology.placement.rank_environment import Binding
 __all__ = ["CAGE", "HOLD_S", "LATE_S", "MARK", "Fillers"]
 
 MARK = "RACKRUN_FILLER"
-"""Environment variable of a filler and all that it starts: its slot, the spare's incarnation, and which start beside it."""
+"""Environment variable of a filler and all its descendants: its slot, the spare's incarnation, and the number of this
+start."""
 LATE_S = 0.15
-"""What a cage may need beyond a filler's time before we end the filler ourselves."""
+"""Seconds beyond a filler's grace time that its supervisor may need before the agent ends the filler itself."""
 HOLD_S = 0.25
-"""A filler is stopped at once when its spare is needed, and told only after this: a recovery has the processors for itself."""
+"""A filler is stopped at once when its spare is needed, and told to end only after this many seconds, so that a
+recovery has the processors."""
 _AGAIN_S = 0.05
 _STOP_S = 10.0
 _LOOK_S = 0.01
-"""Between two looks for what a killed cage has left; each wait is longer by this, up to twenty times."""
+"""Seconds between two looks for what a killed supervisor has left. Each wait is longer by this, up to twenty times."""
 _LOOKS_MANY = 15
-"""After more than a second."""
+"""Number of looks that take more than a second."""
 _IN_VAIN_MAX = 10
 _CGROUP = "rackrun-filler-"
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -52,7 +54,8 @@ CAGE = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rackrun.agent.fillers.filler_supervisor import main; main()",
     _ROOT,
 )
-"""Python's arguments. Nothing that lies in the user's folder, or is installed, is taken for a module of Python's own."""
+"""Python's arguments for the supervisor. No file in the user's folder, and no installed package, can replace a module
+of Python's own."""
 
 
 class _Run:
@@ -62,15 +65,15 @@ class _Run:
         self.slot, self.incarnation, self.number, self.began = slot, incarnation, number, began
         self.mark = f"{slot}:{incarnation}:{number}"
         self.pid = 0
-        """Of its cage."""
+        """Process id of its supervisor."""
         self.control = -1
         self.cpu_s = 0.0
         self.cgroup: Cgroup | None = None
         self.because = ""
-        """Why it has to go; "" while it may stay."""
+        """Why it has to end; "": it may run."""
         self.asked = 0.0
         self.time_s = 0.0
-        """That it has from then on."""
+        """Seconds that it has from then on."""
         self.gone = asyncio.Event()
         self.late: asyncio.TimerHandle | None = None
         self.blamed = False
@@ -78,7 +81,7 @@ class _Run:
 
 
 class _Place:
-    """One slot."""
+    """The filler's state in one slot."""
 
     def __init__(self) -> None:
         self.spare: tuple[SlotId, Incarnation] | None = None
@@ -86,14 +89,16 @@ class _Place:
         self.run: _Run | None = None
         self.starts = 0
         self.in_vain = 0
-        """Runs in a row that ended at once."""
+        """Number of consecutive runs that ended at once."""
         self.pause_s = 0.0
         self.again: asyncio.TimerHandle | None = None
 
 
 class Fillers:
-    """On the running loop. ``place_of``: where the worker of a slot belongs. ``gpus``: how many the tray's workers see. Without a command nothing
-    ever runs."""
+    """All fillers of a tray, on the running loop. Without a command, none ever runs.
+
+    ``place_of`` returns the core binding of a slot's worker. ``gpus``: number of GPUs that the tray's workers see.
+    """
 
     def __init__(
         self,
@@ -113,11 +118,12 @@ class Fillers:
         self._sampling: asyncio.TimerHandle | None = None
         self._closing = False
         self.others: Callable[[], Iterable[int]] = tuple
-        """The agent's other children."""
+        """Returns the agent's other children."""
         self.tell: Callable[[FillerTold], None] = lambda _told: None
         self._gpus = gpus
         self.in_the_way = gpus > 0
-        """Its memory on the device may be what the spare needs: who is promoted waits until it is gone."""
+        """Whether a filler's device memory may be what the spare needs. Then a promoted spare waits until the filler is
+        gone."""
         self._grace_s = config.grace_s if config.grace_s is not None else (0.0 if gpus else 0.2)
         if config.command:
             Cgroup.sweep(_CGROUP)
@@ -133,9 +139,10 @@ class Fillers:
             self._start(place)
 
     def clear(self, slot: SlotId, because: str, *, hold: bool = False) -> asyncio.Event | None:
-        """The spare there waits no longer. Returns at once; what is returned is set when its filler is gone. None: there is none.
+        """End the filler of a slot whose spare no longer waits. Return at once, with an event that is set when the
+        filler is gone; None: there is none.
 
-        ``hold``: stop it first, and tell it in `HOLD_S`; not where it is in the way.
+        ``hold``: stop the filler first and tell it to end after `HOLD_S`, unless it is in the way.
         """
         if not self._places:
             return None
@@ -157,7 +164,7 @@ class Fillers:
         return None if run is None else run.gone
 
     def reaped(self, pid: int, status: int, cpu_s: float) -> None:
-        """By who reaps all children of this process. ``cpu_s``: of it and all that it has reaped."""
+        """Handle a reaped child of this process. ``cpu_s``: processor seconds of it and of all that it has reaped."""
         for place in self._places:
             if (run := place.run) is not None and run.pid == pid:
                 run.pid = 0
@@ -165,7 +172,7 @@ class Fillers:
                 self._ended(place, run, status)
 
     async def stop(self) -> None:
-        """All of them, now. Waits until they are gone, for ten seconds at most."""
+        """End all fillers now. Wait until they are gone, for at most ten seconds."""
         self._closing = True
         if self._sampling is not None:
             self._sampling.cancel()
@@ -251,7 +258,8 @@ class Fillers:
             place.again = self._loop.call_later(place.pause_s, self._start, place)
 
     def _left_behind(self, place: _Place, run: _Run, status: int) -> bool:
-        """Its cage was killed. What was below it is now below us: kill it, and come back."""
+        """Kill what a killed supervisor has left, which are children of this process now. Return whether to look
+        again."""
         if run.cgroup is not None:
             run.cgroup.kill()
         known = {*self.others(), *(other.run.pid for other in self._places if other.run)}
@@ -266,7 +274,8 @@ class Fillers:
         return True
 
     def _in_vain(self, place: _Place, run: _Run) -> bool:
-        """It has ended by itself: count, and set the pause. True: that was once too often."""
+        """Count a filler that has ended by itself, and set the pause until its restart. Return whether it is given
+        up."""
         ran_s = self._loop.time() - run.began
         pauses = self._pauses
         place.in_vain = place.in_vain + 1 if ran_s < pauses.at_once_s else 0
@@ -275,7 +284,7 @@ class Fillers:
         return place.in_vain == _IN_VAIN_MAX
 
     def _end_ourselves(self, run: _Run) -> None:
-        """Its cage has not done it in time: stopped, killed, or held up."""
+        """End a filler whose supervisor has not done it in time, because it is stopped, killed or delayed."""
         if run.gone.is_set():
             return
         if self._loop.time() - run.asked > run.time_s + 1.0:
@@ -328,7 +337,7 @@ class Fillers:
 
 
 def _device(index: int, gpus: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The GPU of the slot, as its workers count, and no other; where they see none for it, none."""
+    """Return the variables that show a filler the GPU of its slot, as workers count them, and no other GPU."""
     if environment.get(SHARE) == "1" and gpus:
         index %= gpus
     order = {"CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}

@@ -1,10 +1,12 @@
-"""The process around one filler, between it and its agent: what the filler starts stays below it, and ends when it says so.
+"""Supervisor process between an agent and one filler: all processes that the filler starts stay below it, and it ends
+them all.
 
-`main` has as arguments the agent's process id, and an `Order` as JSON. Standard input is the agent's: `NOW` says that the filler has to
-go (SIGTERM, and SIGKILL after the grace time); `HELD` the same, but it is stopped first for a moment, while who needs the slot
-needs the processors most; its end, that all is to end at once. The exit code is the filler's, 128 + N
-after signal N. By then nothing of the filler lives: this process is the subreaper of all that is below it, and leaves when the
-kernel says that there is nobody. It imports little, nothing that is not Python's own, and is small.
+`main` takes as arguments the agent's process id and an `Order` as JSON. Standard input comes from the agent. `NOW`: the
+filler must end (SIGTERM, then SIGKILL after the grace time). `HELD`: the same, but it is stopped for a moment first,
+while the worker that needs the slot needs the processors most. End of input: everything must end at once. The exit code
+is the filler's, or 128 + N after signal N. When this process exits, no process of the filler is alive: it is the
+subreaper of all its descendants, and exits when the kernel reports that it has no child left. It imports little, only
+modules of Python's own, and is small.
 """
 
 from __future__ import annotations
@@ -30,23 +32,25 @@ NOW, HELD = b".", b"h"
 
 EXEC_FAILED = 127
 _AGAIN_MS = (2, 20)
-"""Between two looks for what is still alive below us: at first, and when somebody does not die."""
+"""Milliseconds between two looks for living descendants: at first, and when a process does not die."""
 _STOPS = 5
-"""Looks for processes to stop, at most."""
+"""Largest number of looks for processes to stop."""
 _SESSIONS_S = 1.0
-"""Between two looks for sessions that the filler has made."""
+"""Seconds between two looks for new sessions, whose priority has to be lowered."""
 
 
 class Order(TypedDict):
+    """What a supervisor is asked to run, as JSON."""
+
     command: list[str]
     hold_s: float
-    """How long it is stopped before it is told, where that is asked for."""
+    """Seconds for which the filler is stopped before it is told to end, if the agent asks for that."""
     grace_s: float
     cpus: list[int]
     cgroup: str
-    """"": there is none."""
+    """Path of the filler's control group; "": there is none."""
     last_in_line: bool
-    """For the processors."""
+    """Whether the filler gets the lowest processor priority."""
 
 
 class _Cage:
@@ -65,8 +69,8 @@ class _Cage:
         self._pid = 0
 
     def run(self) -> int:
-        """Until nothing of the filler is left; returns its exit code."""
-        if not self._poll.poll(0):  # else the slot is needed by now
+        """Run until no process of the filler is left; return its exit code."""
+        if not self._poll.poll(0):  # otherwise the slot is needed already
             self._pid = self._start()
             self._watch()
         self._end_all()
@@ -74,7 +78,7 @@ class _Cage:
         return code if code is not None else 128 + (number or 0)
 
     def _watch(self) -> None:
-        """Until it has ended, or its time is over."""
+        """Wait until the filler has ended or its time is over."""
         told = deadline = math.inf
         while self._status is None:
             now = time.monotonic()
@@ -87,7 +91,7 @@ class _Cage:
             for fd, _ in self._poll.poll(min(_SESSIONS_S, told - now, deadline - now) * 1e3):
                 if fd == 0:
                     word = os.read(0, 1)
-                    if word == b"":  # there is no agent any more, or no time
+                    if word == b"":  # the agent is gone, or there is no time
                         return
                     told = time.monotonic() + (self._held() if word == HELD else 0.0)
             self._rest()
@@ -95,9 +99,9 @@ class _Cage:
                 self._lower_sessions()
 
     def _held(self) -> float:
-        """Stop it; returns for how long."""
+        """Stop the filler; return for how many seconds."""
         before: set[int] = set()
-        for _ in range(_STOPS):  # somebody may fork while we look, or wake others
+        for _ in range(_STOPS):  # processes may fork during a look, or wake others
             found = set(proc.descendants_now(os.getpid()))
             for pid in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's, by its set-user-ID bit
@@ -108,7 +112,8 @@ class _Cage:
         return self._order["hold_s"]
 
     def _lower_sessions(self) -> None:
-        """From time to time: every orphan that ends below us wakes us, and there may be thousands."""
+        """Lower the priority of new sessions from time to time: every orphan that ends wakes this process, and there
+        may be thousands."""
         if time.monotonic() < self._sessions_at:
             return
         self._sessions_at = time.monotonic() + _SESSIONS_S
@@ -150,7 +155,7 @@ class _Cage:
                 signal.signal(number, signal.SIG_DFL)
         os.setsid()
         if self._cgroup is not None:
-            self._cgroup.join()  # before the next line: it takes a lock that everybody who forks or exits waits for
+            self._cgroup.join()  # before the next line: it takes a lock that forks and exits wait for
         first_to_go()
         if order["last_in_line"]:
             lower()
@@ -167,7 +172,7 @@ class _Cage:
             os._exit(EXEC_FAILED)
 
     def _end_all(self) -> None:
-        """Kill, look again, until we have no child: then there is nobody, since orphans become our children."""
+        """Kill descendants until no child is left. Orphans become children of this process, so then there are none."""
         pause_ms, longest_ms = _AGAIN_MS
         while self._rest():
             if self._cgroup is not None:
@@ -179,7 +184,7 @@ class _Cage:
             self._cgroup.remove()
 
     def _rest(self) -> bool:
-        """Reap who has ended. False: no child is left."""
+        """Reap children that have exited. Return False if no child is left."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
         while True:

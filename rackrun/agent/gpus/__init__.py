@@ -1,1 +1,1 @@
-"""A tray's GPUs: which slot has which, their health, checks before a start."""
+"""A tray's GPUs: which slot has which GPU, their health, and checks before the tray joins."""

@@ -1,8 +1,8 @@
-"""The agent's eyes on its tray's GPUs: NVML in a child process, the kernel's log beside it, and what follows from both.
+"""Monitor of a tray's GPUs: NVML in a child process, and the kernel's log.
 
-Where there is no library of NVML, or workers see no GPU, nothing is started. Where NVML says that it cannot serve, the agent says
-so once, and the job goes on unwatched. What has worked and falls silent is another thing: no slot of the tray may be used
-until it answers again, because nobody knows how its GPUs are.
+If there is no NVML library, or workers see no GPU, nothing is started. If NVML reports that it cannot serve, the agent
+says so once, and the job goes on without monitoring. If NVML has worked and then stops answering, no slot of the tray
+may be used until it answers again, because the health of its GPUs is unknown.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ _LIBRARY = "libnvidia-ml.so.1"
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the monitor."""
+
     period_ms: int = 200
-    """Between readings. What NVML does not report as an event is seen after at most this, and a reading's time."""
+    """Milliseconds between readings. What NVML does not report as an event is seen after at most this time plus that of
+    a reading."""
     patience_ms: int = 5_000
     start_ms: int = START_MS
     pause_s: tuple[float, float] = (1.0, 60.0)
-    """Before NVML is tried again: at first, and at most; it doubles."""
+    """Seconds before NVML is tried again: at first and at most. Each pause is twice as long as the one before."""
 
 
 class Devices:
-    """On the running loop. `joined` first, then `tell`; `close` at the end.
+    """The monitor, on the running loop. Call `joined` first, then `tell`, and `close` at the end.
 
-    ``env``: for NVML's process, on top of ours. ``kernel_log``: "" for none.
+    ``env``: variables for NVML's process, in addition to this process's. ``kernel_log``: path of the log; "": none.
     """
 
     def __init__(
@@ -74,9 +77,9 @@ class Devices:
         self.partials = list(self._files)
         """All that is known of this tray."""
         self.contradiction = ""
-        """Why that cannot be one tray: two sources disagree."""
+        """Why this cannot be one tray: two sources disagree. "": they agree."""
         self.refusal = ""
-        """Why no worker can compute here (`rackrun.agent.gpus.start_checks`)."""
+        """Why no worker can compute here (`rackrun.agent.gpus.start_checks`); "": workers can."""
         self._bindings: dict[int, Binding] = {}
         self._judge = Judge(config.tray, config.slots, named_cliques(self._files), ignored_by(self._environment))
         self._watch: NvmlWatch | None = None
@@ -86,7 +89,7 @@ class Devices:
         self._silent = False
         self._heard_first = asyncio.Event()
         self._early: list[DeviceEvent] = []
-        """What happens before there is somebody to tell."""
+        """Events from before `tell` was called."""
         self._tell: Callable[[DeviceEvent], None] = self._early.append
         self._has_joined = False
         self._closing: set[asyncio.Future[None]] = set()
@@ -99,7 +102,8 @@ class Devices:
 
     # -- for the agent
     async def joined(self) -> dict[int, tuple[str, ...]]:
-        """Waits for the first word of NVML, at most as long as it may take to start. Returns what is against which slot."""
+        """Wait for NVML's first answer, at most as long as it may take to start. Return why each unfit slot is
+        unfit."""
         await self._heard_first.wait()
         self._has_joined = True
         self._early[:] = [event for event in self._early if isinstance(event, DeviceJudged)]
@@ -107,32 +111,32 @@ class Devices:
 
     @property
     def unjudged(self) -> str:
-        """`Judge.unjudged`."""
+        """As `Judge.unjudged`."""
         return self._judge.unjudged
 
     def tell(self, tell: Callable[[DeviceEvent], None]) -> None:
-        """From now on, and what has happened since `joined`."""
+        """Send events to ``tell`` from now on, beginning with those since `joined`."""
         self._tell = tell
         for event in self._early:
             tell(event)
         self._early.clear()
 
     def binding(self, index: int) -> Binding:
-        """Where the worker of a slot belongs on this machine."""
+        """Return the cores and memory to which the worker of a slot should be bound."""
         return self._bindings.get(index, NOWHERE)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Children of this process that are ours."""
+        """Process ids of the monitor's children."""
         return (self._watch.pid,) if self._watch is not None else ()
 
     def reaped(self, pid: int, status: int) -> None:
-        """By who reaps all children of this process."""
+        """Record that a child was reaped by the agent, which reaps all children of this process."""
         if self._watch is not None and self._watch.pid == pid:
             self._watch.reaped(status)
 
     def stop(self) -> None:
-        """Nothing more is seen, or told."""
+        """Stop monitoring and reporting."""
         self._stop_watching()
         self._stop_log()
 
@@ -156,7 +160,7 @@ class Devices:
         self._look()
 
     def _look(self) -> None:
-        """Now and then: silence makes no noise."""
+        """Read NVML's answers regularly, because a silent process causes no event."""
         self._listen()
         if self._watch is not None:
             self._timer = self._loop.call_later(self._pace.period_ms / 1000, self._look)
@@ -231,7 +235,7 @@ class Devices:
 
     # -- what is known
     def _begin(self, reading: TrayReading) -> bool:
-        """At the first reading. False: it is of other GPUs than this tray's."""
+        """Handle the first reading. Return False if it is of other GPUs than this tray's."""
         config = self._config
         if config.simulated and not is_of(reading, self._files):
             return False
@@ -244,7 +248,7 @@ class Devices:
             filler=bool(config.filler.command),
             environment=self._environment,
         )
-        if not self._has_joined:  # later, workers have found out themselves
+        if not self._has_joined:  # later, workers have noticed it themselves
             self.refusal = start.refusal
         for note in (visible.note, *start.notes):
             if note:
@@ -266,7 +270,7 @@ class Devices:
         self._heard_first.set()
 
     def _understand(self) -> None:
-        """Put the sources together, for what this tray alone can tell: contradictions, and where its workers belong."""
+        """Merge the sources, to find contradictions within this tray and the binding of its workers."""
         wanted = self._environment.get("RACKRUN_BIND", "1") != "0" and not self._config.simulated
         try:
             topology = merge(self.partials)
@@ -275,7 +279,7 @@ class Devices:
         except SourcesDisagree as error:
             self.contradiction = str(error)
         except TopologyError:
-            self._bindings = {}  # nobody knows any GPU by name
+            self._bindings = {}  # no GPU is known by name
 
     def _emit(self, events: Iterable[DeviceEvent]) -> None:
         for event in events:
@@ -283,7 +287,8 @@ class Devices:
 
 
 def _library_here(environment: Mapping[str, str]) -> bool:
-    """Whether a process started now would find NVML. Its loader reads LD_LIBRARY_PATH as it is now; ours read it at our start."""
+    """Return whether a process started now would find NVML. Its loader reads the present LD_LIBRARY_PATH; this
+    process's loader read it at its start."""
     for folder in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
         if folder and (Path(folder) / _LIBRARY).exists():
             return True

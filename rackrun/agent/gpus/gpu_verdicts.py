@@ -1,4 +1,4 @@
-"""From what the driver says of a tray's GPUs to what the coordinator is told of its slots. Pure: times come with what is said."""
+"""Verdicts about a tray's slots, derived from the driver's readings of its GPUs. Pure: times come with the readings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _UP = (LinkState.ACTIVE, LinkState.SLEEP)
 
 
 class Judge:
-    """``handle(at_ms, said) -> events``. Before `begin`, nobody knows which GPU is whose.
+    """``handle(at_ms, said) -> events``. Before `begin`, it is unknown which GPU belongs to which slot.
 
-    ``cliques``: what each slot is to join, by the rack file; where it says nothing, what the first registration said. ``ignored`` is not
-    judged, nor are the links and the fabric of a GPU that has no peer to use them with (`rackrun.topology.health.ignored_checks`).
+    ``cliques``: the clique that each slot should join, from the rack file; if it names none, the one of the first
+    registration. ``ignored`` parts are not judged, nor are the links and the fabric of a GPU without a peer to use them
+    with (`rackrun.topology.health.ignored_checks`).
     """
 
     def __init__(
@@ -44,21 +45,21 @@ class Judge:
         self._lone = False
         self._alone = False
         self._links: dict[int, int] = {}
-        """As many as were up at best, by slot."""
+        """The largest number of links that were up, by slot."""
         self.unfit: dict[int, tuple[str, ...]] = dict.fromkeys(range(slots), ())
-        """What is against each slot."""
+        """Why each slot is unfit; (): it is fit."""
 
     @property
     def begun(self) -> bool:
         return self._gpus is not None
 
     def begin(self, gpus: Sequence[int]) -> None:
-        """``gpus[i]`` is the GPU of slot i, as NVML counts. Slots beyond have none, and nothing is against them."""
+        """Set the GPUs: ``gpus[i]`` is the GPU of slot i, by NVML's index. Later slots have none, and are fit."""
         self._gpus = tuple(gpus)
         self._slot_of = {gpu: slot for slot, gpu in enumerate(self._gpus)}
 
     def handle(self, at_ms: int, said: Said) -> list[DeviceEvent]:
-        """Verdicts first, then which slots may be used."""
+        """Return the events for a reading: verdicts first, then which slots may be used."""
         whole = said
         if isinstance(said, TrayReading):
             self._lone = not self._named and is_lone(said, self._gpus or ())
@@ -66,7 +67,7 @@ class Judge:
         events: list[DeviceEvent] = [
             DeviceJudged(tray=self._tray, verdict=msgspec.structs.replace(verdict, index=self._slot_of[verdict.index]))
             for verdict in self._health.handle(at_ms, said)
-            if verdict.index in self._slot_of  # what has no slot is not ours
+            if verdict.index in self._slot_of  # GPUs without a slot are not judged
         ]
         if isinstance(whole, TrayReading):
             self._learn(whole)
@@ -80,12 +81,12 @@ class Judge:
 
     @property
     def unjudged(self) -> str:
-        """What is not judged, and why: for people; "": all is."""
+        """Describe for people which parts are not judged, and why; "": none."""
         why = "its only GPU has no NVLink peer" if self._lone else HEALTH_VARIABLE
         return f"{', '.join(self._parts)} ({why})" if self._parts else ""
 
     def unwatched(self) -> list[DeviceEvent]:
-        """There will be no readings: nothing is known against anybody."""
+        """Report every slot as fit, because there will be no readings."""
         return self._tell(dict.fromkeys(self.unfit, ()))
 
     def _tell(self, unfit: Mapping[int, tuple[str, ...]]) -> list[DeviceEvent]:
@@ -103,13 +104,13 @@ class Judge:
 
     def _clique(self, slot: int) -> CliqueId | None:
         if "fabric" in self._parts:
-            return None  # nobody looks whether it has joined
+            return None  # not checked whether it has joined
         return self._cliques.get(slot) or (CliqueId(f"host:{self._tray}", 0) if self._alone else None)
 
     def _learn(self, reading: TrayReading) -> None:
         self._cliques = {**cliques_of(reading, self._gpus or ()), **self._cliques}
         in_rack = any(gpu.platform is not None and gpu.platform.chassis for gpu in reading.gpus)
-        # Without a fabric of several hosts nobody need register, and on some machines nobody ever does.
+        # Without a fabric of several hosts GPUs need not register, and on some machines they never do.
         self._alone = not in_rack and not self._cliques
         for gpu in reading.gpus:
             slot = self._slot_of.get(gpu.index)
@@ -119,7 +120,8 @@ class Judge:
 
 
 def cliques_of(reading: TrayReading, gpus: Sequence[int]) -> dict[int, CliqueId]:
-    """By slot, as registered. One that is still registering will join what all others of its tray have joined."""
+    """Return the registered clique of each slot. A GPU that is still registering counts as in the clique that all
+    others of its tray have joined."""
     by_index = {gpu.index: gpu.fabric for gpu in reading.gpus}
     fabrics = [by_index.get(gpu) for gpu in gpus]
     joined = {slot: fabric.joined for slot, fabric in enumerate(fabrics) if fabric}

@@ -1,7 +1,8 @@
-"""Can workers compute on this tray's GPUs at all? Asked once, before the tray joins. Pure: a driver's reading, and what torch was built for.
+"""Checks, before a tray joins, whether workers can compute on its GPUs at all. Pure: from a driver's reading and
+torch's build.
 
-What is refused here fails later without this: in every worker at its first CUDA call, with an error that does not name the cause; or it does
-not fail, and the job computes on CPUs.
+Without these checks the job fails later: every worker fails at its first CUDA call, with an error that does not name
+the cause. Or it does not fail, and computes on CPUs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from rackrun.topology.gpu_driver.readings import GpuReading, TrayReading
 __all__ = ["SHARE", "Start", "check_start"]
 
 SHARE = "RACKRUN_SHARE_GPUS"
-"""Environment variable: 1 has slots share GPUs, in turn, as workers do."""
+"""Environment variable: 1 lets slots, and fillers, share GPUs in turn."""
 
 
 class Start(NamedTuple):
+    """Result of the checks."""
+
     refusal: str = ""
     """Why the tray must not join, and the remedy; "": it may."""
     notes: tuple[str, ...] = ()
-    """What else is worth saying."""
+    """Other findings worth showing."""
 
 
 def check_start(
@@ -34,8 +37,11 @@ def check_start(
     filler: bool,
     environment: Mapping[str, str],
 ) -> Start:
-    """``slots`` workers are to run here; ``cuda`` is ``torch.version.cuda``, None for a build without (nothing is to be said then);
-    ``filler``: a second process runs on a spare's GPU."""
+    """Check whether ``slots`` workers can compute here.
+
+    ``cuda`` is ``torch.version.cuda``; None for a build without CUDA, for which nothing is checked. ``filler``: a
+    second process runs on a spare's GPU.
+    """
     if cuda is None:
         return Start()
     shares = environment.get(SHARE) == "1"
@@ -50,7 +56,8 @@ def check_start(
 
 
 def _driver(reading: TrayReading, cuda: str) -> str:
-    """A driver serves programs of its own major version of CUDA, whatever the minor one (CUDA Compatibility, "Minor Version Compatibility")."""
+    """Return why the driver does not serve this version of CUDA; "": it does. A driver serves programs of its own major
+    version, whatever the minor one (CUDA Compatibility, "Minor Version Compatibility")."""
     major = int(cuda.partition(".")[0])
     if reading.cuda is None or reading.cuda // 1000 >= major:
         return ""

@@ -1,4 +1,4 @@
-"""What is known of a tray when it joins: by its driver, and by the rack file."""
+"""Description of a tray when it joins, from the driver and from the rack file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["by_driver", "is_of", "named_cliques", "reconciled"]
 
 
 def by_driver(reading: TrayReading, tray: str, gpus: Sequence[int]) -> PartialTopology:
-    """The GPUs that have a slot, counted as slots are; the host is called as the tray is, by which sources are joined."""
+    """Return the GPUs that have a slot, numbered as slots. The host has the tray's name, by which sources are
+    merged."""
     found = partial_of_reading(reading, tray)
     by_index = {gpu.index: gpu for gpu in found.trays[0].gpus}
     cliques = cliques_of(reading, gpus)
@@ -31,16 +32,16 @@ def by_driver(reading: TrayReading, tray: str, gpus: Sequence[int]) -> PartialTo
 
 
 def is_of(reading: TrayReading, files: Sequence[PartialTopology]) -> bool:
-    """Whether the driver lists a GPU that the file names: a simulated tray has only those."""
+    """Return whether the driver lists a GPU that the file names. A simulated tray has only those."""
     listed = {gpu.uuid for gpu in reading.gpus}
     return any(gpu.uuid in listed for file in files for tray in file.trays for gpu in tray.gpus)
 
 
 def reconciled(files: Sequence[PartialTopology], driver: PartialTopology) -> list[PartialTopology]:
-    """All of them, the driver's first. UUIDs that the file has only made up give way to the driver's."""
+    """Return all descriptions, the driver's first. UUIDs that the file has made up are replaced by the driver's."""
     if not files:
         return [driver]
-    from rackrun.topology.model.rack_file import made_up_uuid  # with YAML's parser: only where there is a file
+    from rackrun.topology.model.rack_file import made_up_uuid  # imports a YAML parser: only needed with a file
 
     known = {gpu.index for tray in driver.trays for gpu in tray.gpus}
 
@@ -57,6 +58,6 @@ def reconciled(files: Sequence[PartialTopology], driver: PartialTopology) -> lis
 
 
 def named_cliques(files: Sequence[PartialTopology]) -> dict[int, CliqueId]:
-    """What the slots are to join, as far as files say."""
+    """Return the cliques that the slots should join, as far as the files name them."""
     trays = [tray for file in files for tray in file.trays]
     return {gpu.index: clique for tray in trays for gpu in tray.gpus if (clique := gpu.clique or tray.clique)}

@@ -1,4 +1,4 @@
-"""Which GPU is whose: slot *i* of a tray is the *i*-th GPU that its workers see."""
+"""Which GPU belongs to which slot: slot *i* of a tray has the *i*-th GPU that its workers see."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ __all__ = ["Visible", "visible_gpus"]
 
 
 class Visible(NamedTuple):
+    """GPUs that workers see."""
+
     gpus: tuple[int, ...]
-    """The GPU of each slot, as NVML counts them. A slot beyond the end has none: its worker computes elsewhere."""
+    """The GPU of each slot, by NVML's index. A slot beyond the end has none: its worker computes elsewhere."""
     note: str = ""
-    """Why some are left out, or all."""
+    """Why some or all are left out."""
     shown: int | None = None
-    """So many GPUs CUDA shows to a worker, whoever watches them; None: nobody can say."""
+    """Number of GPUs that CUDA shows to a worker, watched or not; None: not known."""
     slices: bool = False
-    """CUDA_VISIBLE_DEVICES names slices of GPUs (MIG)."""
+    """Whether CUDA_VISIBLE_DEVICES names slices of GPUs (MIG)."""
 
 
 def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: int) -> Visible:
-    """What CUDA will show to workers with this environment, the first ``slots`` of it.
+    """Return the first ``slots`` GPUs that CUDA will show to workers with this environment.
 
-    CUDA_VISIBLE_DEVICES holds indices, or the beginnings of UUIDs; CUDA reads it up to the first entry that is none, and shows
-    nothing where one is there twice. Indices count as NVML does under CUDA_DEVICE_ORDER=PCI_BUS_ID, which workers get. A
-    slice of a GPU (MIG) is no GPU: its tray is not watched.
+    CUDA_VISIBLE_DEVICES holds indices or beginnings of UUIDs. CUDA reads it up to the first invalid entry, and shows
+    nothing if an entry occurs twice. Indices are NVML's under CUDA_DEVICE_ORDER=PCI_BUS_ID, which workers get. A slice
+    of a GPU (MIG) does not count as a GPU: its tray is not watched.
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """

@@ -1,1 +1,1 @@
-"""What Linux tells and does: processes, cgroups, priorities, cores and memory nodes."""
+"""Linux facilities of a tray's host: processes, control groups, priorities, cores and memory nodes."""

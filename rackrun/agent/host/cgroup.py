@@ -1,4 +1,5 @@
-"""A control group (v2) of one's own below ours, where one may be made: the kernel then ends all that is in it at one word."""
+"""A control group (v2) below this process's own, if one may be created, whose processes the kernel can kill all at
+once."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ __all__ = ["Cgroup", "own_group"]
 
 
 class Cgroup:
+    """One control group."""
+
     def __init__(self, path: str) -> None:
         self.path = path
 
     @classmethod
     def make(cls, name: str) -> Cgroup | None:
-        """None: there is no such hierarchy, or it is not ours to write."""
+        """Create a group; None: there is no such hierarchy, or it is not writable."""
         try:
             above = own_group()
             if above is None:
@@ -31,7 +34,8 @@ class Cgroup:
 
     @staticmethod
     def sweep(prefix: str) -> None:
-        """Remove those that dead processes have left beside ours: empty ones, of names that go on with a process id and a dash."""
+        """Remove empty groups that dead processes have left beside this one: names with the prefix, a process id and a
+        dash."""
         with contextlib.suppress(OSError):
             above = own_group()
             for path in above.glob(f"{prefix}*-*") if above is not None else ():
@@ -40,15 +44,15 @@ class Cgroup:
                     Cgroup(str(path)).remove()
 
     def join(self) -> None:
-        """This process, and all that it starts from now on."""
+        """Move this process into the group, with all that it starts from now on."""
         self._write("cgroup.procs", "0")
 
     def kill(self) -> None:
-        """SIGKILL to everybody in it; a fork that is under way does not escape."""
+        """SIGKILL all processes in the group; a fork that is under way does not escape."""
         self._write("cgroup.kill", "1")
 
     def remove(self) -> None:
-        """Nothing happens while somebody is in it."""
+        """Remove the group if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
 
@@ -58,7 +62,7 @@ class Cgroup:
 
 
 def own_group() -> Path | None:
-    """Our own group of the v2 hierarchy, which may be mounted beside those of v1."""
+    """Return this process's group in the v2 hierarchy, which may be mounted beside those of v1."""
     inside = ""
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         if line.startswith("0::"):

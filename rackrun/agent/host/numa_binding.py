@@ -1,4 +1,4 @@
-"""The cores and the memory of a worker, near its GPU: which of them this machine has, and the calls that bind to them."""
+"""Binding of a worker to cores and memory near its GPU."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["NOWHERE", "bind", "bindings", "cores_here"]
 
 NOWHERE = Binding((), None, "not bound")
 _CORES_MIN = 2
-"""A worker has more threads than one."""
+"""A worker has several threads, so it needs at least this many cores."""
 _MPOL_PREFERRED = 1
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _NODES = Path("/sys/devices/system/node")
 
 
 def bindings(topology: Topology, tray: str, here: Collection[int], allowed: Collection[int]) -> dict[int, Binding]:
-    """By slot. ``here``: the cores that this machine has; ``allowed``: those that this process may use.
+    """Return the binding of each slot. ``here``: cores of this machine; ``allowed``: cores that this process may use.
 
-    Nothing where the topology names cores that are not here: it describes another machine. Of a GPU's cores only the allowed are
-    shared out.
+    Returns nothing if the topology names cores that this machine does not have, because it describes another machine.
+    Only the allowed cores of a GPU are divided among its slots.
     """
     place = topology.trays.get(tray)
     if place is None:
@@ -50,14 +50,14 @@ def bindings(topology: Topology, tray: str, here: Collection[int], allowed: Coll
 
 
 def cores_here() -> frozenset[int]:
-    """Cores that are switched on, whoever may use them."""
+    """Return the cores that are online, whether or not this process may use them."""
     with contextlib.suppress(OSError):
         return frozenset(cores(Path("/sys/devices/system/cpu/online").read_text(encoding="ascii").strip()))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def bind(cpus: Collection[int], numa: int | None) -> None:
-    """This process, from now on: its threads and programs inherit it. What the system refuses is left as it is."""
+    """Bind this process; its threads and the programs it starts inherit it. If the system refuses, nothing changes."""
     if cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cpus)
@@ -65,5 +65,5 @@ def bind(cpus: Collection[int], numa: int | None) -> None:
     if numa is not None and number is not None and (_NODES / f"node{numa}").exists():
         words = (ctypes.c_ulong * (numa // 64 + 1))()
         words[numa // 64] = 1 << numa % 64
-        bits = ctypes.c_ulong(len(words) * 64 + 1)  # the kernel takes one off
+        bits = ctypes.c_ulong(len(words) * 64 + 1)  # the kernel subtracts one
         ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(_MPOL_PREFERRED), words, bits)

@@ -1,4 +1,5 @@
-"""Low priority, and the way back from it: a process dies at its own priority, too, and its memory is freed by its own time."""
+"""Low process priority, and the way back: a process also dies at its own priority, and frees its memory in its own
+time."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def first_to_go() -> None:
-    """This process, and what it starts: the out-of-memory killer's first choice."""
+    """Make this process and its descendants the out-of-memory killer's first choice."""
     _write("/proc/self/oom_score_adj", _OOM_FIRST)
 
 
 def lower() -> None:
-    """This process, and what it starts: last in line for the processors.
+    """Give this process and its descendants the lowest processor priority.
 
-    SCHED_IDLE only where we may take it back: a process killed in it, on processors that others keep busy, might take minutes
-    to die. Else nice 19, which still gets a small share.
+    SCHED_IDLE is used only if it can be left again: a process killed in it, on processors that others keep busy, might
+    take minutes to die. Otherwise nice 19 is used, which still gets a small share.
     """
     os.nice(_NICE_MAX)
     lower_session(os.getpid())
@@ -33,19 +34,25 @@ def lower() -> None:
 
 
 def lower_session(pid: int) -> None:
-    """Where the kernel groups processes by session (autogroup), nice and SCHED_IDLE count only within one, and a new session
-    begins as equal to all others."""
+    """Lower the priority of the process's session.
+
+    Where the kernel groups processes by session (autogroup), nice and SCHED_IDLE count only within a session, and a new
+    session begins with the same share as all others.
+    """
     _write(f"/proc/{pid}/autogroup", _NICE_MAX)
 
 
 def finish_off(pids: list[int]) -> None:
-    """SIGKILL, to all before anything else; then have them die at normal priority on any processor, and free their memory in
-    our own time (process_mrelease)."""
+    """Kill these processes, then help them die quickly.
+
+    SIGKILL is sent to all first. Then they die at normal priority on any processor, and this process frees their memory
+    (process_mrelease).
+    """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's, by its set-user-ID bit
             os.kill(pid, signal.SIGKILL)
     for pid in pids:
-        with contextlib.suppress(OSError):  # gone by now, which is what is wanted
+        with contextlib.suppress(OSError):  # gone by now, as intended
             _write(f"/proc/{pid}/autogroup", 0)
             for thread in os.listdir(f"/proc/{pid}/task"):
                 _hurry(int(thread))
@@ -69,7 +76,7 @@ def _release_memory(pid: int) -> None:
 
 
 def idle_can_be_left() -> bool:
-    """Asked of a child: who cannot leave it could not afterwards lead a normal life."""
+    """Return whether SCHED_IDLE can be left again, tried in a child process."""
     child = os.fork()
     if child == 0:
         try:

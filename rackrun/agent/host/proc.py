@@ -1,4 +1,4 @@
-"""What Linux offers for holding on to processes: death signals, subreapers, /proc, process groups."""
+"""Linux facilities for controlling processes: death signals, subreapers, /proc, process groups."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with(parent: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send us ``sig`` when our parent ends. Exits at once when that has already happened.
+    """Make the kernel send ``sig`` to this process when its parent ends. Exits at once if the parent has ended already.
 
-    The signal comes when the forking *thread* ends, so parents must fork from their main thread.
+    The signal is sent when the forking *thread* ends, so parents must fork from their main thread.
     """
     _prctl(_PR_SET_PDEATHSIG, int(sig))
     if os.getppid() != parent:  # it died between the fork and the line above
@@ -50,16 +50,19 @@ def adopt_orphans() -> None:
 
 
 class ProcessStat(NamedTuple):
+    """State of a process from its stat file in /proc."""
+
     exiting: bool
-    """The kernel is tearing it down: it will never run again, though its memory may take long to go."""
+    """Whether the kernel is tearing it down. It will never run again, although freeing its memory may take long."""
     status: int
-    """As `os.waitpid` would give it; 0 until it is known."""
+    """Wait status as from `os.waitpid`; 0 until it is known."""
     stopped: bool
-    """By a signal (SIGSTOP and its like), which is nobody's slowness. A debugger's stop does not count."""
+    """Whether a signal (SIGSTOP and similar) has stopped it. A debugger's stop does not count."""
 
 
 def read_stat(fd: int) -> ProcessStat | None:
-    """Read an open ``/proc/PID/task/PID/stat`` (the whole process's own would add up all threads); None: no such process."""
+    """Read an open ``/proc/PID/task/PID/stat``; None: no such process. The stat file of the whole process would add up
+    all threads."""
     try:
         line = os.pread(fd, 1024, 0)
     except OSError:
@@ -70,17 +73,19 @@ def read_stat(fd: int) -> ProcessStat | None:
 
 
 def exit_code_and_signal(status: int) -> tuple[int | None, int | None]:
+    """Return the exit code and the signal of a wait status; one of them is None."""
     if os.WIFSIGNALED(status):
         return None, os.WTERMSIG(status)
     return os.WEXITSTATUS(status), None
 
 
 def thread_count() -> int:
+    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 
 def has_open(path: str) -> bool:
-    """Whether this process has a file of this name open."""
+    """Return whether this process has a file of this name open."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}") == path:
@@ -98,7 +103,7 @@ def close_other_fds(keep: Iterable[int]) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below ``root``, parents first."""
+    """Return all descendants of ``root``, parents first."""
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in _all_processes().items():
         children.setdefault(parent, []).append(pid)
@@ -109,12 +114,12 @@ def descendants(root: int) -> list[int]:
 
 
 def children(parent: int) -> list[int]:
-    """Of all its threads, adopted ones too."""
+    """Return the children of all threads of ``parent``, adopted ones included."""
     return [pid for pid, (above, _) in _all_processes().items() if above == parent]
 
 
 def descendants_now(root: int) -> list[int]:
-    """As `descendants`, in a fraction of the time where the kernel lists children: for processes that live for an instant."""
+    """As `descendants`, but much faster if the kernel lists children, for processes that live only an instant."""
     found: list[int] = []
     todo = [root]
     while todo:
@@ -132,7 +137,7 @@ def descendants_now(root: int) -> list[int]:
 
 
 def cpu_seconds(root: int) -> float:
-    """Processor time of ``root`` and of all below it, living or reaped."""
+    """Return the processor time of ``root`` and all its descendants, living or reaped."""
     ticks = 0
     for pid in (root, *descendants_now(root)):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
@@ -142,8 +147,8 @@ def cpu_seconds(root: int) -> float:
 
 
 def kill_tree(root: int, spare: Iterable[int] = ()) -> bool:
-    """SIGKILL everything below ``root``, again until nothing new turns up (a process may fork while we look). False: some of it is
-    another user's, and lives on."""
+    """SIGKILL all descendants of ``root``, repeated until no new one is found, because a process may fork in between.
+    Return False if some belong to another user and live on."""
     spared = set(spare)
     killed: set[int] = set()
     all_ours = True
@@ -160,7 +165,8 @@ def kill_tree(root: int, spare: Iterable[int] = ()) -> bool:
 
 
 def kill_session(leader: int) -> None:
-    """SIGKILL what is left of a worker's session. Only while its leader is not reaped: then nobody else can have its id."""
+    """SIGKILL the rest of a worker's session. Call it only while its leader is not reaped: until then no other process
+    can have its id."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     for pid, (_, session) in _all_processes().items():
@@ -170,7 +176,7 @@ def kill_session(leader: int) -> None:
 
 
 def _all_processes() -> dict[int, tuple[int, int]]:
-    """Process -> its parent and its session."""
+    """Return the parent and the session of every process."""
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():

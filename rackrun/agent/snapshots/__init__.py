@@ -1,1 +1,1 @@
-"""Snapshots of a tray's ranks: copies and parity for other trays."""
+"""Snapshots that a tray keeps and serves: of its own ranks, and copies and parity for other trays."""

@@ -1,4 +1,4 @@
-"""Memory for what this tray keeps of others: asked for before it is touched, so that too much is refused and kills nobody."""
+"""Memory checks before a tray keeps data for others, so that too much is refused and kills no process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from rackrun.checkpoint.arena.memory_plan import ceilings
 __all__ = ["Refused", "check_room"]
 
 _HEADROOM = 8
-"""One part in so many of the host's memory stays free."""
+"""One part in this many of the host's memory stays free."""
 
 
 class Refused(Exception):
-    """Something is not taken, and why."""
+    """Data is not accepted; the text says why."""
 
 
 def check_room(size: int) -> None:
-    """Raises `Refused` when so many bytes more are too much."""
+    """Raise `Refused` if ``size`` more bytes do not fit."""
     if any(size + ceiling.total // _HEADROOM > ceiling.free for ceiling in ceilings(None)):
         raise Refused(f"{size} bytes do not fit into this host's memory")

@@ -1,8 +1,10 @@
-"""Copies snapshots to the agent of another tray, and keeps those of others: so a shard outlives its tray.
+"""Copies of snapshots on other trays' agents, so that a shard outlives its tray.
 
-Pushed by the owner's agent, when a worker says so in its page (all ranks after the same steps, a new one when all have done
-with the last): as a whole to a holder, or as stripes to the keepers of a set (`rackrun.agent.snapshots.snapshot_parity`). The holder verifies every chunk before it says yes, and keeps two of each worker: the newest, and the newest
-that every rank of the world has on another tray. A push that fails costs nothing but the copy.
+The owner's agent pushes a snapshot when the worker asks for it on its page. All ranks do so after the same steps, and
+again when all have finished the last. A snapshot goes as a whole to a holder, or as stripes to the keepers of a set
+(`rackrun.agent.snapshots.snapshot_parity`). The holder verifies every chunk before it accepts. It keeps two snapshots
+of each worker: the newest, and the newest that every rank of the world has on another tray. A failed push costs nothing
+but the copy.
 """
 
 from __future__ import annotations
@@ -29,18 +31,20 @@ __all__ = ["Copies", "Holder", "Mirror", "verify"]
 register("replicate.allocating", "replicate.verified", "replicate.replacing", "replicate.kept")
 
 _SILENCE_S = 60.0
-"""Of the holder, before a push is given up."""
+"""Seconds without progress of the holder after which a push is given up."""
 
 
 @dataclass(frozen=True)
 class _Owner:
+    """The worker that a copy belongs to."""
+
     tray: str
     index: int
     incarnation: int
 
 
 class Copies:
-    """What this tray keeps of others' snapshots."""
+    """Copies of other trays' snapshots that this tray keeps, as memfds."""
 
     def __init__(self) -> None:
         self._held: dict[_Owner, dict[int, int]] = {}  # step -> descriptor
@@ -49,7 +53,7 @@ class Copies:
         return self._held.get(_Owner(tray, index, incarnation), {}).get(step)
 
     def room(self, size: int) -> int:
-        """A descriptor of so much memory. Raises `Refused`."""
+        """Return a descriptor of ``size`` bytes of memory. Raises `Refused`."""
         if size < 1:
             raise Refused("there is nothing to keep")
         check_room(size)
@@ -64,7 +68,7 @@ class Copies:
         return fd
 
     def keep(self, tray: str, index: int, incarnation: int, step: int, fd: int) -> None:
-        """It was verified."""
+        """Keep a verified copy."""
         held = self._held.setdefault(_Owner(tray, index, incarnation), {})
         if (old := held.pop(step, None)) is not None:
             os.close(old)
@@ -72,11 +76,11 @@ class Copies:
         crash_point("replicate.replacing")
 
     def steps(self, tray: str, index: int, incarnation: int) -> list[int]:
-        """What is kept of this worker."""
+        """Return the steps that are kept of this worker."""
         return sorted(self._held.get(_Owner(tray, index, incarnation), ()))
 
     def prune(self, everywhere: int) -> None:
-        """Of each worker, present or former, the step that is ``everywhere`` stays, and the last that came, if it is newer."""
+        """For each worker, keep the step ``everywhere`` and the latest one, if it is newer. Drop the others."""
         for owner in list(self._held):
             held = self._held[owner]
             last = next(reversed(held))
@@ -94,7 +98,8 @@ class Copies:
 
 
 def verify(fd: int, step: int) -> None:
-    """Raises `rackrun.checkpoint.base.errors.CheckpointError` when it is not the whole snapshot of ``step``."""
+    """Check that a copy is the complete snapshot of ``step``. Raises
+    `rackrun.checkpoint.base.errors.CheckpointError`."""
     with Arena.attach(fd, job=SNAPSHOT_JOB) as arena:
         arena.reader(step, owner=arena.rank).verify()
     crash_point("replicate.verified")
@@ -102,7 +107,7 @@ def verify(fd: int, step: int) -> None:
 
 @dataclass(frozen=True)
 class Holder:
-    """Of whole copies, in one generation."""
+    """The tray that holds whole copies, in one generation."""
 
     generation: int
     tray: str
@@ -110,8 +115,11 @@ class Holder:
 
 
 class Mirror:
-    """``destination`` says where a worker's snapshots go, as the newest plan has it: to a holder, to the keepers of a set,
-    or nowhere when there is no other tray."""
+    """Pushes snapshots of this tray's workers.
+
+    ``destination`` returns where a worker's snapshots go according to the latest plan: to a holder, to the keepers of a
+    set, or nowhere if there is no other tray.
+    """
 
     def __init__(
         self, token: str, destination: Callable[[Worker], Holder | Set | None], tell: Callable[[Event], None]
@@ -123,7 +131,7 @@ class Mirror:
         self._to: dict[Worker, Holder | Set] = {}
 
     def look(self, worker: Worker) -> None:
-        """Does it want a copy? Called now and then. What is on its way to where it is not wanted any more is given up."""
+        """Begin a push if the worker wants one, and cancel one whose destination is outdated. Called regularly."""
         to = self._destination(worker)
         if worker in self._pushing and self._to[worker] != to:
             self._pushing[worker].cancel()
@@ -136,7 +144,7 @@ class Mirror:
             task.add_done_callback(lambda _: (self._pushing.pop(worker), self._to.pop(worker)))
 
     def forget_all_but(self, living: Collection[Worker]) -> None:
-        """Of a worker that has ended nothing is sent any more: the world goes on from what is elsewhere already."""
+        """Cancel the pushes of workers that have ended. The world goes on from copies that are elsewhere already."""
         for worker, task in self._pushing.items():
             if worker not in living:
                 task.cancel()
@@ -156,8 +164,8 @@ class Mirror:
         well, fd = False, -1
         try:
             if which is None or worker.snapshot_fds[which] < 0 or to.generation != generation:
-                return  # of an older generation: others may have given theirs to the keepers of another set
-            fd = os.dup(worker.snapshot_fds[which])  # outlives the slot's forgetting
+                return  # of an older generation: others may have sent theirs to another set
+            fd = os.dup(worker.snapshot_fds[which])  # still valid after the slot has dropped the worker
             loop = asyncio.get_running_loop()
             async with asyncio.timeout(_SILENCE_S) as limit:
                 source = Source(

@@ -1,10 +1,13 @@
-"""Parity of snapshots over several trays: a third or a seventh of a shard more memory where a copy takes a whole one.
+"""Parity of snapshots over several trays, which takes a third or a seventh of a shard's memory where a copy takes a
+whole one.
 
-The owner's agent sends the stripes of a snapshot to the keepers of its set (`rackrun.checkpoint.redundancy.stripe_set`), each with its CRC32C behind it; a keeper mixes
-it into its row as it comes in. Nothing is staged: a stripe that breaks off or is damaged spoils the row, which could not have
-become whole any more, because a push is not repeated. A row can be read once every stripe is in it.
+The owner's agent sends the stripes of a snapshot to the keepers of its set
+(`rackrun.checkpoint.redundancy.stripe_set`), each followed by its CRC32C. A keeper mixes a stripe into its row as it
+arrives, without staging. An incomplete or damaged stripe spoils the row, which could not have become complete any more,
+because a push is not repeated. A row can be read when every stripe is in it.
 
-Kept, as of copies: rows of the newest step, and of the newest that every rank of the world has in its keepers' rows.
+As for copies, the rows of two steps are kept: the newest, and the newest that every rank of the world has in its
+keepers' rows.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from rackrun.protocol.commands import Keeper
 __all__ = ["TRAILER", "RowKey", "Rows", "Set", "Source", "give_stripes"]
 
 TRAILER = struct.Struct("<I")
-"""The stripe's CRC32C, behind its bytes."""
+"""Format of the stripe's CRC32C, which follows its bytes."""
 _CHUNK_BYTES = 4 << 20
 _allocating = threading.Lock()
 
@@ -39,7 +42,7 @@ T = TypeVar("T")
 
 
 class _Memory:
-    """A header's place and a row behind it, which grows."""
+    """Memory for a row and its header, which grows."""
 
     def __init__(self, header_bytes: int) -> None:
         self.fd = -1
@@ -47,10 +50,10 @@ class _Memory:
         self._map: mmap.mmap | None = None
 
     def room(self, size: int) -> memoryview:
-        """Raises `Refused`."""
+        """Return a view of ``size`` bytes of the row, growing it if needed. Raises `Refused`."""
         size += self._header_bytes
         if size > self._size:
-            with _allocating:  # what is free is only free until it is taken
+            with _allocating:  # another thread may take the free memory
                 self._grow(size)
         assert self._map is not None
         return memoryview(self._map)[self._header_bytes :]
@@ -68,7 +71,7 @@ class _Memory:
 
     def close(self) -> None:
         if self._map is not None:
-            with contextlib.suppress(BufferError):  # a thread is still at it: it goes when that is done
+            with contextlib.suppress(BufferError):  # a thread still uses it: it is freed when that is done
                 self._map.close()
         if self.fd >= 0:
             os.close(self.fd)
@@ -76,6 +79,8 @@ class _Memory:
 
 
 class _Kept:
+    """One row, and what is needed to fill it."""
+
     def __init__(self, step: int, stripe_set: StripeSet, part: Part) -> None:
         self.memory = _Memory(stripe_set.header_bytes)
         self.row = Row(step, stripe_set, part, self.memory.room)
@@ -83,7 +88,7 @@ class _Kept:
         self._turn = asyncio.Lock()
 
     async def use(self, act: Callable[[], T]) -> T:
-        """In a thread, one at a time."""
+        """Run ``act`` in a thread, one call at a time."""
         async with self._turn:
             return await asyncio.to_thread(act)
 
@@ -100,19 +105,21 @@ class _Kept:
 
 @dataclass(frozen=True)
 class RowKey:
+    """Identifies a row."""
+
     generation: int
     part: Part
     step: int
 
 
 class Rows:
-    """What this tray keeps for the members of its ranks' sets."""
+    """Parity rows that this tray keeps for the members of its ranks' sets."""
 
     def __init__(self) -> None:
         self._rows: dict[RowKey, _Kept] = {}
 
     def find(self, key: RowKey) -> int | None:
-        """A descriptor of a row that is whole."""
+        """Return the descriptor of a row if it is complete."""
         kept = self._rows.get(key)
         return kept.memory.fd if kept is not None and kept.whole else None
 
@@ -124,7 +131,11 @@ class Rows:
         length: int,
         body: AsyncIterator[bytes],
     ) -> None:
-        """``owner``'s stripe of its snapshot of ``length`` bytes, for the row of ``key``, with a trailer. Returns when it is in the row, verified. `Refused`: there is no memory; `rackrun.checkpoint.base.errors.CheckpointError`: it is not what it should be."""
+        """Mix ``owner``'s stripe of its snapshot of ``length`` bytes, followed by a trailer, into the row of ``key``.
+
+        Returns when the stripe is in the row and verified. Raises `Refused` if there is no memory, and
+        `rackrun.checkpoint.base.errors.CheckpointError` if the stripe is invalid.
+        """
         kept = self._rows.get(key)
         if kept is None:
             kept = self._rows[key] = _Kept(key.step, stripe_set, key.part)
@@ -153,7 +164,8 @@ class Rows:
                 await kept.close()
 
     async def prune(self, everywhere: int) -> None:
-        """Of each rank's rows that of the step that is ``everywhere`` stays, and the last that was begun, if it is newer."""
+        """For each of the ranks' parts, keep the row of the step ``everywhere`` and the latest one, if it is newer.
+        Drop the others."""
         last = {key.part: key for key in self._rows}
         for key in list(self._rows):
             if key.step != everywhere and (key != last[key.part] or key.step < everywhere):
@@ -170,7 +182,7 @@ class Rows:
 # -- the owner's side --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Set:
-    """The set of one rank, in one generation; any ``parity`` of its members may be lost."""
+    """The set of one rank in one generation. Any ``parity`` of its members may be lost."""
 
     generation: int
     rank: int
@@ -178,22 +190,22 @@ class Set:
     parity: int = 1
 
     def others(self) -> tuple[Keeper, ...]:
-        """Beginning behind this rank: not all begin with the same."""
+        """The other members, beginning after this rank, so that not all ranks begin with the same keeper."""
         at = [keeper.rank for keeper in self.members].index(self.rank)  # type: ignore[arg-type]
         return (*self.members[at + 1 :], *self.members[:at])
 
 
 @dataclass(frozen=True)
 class Source:
-    """A sealed snapshot."""
+    """A sealed snapshot to read from."""
 
     fd: int
     step: int
     size: int
     valid: Callable[[], bool]
-    """It has not been written over."""
+    """Returns whether the snapshot has not been overwritten."""
     moves: Callable[[], None] = lambda: None
-    """Told with every chunk that has been sent."""
+    """Called with every chunk that has been sent."""
 
     async def read(self, start: int, stop: int) -> AsyncIterator[bytes]:
         at = start
@@ -207,7 +219,8 @@ class Source:
 
 
 async def give_stripes(session: aiohttp.ClientSession, of: Set, source: Source, besides: int) -> None:
-    """To each keeper its stripes. Returns when all have verified theirs; raises `Refused` when one does not take it."""
+    """Send each keeper its stripes. Returns when all have verified theirs; raises `Refused` if one does not accept its
+    stripe."""
     stripe_set = StripeSet(tuple(int(keeper.rank) for keeper in of.members), of.parity)
     for keeper in of.others():
         for part in stripe_set.parts(keeper.rank):

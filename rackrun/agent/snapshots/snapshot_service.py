@@ -1,9 +1,12 @@
-"""``GET /snapshot/{tray}/{index}/{incarnation}/{step}``: the bytes of a snapshot that this tray keeps: of its own workers, alive
-or dead, or a copy of another tray's, with where it lies, for whoever is on this host (`MEMORY_HEADER`). ``PUT`` leaves such a copy here. ``/parity/{generation}/{rank}/{part}/{step}``: a block of the
-parity that this tray keeps for the set of ``rank``, its own; ``PUT`` gives a stripe for it. ``GET`` takes a Range.
+"""HTTP service for the snapshots, copies and parity that this tray keeps.
 
-The body is the worker's file as it is. A snapshot that its worker overwrites in the middle of a download breaks the
-download: the reader sees fewer bytes than were announced, and asks elsewhere.
+``GET /snapshot/{tray}/{index}/{incarnation}/{step}`` returns the bytes of a snapshot: of one of this tray's workers,
+alive or dead, or a copy of another tray's. A header says where it lies in memory, for readers on this host
+(`MEMORY_HEADER`). ``PUT`` stores such a copy here. ``/parity/{generation}/{rank}/{part}/{step}`` is a block of the
+parity that this tray keeps for the set of ``rank``, its own; ``PUT`` adds a stripe to it. ``GET`` accepts a Range.
+
+The body is the worker's file unchanged. A snapshot that its worker overwrites during a download breaks the download:
+the reader receives fewer bytes than announced, and asks elsewhere.
 """
 
 from __future__ import annotations
@@ -34,17 +37,21 @@ _ROW = "/parity/{generation}/{rank}/{part}/{step}"
 
 
 class KeptSnapshots(Protocol):
-    """What a tray keeps of one worker, dead or alive."""
+    """The page and snapshots of one worker, dead or alive."""
 
     page: HeartbeatPage
     snapshot_fds: tuple[int, int]
 
 
 class Keeper(Protocol):
+    """Gives access to the snapshots that a tray keeps."""
+
     def kept(self, index: int, incarnation: int) -> KeptSnapshots | None: ...
 
 
 class SnapshotService:
+    """The HTTP server for snapshots, copies and parity."""
+
     def __init__(self, tray: str, advertise: str, token: str, keeper: Keeper, *, reserve: int = RESERVE) -> None:
         self._tray = tray
         self._advertise, self._token, self._reserve = advertise, token, reserve
@@ -54,14 +61,14 @@ class SnapshotService:
         self._rows = Rows()
         self._allocating = asyncio.Lock()
         self._everywhere = -1
-        """The newest step of which every rank is known to have something on other trays. A newcomer does not know it: then what
-        others have said counts."""
+        """The newest step of which every rank is known to have a copy or parity on other trays. A newcomer does not
+        know it; then what others reported counts."""
         self._generation = 0
-        """The newest of which something came."""
+        """The newest generation from which something arrived."""
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
-        """Returns ``host:port``."""
+        """Begin to serve; return ``host:port``."""
         app = web.Application()
         app.router.add_get(_PATH, self._get)
         app.router.add_put(_PATH, self._put)
@@ -89,7 +96,7 @@ class SnapshotService:
             raise web.HTTPUnauthorized(text="wrong or missing token")
 
     def _asked(self, request: web.Request) -> tuple[str, int, int, int]:
-        """Tray, index, incarnation, step."""
+        """Return tray, index, incarnation and step of a request."""
         self._admit(request)
         try:
             index, incarnation, step = (int(request.match_info[name]) for name in ("index", "incarnation", "step"))
@@ -126,13 +133,13 @@ class SnapshotService:
         return web.json_response(self._copies.steps(tray, index, incarnation))
 
     def _check_generation(self, generation: int) -> None:
-        """What is of an older generation than what was here already is late: it must not take a newer one's place."""
+        """Refuse data of an older generation, which is late and must not replace newer data."""
         if generation < self._generation:
             raise web.HTTPConflict(text=f"generation {generation} is over: {self._generation} has begun")
         self._generation = generation
 
     async def _prune(self, everywhere: int) -> None:
-        """Of each worker, and of each row, two steps stay: the newest, and the one that is everywhere."""
+        """Keep two steps of each worker and each row: the newest, and the one that is everywhere."""
         if everywhere >= 0:
             self._everywhere = everywhere
         self._copies.prune(self._everywhere)
@@ -213,7 +220,7 @@ class SnapshotService:
     async def _stream(
         self, request: web.Request, fd: int, valid: Callable[[], bool], where: str = ""
     ) -> web.StreamResponse:
-        """``where``: as of `MEMORY_HEADER`."""
+        """Send a file. ``where`` is the value of `MEMORY_HEADER`."""
         start, stop = _span(request, os.fstat(fd).st_size)
         response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
         if where:
@@ -235,7 +242,7 @@ class SnapshotService:
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int]:
-    """What of ``size`` bytes is asked for: ``Range: bytes=FIRST-LAST``, or all."""
+    """Return the first and the end byte that a request asks for: ``Range: bytes=FIRST-LAST``, or all ``size`` bytes."""
     try:
         asked = request.http_range
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""A tray: the coordinator's commands to its workers, and the link to the coordinator."""
+"""A tray's workers: commands from the coordinator, liveness checks, and the link to the coordinator."""

@@ -1,4 +1,4 @@
-"""The workers of one tray: their starts and ends, and the messages between them and the coordinator."""
+"""The workers of one tray: their starts and exits, and the messages between them and the coordinator."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, UnitSealed
 __all__ = ["Tray"]
 
 _LEFT_IN_SLOT_MAX = 2
-"""A slot keeps page and snapshots of this many workers that are gone, of those that have left a snapshot. The core counts
-alike (`rackrun.core.recovery.recovery.LEFT_IN_SLOT_MAX`)."""
+"""Number of exited workers with snapshots whose page and snapshots a slot keeps. The core counts in the same way
+(`rackrun.core.generation.snapshot_locations.LEFT_IN_SLOT_MAX`)."""
 _FAILED_GRACE_S = 1.0
 _KILL_S = 10.0
 
 
 class Tray:
+    """Starts, watches and ends the workers of a tray."""
+
     def __init__(
         self,
         config: AgentConfig,
@@ -62,9 +64,9 @@ class Tray:
         self._starts: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._resume: c.ResumeGeneration | None = None
-        """The newest: a first plan comes before the workers that it names are started."""
+        """The latest plan. A first plan arrives before the workers that it names are started."""
         self._server_reaped = asyncio.Event()
-        self.uplink: Uplink  # these two are set by the agent, before anything can happen
+        self.uplink: Uplink  # the agent sets these two before any event
         self.worker_is_new: Callable[[], None]
         self._loop.add_reader(server.fileno(), self._server_spoke)
         self._loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
@@ -78,13 +80,13 @@ class Tray:
         return next((worker for worker in slot if worker.incarnation == incarnation), None)
 
     def look(self, worker: Worker) -> None:
-        """Tell of its end if it can be seen."""
+        """Report a worker's end if it can be seen."""
         status = worker.ending()
         if status is not None:
             self._ended(worker, status)
 
     def destination(self, worker: Worker) -> Holder | Set | None:
-        """Where its snapshots go, as the newest plan says."""
+        """Return where a worker's snapshots are copied to, according to the latest plan; None: nowhere."""
         if self._resume is None:
             return None
         plan = self._resume.plan
@@ -97,6 +99,7 @@ class Tray:
 
     # -- commands
     def obey(self, command: c.WorkerCommand) -> None:
+        """Carry out a command."""
         match command:
             case c.StartWorker():
                 self._start(command)
@@ -115,7 +118,7 @@ class Tray:
                 assert_never(command)
 
     async def stop(self, *, failed: bool) -> None:
-        """End every worker and everything they left behind."""
+        """End every worker and all processes that they left."""
         self._stopping = True
         for task in tuple(self._starts):
             task.cancel()
@@ -155,7 +158,7 @@ class Tray:
         slot = self._slots[_index_of(command.slot)]
         previous = slot[-1] if slot else None
         if self._stopping or (previous is not None and previous.incarnation >= command.incarnation):
-            return  # told twice, or overtaken
+            return  # a repeated or outdated command
         if previous is not None and not previous.gone.is_set():
             previous.kill()
         worker = Worker(command, self._deliver)
@@ -218,7 +221,7 @@ class Tray:
         worker.buried()
 
     def _forget_old(self, slot: deque[Worker]) -> None:
-        """``slot[-1]`` is the present one."""
+        """Drop exited workers of a slot that need not be kept. ``slot[-1]`` is the present worker."""
         before = [worker for worker in list(slot)[:-1] if worker.gone.is_set()]
         left = [worker for worker in before if worker.page.snapshots()]
         kept = left[-_LEFT_IN_SLOT_MAX:]
@@ -249,7 +252,7 @@ class Tray:
                 self._reaped(worker, answer.status)
 
     def _child_ended(self) -> None:
-        """Reap our own children: the fork server, and what was adopted from one that died."""
+        """Reap children: the fork server, and processes adopted from one that died."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -266,7 +269,8 @@ class Tray:
                     self._reaped(worker, status)
 
     def _server_lost(self) -> None:
-        """Its workers die with it. We have threads and cannot fork another, but we can start one afresh."""
+        """Handle the death of the fork server, whose workers die with it. This process has threads and cannot fork
+        another, so it starts a new interpreter."""
         self._loop.remove_reader(self._server.fileno())
         self._server.close()
         proc.kill_tree(os.getpid(), self._devices.pids)
@@ -283,7 +287,7 @@ class Tray:
 
     # -- ends
     def _ended(self, worker: Worker, status: int) -> None:
-        worker.channel.drain()  # what it said comes before its end; it may be how it ended
+        worker.channel.drain()  # its last messages come before its exit, and may explain it
         if not worker.reported:
             self._report(worker, *proc.exit_code_and_signal(status), None)
 
@@ -326,7 +330,7 @@ class Tray:
             case Logged():
                 self.uplink.forward(Urgency.MAYBE, body)
             case UnitSealed():
-                pass  # ours to say
+                pass  # the agent reports this itself
             case WorkerExited():
                 if not worker.reported:  # the script is over; exit handlers may take a while, but not for ever
                     self._report(worker, message.exit_code, message.signal, message.failure)
@@ -336,7 +340,7 @@ class Tray:
                 if isinstance(message, WorkerReady) and worker.command.spare and not self._is_member(worker):
                     self._fillers.spare_waits(worker.slot, worker.incarnation)
             case _:
-                pass  # late: its end has been told
+                pass  # too late: its exit has been reported
 
     def _end_of_grace(self, worker: Worker) -> None:
         if not worker.gone.is_set():
@@ -346,7 +350,7 @@ class Tray:
         data = frame(command)
         for slot, incarnation in to:
             if tray_of(slot) == self._config.tray and (worker := self._find(slot, incarnation)):
-                # Whatever it is told, its wait is over.
+                # Whatever the message is, the worker's wait is over.
                 gone = self._fillers.clear(slot, "the spare is needed", hold=True)
                 worker.send(data, after=gone if self._fillers.in_the_way else None)
                 if isinstance(command, c.BreakGeneration):
@@ -356,7 +360,7 @@ class Tray:
 
     # -- who is here
     def _is_member(self, worker: Worker) -> bool:
-        """Of the newest generation."""
+        """Return whether a worker is a member of the latest generation."""
         members = self._resume.plan.members if self._resume else ()
         return any((member.slot, member.incarnation) == (worker.slot, worker.incarnation) for member in members)
 

@@ -1,6 +1,8 @@
-"""The agent's connection to its coordinator: in order, bounded, and taken up again when it breaks (`rackrun.link.reliable_messages`).
+"""The agent's connection to its coordinator: ordered, bounded, and resumed when it breaks
+(`rackrun.link.reliable_messages`).
 
-Telemetry waits for up to 20 ms for company; an event goes at once, and takes with it whatever waits, so nothing overtakes.
+Telemetry waits for up to 20 ms, so that several messages are sent together. An event is sent at once, together with
+everything that waits, so that the order is kept.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ _RETRY_S = (0.02, 1.0)
 _CLOSE_S = 1.0
 _REFUSED = (400, 401, 403, 404, 409, 426)
 _TAKEN = 503
-"""Another agent has the tray, and may be gone soon."""
+"""Status when another agent has the tray, which may be gone soon."""
 _LENGTH = struct.Struct("<I")
 
 
 class Urgency(Enum):
+    """How soon a message must be sent, and whether it may be dropped."""
+
     NOW = "an event"
     SOON = "telemetry that must arrive"
     MAYBE = "telemetry that may be dropped in a flood, the oldest first"
@@ -54,6 +58,8 @@ class End(Enum):
 
 
 class Uplink:
+    """Sends the tray's messages and receives the coordinator's commands."""
+
     def __init__(
         self, config: AgentConfig, first: Event, obey: Callable[[WorkerCommand], None], orphan_s: float
     ) -> None:
@@ -62,14 +68,15 @@ class Uplink:
         self._obey = obey
         self._orphan_s = orphan_s
         self._session = ""
-        """What the coordinator calls the link; "": it has not welcomed us yet."""
+        """The coordinator's name for the link; "": no `Welcome` has been received yet."""
         self._numbered = Numbered()
         self._senseless = False
-        """The coordinator has sent what cannot be carried out; it would not send again what came with it."""
+        """Whether the coordinator has sent something that cannot be carried out; it would not send again what came with
+        it."""
         self._waiting: deque[tuple[Urgency, bytes]] = deque()
         self._logged = 0
         self.dropped = 0
-        """Logged messages that a flood has cost so far."""
+        """Number of log messages that were dropped in a flood so far."""
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()
         self._idle = asyncio.Event()
@@ -79,14 +86,15 @@ class Uplink:
         self.connected = False
 
     def event(self, event: Event) -> None:
+        """Send an event at once."""
         self._put(Urgency.NOW, frame(event))
 
     def forward(self, urgency: Urgency, body: bytes) -> None:
-        """A message of a worker, as it came."""
+        """Send a worker's message unchanged."""
         self._put(urgency, _LENGTH.pack(len(body)) + body)
 
     async def run(self) -> End:
-        """Connect and stay connected; returns when that cannot be."""
+        """Connect and stay connected; return when that is no longer possible."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _CONNECT_S
         pause, told = _RETRY_S[0], False
@@ -124,23 +132,24 @@ class Uplink:
                 pause = min(2 * pause, _RETRY_S[1])
 
     def _begins_anew(self) -> bool:
-        """Where the connection broke before the coordinator had heard a word: it has given up a tray that it does not know."""
+        """Join anew if the connection broke before the coordinator had received anything: it has then given up the
+        unknown tray. Return whether this applies."""
         unheard = self._numbered.unheard
         if not self._session or not unheard:
             return False
         self._waiting.extendleft(
             (Urgency.NOW, data) for data in reversed(unheard[1:])
-        )  # the first comes after the welcome
+        )  # the first is sent after the welcome
         self._session, self._numbered = "", Numbered()
         self._idle.clear()
         return True
 
     def job_is_over(self) -> None:
-        """Somebody else has heard so: a connection that breaks is not made anew."""
+        """Record that the job is over, so that a broken connection is not restored."""
         self._over = True
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until all is sent."""
+        """Wait until everything is sent, at most ``timeout_s`` seconds."""
         self._closing = True
         self._urgent.set()
         with contextlib.suppress(TimeoutError):
@@ -158,7 +167,7 @@ class Uplink:
         self._wake.set()
 
     def _drop_oldest_logged(self) -> None:
-        """Half of them, so that a flood costs one pass in many."""
+        """Drop the oldest half of the log messages, so that a flood rarely needs a pass over the queue."""
         surplus = self._logged - _LOGGED_MAX // 2
         kept: deque[tuple[Urgency, bytes]] = deque()
         for item in self._waiting:
@@ -171,7 +180,7 @@ class Uplink:
         self._waiting = kept
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> bool:
-        """Until the connection ends. Whether the coordinator has welcomed us."""
+        """Exchange messages until the connection ends. Return whether the coordinator sent a `Welcome`."""
         welcome = await self._welcome(socket)
         if welcome is None:
             return False
@@ -205,14 +214,14 @@ class Uplink:
         return True
 
     def _carry_out(self, command: WorkerCommand) -> None:
-        """Raises ValueError where this host cannot."""
+        """Carry out a command. Raises ValueError if this host cannot."""
         try:
             self._obey(command)
-        except OSError as error:  # it is not the connection's
+        except OSError as error:  # the error is not the connection's
             raise ValueError(f"{type(command).__name__}: {error}") from error
 
     async def _welcome(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome | None:
-        """The first thing that the coordinator says. None: the connection ended before."""
+        """Receive the coordinator's first message; None: the connection ended before it."""
         with contextlib.suppress(TimeoutError, msgspec.MsgspecError):
             message = await socket.receive()
             if message.type is aiohttp.WSMsgType.TEXT:
@@ -220,8 +229,12 @@ class Uplink:
         return None
 
     async def _heard(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
-        """Until the connection ends, or has been silent for so long that the coordinator must have given us up. It may be the coordinator
-        that is cut off, and then it gives nobody up; a ping finds out whether its end of the connection is there, if anything comes through."""
+        """Yield messages until the connection ends, or has been silent for so long that the coordinator must have given
+        this agent up.
+
+        The coordinator may be the one that is cut off; then it gives no agent up. A ping finds out whether its end of
+        the connection is still there.
+        """
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         while True:
@@ -244,7 +257,7 @@ class Uplink:
                 return
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse, again: Sequence[bytes]) -> None:
-        """``again``: packets that were sent before, over a connection that broke."""
+        """Send waiting messages. ``again`` holds packets that were sent before over a connection that broke."""
         for packet in again:
             await socket.send_bytes(packet)
         while True:
@@ -270,7 +283,7 @@ class Uplink:
         return batch
 
     async def _reason(self, session: aiohttp.ClientSession, error: aiohttp.WSServerHandshakeError) -> str:
-        """The text of the refusal: aiohttp throws it away, but a plain request is refused with the same."""
+        """Return the text of a refusal. aiohttp discards it, but a plain request receives the same."""
         text = ""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             limit = aiohttp.ClientTimeout(total=5.0)
@@ -296,7 +309,8 @@ class Uplink:
 
     @asynccontextmanager
     async def _connect(self, session: aiohttp.ClientSession) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-        """A connection; who takes a link up again does not wait longer than a lease for the answer, and asks again."""
+        """Open a connection. When a link is resumed, the wait for an answer is limited to a lease, and then
+        repeated."""
         async with asyncio.timeout(self._config.lease_s if self._session else None):
             socket = await session.ws_connect(
                 self._url(),
@@ -312,10 +326,11 @@ class Uplink:
 
 
 def _break(connection: aiohttp.ClientWebSocketResponse) -> None:
-    """End it without a farewell: whoever says that it leaves is lost at once, and cannot take the link up again."""
+    """End a connection without WebSocket's farewell. An agent that announces its leave is lost at once and cannot
+    resume the link."""
     ours = connection.get_extra_info("socket")
     if ours is not None:
-        with contextlib.suppress(OSError):  # it has ended already
+        with contextlib.suppress(OSError):  # it is closed already
             ours.shutdown(SHUT_RDWR)
 
 

@@ -1,13 +1,14 @@
-"""Sees that a worker is dying before its death is done, and that one has stopped moving.
+"""Detection of dying workers before their death is complete, and of workers without progress.
 
-A killed process becomes readable on its pidfd only after its memory is torn down (tens of milliseconds a gigabyte, seconds
-where a GPU pins it). Its lifeline is released before that, and the exiting flag in /proc set; where there is no lifeline
-(a program that is no Python script, a worker that is just starting) the flag is polled.
+A killed process becomes readable on its pidfd only after its memory is torn down (tens of milliseconds per gigabyte,
+seconds if a GPU pins it). Its robust mutex is released before that, and the exiting flag in /proc is set. If there is
+no such mutex (a program that is no Python script, a worker that is just starting), the flag is polled.
 
-A worker without progress waits for others in a collective, or stands in its own code. Both are told when their time is over, with how far
-each has come and where it stands; and when it goes on after all. Where its history says too little, an idle worker is told of early, and so are those
-that wait, so that they can be compared (`rackrun.core.faults.peer_times`), and a deadlock is found (`rackrun.core.faults.deadlock`). In its own code it may
-work: then it has longer, outside of steps (`rackrun.agent.workers.hang_detector`).
+A worker without progress waits for others in a collective, or is in its own code. Both are reported when their time is
+over, with how far each has come and where it is; and again when it makes progress after all. If a worker's history says
+too little, an idle worker is reported early, and so are those that wait, so that they can be compared
+(`rackrun.core.faults.peer_times`) and a deadlock is found (`rackrun.core.faults.deadlock`). In its own code a worker
+may be working; then it has more time, except in steps (`rackrun.agent.workers.hang_detector`).
 """
 
 from __future__ import annotations
@@ -29,27 +30,32 @@ __all__ = ["Watch"]
 
 _PERIOD_S = 0.1
 _POLL_S = 0.01
-"""While some worker has no lifeline. Ten times the processor time."""
+"""Seconds between polls while some worker has no robust mutex."""
 _LATE_NS = 200_000_000
 _SILENCE_NS, _BUSY_SILENCE_NS = 60_000_000_000, 600_000_000_000
-"""Without a tick, where no shorter deadline holds: it may hold the interpreter's lock for long. The second while it works."""
+"""Longest time without a tick of the control thread if no shorter deadline applies, because the interpreter's lock may
+be held for long; the second value holds while the worker works."""
 _LOOK_NS = (90_000_000, 1_000_000_000)
-"""How often a process is looked at whose time is running out."""
+"""Shortest and longest time between looks at a process whose time is running out."""
 _PLAIN_STOPPED_NS, _PLAIN_LOOK_NS = 3_000_000_000, 500_000_000
-"""A process that tells of nothing is given up when it is stopped for so long."""
+"""A process that reports nothing is given up after it has been stopped for this long."""
 _COMES_NS, _COMES_AGAIN_NS = 1_000_000_000, 4_000_000_000
-"""After the others were called to another generation."""
+"""Time after the call to another generation until a missing worker is reported, and between further reports."""
 _UNITS = (Activity.STEP, Activity.PHASE)
 _WAITS_NS = 10_000_000_000
-"""Who waits for so long in a collective tells how long its own code took before it, and in what it is blocked, whatever its limit."""
+"""A worker that has waited in a collective for this long reports how long its own code took before it, and in what it
+is blocked, whatever its limit."""
 _SEEN_FROM_NS = 2_000_000_000
-"""Who may be compared is looked at from then on: its time counts from the first look that finds it lifeless."""
+"""Time without progress after which a worker that may be compared is looked at. Its idle time counts from the first
+look that finds it without signs of life."""
 _IDLE_AGAIN_NS = 5_000_000_000
-"""Who is idle says so again."""
+"""Time between reports of an idle worker."""
 _MS = 1_000_000
 
 
 class Watch:
+    """Looks at all workers of a tray regularly and reports those that die or make no progress."""
+
     def __init__(self, tray: Tray, uplink: Uplink, mirror: Mirror, stall_floor_ms: int) -> None:
         self._tray = tray
         self._mirror = mirror
@@ -61,7 +67,7 @@ class Watch:
         self._timer = self._loop.call_later(_PERIOD_S, self._look)
 
     def look_soon(self) -> None:
-        """Something has changed: do not sleep it out."""
+        """Look again soon, because something has changed."""
         self._timer.cancel()
         self._timer = self._loop.call_later(_POLL_S, self._look)
 
@@ -109,13 +115,13 @@ class Watch:
             self._tell(worker, now_ns, silent=True, where=because)
         elif self._compared(worker, silence if silent_ns > _LATE_NS else patience, now_ns):
             pass
-        elif silent_ns > _LATE_NS:  # the interpreter's lock is held, or there is no processor
+        elif silent_ns > _LATE_NS:  # the interpreter's lock is held, or no processor is free
             limit_ns = min(idle_ns, _SILENCE_NS)
             if self._overdue(worker, silence, now_ns, limit_ns, busy_ns):
                 where = f"its interpreter does not run, {where_in_kernel(worker.pid)}"
                 self._tell(worker, now_ns, silent=True, where=where)
         elif not armed or _waits_in_recovery(page):
-            pass  # how long that may take is the coordinator's to say
+            pass  # the coordinator decides how long that may take
         elif _waits(page):
             if self._overdue(worker, patience, now_ns, idle_ns, 0):
                 self._tell(worker, now_ns)
@@ -126,12 +132,13 @@ class Watch:
             self._uplink.event(_busy(worker, awaited=False))
 
     def _compared(self, worker: Worker, patience: Patience, now_ns: int) -> bool:
-        """Whether it is told now that it waits, or is idle where its history says too little, though its limit is not over."""
+        """Return whether to report now that a worker waits, or is idle where its history says too little, although its
+        limit is not over."""
         page, held_ns = worker.page, self._held.total_ns
         if page.activity in (Activity.RECOVERING, Activity.WAITING) or not page.deadline_ms:
             return False
         if _waits(page):
-            blocked_since = page.blocked_mark not in (0, patience.blocked_mark)  # it was told
+            blocked_since = page.blocked_mark not in (0, patience.blocked_mark)  # this was reported
             if blocked_since or not patience.compared_ns:
                 self._see(worker, patience, now_ns, _WAITS_NS, _WAITS_NS // 2)
             due = patience.quiet_ns(now_ns, held_ns) > _WAITS_NS and (
@@ -152,7 +159,7 @@ class Watch:
         return due
 
     def _see(self, worker: Worker, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
-        """Its process is looked at only after ``from_ns`` without progress."""
+        """Look at a worker's process, if it made no progress for more than ``from_ns``."""
         if patience.quiet_ns(now_ns, self._held.total_ns) <= from_ns:
             return
         if patience.look_again(now_ns, min(max(limit_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
@@ -164,7 +171,8 @@ class Watch:
         return patience.overdue(now_ns, self._held.total_ns, idle_ns, busy_ns)
 
     def _check_plain(self, worker: Worker, now_ns: int) -> None:
-        """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen, and whether its interpreter runs."""
+        """Check a worker without rackrun's control thread. It reports no progress, but it can be seen whether it is
+        stopped and whether its interpreter runs."""
         tick_ns, silence = worker.page.plain_tick_ns, worker.silence
         if tick_ns != silence.since_ns:
             silence.progressed(tick_ns, self._held.by(tick_ns))
@@ -186,7 +194,8 @@ class Watch:
             self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=_held_still(worker)))
 
     def _look_whether_it_comes(self, worker: Worker, now_ns: int) -> None:
-        """All others go on to another generation. As long as it does not, it is told that it still works: its deadlines hold."""
+        """Report a worker that does not come to the next generation while all others do. While it works, its limits
+        hold."""
         page = worker.page
         if page.generation >= worker.called_to or page.activity is Activity.EXITING:
             worker.called_ns = 0
@@ -248,7 +257,7 @@ def _busy(worker: Worker, *, awaited: bool) -> WorkerBusy:
 
 
 def unit_of(page: HeartbeatPage) -> str:
-    """What its main thread is in, for people."""
+    """Return what the main thread is in, for people."""
     after = f" after step {page.at.step}" if page.at.step >= 0 else " before the first step"
     match page.activity:
         case Activity.SETUP:
@@ -268,14 +277,14 @@ def unit_of(page: HeartbeatPage) -> str:
 
 
 def _held_still(worker: Worker) -> str:
-    """By whom; "": it may run."""
+    """Return what prevents the process from running; "": nothing does."""
     if worker.stopped():
         return "it is stopped by a signal"
     return "its control group is frozen" if frozen(worker.pid) else ""
 
 
 def _waits(page: HeartbeatPage) -> bool:
-    """For others, in a collective."""
+    """Return whether the worker waits for others in a collective."""
     entered, completed = page.collectives
     return entered > completed
 

@@ -1,1 +1,1 @@
-"""From the fork server to the script's first line."""
+"""Start of a worker, from the fork server to the first line of the script."""

@@ -1,14 +1,14 @@
-"""A process that has imported everything and forks workers from that: milliseconds instead of seconds a start.
+"""Fork server: a process that has imported everything and forks workers in milliseconds instead of seconds.
 
-It has one thread and no sockets but the one to its agent, so a fork of it is sound. Conversation, one packet a message::
+It has one thread, and no sockets except the one to its agent, so a fork of it is sound. Each message is one packet::
 
     agent  -> server   ScriptConfig, once
     agent  -> server   Boot, with descriptors: channel, page, two snapshots, stdout, stderr
     server -> agent    Forked, with a pidfd: opened before the child can have been reaped, so it names that very process
     server -> agent    Reaped
 
-Before a worker is reaped the rest of its session is killed: until then nobody else can have its process group's id. When
-the agent's end closes, however that comes about, everything below the server is killed, and the server ends.
+Before a worker is reaped, the rest of its session is killed: until then no other process can have its process group's
+id. When the agent's end closes, for whatever reason, all descendants of the server are killed, and the server exits.
 """
 
 from __future__ import annotations
@@ -57,16 +57,20 @@ _FDS = 6
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a Boot: the worker has been forked, or could not be."""
+
     incarnation: int
     pid: int
-    """0: there was no fork, see ``error``."""
+    """Process id; 0: the fork failed, see ``error``."""
     error: str = ""
 
 
 class Reaped(msgspec.Struct, frozen=True, tag=True):
+    """A worker has exited and was reaped."""
+
     incarnation: int
     status: int
-    """As `os.waitpid` gives it."""
+    """Wait status, as `os.waitpid` returns it."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -75,7 +79,7 @@ _boot: msgspec.msgpack.Decoder[Boot] = msgspec.msgpack.Decoder(Boot)
 
 
 def preload(modules: Iterable[str] = ()) -> list[str]:
-    """Import what workers will need; return what could not be imported, with the reason."""
+    """Import the modules that workers will need. Return those that could not be imported, each with the reason."""
     failed = []
     for name in (*_PRELOAD, *modules):
         try:
@@ -86,8 +90,11 @@ def preload(modules: Iterable[str] = ()) -> list[str]:
 
 
 def _forget_what_others_end() -> None:
-    """What those that we are a fork of want done at their end: finalizers remove their temporary directories, and log handlers close their
-    files, whose numbers are ours by now (a process group's, say, which ends the process)."""
+    """Drop finalizers and log handlers inherited from the parent.
+
+    Finalizers would remove the parent's temporary directories. Log handlers would close descriptors whose numbers
+    belong to other files by now, such as a process group's socket, which would end the process.
+    """
     finalizers: dict[object, object] = weakref.finalize._registry  # type: ignore[attr-defined]
     finalizers.clear()
     handlers: list[object] = logging._handlerList  # type: ignore[attr-defined]
@@ -95,7 +102,7 @@ def _forget_what_others_end() -> None:
 
 
 class ForkServer:
-    """The agent's side."""
+    """The agent's side of the fork server."""
 
     def __init__(self, process: int, connection: socket.socket) -> None:
         self.pid = process
@@ -103,7 +110,7 @@ class ForkServer:
 
     @classmethod
     def fork(cls, script: ScriptConfig) -> ForkServer:
-        """From the main thread of a process that has no other, and no sockets."""
+        """Fork a server. Call it in the main thread of a process without other threads or sockets."""
         ours, theirs = _socket_pair()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -111,7 +118,7 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             try:
-                ours.detach()  # closed with the rest; no destructor may close its number later
+                ours.detach()  # closed with the others; no destructor may close this number later
                 _serve(theirs, parent)
             finally:
                 os._exit(70)
@@ -120,7 +127,7 @@ class ForkServer:
 
     @classmethod
     def spawn(cls, script: ScriptConfig) -> ForkServer:
-        """In a new interpreter: slower, but possible from a process that has threads."""
+        """Start a server in a new interpreter: slower, but possible from a process with threads."""
         ours, theirs = _socket_pair()
         command = [
             sys.executable,
@@ -146,16 +153,16 @@ class ForkServer:
         return self._connection.fileno()
 
     def wake(self) -> None:
-        """If somebody has stopped it: only it can reap the workers."""
+        """Continue the server if it was stopped, because only it can reap the workers."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
     def ask(self, boot: Boot, fds: tuple[int, ...]) -> None:
-        """Raises OSError when the server is gone."""
+        """Ask the server to start a worker with these descriptors. Raises OSError if the server is gone."""
         socket.send_fds(self._connection, [_encode(boot)], list(fds))
 
     def answer(self) -> tuple[Forked | Reaped, int] | None:
-        """The next answer, and the pidfd that came with it or -1. None: the server is gone."""
+        """Return the next answer, and its pidfd or -1. None: the server is gone."""
         try:
             packet, fds, _, _ = socket.recv_fds(self._connection, _PACKET_BYTES_MAX, 1)
         except ConnectionResetError:
@@ -165,7 +172,7 @@ class ForkServer:
         return _answer.decode(packet), (fds[0] if fds else -1)
 
     def close(self) -> None:
-        """Tell the server to kill what is left, and to end."""
+        """Make the server kill its workers and exit."""
         self._connection.close()
 
 
@@ -200,6 +207,8 @@ def _serve(connection: socket.socket, agent: int) -> NoReturn:
 
 
 class _Server:
+    """The server's side."""
+
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._script = msgspec.msgpack.decode(connection.recv(_PACKET_BYTES_MAX), type=ScriptConfig)
@@ -213,7 +222,7 @@ class _Server:
             _say(f"workers start in fresh interpreters, which is slower: {self._fresh}")
 
     def run(self) -> None:
-        """Until the agent hangs up."""
+        """Serve until the agent closes its end."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while True:
@@ -275,7 +284,7 @@ class _Server:
         self._tell(Reaped(incarnation, status))
 
     def _reap_adopted(self) -> None:
-        """Grandchildren whose parents died are ours; nobody else would reap them."""
+        """Reap grandchildren whose parents died, which no other process would reap."""
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -291,11 +300,12 @@ class _Server:
 
 
 _CUDA_DEVICE = "/dev/nvidia-uvm"
-"""Opened when a process initialises CUDA, whether or not torch has done it, or knows. NVML does without it."""
+"""Device that is opened when a process initialises CUDA, with or without torch's knowledge. NVML does not open it."""
 
 
 def unsound_because() -> str:
-    """Why forks of this process cannot be trusted; "" when they can. A fork itself cannot see what it lost: ask before."""
+    """Return why forks of this process cannot be trusted; "": they can. A fork cannot see what it has lost, so the
+    parent must be asked."""
     if (threads := proc.thread_count()) > 1:
         return f"after the preloads this process has {threads} threads"
     cuda = sys.modules.get("torch.cuda")
@@ -312,7 +322,7 @@ def _reap_all() -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # it has no reader any more
         os.write(2, clean(f"rackrun: fork server: {text}\n").encode())
 
 

@@ -1,7 +1,8 @@
-"""Signals that a scheduler sends to every process of a job: the agent acts on them, and decides what becomes of its workers. A worker does not end
-of them, unless its script has a handler of its own, or the agent has told it to end.
+"""Signals that a scheduler sends to every process of a job, which workers leave to their agent.
 
-What a worker forks or starts has the usual handlers again: those processes are the script's.
+The agent decides what happens to its workers. A worker does not end because of such a signal, unless its script has a
+handler of its own or the agent has told it to end. Processes that a worker forks or starts have the default handlers
+again, because they belong to the script.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _page: HeartbeatPage | None = None
 
 
 def leave_to_agent(page: HeartbeatPage) -> None:
-    """In a worker, before its script begins."""
+    """Install the handlers in a worker, before its script begins."""
     global _page  # noqa: PLW0603 - handlers are the process's, too
     _page = page
     for number in FOR_THE_AGENT:
         signal.signal(number, _held)
-        signal.siginterrupt(number, False)  # system calls go on
+        signal.siginterrupt(number, False)  # system calls are restarted
     os.register_at_fork(after_in_child=_usual_again)
 
 

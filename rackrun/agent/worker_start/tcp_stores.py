@@ -1,8 +1,8 @@
-"""The TCPStores that plain scripts meet over: a fresh one for each restart.
+"""TCPStores through which plain scripts meet: a new one for each restart.
 
-A plain script's ``init_process_group("env://")`` uses the store at MASTER_ADDR:MASTER_PORT without any prefix, so the keys
-of two attempts would collide. For each generation the first tray that starts a worker in it claims it on the job's
-exchange (`rackrun.link.exchange`), makes a new store and says where; the others read that.
+A plain script's ``init_process_group("env://")`` uses the store at MASTER_ADDR:MASTER_PORT without a prefix, so the
+keys of two attempts would collide. For each generation, the first tray that starts a worker in it claims it on the
+job's exchange (`rackrun.link.exchange`), creates a new store and publishes its address, which the others read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Stores", "StoreUnreachable"]
 
 _KEPT_GENERATIONS = 2
 _SILENT_S = 600
-"""Who connects and says nothing is not taken in for about so long; torch's clients speak first."""
+"""Seconds for which the kernel holds back a connection without data. torch's clients send first."""
 
 
 class StoreUnreachable(Exception):
@@ -31,16 +31,17 @@ class StoreUnreachable(Exception):
 
 
 class Stores:
-    """Hosts servers. `master` may be called from any thread; it blocks for up to ``timeout_s``."""
+    """Hosts stores. `master` may be called from any thread; it blocks for up to ``timeout_s`` seconds."""
 
     def __init__(self, advertise: str, tray: str, token: str, timeout_s: float = 30.0) -> None:
         self._advertise, self._tray, self._token = advertise, tray, token
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._masters: dict[int, tuple[str, TCPStore | None]] = {}  # generation -> where, and ours if we host it
+        self._masters: dict[int, tuple[str, TCPStore | None]] = {}  # by generation; the store if hosted here
 
     def master(self, exchange: str, generation: int) -> str:
-        """``host:port`` of the store that is fresh in ``generation``, by way of the job's exchange. Raises StoreUnreachable."""
+        """Return ``host:port`` of the store of ``generation``, found through the job's exchange. Raises
+        StoreUnreachable."""
         with self._lock:
             if generation not in self._masters:
                 self._masters[generation] = self._find(exchange, generation)
@@ -49,7 +50,7 @@ class Stores:
             return self._masters[generation][0]
 
     async def master_soon(self, exchange: str, generation: int) -> str:
-        """`master` in a thread of its own, one that nobody has to wait for when the job ends meanwhile."""
+        """Call `master` in a thread of its own, which need not be waited for if the job ends."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str] = loop.create_future()
 
@@ -94,8 +95,11 @@ class Stores:
             raise StoreUnreachable(f"no store for generation {generation} by way of {address}: {error}") from error
 
     def serve(self) -> TCPStore:
-        """A new server, which lives as long as what is returned. It listens where others are told, and nowhere else; it asks nobody for
-        a token, which no client of torch's could show, but the kernel keeps who says nothing."""
+        """Return a new server, which lives as long as this object.
+
+        It listens only on the announced address. It requires no token, which torch's clients could not send, but the
+        kernel holds back connections without data.
+        """
         listening = listen_on(self._advertise)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         port = listening.getsockname()[1]

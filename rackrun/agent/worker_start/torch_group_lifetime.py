@@ -1,8 +1,9 @@
-"""A process group outlives `torch.distributed.destroy_process_group`, until the process ends or another is destroyed.
+"""Keeps a process group alive after `torch.distributed.destroy_process_group`, until the process ends or another group
+is destroyed.
 
-torch's DDP lets go of its group while it holds the interpreter's lock. If that is the last reference, the group's destructor waits for a thread of
-gloo's, which may be waiting for that lock to let go of a Python object: the rank hangs at its end, with all its work done. Python's own reference,
-which is kept here, is dropped without the lock.
+torch's DDP drops its group while it holds the interpreter's lock. If that is the last reference, the group's destructor
+waits for a gloo thread, which may be waiting for that lock in order to free a Python object. Then the rank hangs at its
+end, with all its work done. Python's own reference, which is kept here, is dropped without the lock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _kept: list[Any] = []
 
 
 def keep_groups() -> None:
-    """Of a process in which torch has been imported; once."""
+    """Install this in a process that has imported torch; call it once."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not hasattr(c10d, "destroy_process_group"):
         return

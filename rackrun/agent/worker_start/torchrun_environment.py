@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's own names, with torchrun's meanings (``LocalElasticAgent.worker_env``)."""
+"""Environment of a worker: torchrun's variable names with torchrun's meanings (``LocalElasticAgent.worker_env``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["worker_environment"]
 
 
 def worker_environment(config: AgentConfig, command: StartWorker, master: str, error_file: str) -> dict[str, str]:
-    """What is set on top of the agent's own environment. ``master`` is the ``host:port`` of the store to meet at."""
+    """Return the variables to set in addition to the agent's environment. ``master`` is the ``host:port`` of the store
+    to meet at."""
     index = command.slot.rpartition("/")[2]
     local_world_size = _local_world_size(config, command.world_size)
     host, port = host_and_port(master)
@@ -41,7 +42,7 @@ def worker_environment(config: AgentConfig, command: StartWorker, master: str, e
 
 
 def _of_place(config: AgentConfig, index: int) -> dict[str, str]:
-    """What the slot's place in the rack asks for, as far as the user has not decided it."""
+    """Return the variables for the slot's place in the rack, except those that the user has set."""
     wanted = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML counts: slot i is GPU i for those who watch it, too
         **(config.slot_env[index] if index < len(config.slot_env) else {}),
@@ -50,6 +51,7 @@ def _of_place(config: AgentConfig, index: int) -> dict[str, str]:
 
 
 def _local_world_size(config: AgentConfig, world_size: int) -> int:
-    """Ranks on this tray. Spares are not ranks, so with several trays it is an even share, as far as that goes."""
+    """Return the number of ranks on this tray. Spares are not ranks, so with several trays it is an even share, rounded
+    up."""
     share = -(-world_size // max(config.nnodes, 1))
     return max(1, min(config.slots, share))

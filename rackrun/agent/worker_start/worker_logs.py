@@ -1,7 +1,8 @@
-"""Where workers' output goes, by torchrun's own rules (``--log-dir --redirects --tee --local-ranks-filter``).
+"""Destinations of workers' output, by torchrun's rules (``--log-dir --redirects --tee --local-ranks-filter``).
 
-Workers write to the agent's own streams or straight into files, so nothing passes through the agent's memory and a slow
-terminal holds up nobody but who prints to it. Tee is torchrun's: a file, and a reader that follows it.
+Workers write to the agent's own streams or directly to files. So nothing passes through the agent's memory, and a slow
+terminal delays only the process that prints to it. Tee is implemented as in torchrun: a file, and a reader that follows
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LINE_BYTES_MAX = 1 << 20
 
 
 class Outputs:
-    """One worker's open streams. Close it once the worker has them."""
+    """One worker's open streams. Close it when the worker has them."""
 
     def __init__(self, stdout: int, stderr: int, error_file: str) -> None:
         self.stdout = stdout
@@ -40,6 +41,8 @@ class Outputs:
 
 
 class Logs:
+    """Opens the output streams of a tray's workers."""
+
     def __init__(self, config: LogConfig, run_id: str, slots: int, role: str = "default") -> None:
         redirects = to_map(Std.from_str(config.redirects), slots)
         self._tee = to_map(Std.from_str(config.tee), slots)
@@ -50,7 +53,7 @@ class Logs:
         self._follower: _Follower | None = None
 
     def open(self, index: int, rank: Rank, attempt: int) -> Outputs:
-        """For a new worker in slot ``index``. A later worker of the same slot and attempt appends."""
+        """Open the streams of a new worker in slot ``index``. A later worker of the same slot and attempt appends."""
         directory = ""
         if self._directory:
             directory = os.path.join(self._directory, f"attempt_{attempt}", str(index))
@@ -64,7 +67,7 @@ class Logs:
         return Outputs(stdout, stderr, error_file)
 
     def open_filler(self, index: int) -> int:
-        """One descriptor for both streams of the filler beside slot ``index``; a later one appends."""
+        """Return one descriptor for both streams of the filler beside slot ``index``. A later filler appends."""
         path = self.filler_path(index)
         if not path:
             return os.open(os.devnull, os.O_WRONLY)
@@ -72,11 +75,11 @@ class Logs:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def filler_path(self, index: int) -> str:
-        """ "" when nothing is kept."""
+        """Return the path of the filler's log; "": none is kept."""
         return os.path.join(self._directory, "filler", f"{index}.log") if self._directory else ""
 
     def close(self) -> None:
-        """Print what is left to be teed."""
+        """Print what is left of teed files."""
         if self._follower is not None:
             self._follower.stop()
 
@@ -118,7 +121,7 @@ class _Followed:
 
 
 class _Follower:
-    """One thread that prints the lines of growing files, each with its prefix."""
+    """A thread that prints the lines of growing files, each with its prefix."""
 
     def __init__(self) -> None:
         self._files: dict[str, _Followed] = {}
@@ -136,7 +139,7 @@ class _Follower:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(timeout=10.0)  # whoever reads our output may have stopped reading
+        self._thread.join(timeout=10.0)  # the reader of the output may have stopped reading
 
     def _run(self) -> None:
         while True:
@@ -146,7 +149,7 @@ class _Follower:
             try:
                 moved = [self._print_some(file, last=stopping) for file in files]
             except OSError:
-                return  # nobody reads our output any more; the files are whole
+                return  # the output has no reader any more; the files are complete
             if any(moved):
                 continue
             if stopping:

@@ -1,8 +1,8 @@
-"""What runs in a worker process between its fork and the user's script, and after the script.
+"""The worker process between its fork and the user's script, and after the script.
 
 A script sees what torchrun would give it: its own directory at ``sys.path[0]``, its arguments, a fresh ``__main__``,
-default signal handlers, fresh random states, and line-buffered output. How it ends is seen from outside, except for an
-exception: its traceback goes to stderr, to torch's error file, and to the agent.
+default signal handlers, fresh random states, and line-buffered output. Its end is seen from outside, except for an
+exception: its traceback is written to stderr and to torch's error file, and sent to the agent.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from rackrun.protocol.events import Failure, WorkerExited
 __all__ = ["FRESH_BOOT", "exec_fresh", "open_standard_streams", "run_worker"]
 
 FRESH_BOOT = "RACKRUN_BOOT_FD"
-"""Environment variable of an exec'd worker: the descriptor that its Boot and ScriptConfig are read from."""
+"""Environment variable of a worker in a new interpreter: the descriptor from which it reads its Boot and
+ScriptConfig."""
 
 _TORCH_SEED = 67280421310721
-"""What torch's generators begin with (``c10::default_rng_seed_val``)."""
+"""Initial seed of torch's generators (``c10::default_rng_seed_val``)."""
 
 _TICK_S = 0.25
 _NAME_CHARS_MAX = 2_000
@@ -56,12 +57,12 @@ _page: HeartbeatPage | None = None
 
 
 def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
-    """Run the script as process ``boot``; the descriptors in ``boot`` are open and are ours."""
+    """Run the script as process ``boot``, whose descriptors are open and belong to this process."""
     os.environ.update(boot.env)
     bind(boot.cpus, boot.numa)  # while there is one thread
     _default_signals()
     open_standard_streams()
-    faulthandler.enable()  # who ends by a signal of its own, such as SIGSEGV or SIGABRT, says where
+    faulthandler.enable()  # prints where a signal such as SIGSEGV or SIGABRT came from
     report_fd = os.dup(boot.channel_fd)  # the script's side closes its own
     if script.no_python:
         _exec_program(boot, script)
@@ -78,13 +79,13 @@ def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
 
 
 def _tick(page: HeartbeatPage) -> None:
-    """Shows that the interpreter runs. A script that is elastic has a thread of its own for that, later."""
+    """Show that the interpreter runs. An elastic script later has a control thread for that."""
     while page.tick_plain():
         time.sleep(_TICK_S)
 
 
 def exec_fresh(boot: Boot, script: ScriptConfig) -> NoReturn:
-    """Run the worker in a new interpreter: for when the fork server has threads and its children would be unsound."""
+    """Run the worker in a new interpreter, because the fork server has threads and its children would be unsound."""
     boot_fd = os.memfd_create("rackrun-boot", 0)
     os.write(boot_fd, msgspec.msgpack.encode((boot, script)))
     os.lseek(boot_fd, 0, os.SEEK_SET)
@@ -96,7 +97,8 @@ def exec_fresh(boot: Boot, script: ScriptConfig) -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """New ``sys.stdin, stdout, stderr`` on descriptors 0, 1, 2: whole lines leave at once, whatever the streams are."""
+    """Open new ``sys.stdin, stdout, stderr`` on descriptors 0, 1, 2, with line-buffered output, whatever they are
+    connected to."""
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)  # noqa: SIM115
     sys.stderr = io.TextIOWrapper(
@@ -122,7 +124,8 @@ def _default_signals() -> None:
 
 
 def _fresh_state(boot: Boot) -> None:
-    """A fork shares what was random in its parent, and torch read OMP_NUM_THREADS long ago."""
+    """Reset state that a fork shares with its parent: random generators, and torch's thread count, which it read from
+    OMP_NUM_THREADS long ago."""
     random.seed()
     if "numpy" in sys.modules:
         import numpy as np
@@ -148,7 +151,7 @@ def _exec_program(boot: Boot, script: ScriptConfig) -> NoReturn:
 
 
 def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
-    """Exit code of the script, as ``python script`` would give it."""
+    """Run the script and return its exit code, as ``python script`` would."""
     try:
         _run_python(boot, script)
         return 0
@@ -162,7 +165,7 @@ def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
         if early and _page is not None:
             _page.failed_early()
         failure = _report(error, early=early)
-        with contextlib.suppress(OSError):  # the agent is gone, and so shall we be
+        with contextlib.suppress(OSError):  # the agent is gone, and this process ends with it
             WorkerChannel(report_fd).send(
                 WorkerExited(slot=boot.slot, incarnation=boot.incarnation, exit_code=1, failure=failure)
             )
@@ -181,7 +184,7 @@ def _run_python(boot: Boot, script: ScriptConfig) -> None:
     else:
         path = os.path.abspath(script.path)
         _set_first_path(os.path.dirname(os.path.realpath(path)))
-        # Not runpy.run_path: it takes __main__ away again before exit handlers and late threads are done with it.
+        # Not runpy.run_path: it removes __main__ before exit handlers and late threads are done with it.
         main = types.ModuleType("__main__")
         main.__dict__.update(
             __file__=script.path,
@@ -196,7 +199,7 @@ def _run_python(boot: Boot, script: ScriptConfig) -> None:
 
 
 def _arguments(boot: Boot, script: ScriptConfig) -> list[str]:
-    """torchrun replaces ``${local_rank}`` in the script's arguments."""
+    """Return the script's arguments with ``${local_rank}`` replaced, as torchrun does."""
     return [argument.replace("${local_rank}", str(boot.local_rank)) for argument in script.args]
 
 
@@ -209,7 +212,7 @@ _starts = {
 
 
 def _set_first_path(directory: str | None) -> None:
-    """Put the script's directory where Python puts it, in place of the launcher's own."""
+    """Put the script's directory first in ``sys.path``, as Python does, in place of the launcher's."""
     if sys.path and sys.path[0] == _first_path and _first_path in _starts:
         del sys.path[0]
     if directory is not None and not sys.flags.safe_path:
@@ -217,7 +220,7 @@ def _set_first_path(directory: str | None) -> None:
 
 
 def _has_met_nobody() -> bool:
-    """No process group was made, or nothing was done with it: whatever is wrong, other ranks have no part in it."""
+    """Return whether no process group was created or used, so that other ranks have no part in the failure."""
     if _page is not None and _page.tick_ns and _page.activity is Activity.SETUP and _page.collectives == (0, 0):
         return True
     distributed = sys.modules.get("torch.distributed")
@@ -225,7 +228,8 @@ def _has_met_nobody() -> bool:
 
 
 def _report(error: BaseException, *, early: bool = False) -> Failure:
-    """Tell the reader, torch's tools and (by what is returned) the agent. ``early``: what all ranks of a tray fail with alike is shown once."""
+    """Print the exception, write torch's error file, and return the failure for the agent. ``early``: a failure that
+    all ranks of a tray share is shown once."""
     import traceback
 
     trace = error.__traceback__
@@ -259,7 +263,7 @@ def _report(error: BaseException, *, early: bool = False) -> Failure:
 
 
 def _is_told(what: str) -> bool:
-    """Whether another worker of this tray has shown the same in this attempt."""
+    """Return whether another worker of this tray has shown the same failure in this attempt."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return False
@@ -274,7 +278,7 @@ def _is_told(what: str) -> bool:
 
 
 def _where(frames: Sequence[FrameSummary]) -> str:
-    """The user's line, not the library's that it called."""
+    """Return the line of the user's code, not that of a library it called."""
     import site
     import sysconfig
 
@@ -285,7 +289,7 @@ def _where(frames: Sequence[FrameSummary]) -> str:
 
 
 def _write_error_file(error: BaseException) -> None:
-    """In the format of ``@record``, unless ``@record`` has just done so."""
+    """Write torch's error file in the format of ``@record``, unless ``@record`` has just written it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return

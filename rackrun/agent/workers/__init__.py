@@ -1,1 +1,1 @@
-"""A living worker as its agent sees it, and whether it hangs."""
+"""A living worker as its agent sees it: its channel, its process, and whether it hangs."""

@@ -1,4 +1,4 @@
-"""The agent's end of a worker's channel. Nothing here ever waits for a worker."""
+"""The agent's end of a worker's channel, which never blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ __all__ = ["AgentChannel"]
 
 _CHUNK_BYTES = 1 << 18
 _UNSENT_BYTES_MAX = 16 << 20
-"""A worker that reads nothing while this much waits for it is beyond help; the coordinator's timeouts deal with it."""
+"""Bytes that may wait for a worker. A worker that reads nothing while more waits is given up; the coordinator's
+timeouts handle it."""
 
 
 class AgentChannel:
+    """Non-blocking channel to one worker. ``deliver`` receives the body of each message."""
+
     def __init__(self, connection: socket.socket, deliver: Callable[[bytes], None]) -> None:
         connection.setblocking(False)
         self._socket = connection
@@ -27,7 +30,7 @@ class AgentChannel:
         self._loop.add_reader(self._fd, self._readable)
 
     def send(self, data: bytes) -> None:
-        """At once if it fits, later if not, never if the worker is gone."""
+        """Send a frame: at once if it fits, later if not, never if the worker is gone."""
         if self._fd < 0:
             return
         if len(self._unsent) + len(data) > _UNSENT_BYTES_MAX:
@@ -48,7 +51,7 @@ class AgentChannel:
             self._loop.remove_writer(self._fd)
             self._fd = -1
             self._socket.close()
-            self._deliver = _to_nobody  # it holds the worker, which holds this, and its page's descriptor
+            self._deliver = _to_nobody  # breaks the reference cycle with the worker, which holds its page's descriptor
 
     def _readable(self) -> None:
         self._read()  # one chunk a turn: a flood from one worker must not starve the others
@@ -69,7 +72,7 @@ class AgentChannel:
             bodies = split_frames(self._received)
         except ValueError:
             self.close()
-            deliver(b"")  # no message: whoever decodes it says whose fault that is
+            deliver(b"")  # not a valid message: the decoder reports whose fault it is
             return False
         for body in bodies:
             deliver(body)
@@ -80,7 +83,7 @@ class AgentChannel:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
             sent = 0
-        except OSError:  # its end is closed; what it said before is still to be read
+        except OSError:  # the worker's end is closed; earlier messages are still to be read
             self._unsent.clear()
             self._loop.remove_writer(self._fd)
             return
@@ -92,4 +95,4 @@ class AgentChannel:
 
 
 def _to_nobody(_body: bytes) -> None:
-    """Its worker is forgotten."""
+    """Drop a message of a worker that is forgotten."""

@@ -1,4 +1,4 @@
-"""Reads from /proc what a worker's process does: only of one whose time is running out, a few times a second."""
+"""Readings of a worker's process from /proc, made a few times a second, and only when its time is running out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FREEZERS = ("do_freezer_trap", "__refrigerator", "freezer_trap")
 
 
 def read_signs(pid: int) -> Signs:
-    """Of a process and all below it. What cannot be read counts as nothing."""
+    """Read the signs of a process and all its descendants. What cannot be read counts as nothing."""
     below = proc.descendants_now(pid)
     below_ns = sum(_cpu_ns(one) for one in below)
     io_bytes = sum(_io_bytes(one) for one in (pid, *below))
@@ -35,7 +35,7 @@ def read_signs(pid: int) -> Signs:
 
 
 def frozen(pid: int) -> bool:
-    """Its control group is: none of its threads run until somebody thaws it."""
+    """Return whether the process's control group is frozen, so that none of its threads run."""
     if _read(f"/proc/{pid}/wchan").strip() in _FREEZERS:
         return True
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
@@ -50,7 +50,8 @@ def frozen(pid: int) -> bool:
 
 
 def where_in_kernel(pid: int) -> str:
-    """Of the main thread, where the kernel lets us see it: ``asleep in hrtimer_nanosleep (system call 230)``."""
+    """Return where the main thread is in the kernel, if that is visible: ``asleep in hrtimer_nanosleep (system call
+    230)``."""
     state = (_stat_fields(pid)[:1] or [b"?"])[0].decode()
     call, wchan = _read(f"/proc/{pid}/syscall").split(maxsplit=1)[:1], _read(f"/proc/{pid}/wchan").strip()
     if state == "R" or call == ["running"]:
@@ -60,7 +61,8 @@ def where_in_kernel(pid: int) -> str:
 
 
 def _cpu_ns(pid: int) -> int:
-    """Of all its threads, and of the children that it has waited for."""
+    """Return the processor time of all threads of a process, and of the children that it has waited for, in
+    nanoseconds."""
     return _TICK_NS * sum(int(field) for field in _stat_fields(pid)[11:15])
 
 

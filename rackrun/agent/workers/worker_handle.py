@@ -1,4 +1,4 @@
-"""One worker process as its agent holds it, from before its birth until its slot has forgotten it."""
+"""One worker process as its agent holds it, from before its start until its slot drops it."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from rackrun.protocol.wire import UnitSealed
 __all__ = ["HELD_S", "Worker"]
 
 HELD_S = 1.0
-"""A filler that is not gone after this is not waited for."""
+"""Seconds that a message waits at most for a filler to end."""
 
 
 class Worker:
+    """A worker process with its channel, heartbeat page and snapshots."""
+
     def __init__(self, command: StartWorker, deliver: Callable[[Worker, bytes], None]) -> None:
         self.command = command
         self.slot: SlotId = command.slot
         self.incarnation: Incarnation = command.incarnation
         self.asked = False
-        """The fork server has been asked for it."""
+        """Whether the fork server has been asked to start it."""
         self.pid = 0
         self.reported = False
-        """The coordinator has been told of its end."""
+        """Whether its exit has been reported to the coordinator."""
         self.gone = asyncio.Event()
-        """It has been reaped: its slot is empty."""
+        """Set when it has been reaped, so that its slot is empty."""
         self.doomed = False
-        """To be killed, if need be as soon as it exists."""
+        """Whether it must be killed, if need be as soon as it exists."""
         self.patience, self.silence = Patience(), Patience()
-        """With its main thread, and with its control thread."""
+        """Times without progress of its main thread, and of its control thread."""
         self.stopped_ns = self.plain_ns = 0
-        """Since when a process without rackrun in it has been stopped, and when it is looked at again."""
+        """Since when a process without rackrun's threads has been stopped, and when it is looked at again."""
         self.called_ns = 0
-        """When it was last told of another generation that it has not joined yet; 0: it has."""
+        """When it was last called to another generation that it has not joined yet; 0: it has joined."""
         self.called_to, self.called_with_plan = 0, False
         self.told: tuple[Generation, Position] = Generation(0), BEGIN
-        """The last unit that it has told of as committed, and its generation then."""
+        """The last unit that it reported as committed, and its generation then."""
         page_fd = HeartbeatPage.create(command.slot)
         self.page = HeartbeatPage(page_fd)
         name = f"rackrun-snapshot-{command.slot}-{command.incarnation}"
@@ -62,15 +64,15 @@ class Worker:
         self._seen_exiting = False
         self._let_go = False
         self.tied = False
-        """Its lifeline is waited for: there is no need to poll for its end."""
+        """Whether a thread waits for its robust mutex, so that its end need not be polled."""
 
     @property
     def fds_for_birth(self) -> tuple[int, ...]:
-        """Channel, page, snapshots: what its process is to have."""
+        """Return the descriptors that its process receives: channel, page, snapshots."""
         return (*self._birth_fds, *self.snapshot_fds)
 
     def send(self, data: bytes, after: asyncio.Event | None = None) -> None:
-        """In order. ``after``: not before that has happened, nor later than `HELD_S` from now."""
+        """Send a frame in order. ``after``: wait for this event first, but at most `HELD_S` seconds."""
         if self._held:
             self._held.append(data)
         elif after is None or after.is_set():
@@ -80,7 +82,7 @@ class Worker:
             self._releasing = asyncio.get_running_loop().create_task(self._release(after))
 
     def called(self, generation: int, *, with_plan: bool) -> None:
-        """All are called to another generation."""
+        """Record that all members are called to another generation."""
         self.called_ns, self.called_to, self.called_with_plan = time.monotonic_ns(), generation, with_plan
 
     async def _release(self, after: asyncio.Event) -> None:
@@ -92,12 +94,13 @@ class Worker:
                 self.channel.send(data)
 
     def sent_off(self) -> None:
-        """Its process has its own descriptors now, or there will be none."""
+        """Close the descriptors meant for its process, which has its own now or will never exist."""
         for fd in self._birth_fds:
             os.close(fd)
         self._birth_fds = ()
 
     def born(self, pid: int, pidfd: int, ended: Callable[[Worker], None]) -> None:
+        """Record its process."""
         self.pid = pid
         self._pidfd = pidfd
         with contextlib.suppress(OSError):  # already reaped: that will be told too; or hidden, then the pidfd tells
@@ -107,7 +110,7 @@ class Worker:
             self.kill()
 
     def tie(self, ended: Callable[[Worker], None]) -> None:
-        """Wait for its lifeline, once there is one."""
+        """Wait for its robust mutex, once there is one."""
         if self._let_go or self.tied or not robust_mutex.held(self.page):
             return
         self.tied = True
@@ -120,7 +123,8 @@ class Worker:
         robust_mutex.wait_in_thread(self.page, f"rackrun-lifeline-{self.slot}", released)
 
     def ending(self) -> int | None:
-        """Its wait status if the kernel is tearing it down, or has. None: it runs, as far as can be seen."""
+        """Return its wait status if the kernel is tearing it down or has done so. None: it runs, as far as can be
+        seen."""
         if self._stat_fd < 0:
             return None
         stat = proc.read_stat(self._stat_fd)
@@ -137,26 +141,26 @@ class Worker:
         return stat is not None and stat.stopped
 
     def kill(self) -> None:
-        """SIGKILL, to it and nobody else. Its group follows when it is reaped."""
+        """Send SIGKILL to its process alone. Its process group is killed when it is reaped."""
         self.doomed = True
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM to its whole group; to a process that does not exist yet, the end."""
+        """Send SIGTERM to its whole process group, or prevent its start."""
         if self._pidfd < 0:
             self.doomed = True
         elif not self.gone.is_set():
             self.page.end()
             try:
                 os.killpg(self.pid, signal.SIGTERM)
-            except ProcessLookupError:  # it has not made its group yet, or is gone
+            except ProcessLookupError:  # it has not created its group yet, or is gone
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
     def buried(self) -> None:
-        """It has been reaped. Page and snapshots stay."""
+        """Close its channel and process descriptors after it was reaped. Page and snapshots stay."""
         self.channel.close()
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -167,6 +171,7 @@ class Worker:
         self.gone.set()
 
     def forget(self) -> None:
+        """Close its page and snapshots."""
         for fd in self.snapshot_fds:
             os.close(fd)
         self.snapshot_fds = (-1, -1)
@@ -178,7 +183,7 @@ class Worker:
         return tuple(Step(step) for step in sorted(self.page.snapshots()))
 
     def untold(self) -> UnitSealed | None:
-        """The unit whose gate it may have passed without having told of it."""
+        """Return the unit whose gate it may have passed without reporting it; None: there is none."""
         page = self.page
         at = page.at
         generation = Generation(page.ledger_generation(at))

@@ -1,4 +1,4 @@
-"""What of the units that ranks have told as committed is: a pure function of the plans."""
+"""Which of the units that ranks reported as committed count in the end: a pure function of the plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Eras"]
 
 
 class Eras:
-    """What of a history counts. An era lasts until everybody goes back, or begins again."""
+    """Which parts of a job's history count. An era lasts until all ranks go back or begin again."""
 
     def __init__(self, plans: Mapping[int, Plan]) -> None:
         self._plans, self._order = plans, sorted(plans)
@@ -24,23 +24,27 @@ class Eras:
         ]
 
     def of(self, generation: int) -> int:
+        """Return the number of the era that a generation belongs to."""
         return bisect.bisect_right(self._backs, generation)
 
     def counts(self, at: Position, generation: int) -> bool:
-        """Whether a unit that a rank of ``generation`` told as committed is: not when that rank was lost, with all who knew. The
-        next generation does it again then, perhaps with its samples dealt out to fewer ranks."""
+        """Return whether a unit that a rank of ``generation`` reported as committed counts.
+
+        It does not if that rank was lost together with all that knew of it. The next generation then computes it again,
+        perhaps divided among fewer ranks.
+        """
         if generation not in self._ends:
             self._ends[generation] = self._end_of(generation)
         end = self._ends[generation]
         return end is None or at <= end
 
     def _end_of(self, generation: int) -> Position | None:
-        """The last unit that a rank of ``generation`` can have committed; None: nobody knows better than that rank."""
+        """Return the last unit that a rank of ``generation`` can have committed; None: no limit is known."""
         end: Position | None = None
         for later in self._order[bisect.bisect_right(self._order, generation) :]:
             plan, over = self._plans[later], self.of(later) != self.of(generation)
             if over and plan.rollback is None:
-                return end  # all began again, and nobody was asked
+                return end  # all began again, without reports
             end = plan.committed if end is None else min(end, plan.committed)
             if over:
                 return end

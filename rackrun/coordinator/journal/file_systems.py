@@ -1,7 +1,8 @@
-"""Which file systems are shared between hosts: SQLite's write-ahead log needs memory that all its users share, and does not work there.
+"""Detection of file systems that hosts share, on which SQLite's write-ahead log does not work because it needs shared
+memory.
 
-Sources: https://www.sqlite.org/wal.html ("all processes using a database must be on the same host computer; WAL does not work over a
-network filesystem"); magic numbers of ``man 2 statfs`` and of each system's headers.
+Sources: https://www.sqlite.org/wal.html ("all processes using a database must be on the same host computer; WAL does
+not work over a network filesystem"); magic numbers of ``man 2 statfs`` and of each system's headers.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _SHARED = {
     0x65735546: "FUSE",
     0x20030528: "OrangeFS",
 }
-"""FUSE may be local, but is an object store or sshfs as often."""
+"""Names of shared file systems by magic number. FUSE may be local, but is as often an object store or sshfs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def magic_of(path: Path) -> int:
-    """``f_type`` of the file system that ``path`` is on. Raises OSError."""
+    """Return ``f_type`` of the file system that holds ``path``. Raises OSError."""
     room = ctypes.create_string_buffer(256)  # struct statfs: f_type comes first
     if _libc.statfs(os.fsencode(path), room) != 0:
         code = ctypes.get_errno()
@@ -47,7 +48,8 @@ def magic_of(path: Path) -> int:
 
 
 def is_shared(path: Path) -> str:
-    """The name of the file system, when other hosts share it; "" for a local one, and where that cannot be known."""
+    """Return the name of the file system if other hosts share it; "" for a local one, and if it cannot be
+    determined."""
     try:
         return _SHARED.get(magic_of(path), "")
     except OSError:

@@ -1,7 +1,7 @@
-"""Old units of a journal take one row each, instead of one for each rank: a journal that keeps all of them grows by gigabytes a day.
+"""Folding of old units in a journal to one row each, because one row for each rank grows by gigabytes a day.
 
-A unit is checked before its rows go (`rackrun.coordinator.journal.ledger_check.fold`). What the check has found stays, and of the unit its samples, so that it can be
-compared should it ever be computed again.
+A unit is checked before its rows are removed (`rackrun.coordinator.journal.ledger_check.fold`). The findings are kept,
+and so are the unit's samples, so that it can be compared if it is ever computed again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rackrun.protocol.ids import Position
 __all__ = ["KEEP_ROWS", "Folding", "folded_units"]
 
 KEEP_ROWS = 2_000_000
-"""Rows of ``units`` that a journal keeps: some 600 MB."""
+"""Number of rows of ``units`` that a journal keeps: about 600 MB."""
 _LEAST_AGE_MS = 600_000.0
-"""Younger units are not folded: a rank may still tell of one, or they may be computed again just now."""
+"""Younger units are not folded, because a rank may still report one, or they may be computed again at the moment."""
 _AT_ONCE = 512
-"""Rows, in one transaction: who persists a generation waits for it."""
+"""Rows in one transaction; persisting a generation has to wait for it."""
 
 
 class Folding:
-    """Of one journal, on its writer's thread, with that thread's connection."""
+    """Folds one journal, on its writer's thread, with that thread's connection."""
 
     def __init__(
         self, connection: sqlite3.Connection, keep_rows: int = KEEP_ROWS, least_age_ms: float = _LEAST_AGE_MS
@@ -38,14 +38,14 @@ class Folding:
         self._rows: int = connection.execute("SELECT count(*) FROM units").fetchone()[0]
         self._plans: dict[int, Plan] = {}
         self._last_plan = 0
-        """The id of its row."""
+        """Id of the row of the last plan that was read."""
 
     def wrote(self, rows: int) -> None:
-        """So many rows of units are new; negative: they are gone, and the transaction that took them (`some`) is committed."""
+        """Count new rows of units; negative: rows that `some` has removed, once its transaction is committed."""
         self._rows += rows
 
     def give_up(self) -> None:
-        """The journal grows from now on."""
+        """Stop folding, so that the journal grows from now on."""
         self._keep = sys.maxsize
 
     @property
@@ -54,11 +54,12 @@ class Folding:
 
     @property
     def overdue(self) -> bool:
-        """Twice as many rows as are kept, or more."""
+        """Return whether there are at least twice as many rows as are kept."""
         return self._rows >= 2 * self._keep
 
     def some(self) -> int:
-        """Fold the oldest units, in the transaction that is open: a few hundred rows, or one unit where that has more. How many rows."""
+        """Fold the oldest units in the open transaction: a few hundred rows, or one unit with more. Return how many
+        rows."""
         folded = 0
         while folded < _AT_ONCE and self._rows - folded > self._keep:
             rows = self._oldest()
@@ -68,7 +69,7 @@ class Folding:
         return folded
 
     def _oldest(self) -> int:
-        """How many rows it had; 0 when it is too young."""
+        """Fold the oldest unit; return how many rows it had, or 0 if it is too young."""
         connection = self._connection
         first = connection.execute("SELECT step, phase FROM units ORDER BY step, phase LIMIT 1").fetchone()
         if first is None:
@@ -124,11 +125,11 @@ class Folding:
 
     @cached_property
     def _axes(self) -> Axes:
-        """Of the mesh: all ranks have told it long before their first unit is folded."""
+        """Return the axes of the mesh, which all ranks have reported long before their first unit is folded."""
         return mesh_of(self._connection)
 
     def _who_tell_later(self, at: Position, generation: int) -> set[int]:
-        """The ranks that have told of a later unit in that generation. It reads the keys of all later rows."""
+        """Return the ranks that reported a later unit in that generation. This reads the keys of all later rows."""
         query = "SELECT DISTINCT rank FROM units WHERE (step, phase) > (?, ?) AND generation = ?"
         return {rank for (rank,) in self._connection.execute(query, (at.step, at.phase, generation))}
 
@@ -141,7 +142,7 @@ class Folding:
 
 
 def folded_units(connection: sqlite3.Connection, at: Position | None = None) -> list[Folded]:
-    """All of them, or that of ``at``."""
+    """Return the folded units: all, or the one at ``at``."""
     only, which = ("", ()) if at is None else (" WHERE (step, phase) = (?, ?)", (at.step, at.phase))
     query = f"SELECT step, phase, generation, samples, untold, ids FROM folded{only} ORDER BY step, phase"  # noqa: S608 - no input in it
     return [Folded(Position(step, phase), *rest) for step, phase, *rest in connection.execute(query, which)]

@@ -1,4 +1,4 @@
-"""The mesh of a job, as its journal tells it."""
+"""The mesh of a job, read from its journal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["mesh_of"]
 
 
 def mesh_of(connection: sqlite3.Connection) -> Axes:
-    """As a rank has told it, at whatever size its world then had; () when none has."""
+    """Return the mesh that a rank reported, with the world size of that time; () if none did."""
     row = connection.execute(
         "SELECT body FROM events WHERE kind = 'event' AND name = 'WorkerReady' AND body LIKE '%\"mesh\":[[%' ORDER BY id LIMIT 1"
     ).fetchone()

@@ -1,4 +1,4 @@
-"""A journal, open for reading. The job may still run."""
+"""Opening a journal for reading, even while the job runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["open_journal", "resume_of"]
 
 @contextmanager
 def open_journal(path: Path) -> Iterator[tuple[sqlite3.Connection, dict[str, str]]]:
-    """The tables and ``meta``. Raises UsageError when ``path`` is not a journal that this version can read."""
+    """Open a journal and yield the connection and its ``meta`` table. Raises UsageError if this version cannot read
+    it."""
     if not path.is_file():
         raise UsageError(f"there is no journal at {path}.", remedy="name the --out-dir of a run.")
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
@@ -40,7 +41,7 @@ def open_journal(path: Path) -> Iterator[tuple[sqlite3.Connection, dict[str, str
 
 
 def resume_of(body: str) -> ResumeGeneration:
-    """JSON has no NaN: a gate's (a loss that was none) stands there as null."""
+    """Decode a `ResumeGeneration`. JSON has no NaN, so null in its gate (a loss that was NaN) is restored to NaN."""
     raw = msgspec.json.decode(body)
     raw["plan"]["gate"] = [math.nan if value is None else value for value in raw["plan"].get("gate", ())]
     return msgspec.convert(raw, ResumeGeneration)

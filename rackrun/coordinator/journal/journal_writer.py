@@ -1,14 +1,15 @@
-"""The journal: what a job did, in one SQLite file, and the only thing that must be on disk before anyone is told.
+"""The journal: everything that a job did, in one SQLite file; generations are on disk before they are announced.
 
 Theory of operation. Two connections share the file (WAL). The *synchronous* one belongs to the event loop and runs with
 ``synchronous=FULL``: `Journal.persist` returns once a generation is on disk, a few milliseconds, and raises
 `JournalError` if it is not. Everything else is telemetry: it is queued and written by a thread, in transactions of at
-most `BATCH_ROWS` rows, every `BATCH_S`. Losing telemetry is reported once and does not end the job. A row that cannot be written costs
-itself; should the thread end all the same, `Journal.on_death` is told, and who waits for it is not held.
+most `BATCH_ROWS` rows, every `BATCH_S`. Losing telemetry is reported once and does not end the job. If a row cannot
+be written, only that row is lost. If the thread ends unexpectedly, `Journal.on_death` is called, and waiting callers
+return.
 
-On file systems that hosts share WAL does not work (`rackrun.coordinator.journal.file_systems`): there a rollback journal is
-used, in which a reader may hold a writer up for an instant. Both connections then run with ``synchronous=FULL``: a
-rollback journal that is synced with NORMAL can be damaged by a loss of power
+WAL does not work on file systems that hosts share (`rackrun.coordinator.journal.file_systems`). There a rollback
+journal is used, with which a reader may delay a writer for an instant. Both connections then run with
+``synchronous=FULL``: a rollback journal that is synced with NORMAL can be damaged by a loss of power
 (https://www.sqlite.org/pragma.html#pragma_synchronous).
 
 Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordinator's monotonic clock since it began;
@@ -28,7 +29,7 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
                ``--ledger digest``)
 ``folded``     step, phase, generation, samples, untold (more, by its gate), ids (a digest of all ranks', or NULL), seconds (of the slowest), vain (how often it was computed in
                vain): units so old that their rows of ``units`` and ``ledger`` are gone (`rackrun.coordinator.journal.folding`)
-``findings``   kind, what: what was found wrong with them before that
+``findings``   kind, what: errors that were found in folded units before their rows were removed
 ``fillers``    slot, incarnation, start, at_ms, body (the last `rackrun.protocol.wire.FillerTold` of that start)
 =============  =====================================================================================================
 
@@ -82,16 +83,15 @@ _Row: TypeAlias = tuple[str, tuple[object, ...]]
 
 
 class JournalError(RackrunError):
-    """A generation could not be put on disk."""
+    """A generation could not be written to disk."""
 
 
 class Journal:
     """One job's journal, open for writing.
 
-    ``on_trouble`` is called on the writer's thread, once when telemetry can no longer be written, and once when the file
-    grows because old units cannot be folded. ``on_notice`` is
-    called once, before the constructor returns, when the file lies on a file system that hosts share. Raises
-    JournalError when the file cannot be made.
+    ``on_trouble`` is called on the writer's thread: once when telemetry can no longer be written, and once when the
+    file grows because old units cannot be folded. ``on_notice`` is called once, before the constructor returns, if the
+    file is on a file system that hosts share. Raises JournalError if the file cannot be created.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Journal:
         self.path = path
         self.rows_lost = 0
         self._grows = False
-        """Somebody was told that old units cannot be folded for now."""
+        """Whether it was reported that old units cannot be folded for now."""
         self._ids = ledger == "ids"
         self._on_trouble = on_trouble
         self.on_death: Callable[[str], None] = lambda _because: None
-        """Called on the writer's thread when that ends though it should not."""
+        """Called on the writer's thread when that thread ends unexpectedly."""
         self.dead = ""
-        """Why the writer's thread has ended, though it should not have."""
+        """Why the writer's thread ended unexpectedly; "": it has not."""
         self._next_id = 1
         shared = is_shared(path.parent)
         mode, synchronous = ("TRUNCATE", "FULL") if shared else ("WAL", "NORMAL")
@@ -148,7 +148,7 @@ class Journal:
 
     # -- before anyone is told
     def persist(self, command: BreakGeneration | ResumeGeneration, at_ms: int) -> None:
-        """Return once ``command`` is on disk. Raises JournalError when it is not."""
+        """Write ``command`` to disk before returning. Raises JournalError if that fails."""
         if isinstance(command, BreakGeneration):
             stage, generation = "break", command.generation
         else:
@@ -166,7 +166,7 @@ class Journal:
 
     # -- telemetry: never blocks
     def event(self, event: Event) -> int:
-        """Returns its id, the cause of what is done about it."""
+        """Queue an event; return its id, which is the cause of the commands that follow from it."""
         return self._entry("event", event, event.at_ms, None)
 
     def command(self, command: Command, at_ms: int, cause: int) -> None:
@@ -191,7 +191,8 @@ class Journal:
 
     # -- the end
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until all telemetry queued so far is written (or lost)."""
+        """Wait until all telemetry queued so far is written or lost, at most ``timeout_s`` seconds. Return whether it
+        is."""
         wanted = self._put_rows
         with self._progress:
             self._progress.wait_for(lambda: self._done_rows >= wanted or self.dead != "", timeout_s)
@@ -248,7 +249,7 @@ class Journal:
         self.on_death(because)
 
     def _write(self, rows: list[_Row]) -> None:
-        """All of them, or as many as can be written: one that cannot does not take others with it."""
+        """Write as many of the rows as possible: a row that cannot be written does not affect others."""
         try:
             plain = [(sql, _plain(values)) for sql, values in rows]
             plain.sort(key=itemgetter(0))  # stable: the order within a table stays
@@ -313,12 +314,13 @@ class Journal:
 
 
 def digest_of(ids: bytes) -> bytes:
-    """What the ledger keeps of sample ids (int64, little endian) in either mode."""
+    """Return the 16-byte digest of sample ids (int64, little endian) that the ledger keeps in either mode."""
     return hashlib.blake2b(ids, digest_size=16).digest()
 
 
 def _make_private(path: Path) -> None:
-    """An empty file of ours that nobody else can read, unless it is there; what SQLite puts beside it has the same mode."""
+    """Create an empty file that only the owner can read, if there is none. Files that SQLite creates beside it have the
+    same mode."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(fd, 0o600)
@@ -334,7 +336,7 @@ def _connect(path: Path, synchronous: str, mode: str) -> sqlite3.Connection:
 
 
 def _plain(values: tuple[object, ...]) -> tuple[object, ...]:
-    """As SQLite takes them, whatever they are."""
+    """Convert values to types that SQLite can store."""
     return tuple(
         _json(one)
         if isinstance(one, msgspec.Struct)
@@ -346,5 +348,5 @@ def _plain(values: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def _json(body: object) -> str:
-    """Whatever text and numbers are in it (`rackrun.protocol.encodable`)."""
+    """Return ``body`` as JSON text, whatever text and numbers it holds (`rackrun.protocol.encodable`)."""
     return json_of(body).decode()

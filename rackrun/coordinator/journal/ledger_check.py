@@ -1,12 +1,12 @@
-"""Nothing lost, nothing twice: the ledger's rows against the plans, unit by unit.
+"""Check that no sample was lost or counted twice: compares the ledger's rows with the plans, unit by unit.
 
-An *execution* of a unit is one time that it was committed; rollbacks and restarts separate them, and within one each sample stands once. Some
-ranks may report it in the generation in which its gate passed, others in the next. The last execution is the one that counts: it has
-to be whole. An earlier one, which was taken back, may lack the rows of ranks that died with it; what is there must be what was
-computed again.
+An *execution* of a unit is one time that it was committed. Rollbacks and restarts separate executions, and within one
+each sample occurs once. Some ranks may report it in the generation in which its gate passed, others in the next. The
+last execution is the one that counts: it has to be complete. An earlier one, which was taken back, may lack the rows of
+ranks that died with it; the rows that exist must match what was computed again.
 
-A rank that is lost with its tray takes the rows with it that were not told yet. The unit counts all the same, by its gate, which has
-counted the samples of all ranks: how many are known by that, and no id.
+A rank that is lost with its tray loses the rows that it has not reported yet. The unit still counts, by its gate, which
+has counted the samples of all ranks: this gives their number, but no ids.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from rackrun.protocol.ids import Position
 __all__ = ["FINDINGS", "Folded", "LedgerCheck", "Row", "check_ledger", "fold", "samples_in"]
 
 FINDINGS = ("doubled", "differing", "missing", "by_gate")
-"""Of a `LedgerCheck`."""
+"""Fields of `LedgerCheck` that hold findings."""
 
 
 class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Every sample counted once. Empty lists are good news."""
+    """Result of the check. Empty lists mean that every sample was counted once."""
 
     units: int
     samples: int
     distinct: int
-    """Different sample ids, where ids were kept."""
+    """Number of different sample ids, if ids were kept."""
     doubled: tuple[str, ...] = ()
-    """A sample id twice within one committed unit, and not by ranks that share their samples."""
+    """Sample ids that occur twice within one committed unit, other than on ranks that share their samples."""
     differing: tuple[str, ...] = ()
-    """A unit that was computed again, on other samples than before; or ranks that share their samples, and had others."""
+    """Units that were computed again on other samples than before, and ranks that share their samples but had different
+    ones."""
     missing: tuple[str, ...] = ()
-    """A rank of the world whose row of a committed unit is not there."""
+    """Ranks of the world whose row of a committed unit is missing."""
     rows_lost: int = 0
-    """Rows that the journal could not take."""
+    """Number of rows that the journal could not write."""
     by_gate: tuple[str, ...] = ()
-    """A rank whose row went with its tray: how many samples it had is known by the unit's gate."""
+    """Ranks whose row was lost with their tray. The unit's gate gives their number of samples."""
     folded: int = 0
-    """Units whose rows are gone: they were checked before."""
+    """Number of units whose rows were removed after they had been checked."""
 
     @property
     def ok(self) -> bool:
@@ -65,30 +66,32 @@ class Row(NamedTuple):
     samples: int
     digest: bytes
     ids: bytes | None
-    """None: only digests are kept."""
+    """Sample ids, int64, little endian; None: only digests are kept."""
 
 
 class Folded(NamedTuple):
-    """What is left of a unit whose rows are gone."""
+    """What is kept of a unit whose rows were removed."""
 
     at: Position
     generation: int
-    """Of the execution that counts: the first in which somebody told of it."""
+    """Generation of the execution that counts: the first in which a rank reported it."""
     samples: int
     untold: int
-    """More samples, which its gate has counted: of ranks that were lost with their rows."""
+    """Additional samples that its gate has counted, from ranks that were lost with their rows."""
     ids: bytes | None
-    """A digest of the sample ids of all ranks, in whatever order; None: only digests were kept."""
+    """Digest of the sample ids of all ranks, independent of their order; None: only digests were kept."""
 
 
 @dataclass
 class _Execution:
+    """One execution of a unit."""
+
     generation: int
-    """The first in which somebody told of it."""
+    """The first generation in which a rank reported it."""
     told: set[int] = field(default_factory=set)
     rows: dict[int, Row] = field(default_factory=dict)
     samples: float | None = None
-    """Of all ranks, by its gate."""
+    """Samples of all ranks, according to its gate."""
 
 
 def check_ledger(
@@ -99,7 +102,11 @@ def check_ledger(
     rows_lost: int = 0,
     folded: Iterable[Folded] = (),
 ) -> LedgerCheck:
-    """``units``: of each that a rank told as committed, the rank, the generation, and how many samples its gate has counted (None: not told)."""
+    """Check a whole ledger.
+
+    ``units`` holds for each reported commit: position, rank, generation, and the number of samples that its gate
+    counted (None: not reported).
+    """
     proof = _Proof(plans, axes, folded)
     for at, rank, generation, samples in units:
         proof.told(at, rank, generation, samples)
@@ -118,9 +125,13 @@ def fold(
     before: Folded | None = None,
     goes_on: Callable[[int, int], bool] = lambda *_: False,
 ) -> tuple[Folded | None, LedgerCheck]:
-    """One unit, of which nobody will tell any more: what is left of it when its rows are gone, and what is wrong with them. None: it does not count, or
-    not yet. ``units``: rank, generation, samples by the gate. ``before``: what was left of it, when it is computed again. ``goes_on(generation, rank)``: whether
-    that rank has told of a later unit in that generation; asked only of ranks whose rows are not there."""
+    """Check one unit that no rank will report any more. Return what to keep of it when its rows are removed, and the
+    findings.
+
+    The first result is None if the unit does not count, or not yet. ``units`` holds rank, generation and samples by the
+    gate. ``before``: what was kept earlier, if the unit was computed again. ``goes_on(generation, rank)`` returns
+    whether that rank reported a later unit in that generation; it is called only for ranks without rows.
+    """
     proof = _Proof(plans, axes, [before] if before else [])
     for rank, generation, samples in units:
         proof.told(at, rank, generation, samples)
@@ -136,9 +147,9 @@ class _Proof:
         self._folded = {one.at: one for one in folded if self._eras.counts(one.at, one.generation)}
         self._units: dict[Position, dict[int, _Execution]] = defaultdict(dict)
         self._last_of: dict[tuple[int, int], Position] = {}
-        """(generation, rank) -> the last unit that it told."""
+        """(generation, rank) -> the last unit that the rank reported."""
         self._reach: dict[int, tuple[Position, Position]] = {}
-        """Era -> the first and the last unit that were done in it."""
+        """Era -> the first and the last unit that were computed in it."""
         self._doubled: list[str] = []
         self._differing: list[str] = []
         self._missing: list[str] = []
@@ -163,7 +174,7 @@ class _Proof:
         return found
 
     def go_on(self, at: Position, goes_on: Callable[[int, int], bool]) -> None:
-        """Learn of ranks without a row of ``at`` whether they have told of a later unit."""
+        """Find out whether ranks without a row of ``at`` reported a later unit."""
         later = Position(at.step + 1)
         for execution in self._units.get(at, {}).values():
             plan = self._plans.get(execution.generation)
@@ -184,7 +195,7 @@ class _Proof:
         return Folded(at, counts.generation, told, untold, _mixed(_ids_of(rows)) if known else None)
 
     def _since(self, at: Position) -> dict[int, _Execution]:
-        """Executions by era, since its rows were folded."""
+        """Return the executions since the unit's rows were folded, by era."""
         executions, folded = self._units.get(at, {}), self._folded.get(at)
         if folded is None:
             return executions
@@ -208,7 +219,7 @@ class _Proof:
                 total += folded.samples
                 continue
             *taken_back, counts = (execution for _, execution in sorted(executions.items()))
-            if at != newest:  # of the last unit some rows may still be on their way
+            if at != newest:  # some rows of the last unit may still be under way
                 self._check_whole(at, counts)
                 self._check_done_again(at, counts.generation)
             rows = self._apart(at, counts)
@@ -239,7 +250,7 @@ class _Proof:
         return plan is not None and len(execution.rows) == plan.world_size
 
     def _check_done_again(self, at: Position, generation: int) -> None:
-        """Whoever has gone back behind a unit, and come beyond it since, has done it again."""
+        """Check that a unit which was taken back, and passed again since, was computed again."""
         for era, (first, last) in self._reach.items():
             if era > self._eras.of(generation) and first < at < last:
                 self._missing.append(f"{_name(at)}: no row of any rank since everybody went back behind it")
@@ -259,7 +270,8 @@ class _Proof:
             self._missing.append(f"{_name(at)}: no row of rank {', '.join(map(str, absent))}")
 
     def _was_lost(self, at: Position, rank: int, execution: _Execution) -> bool:
-        """After this unit, before it told of a later one: who held it is in no later plan."""
+        """Return whether the rank was lost after this unit, before it reported a later one: its worker is in no later
+        plan."""
         plan = self._plans[execution.generation]
         if self._last_of.get((execution.generation, rank), at) > at:
             return False
@@ -275,7 +287,7 @@ class _Proof:
         )
 
     def _apart(self, at: Position, execution: _Execution, *, tell: bool = True) -> dict[int, Row]:
-        """Its rows, without those of ranks that have the same samples as another."""
+        """Return the rows of an execution, with only one of the ranks that share their samples."""
         rows = dict(execution.rows)
         plan = self._plans.get(execution.generation)
         for group in sharing(self._axes, plan.world_size) if plan else ():
@@ -305,8 +317,10 @@ class _Proof:
         whole: bool,
         untold: int,
     ) -> None:
-        """What was taken back with what was computed again: all of it, or what is left of it. ``untold``: samples of ranks that were lost
-        with their rows."""
+        """Compare what was taken back with what was computed again: all of it, or what is left of it.
+
+        ``untold``: number of samples of ranks that were lost with their rows.
+        """
         count, now = (sum(row.samples for row in of.values()) for of in (before, rows))
         same = count == now if whole else count <= now + untold
         if all(row.ids is not None for row in (*before.values(), *rows.values())):
@@ -314,7 +328,7 @@ class _Proof:
             same &= len(known) == len(np.unique(known)) and len(np.setdiff1d(known, ids)) <= untold
         elif before.keys() == rows.keys() and all(row.samples == rows[rank].samples for rank, row in before.items()):
             same &= all(row.digest == rows[rank].digest for rank, row in before.items())
-        # else digests tell nothing: ranks had other shares
+        # otherwise digests say nothing, because ranks had other shares
         if same:
             return
         self._differing.append(f"{_name(at)}: computed again on other samples")
@@ -337,17 +351,20 @@ class _Proof:
 
 
 def samples_in(gate: bytes | None) -> float | None:
-    """What the gate of a unit has counted, over all ranks."""
+    """Return the number of samples that the gate of a unit counted over all ranks; None if it has none."""
     values = np.frombuffer(gate or b"", dtype="<f8")
     return float(values[_SAMPLES_IN_GATE]) if len(values) > _SAMPLES_IN_GATE else None
 
 
 _SAMPLES_IN_GATE = 1
-"""As in `rackrun.worker.membership.gate.GateSums`."""
+"""Index in the gate's values, as in `rackrun.worker.membership.gate.GateSums`."""
 
 
 def _mixed(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bytes:
-    """Equal for equal ids, each as often, in whatever order: sums of what SplitMix64 (https://prng.di.unimi.it/splitmix64.c) makes of each, from two seeds."""
+    """Return a digest that is equal for the same ids in any order.
+
+    It is the sum, for two seeds, of each id's output of SplitMix64 (https://prng.di.unimi.it/splitmix64.c).
+    """
     found = b""
     for seed in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03):
         mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)

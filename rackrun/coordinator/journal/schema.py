@@ -1,4 +1,4 @@
-"""The tables of a journal (`rackrun.coordinator.journal.journal_writer` says what is in them)."""
+"""The tables of a journal; `rackrun.coordinator.journal.journal_writer` describes their contents."""
 
 from __future__ import annotations
 

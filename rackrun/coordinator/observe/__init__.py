@@ -1,1 +1,1 @@
-"""What is measured beside the core: recoveries, progress, speed, metrics."""
+"""Measurements that do not affect the core: recoveries, progress, speed, metrics."""

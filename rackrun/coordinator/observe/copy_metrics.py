@@ -1,6 +1,4 @@
-"""Metrics of the copies that a job keeps of its state: snapshots, their copies on other trays, checkpoints, and what was
-restored from where.
-"""
+"""Metrics of the copies of a job's state: snapshots, copies on other trays, checkpoints, and restores from each."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ _WRITE_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class CopyMetrics:
-    """``plan`` gives the newest: a step counts for a gauge when every rank of its world has come to it."""
+    """Metrics of copies. ``plan`` returns the latest plan; a gauge shows a step when every rank of its world has
+    reached it."""
 
     def __init__(self, registry: CollectorRegistry, plan: Callable[[], Plan | None]) -> None:
         self._plan = plan
@@ -95,7 +94,7 @@ class CopyMetrics:
             case "checkpoint", outcome:
                 self.checkpoints.labels(outcome).inc()
             case _:
-                pass  # of a newer worker
+                pass  # from a newer worker
 
     def recovered(self, recovery: Recovery) -> None:
         if not recovery.overtaken:

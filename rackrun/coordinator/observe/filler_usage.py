@@ -1,4 +1,4 @@
-"""What fillers have made of the spares' waiting: for Prometheus while they run, and out of the journal."""
+"""How much of the spares' waiting time fillers used: metrics during the run, and figures from the journal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _GONE_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
 
 
 class FillerMetrics:
+    """Metrics of fillers."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self._running: dict[SlotId, FillerTold] = {}
         self.running = Gauge("rackrun_fillers_running", "Fillers beside spares.", registry=registry)
@@ -47,36 +49,36 @@ class FillerMetrics:
         self.running.set(len(self._running))
 
     def lost(self, tray: TrayId) -> None:
-        """Its fillers are gone with it, or will be before anybody uses its slots."""
+        """Forget the fillers of a lost tray. They end before its slots are used again."""
         self._running = {slot: told for slot, told in self._running.items() if tray_of(slot) != tray}
         self.running.set(len(self._running))
 
 
 class FillerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one slot, over the whole run."""
+    """Fillers of one slot over the whole run."""
 
     slot: SlotId
     starts: int
     restarts: int
-    """Of these, after it had ended by itself beside the same spare."""
+    """Number of starts after the filler had ended by itself beside the same spare."""
     seconds: float
-    """It ran, up to when it was last told of."""
+    """Total time that fillers ran, in seconds, up to their latest reports."""
     cpu_s: float
-    """Processor time, of all its processes."""
+    """Processor time of all their processes, in seconds."""
     utilisation: float
-    """Processors in use while it ran, on average."""
+    """Average number of processors in use while they ran."""
     had_to_go: int
-    """So many times the spare was needed, or went."""
+    """How many times a filler had to end because the spare was needed, or left."""
     gone_s_max: float | None
-    """The longest from then until nobody of it was left."""
+    """Longest time in seconds from then until none of its processes was left."""
     given_up: str = ""
-    """How it ended ten times in a row, at once; "": it did not."""
+    """How the filler ended ten times in a row, each time at once; "": it did not."""
 
 
 def filler_uses(connection: sqlite3.Connection) -> tuple[FillerUse, ...]:
-    """By slot."""
+    """Return the use of fillers from a journal, ordered by slot."""
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'fillers'").fetchone():
-        return ()  # a journal from before there were any
+        return ()  # an older journal without fillers
     rows = connection.execute("SELECT body FROM fillers ORDER BY slot, incarnation, start")
     told = [msgspec.json.decode(body, type=FillerTold) for (body,) in rows]
     return tuple(_use(slot, list(runs)) for slot, runs in groupby(told, key=lambda one: one.slot))

@@ -1,4 +1,4 @@
-"""How far the job is: unit commits as the ranks report them, and what the status line says of them."""
+"""Progress of the job, from the commits that ranks report, for the status line."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rackrun.protocol.wire import Logged, UnitCommitted, UnitSealed
 __all__ = ["LastWords", "Ledger", "Progress"]
 
 _WINDOW = 64
-"""Positions that are kept while some rank's commit is still to come."""
+"""Number of positions that are kept while some ranks' commits are missing."""
 _RATE_MS = 10_000.0
 _PLANS_MAX = 16
-"""Of which it is remembered who was which rank."""
+"""Number of plans whose members are remembered."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the job stands, for people."""
+    """How far the job is, for people."""
 
     position: Position
-    """The newest unit that some rank has reported as committed."""
+    """The latest unit that any rank has reported as committed."""
     complete: Position
-    """The newest unit that every rank of its world has reported."""
+    """The latest unit that every rank of its world has reported."""
     steps: int
-    """Different steps committed since this coordinator began."""
+    """Number of different steps committed since this coordinator began."""
     steps_per_s: float
     samples_per_s: float
     values: dict[str, float | int | str]
-    """The last ``run.log``."""
+    """Values of the last ``run.log``."""
 
 
 class Ledger:
-    """Counts commits. It stores nothing: rows go to the journal."""
+    """Counts commits. It stores no rows; those go to the journal."""
 
     def __init__(self) -> None:
         self.position = BEGIN
@@ -43,16 +43,16 @@ class Ledger:
         self.steps = 0
         self.values: dict[str, float | int | str] = {}
         self._open: dict[Position, dict[Rank, int]] = {}
-        self._recent: deque[tuple[float, int]] = deque()  # (when, samples) of each step that is complete
+        self._recent: deque[tuple[float, int]] = deque()  # (time, samples) of each complete step
 
     def commit(self, unit: UnitCommitted, world_size: int, now_ms: float) -> bool:
-        """True when with this the whole world has committed ``unit.at``, for the first time."""
+        """Record a commit. Return whether the whole world has now committed ``unit.at``, for the first time."""
         if unit.at > self.position:
             if unit.at.phase == 0:
                 self.steps += 1
             self.position = unit.at
         if unit.at <= self.complete:
-            return False  # said before: a step computed again after a rollback, or a late rank
+            return False  # known already: a step repeated after a rollback, or a late rank
         ranks = self._open.setdefault(unit.at, {})
         ranks[unit.rank] = len(unit.ids) // 8
         if len(ranks) < world_size:
@@ -86,21 +86,23 @@ class Ledger:
 
 
 class LastWords:
-    """Units that a rank may have committed before it died without telling: whether they count is for the next plan to say."""
+    """Units that a rank may have committed before it died without reporting. The next plan decides whether they
+    count."""
 
     def __init__(self) -> None:
         self._open: dict[Rank, UnitSealed] = {}
         self._plans: deque[Plan] = deque(maxlen=_PLANS_MAX)
 
     def heard(self, unit: UnitSealed) -> None:
-        """It counts for the rank that the worker was when it did it: by now it may have been told to be another."""
+        """Record a unit. It counts for the rank that the worker held when it computed it, which may have changed
+        since."""
         for plan in self._plans:
             for member in plan.members if plan.generation == unit.generation else ():
                 if (member.slot, member.incarnation) == (unit.slot, unit.incarnation):
                     self._open[member.rank] = unit
 
     def settle(self, plan: Plan) -> list[UnitCommitted]:
-        """Those that ``plan`` counts, as the rank would have told; the others are forgotten."""
+        """Return the units that ``plan`` counts, as the ranks would have reported them. The others are forgotten."""
         end = plan.committed if plan.rollback is None else Position(plan.rollback)
         counted = [(rank, unit) for rank, unit in self._open.items() if unit.at <= end]
         self._open.clear()

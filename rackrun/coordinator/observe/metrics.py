@@ -1,4 +1,4 @@
-"""What Prometheus reads: a registry of its own, so that several jobs in one process stay apart."""
+"""Metrics for Prometheus, in a registry of their own, so that several jobs in one process stay separate."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _RECOVERY_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Metrics:
+    """The metrics of one job."""
+
     def __init__(self, run_id: str, plan: Callable[[], Plan | None]) -> None:
         self.registry = CollectorRegistry()
         info = Gauge("rackrun_job", "Always 1; its label names the run.", ["run_id"], registry=self.registry)
@@ -64,7 +66,7 @@ class Metrics:
             self.recovery_s.observe(recovery.seconds)
 
     def heard(self, event: Event) -> None:
-        if isinstance(event, ReplicasDiffer) and event.generation != self._differed:  # all ranks tell
+        if isinstance(event, ReplicasDiffer) and event.generation != self._differed:  # all ranks report it
             self._differed = event.generation
             self.corruptions.labels("yes" if event.culprits else "no").inc()
 

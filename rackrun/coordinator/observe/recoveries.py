@@ -1,6 +1,6 @@
-"""One recovery after another, timed: what the report, the status line and the operator see of a failure.
+"""Record of each recovery with its times, for the report, the status line and the operator.
 
-A pure observer: it hears every event and every command that the driver handles, with the time, and decides nothing.
+A pure observer: it receives every event and every command that the driver handles, with the time, and decides nothing.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ _GONE = "gone"
 
 
 class LostRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that was lost in a recovery."""
+
     rank: Rank
     slot: SlotId
     how: str
-    """``SIGKILL``, ``exit code 1``, ``stalled for 1200 ms``, ``tray lost: ...``."""
+    """How it was lost: ``SIGKILL``, ``exit code 1``, ``stalled for 1200 ms``, ``tray lost: ...``."""
     to: SlotId | None = None
-    """Who took the rank over; None when the world shrank."""
+    """Slot of the worker that took over; None if the world shrank."""
 
 
 class Recovery(msgspec.Struct, kw_only=True):
@@ -57,58 +59,60 @@ class Recovery(msgspec.Struct, kw_only=True):
 
     generation: int
     kind: str
-    """``swap``, ``restart`` (the whole world, in place), ``resize`` (the world shrank or grew), ``regroup`` (nobody was lost)."""
+    """``swap``, ``restart`` (the whole world, in place), ``resize`` (the world shrank or grew), ``regroup`` (no rank
+    was lost)."""
     because: str
     fault_ms: float
-    """When the first event of the failure arrived; carried over when a newer generation overtakes this one."""
+    """When the first event of the failure arrived. A newer generation that replaces this one keeps it."""
     break_ms: float | None = None
     parked_ms: float | None = None
     plan_ms: float | None = None
     resumed_ms: float | None = None
     committed_ms: float | None = None
-    """Every rank of the new world has committed a unit."""
+    """When every rank of the new world had committed a unit."""
     lost: tuple[LostRank, ...] = ()
     freed: tuple[SlotId, ...] = ()
-    """Whose workers were ended with their replica, which had lost another rank: spares start there."""
+    """Slots whose workers were ended because their replica had lost another rank; spares start there."""
     joined: tuple[SlotId, ...] = ()
-    """Whose workers are ranks more of a world that has grown."""
+    """Slots whose workers joined a world that has grown."""
     world_size: int = 0
     restores: tuple[str, ...] = ()
-    """Who got its state from where: ``rank 2 from rank 0``."""
+    """Where each restored rank's state came from: ``rank 2 from rank 0``."""
     sources: tuple[str, ...] = ()
-    """One for each rank that was restored: ``live_peer``, ``own_snapshot`` (its process lives), ``its_tray`` (left there by the process
-    before), ``other_tray``, ``parity``."""
+    """Kind of source of each restored rank: ``live_peer``, ``own_snapshot`` (its process lives), ``its_tray`` (left
+    there by the process before), ``other_tray``, ``parity``."""
     rollback: int | None = None
-    """Everyone went back to the state after this step."""
+    """The step whose state all ranks went back to; None: no rollback."""
     redone: tuple[int, ...] = ()
     """Steps computed again: the one that was broken, and those since the rollback."""
     planned: bool = False
-    """Nothing was lost: all stood between two steps when the rank on a failing GPU was taken out."""
+    """Whether nothing was lost, because all ranks stood between two steps when the rank on a failing GPU was taken
+    out."""
     stages: dict[int, dict[str, float]] = {}
-    """Rank -> when it came to each stage, as `rackrun.protocol.wire.UnitCommitted` tells."""
+    """For each rank, when it reached each stage, as in `rackrun.protocol.wire.UnitCommitted`."""
     overtaken: bool = False
-    """A newer generation replaced this one before its world had resumed."""
+    """Whether a newer generation replaced this one before its world had resumed."""
     rungs: tuple[str, ...] = ()
-    """What was decided (`rackrun.policy.Rung`), in order: a ``swap`` may follow a ``wait``."""
+    """The rungs that were decided (`rackrun.policy.Rung`), in order: a ``swap`` may follow a ``wait``."""
     reasons: tuple[str, ...] = ()
-    """Of each, with its figures."""
+    """The reason for each rung, with its figures."""
     whose: str = ""
-    """Whose fault it was taken for (`rackrun.policy.Whose`)."""
+    """What the failure was attributed to (`rackrun.policy.Whose`)."""
     decided_ms: float | None = None
-    """When the first of these was."""
+    """Time of the first decision."""
     predicted_gpu_s: float | None = None
-    """Of ranks, by that first decision: until all compute again, and what they compute again. Without weights. None: nothing is
-    known of it (a plain script does not tell what it computes again)."""
+    """Unweighted GPU-seconds that the first decision predicted until all compute again, including repeated work. None:
+    unknown, as for a plain script, which does not report what it computes again."""
     measured_gpu_s: float | None = None
-    """The same, as it was: with the first step that was done again, and an undisturbed step for each other. None: it was overtaken, or
-    never completed."""
+    """The same, measured: the first repeated step as it was, and an undisturbed step for each other. None: the recovery
+    was overtaken or never completed."""
 
     def measure(self, step_s: float | None) -> None:
-        """``step_s``: of an undisturbed step."""
+        """Compute `measured_gpu_s`. ``step_s`` is the time of an undisturbed step in seconds."""
         if self.decided_ms is None or self.resumed_ms is None or self.overtaken:
             return
         until_ms, more = self.resumed_ms, len(self.redone)
-        if more and self.committed_ms is not None:  # the first of them is known as it was
+        if more and self.committed_ms is not None:  # the time of the first is known
             step_s = step_s or (self.committed_ms - self.resumed_ms) / 1e3 or None
             until_ms, more = self.committed_ms, more - 1
         if more and step_s is None:
@@ -117,11 +121,12 @@ class Recovery(msgspec.Struct, kw_only=True):
 
     @property
     def seconds(self) -> float | None:
-        """From the fault until every rank computed again."""
+        """Seconds from the fault until every rank computed again."""
         return None if self.resumed_ms is None else (self.resumed_ms - self.fault_ms) / 1e3
 
     def line(self) -> str:
-        """For people: ``rank 2 lost on tray-00/2 (SIGKILL) -> tray-00/4 in 0.38 s, step 41 done again``."""
+        """Return a line for people: ``rank 2 lost on tray-00/2 (SIGKILL) -> tray-00/4 in 0.38 s, step 41 done
+        again``."""
         restart = self.kind == "restart"
         who = "; ".join(
             f"rank {one.rank} {'leaves' if self.planned else 'lost on'} {one.slot} ({one.how})"
@@ -158,7 +163,8 @@ def _successor(one: LostRank) -> str:
 
 
 class RecoveryWatch:
-    """Follows the generations. ``on_done`` gets each recovery once: when it is complete, overtaken, or the job has ended."""
+    """Follows the generations. ``on_done`` receives each recovery once: when it is complete or overtaken, or the job
+    has ended."""
 
     def __init__(self, on_done: Callable[[Recovery], None]) -> None:
         self._on_done = on_done
@@ -173,17 +179,18 @@ class RecoveryWatch:
         self._counted = 0  # restarts of a plain script that were told of
         self._newest_step = -1
         self._elastic = False
-        self._fenced: set[SlotId] = set()  # ended by us, without a fault of their own
+        self._fenced: set[SlotId] = set()  # ended by rackrun, without a fault of their own
         self._paused: set[SlotId] = set()
         self._trays: dict[str, TrayId] = {}  # by the address of their snapshots
         self.last: Recovery | None = None
 
     @property
     def plan(self) -> Plan | None:
-        """The newest plan: who is the world."""
+        """The latest plan."""
         return self._plan
 
     def heard(self, event: Event, now_ms: float) -> None:
+        """Handle an event that arrived at ``now_ms``."""
         match event:
             case WorkerElastic():
                 self._elastic = True
@@ -199,7 +206,7 @@ class RecoveryWatch:
                         self._fault(member.slot, f"tray lost: {event.because}", now_ms)
             case WorkerUnbuilt() if (
                 self._open is None or self._open.kind == "restart"
-            ):  # else it is built again in place
+            ):  # otherwise it is built again in place
                 self._fault(event.slot, "could not build its groups", now_ms)
             case WorkerPaused() if self._plan and event.generation == self._plan.generation:
                 self._paused.add(event.slot)
@@ -218,7 +225,7 @@ class RecoveryWatch:
                 pass
 
     def told(self, command: Command, cause_ms: float, now_ms: float) -> None:
-        """``cause_ms`` is when the event arrived that the command answers."""
+        """Handle a command. ``cause_ms`` is when the event arrived that the command answers."""
         match command:
             case BreakGeneration():
                 if self._open is None or self._open.generation != command.generation:
@@ -264,13 +271,13 @@ class RecoveryWatch:
             self._end()
 
     def copied(self, told: StateCopied) -> None:
-        """A world that begins again from a checkpoint does only the steps after it once more."""
+        """Count fewer repeated steps if a restarted world resumes from a checkpoint."""
         recovery = self._open
         if told.kind == "resume" and recovery is not None and recovery.kind == "restart":
             recovery.redone = tuple(step for step in recovery.redone if step > told.at.step)
 
     def finish(self) -> None:
-        """The job has ended: whatever is open will not be completed."""
+        """Close the open recovery, because the job has ended."""
         self._end()
 
     def _stalled(self, event: WorkerStalled, now_ms: float) -> None:
@@ -303,7 +310,7 @@ class RecoveryWatch:
 
     def _decided(self, command: Decided, cause_ms: float, now_ms: float) -> None:
         decision = command.decision
-        if self._open is None or self._open.plan_ms is not None:  # nobody was there to be broken
+        if self._open is None or self._open.plan_ms is not None:  # there was no member to break
             kind = "restart" if decision.rung is Rung.RESTART else "regroup"
             self._begin(command.generation, kind, command.failure.what, cause_ms)
         recovery = self._open
@@ -323,7 +330,7 @@ class RecoveryWatch:
         self._uncommitted = {m.rank for m in plan.members}
         self._from = plan.committed if plan.rollback is None else Position(plan.rollback)
         if before is not None and (self._open is None or self._open.plan_ms is not None):
-            self._begin(plan.generation, "restart", command.because, now_ms)  # nobody was left to be broken
+            self._begin(plan.generation, "restart", command.because, now_ms)  # no member was left to break
         recovery = self._open
         if recovery is not None:
             recovery.generation = plan.generation
@@ -354,8 +361,8 @@ class RecoveryWatch:
         self._fault_ms = None
 
     def _settle_restart(self) -> None:
-        """All that is known of a restart, once both its plan and its count are. Of a plain script nothing more will come: it
-        does not tell when it computes again."""
+        """Complete a restart once both its plan and its count are known. A plain script does not report when it
+        computes again, so nothing more will come."""
         recovery = self._open
         if recovery is None or recovery.kind != "restart" or recovery.plan_ms is None:
             return
@@ -387,6 +394,7 @@ class RecoveryWatch:
 
 
 def describe_exit(event: WorkerExited) -> str:
+    """Describe how a worker exited, for the report."""
     if event.signal is not None:
         try:
             return signal.Signals(event.signal).name

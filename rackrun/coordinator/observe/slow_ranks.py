@@ -1,7 +1,8 @@
-"""Slow ranks, as the coordinator sees them: own times come with every committed step, `rackrun.core.stragglers.straggler_detection` judges them.
+"""Detection of slow ranks from the own times that come with every committed step.
 
-It hears what the driver hears, and calls back with an event for the core when others are slow than before. Between the break of
-a generation and the plan of the next it looks at nothing.
+`rackrun.core.stragglers.straggler_detection` judges them. This observer receives what the driver handles, and creates
+an event for the core when the set of slow ranks changes. Between the break of a generation and the next plan it ignores
+everything.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from rackrun.protocol.wire import UnitCommitted
 __all__ = ["SlowMetrics", "SlowWatch"]
 
 _OPEN_MAX = 64
-"""Steps that some ranks have committed and others have not told of yet."""
+"""Number of steps that are kept while some ranks have not reported them."""
 _PARTING = ("pp",)
-"""Ranks at different places along these axes do different work."""
+"""Axes whose positions do different work."""
 
 
 class SlowMetrics(Collector):
-    """For Prometheus, read when it asks."""
+    """Metrics of slow ranks, collected when Prometheus reads them."""
 
     def __init__(self) -> None:
         self.slow = 0
@@ -48,7 +49,7 @@ class SlowMetrics(Collector):
 
 
 class SlowWatch:
-    """``after_s``: so long a rank must have been behind, about; None: nobody looks."""
+    """Detects slow ranks. ``after_s``: about how long a rank must have been behind, in seconds; None: no detection."""
 
     def __init__(
         self, after_s: float | None, changed: Callable[[SlowRanksChanged], None], metrics: SlowMetrics
@@ -61,7 +62,7 @@ class SlowWatch:
         self._open: dict[Position, dict[Rank, UnitCommitted]] = {}
         self._rests: deque[float] = deque(maxlen=limits.window)
         self._meets = False
-        """In some step so far."""
+        """Whether ranks with different samples took part in a micro-batch's collectives in any step so far."""
         if self._stragglers is not None:
             metrics.own_s = self._stragglers.own_s
 
@@ -118,7 +119,7 @@ class SlowWatch:
 
 
 def _for_equal_work(units: Sequence[UnitCommitted]) -> list[float]:
-    """Own seconds, as if each had computed as many micro-batches as the others."""
+    """Return own seconds as if each rank had computed the same number of micro-batches."""
     passes = sum(unit.passes for unit in units) / len(units)
     return [unit.own + _in_passes(unit) * (passes / unit.passes - 1) if unit.passes else unit.own for unit in units]
 
@@ -128,15 +129,17 @@ def _in_passes(unit: UnitCommitted) -> float:
 
 
 def _rest(units: Sequence[UnitCommitted]) -> float:
-    """What a step costs beside its micro-batches, in micro-batches: the usual rank's."""
+    """Return the median rank's time besides its micro-batches, in units of one micro-batch."""
     return median(
         (unit.own - _in_passes(unit)) * unit.passes / _in_passes(unit) if unit.passes else 0.0 for unit in units
     )
 
 
 def _groups(axes: tuple[tuple[str, int], ...], size: int) -> list[int]:
-    """Of each rank: a number for its place along the axes that part the work. Ranks are row-major; the world may have got smaller or larger
-    along its data axis since ``axes`` were told."""
+    """Return for each rank a number for its position along the axes that divide the work.
+
+    Ranks are row-major. The world may have shrunk or grown along its data axis since ``axes`` were reported.
+    """
     axes = fitted(axes, size)
     if not axes:
         return [0] * size

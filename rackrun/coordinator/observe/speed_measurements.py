@@ -1,6 +1,6 @@
-"""What the core cannot see and a decision needs: how long a step takes, how fast state is copied, what is on disk.
+"""Measurements that decisions need and the core cannot make: step time, copy speed, checkpoints on disk.
 
-Told to the core as an event, which is in the journal: so it is told only when it has changed enough to matter.
+They are sent to the core as an event, which is in the journal, so only when they have changed enough to matter.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ __all__ = ["Pace"]
 
 _STEPS = 64
 _STEPS_MIN = 3
-"""Without the first few, which warm up."""
+"""Number of steps before a step time is known; the first few warm up."""
 _CHANGE = 0.2
 
 
 class Pace:
+    """Measures step time, copy speed and checkpoints."""
+
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_STEPS)  # of one step each, on the rank that told of it first
+        self._seconds: deque[float] = deque(maxlen=_STEPS)  # of one step each, on its first reporter
         self._rates: deque[float] = deque(maxlen=_STEPS)
         self._newest_step = -1
         self._state_bytes: float | None = None
@@ -34,7 +36,7 @@ class Pace:
 
     @property
     def step_s(self) -> float | None:
-        """Of an undisturbed step; None: too few are known."""
+        """Seconds of an undisturbed step; None: too few steps are known."""
         return median(self._seconds) if len(self._seconds) >= _STEPS_MIN else None
 
     def committed(self, unit: UnitCommitted) -> None:
@@ -59,7 +61,7 @@ class Pace:
                 pass
 
     def news(self) -> CostsMeasured | None:
-        """What is to be told now. Looks at most once a step."""
+        """Return the measurements if they have changed enough, else None. Checks at most once a step."""
         if self._newest_step == self._looked_at and self._checkpoint == self._told.checkpoint:
             return None
         self._looked_at = self._newest_step

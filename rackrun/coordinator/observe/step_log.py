@@ -1,4 +1,4 @@
-"""What ``run.log`` says, as one story: a line a step, in order, whoever tells it first."""
+"""Lines of ``run.log``: one for each step, in order, from whichever rank reports first."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["StepLog", "step_line"]
 
 
 class StepLog:
-    """Every rank logs the same call; the first to arrive is printed, at once, and the rest are dropped.
+    """Prints the first report of each ``run.log`` call and drops those of other ranks.
 
-    Of several that arrive together the lowest rank is taken. A position older than the newest one printed is dropped:
-    that is what a step sounds like when it is computed again after a rollback. Two different calls within one step are
-    told apart by the names of their values, and equal ones by how often this worker has made them in one generation: in the
-    next one it may compute the newest position again.
+    Of several that arrive together, the lowest rank's is used. A position older than the latest printed one is dropped,
+    because a step that is repeated after a rollback is reported again. Different calls within one step are told apart
+    by the names of their values, and equal ones by how often the worker has made them in one generation; in the next
+    generation it may compute the latest position again.
     """
 
     def __init__(self, emit: Callable[[str, Logged], None]) -> None:
@@ -29,14 +29,14 @@ class StepLog:
         self._heard: Counter[tuple[Incarnation, Generation, tuple[str, ...]]] = Counter()
 
     def takes_back(self, plan: Plan) -> None:
-        """Where what was told of later steps than ``plan.rollback`` was wrong they are told again, in its generation."""
+        """Allow steps after ``plan.rollback`` to be printed again in its generation, if their values were wrong."""
         if plan.anew and plan.rollback is not None and Position(plan.rollback) < self._newest:
             self._newest, self._since = Position(plan.rollback), plan.generation
             self._printed.clear()
             self._heard.clear()
 
     def take(self, logged: Iterable[Logged]) -> None:
-        """Lines that arrived together, in the order of each sender."""
+        """Handle lines that arrived together, in the order of each sender."""
         for line in sorted(logged, key=lambda one: (one.at, one.rank)):
             if line.at < self._newest or line.generation < self._since:
                 continue
@@ -53,7 +53,7 @@ class StepLog:
 
 
 def step_line(line: Logged) -> str:
-    """``step 12  loss 2.3123  lr 0.0003``"""
+    """Return a line such as ``step 12  loss 2.3123  lr 0.0003``."""
     where = f"step {line.at.step}" if line.at.phase == 0 else f"step {line.at.step} phase {line.at.phase}"
     return "  ".join([where, *(f"{_one_line(name)} {_value(value)}" for name, value in line.values.items())])
 
@@ -65,7 +65,7 @@ def _value(value: float | int | str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Line ends and what else a terminal would obey, as escapes."""
+    """Return the text with line ends and other control characters escaped."""
     return (
         text
         if text.isprintable()

@@ -1,1 +1,1 @@
-"""What a journal tells afterwards."""
+"""Reports from a journal."""

@@ -1,4 +1,4 @@
-"""Where a job's ranks sit on its racks, why there, and what is wrong: out of its journal, while it runs and after."""
+"""Where a job's ranks are on its racks, why, and what is wrong: from its journal, during and after the run."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _CALLED = {"out": "out of use"}
 
 
 class Known(NamedTuple):
-    """Something about a GPU, or about neighbours on a tray."""
+    """A known fact about a GPU, or about neighbouring GPUs on a tray."""
 
     slots: str
-    """``tray-03/1``, ``tray-03/0-3``"""
+    """The slots: ``tray-03/1``, ``tray-03/0-3``."""
     who: str
-    """``rank 13``, ``ranks 12 to 15``, ``spare``; "": nobody."""
+    """Who is there: ``rank 13``, ``ranks 12 to 15``, ``spare``; "": nobody."""
     trouble: Trouble
     why: str
 
@@ -68,14 +68,16 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Whereabouts:
+    """Placement of a job's ranks."""
+
     run_id: str
     exit_code: int | None
-    """None: it runs, or its launcher was killed."""
+    """Exit code; None: the job runs, or its launcher was killed."""
     because: str
     rows_lost: int
     past: Hindsight = field(repr=False)
     whys: dict[Generation, str] = field(repr=False)
-    """Of each plan: its recovery in one line, or the decision's reason."""
+    """For each plan, its recovery in one line, or the decision's reason."""
     standings: dict[SlotId, Standing] = field(repr=False)
 
     @property
@@ -84,13 +86,13 @@ class Whereabouts:
 
     @property
     def spares_ready(self) -> int:
-        """That may be used now; of a job that has ended, then."""
+        """Number of spares that may be used now, or at the end of the job."""
         return sum(
             one.spare == "ready" and one.trouble not in ("out", "unfit", "drained") for one in self.standings.values()
         )
 
     def known(self) -> list[Known]:
-        """What is known of GPUs, one by one; neighbours on a tray of which the same is known are one."""
+        """Return what is known about GPUs; neighbours on a tray with the same facts are combined."""
         found: list[list[Standing]] = []
         for standing in self.standings.values():
             if standing.why:
@@ -103,7 +105,7 @@ class Whereabouts:
         ]
 
     def problems(self) -> list[str]:
-        """All that is not as it should be. Empty is good news."""
+        """Return everything that is not as it should be."""
         past = self.past
         found = [f"the job ended with exit code {self.exit_code}: {self.because}"] if self.exit_code else []
         if self.rows_lost:
@@ -129,7 +131,8 @@ class Whereabouts:
         return found
 
     def explain(self, rank: int) -> list[str]:
-        """Where ``rank`` sits, since when, why there, and who would take over: a few plain lines. Raises UsageError."""
+        """Explain in a few lines where ``rank`` is, since when and why, and who would take over. Raises UsageError if
+        there is no such rank."""
         past = self.past
         slot = past.seats.get(Rank(rank))
         if slot is None:
@@ -180,13 +183,13 @@ class Whereabouts:
 
 
 def read_whereabouts(path: Path) -> Whereabouts:
-    """Raises UsageError when ``path`` is not a journal that this version can read."""
+    """Read the placement from a journal. Raises UsageError if ``path`` is not a journal that this version can read."""
     with open_journal(path) as (connection, meta):
         config = meta.get("config")
         past = Hindsight(
             msgspec.json.decode(config, type=JobConfig)
             if config
-            else JobConfig(trays_min=1, trays_max=1, spares=0)  # of a journal that does not say
+            else JobConfig(trays_min=1, trays_max=1, spares=0)  # an older journal without it
         )
         whys: dict[Generation, str] = {}
         names = [kind.__name__ for kind in (*EVENTS, *COMMANDS)]
@@ -221,7 +224,7 @@ def read_whereabouts(path: Path) -> Whereabouts:
 
 
 def _goes_on(one: Standing, other: Standing) -> bool:
-    """The same is known of the next slot of the same tray, and ranks on them are neighbours too."""
+    """Return whether the next slot of the same tray has the same facts, and ranks on both are neighbours too."""
     tray, _, index = one.slot.rpartition("/")
     same = (one.trouble, one.why, one.spare) == (other.trouble, other.why, other.spare)
     next_rank = None if one.rank is None else one.rank + 1

@@ -1,6 +1,6 @@
-"""What a journal tells afterwards: recoveries stage by stage, where the time went, and whether a sample was lost or doubled.
+"""Report from a journal: recoveries by stage, where the time went, and whether a sample was lost or counted twice.
 
-Reads the file only; the job may still run. Formats: `rackrun.coordinator.journal.journal_writer`.
+It only reads the file, and the job may still run. Formats: `rackrun.coordinator.journal.journal_writer`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ _STAGES = (
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of a recovery: its begin after the fault and its length, in milliseconds."""
+
     name: str
     from_ms: float
     ms: float
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One recovery, with its stages."""
+
     line: str
     recovery: Recovery
     seconds: float | None
-    """From the fault until every rank computed again."""
+    """Seconds from the fault until every rank computed again."""
     stages: tuple[Stage, ...]
 
 
@@ -50,37 +54,41 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """ETTR: effective training time ratio, productive time over wall time (the Llama 3 and Revisiting Reliability papers)."""
 
     wall_s: float
-    """From the coordinator's start to the job's end, or to the last thing in the journal."""
+    """Seconds from the coordinator's start to the job's end, or to the last entry in the journal."""
     productive_s: float
-    """Each committed unit counted once, at the time an undisturbed one takes."""
+    """Time of committed units, each counted once with the time of an undisturbed one."""
     startup_s: float
-    """Until the first generation was resumed."""
+    """Time until the first generation was resumed."""
     recovery_s: float
-    """From each fault until all ranks computed again."""
+    """Time from each fault until all ranks computed again."""
     redone_s: float
-    """Computed again: broken steps, and those since a rollback."""
+    """Time of work that was computed again: broken steps, and steps since a rollback."""
     other_s: float
-    """The script's own code between units, and what is in none of the above."""
+    """All other time, such as the script's own code between units."""
     ettr: float
     ettr_since_first_step: float
 
 
 class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's own part of a step: what it did not wait for others."""
+    """A rank's own time in a step: the time in which it did not wait for others."""
 
     rank: int
     seconds: float
-    """The median over all steps of which it is known."""
+    """Median over all steps for which it is known."""
     waits: float
-    """The share of those steps that it waited."""
+    """Fraction of those steps' time in which the rank waited."""
 
 
 class NoticeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One notice and its time."""
+
     at_ms: int
     text: str
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a journal says about a job."""
+
     run_id: str
     exit_code: int | None
     because: str
@@ -89,13 +97,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
     recoveries: tuple[RecoveryReport, ...]
     notices: tuple[NoticeReport, ...]
-    """What was known of the hardware, and what was decided about it."""
+    """What was known about the hardware, and what was decided about it."""
     goodput: Goodput
     ledger: LedgerCheck
     fillers: tuple[FillerUse, ...] = ()
-    """What ran beside spares while they waited, by slot."""
+    """Use of fillers beside spares, by slot."""
     own_times: tuple[OwnTime, ...] = ()
-    """Of each rank, whoever held it."""
+    """Own times by rank, whichever worker held the rank."""
 
 
 class _Unit(msgspec.Struct, frozen=True):
@@ -109,14 +117,17 @@ class _Unit(msgspec.Struct, frozen=True):
 
 
 def read_report(path: Path) -> Report:
-    """Raises UsageError when ``path`` is not a journal that this version can read."""
+    """Read the report from a journal. Raises UsageError if ``path`` is not a journal that this version can read."""
     with open_journal(path) as (connection, meta):
         _see_one_moment(connection)
         return _report(connection, meta)
 
 
 def read_goodput(path: Path) -> Goodput | None:
-    """Where the time went, alone: of millions of units it takes seconds, and little memory. None: no unit was reported. Raises UsageError."""
+    """Read only where the time went; None: no unit was reported. Raises UsageError.
+
+    For millions of units it takes seconds and little memory.
+    """
     with open_journal(path) as (connection, meta):
         _see_one_moment(connection)
         slowest = _slowest(connection)
@@ -129,7 +140,8 @@ def read_goodput(path: Path) -> Goodput | None:
 
 
 def _see_one_moment(connection: sqlite3.Connection) -> None:
-    """All that is read from now on is of one moment, though the job goes on. Without a write-ahead log that would keep the job from writing."""
+    """Make all later reads see one moment, although the job goes on. Without a write-ahead log this is not done,
+    because it would keep the job from writing."""
     if connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
         connection.execute("BEGIN")
 
@@ -187,7 +199,7 @@ def _first_resume_ms(connection: sqlite3.Connection) -> int | None:
 
 
 def _stages(recovery: Recovery) -> tuple[Stage, ...]:
-    """Consecutive; a stage that was skipped (nobody to break, nobody to park) takes no time."""
+    """Return consecutive stages. A skipped stage (no member to break, or none to park) takes no time."""
     stages = []
     reached = recovery.fault_ms
     for name, _, end in _STAGES:
@@ -215,7 +227,7 @@ def _own_times(units: list[_Unit]) -> tuple[OwnTime, ...]:
 
 # -- where the time went ---------------------------------------------------------------------------------------------
 def _slowest(connection: sqlite3.Connection) -> dict[Position, float]:
-    """Of each unit: how long the slowest rank took, in seconds."""
+    """Return for each unit the seconds of its slowest rank."""
     return {
         Position(step, phase): max(seconds or 0.0, 0.0)
         for step, phase, seconds in connection.execute(
@@ -226,7 +238,7 @@ def _slowest(connection: sqlite3.Connection) -> dict[Position, float]:
 
 
 def _redone(connection: sqlite3.Connection) -> dict[Position, int]:
-    """How many times each unit was computed in vain: broken attempts, and commits that a rollback took back."""
+    """Return how many times each unit was computed in vain: broken attempts, and commits that a rollback took back."""
     of_a_rank = (
         "SELECT step, phase, max(attempt) AS attempts, count(*) AS generations FROM units GROUP BY step, phase, rank"
     )
@@ -242,8 +254,11 @@ def _redone(connection: sqlite3.Connection) -> dict[Position, int]:
 
 
 def _recovery_s(connection: sqlite3.Connection) -> float:
-    """From each fault until all computed again. A coordinator that stood still hears of that late, together with what they have computed
-    meanwhile: they began no later than it took them to compute that."""
+    """Return the total seconds from each fault until all computed again.
+
+    A coordinator that stood still receives that report late, together with what the ranks have computed since. So they
+    began at least as early as their computing time implies.
+    """
     began = (
         "committed_at_ms - 1000 * sum(max(coalesce(seconds, 0), 0)) OVER (PARTITION BY generation ORDER BY step, phase)"
     )

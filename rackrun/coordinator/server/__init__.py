@@ -1,1 +1,1 @@
-"""The coordinator's port: agents, people, metrics."""
+"""The coordinator's port, for agents, operators and metrics."""

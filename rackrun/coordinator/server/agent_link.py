@@ -1,8 +1,9 @@
-"""The coordinator's end of the link to one agent: it outlives the connections, and tells a dead agent from a cut connection.
+"""The coordinator's end of the link to one agent, which outlives connections and tells a dead agent from a cut
+connection.
 
-The kernel closes the connection of a killed agent just as a middlebox does. So the coordinator asks the host: an agent
-listens (`AgentLink.listens_at`) for as long as it lives, and the kernel of its host refuses the connection as soon as it
-does not. Whoever is accepted keeps that connection open, and hears by its end of a death that comes later.
+The kernel closes the connection of a killed agent just as a middlebox may. So the coordinator asks the agent's host: an
+agent listens (`AgentLink.join`) for as long as it lives, and the kernel of its host refuses connections as soon as it
+is dead. An accepted connection stays open, and its end shows a later death.
 """
 
 from __future__ import annotations
@@ -28,69 +29,70 @@ from rackrun.protocol.wire import Telemetry
 __all__ = ["AgentLink", "Breach"]
 
 _PINGS = 5
-"""In a lease. TCP, which waits twice as long for each answer that it misses, then brings one in time after a silence of up to half of it."""
+"""Number of pings in a lease. TCP doubles its wait after each lost answer; with five pings one arrives in time after a
+silence of up to half a lease."""
 _PROBE_S = 2.0
-"""So long a host may take to accept or refuse a connection."""
+"""Seconds within which a host must accept or refuse a connection."""
 _PROBE_AGAIN_S = (0.01, 1.0)
 
 
 class Breach(Exception):
-    """An agent said what it must not."""
+    """An agent sent something that it must not send."""
 
 
 class AgentLink:
-    """To one agent, from its first hello until its tray is given up.
+    """The link to one agent, from its first hello until its tray is given up.
 
-    What is to be sent waits in an outbox, which the task of the current connection empties: what waits leaves as one
-    message, nothing waits for more to come. Pings go out several times in a lease, whatever else does: each side hears the
-    other, and gives it up only when nothing at all has come for the whole of it. (aiohttp's own heartbeat waits for one
-    answer, for a third of the time: a network that is silent for so long would cost a tray.)
+    Messages wait in an outbox, which the task of the current connection empties: waiting messages leave as one packet,
+    and none waits for more to come. Pings are sent several times in a lease, whatever else is sent. Each side receives
+    the other's, and gives it up only when nothing at all has arrived for a whole lease. (aiohttp's own heartbeat waits
+    for one answer, for a third of that time: a network that is silent for so long would cost a tray.)
     """
 
     def __init__(self, tray: TrayId, host: str, pid: int, lease_s: float) -> None:
         self.tray = tray
         self.session = secrets.token_hex(16)
-        """Who takes the link up again has to know it."""
+        """Random name that an agent must know to resume the link."""
         self.joined = False
         self.slots = 0
-        """Of the tray, once it has joined."""
+        """Slots of the tray, once it has joined."""
         self.host, self.pid = host, pid
         self.heard_s = asyncio.get_running_loop().time()
         self.woke_s = -math.inf
         """When this process had last stood still for longer than between two pings."""
         self.stood_s = 0.0
-        """For how long."""
+        """For how many seconds it had stood still."""
         self.numbered = Numbered()
         self.connection: web.WebSocketResponse | None = None
-        """The current one; None: it is broken."""
+        """The current connection; None: it is broken."""
         self.overflowed = asyncio.Event()
-        """More waits for the agent than is kept while there is no connection."""
+        """Set if more messages wait for the agent than are kept without a connection."""
         self._transport: asyncio.BaseTransport | None = None
         self._welcomed = False
-        """Over the current connection; nothing may be said before that."""
+        """Whether the `Welcome` was sent over the current connection. Nothing may be sent before it."""
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._filled = asyncio.Event()
         self._closing = False
         self._listens_at = ""
         self._reachable = False
-        """Its host has accepted a connection of ours: whether the agent lives can be found out."""
+        """Whether the agent's host has accepted a connection, so that it can be found out whether the agent lives."""
         self._sender: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
         self._pinger = asyncio.create_task(self._ping_often(lease_s / _PINGS), name=f"ping-{tray}")
 
     def check(self, message: Event | Telemetry) -> None:
-        """Raises `Breach` where no sane agent of this tray says that."""
+        """Raise `Breach` if no working agent of this tray would send this message."""
         if because := unlikely(message, self.slots):
             raise Breach(f"{type(message).__name__}: {because}")
 
     def join(self, host: str, slots: int, listens_at: str) -> None:
-        """The agent has said where it is: ``listens_at`` is ``host:port``."""
+        """Record where the agent is: ``listens_at`` is ``host:port``."""
         self.joined, self.host, self.slots, self._listens_at = True, host, slots, listens_at
         self._prober = asyncio.create_task(self._probe_once(), name=f"probe-{self.tray}")
 
     def send(self, data: bytes) -> None:
-        """One frame, now or when the connection is taken up again."""
+        """Send one frame, now or when the connection is resumed."""
         self._outbox.append(data)
         self._outbox_bytes += len(data)
         self._filled.set()
@@ -99,9 +101,9 @@ class AgentLink:
 
     # -- connections
     def attach(self, connection: web.WebSocketResponse, transport: asyncio.BaseTransport | None, received: int) -> None:
-        """Speak over this connection from now on; the agent has everything up to message ``received``.
+        """Use this connection from now on. The agent has everything up to message number ``received``.
 
-        Raises ValueError where what it lacks is not kept any more.
+        Raises ValueError if the messages after it are not all kept.
         """
         again = self.numbered.resume(received)
         self.detach()
@@ -112,7 +114,7 @@ class AgentLink:
         self._sender = asyncio.create_task(self._send_all(connection, again), name=f"send-{self.tray}")
 
     def detach(self) -> None:
-        """The connection is not used any more."""
+        """Stop using the current connection."""
         if self._sender is not None:
             self._sender.cancel()
         if isinstance(self._transport, asyncio.WriteTransport):
@@ -122,7 +124,7 @@ class AgentLink:
             self.overflowed.set()
 
     async def close(self, code: int = 1000, message: bytes = b"") -> None:
-        """Flush for a second at most, then close."""
+        """Flush for at most a second, then close."""
         self._closing = True
         self._filled.set()
         self._pinger.cancel()
@@ -131,17 +133,17 @@ class AgentLink:
         if (sender := self._sender) is not None:
             await asyncio.wait({sender}, timeout=1.0)
             sender.cancel()
-        if self.connection is not None:  # it may have broken meanwhile
+        if self.connection is not None:  # it may have broken in the meantime
             with contextlib.suppress(ConnectionError, RuntimeError):
                 await self.connection.close(code=code, message=message)
 
     async def acknowledge(self) -> None:
-        """What has come, without a message that it could go with. Raises ConnectionError, RuntimeError."""
+        """Acknowledge what was received, without a message. Raises ConnectionError or RuntimeError."""
         if self.connection is not None and self._welcomed and self.numbered.owes:
             await self.connection.send_bytes(self.numbered.pack())
 
     async def ping(self) -> None:
-        """Is the agent there? Raises ConnectionError, RuntimeError."""
+        """Send a ping. Raises ConnectionError or RuntimeError."""
         await self.acknowledge()
         if self.connection is not None and self._welcomed:
             await self.connection.ping()
@@ -176,8 +178,10 @@ class AgentLink:
             return  # the reader sees the end as well, and reports it
 
     def took_in(self) -> None:
-        """The agent may have acknowledged something: there may be room for more. Or so much came that it is acknowledged at once: by
-        the task that writes. Whoever reads must not wait for an agent that does not read."""
+        """Wake the sending task if it has room for more, or has to acknowledge at once.
+
+        That task acknowledges, because the reader must not wait for an agent that does not read.
+        """
         if self._outbox or self.numbered.owes_much:
             self._filled.set()
 
@@ -191,8 +195,8 @@ class AgentLink:
 
     # -- whether the agent lives
     async def dies(self) -> None:
-        """Returns when the agent's host says that the agent is gone, or where that host has never been reached: nobody can say then
-        that the agent lives."""
+        """Return when the agent's host reports that the agent is dead, or at once if that host was never reached,
+        because then nothing shows that the agent lives."""
         pause_s = _PROBE_AGAIN_S[0]
         while True:
             try:
@@ -213,7 +217,7 @@ class AgentLink:
             (await self._probe()).close()
 
     async def _probe(self) -> socket.socket:
-        """A connection to where the agent listens. Raises OSError, ValueError."""
+        """Return a connection to the address where the agent listens. Raises OSError or ValueError."""
         loop = asyncio.get_running_loop()
         host, port = host_and_port(self._listens_at)
         async with asyncio.timeout(_PROBE_S):

@@ -1,7 +1,9 @@
-"""One port: agents (WebSocket), status, metrics, stop. Every request but ``/healthz`` shows the job's token.
+"""The coordinator's HTTP server: agents (WebSocket), status, metrics, operators' requests.
+
+Every request except ``/healthz`` must carry the job's token.
 
 ==================  =============================================================================================
-``GET /agent``      WebSocket, for agents; ``?protocol=N&tray=NAME``. Each binary message is a packet of numbered frames
+``GET /agent``      WebSocket, for agents; ``?protocol=N&tray=NAME``. A binary message is a packet of numbered frames
                     (`rackrun.link.reliable_messages`). The first frame upwards is `TrayJoined`; the first message downwards is a
                     `Welcome`, as text. ``&resume=SESSION&received=N`` takes a link up again whose connection broke
 ``GET /healthz``    ``{"run_id": ..., "protocol": ...}``; no token
@@ -14,15 +16,15 @@
 ``POST /api/shrink``, ``/api/grow``  those of `ShrinkRequested` (``ranks`` or ``to``), `GrowRequested` (``to``); the same
 ``POST /api/policy``  those of `PolicyRequested` (``policy``, ``weights``); the same. A function is loaded once before
 ``GET /api/answer``  ``?request=NAME``: answers with the last `Answer`, when it is known
-``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
+``GET /api/end``    answers with the `StopJob` when the job is over, for launchers on other hosts
 ==================  =============================================================================================
 
-401 means a wrong or missing token, 426 another protocol, or another version of rackrun or torch, 409 that the job is over, that
-another host has the tray's name, or (with ``resume``) that the tray has been given up, and its agent must begin anew. 503: the
-tray has an agent that lives; ask again. The body says so in words.
+Status 401: a wrong or missing token. 426: another protocol, or another version of rackrun or torch. 409: the job is
+over, another host has the tray's name, or (with ``resume``) the tray was given up and its agent must begin anew. 503:
+the tray has a living agent; ask again. The body explains the status.
 
-A connection that breaks costs nothing when its agent takes the link up again within the lease. An agent that closes its
-connection, or whose host says that it is dead (`AgentLink.dies`), is lost at once.
+A broken connection costs nothing if its agent resumes the link within the lease. An agent that closes its connection,
+or whose host reports that it is dead (`AgentLink.dies`), is lost at once.
 """
 
 from __future__ import annotations
@@ -82,9 +84,10 @@ __all__ = ["ALONE_S", "Server"]
 
 _log = logging.getLogger(__name__)
 ALONE_S = 30.0
-"""So much longer than a lease nobody is given up while nobody at all is heard."""
+"""Seconds by which a lease is extended while no agent at all is heard."""
 _RETURN_S = 1.0
-"""So long an agent may take to come back, also when its lease is over: this process may have stood still itself."""
+"""Seconds that an agent may take to come back even if its lease is over, because this process itself may have stood
+still."""
 _SAID_MAX = 100
 _OUR_OWN = (
     TrayLost,
@@ -104,7 +107,7 @@ _OUR_OWN = (
     PolicyRequested,
     SlowRanksChanged,
 )
-"""Events that only the coordinator may say."""
+"""Events that only the coordinator may create."""
 
 
 _ASKED: dict[str, type[DrainRequested | ReturnRequested | SwapRequested | ShrinkRequested | GrowRequested]] = {
@@ -121,7 +124,7 @@ _A = TypeVar("_A", bound=_Asked)
 
 
 class Server:
-    """Serves one driver on a socket that listens already."""
+    """Serves one driver on a socket that already listens."""
 
     def __init__(self, driver: Driver, *, run_id: str, token: str, lease_s: float = 15.0) -> None:
         self._driver = driver
@@ -130,11 +133,11 @@ class Server:
         self._lease_s = lease_s
         self._links: set[AgentLink] = set()
         self._broken: dict[AgentLink, asyncio.Task[None]] = {}
-        """Links without a connection, and who waits for their agents to come back."""
+        """Links without a connection, each with the task that waits for its agent to come back."""
         self._listener: Listener | None = None
         self._said: set[str] = set()
         self._alone, self._back_s = False, -math.inf
-        """Nobody is heard; and when somebody was again."""
+        """Whether no agent is heard, and when one was heard again."""
         app = web.Application(client_max_size=64 * 1024)
         app.add_routes(
             [
@@ -157,6 +160,7 @@ class Server:
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
 
     async def start(self, listening: socket.socket) -> None:
+        """Begin to serve."""
         await self._runner.setup()
         assert self._runner.server is not None, "it is set up"
         health = {"/healthz": json.dumps(self._health()).encode()}
@@ -164,7 +168,7 @@ class Server:
         self._listener = Listener(listening, examine, self._runner.server)
 
     async def close(self) -> None:
-        """Say what is still to be said, then close every connection and the port."""
+        """Send what is still to be sent, then close every connection and the port."""
         if self._listener is not None:
             await self._listener.close()
         for waiting in list(self._broken.values()):
@@ -291,7 +295,7 @@ class Server:
         if link is None:
             link = AgentLink(TrayId(tray), host, int(pid) if pid.isdigit() else 0, self._lease_s)
             self._links.add(link)
-        elif self._link_to_resume(link.tray, resume, request.query["received"]) is not link:  # given up just now
+        elif self._link_to_resume(link.tray, resume, request.query["received"]) is not link:  # it was given up just now
             await connection.close()
             return connection
         if (waiting := self._broken.pop(link, None)) is not None:
@@ -301,7 +305,7 @@ class Server:
         return connection
 
     async def _serve(self, link: AgentLink, connection: web.WebSocketResponse) -> None:
-        """Until the connection ends."""
+        """Serve an agent's connection until it ends."""
         because, broken, code, message = "its agent went away without a reason", False, 1000, b""
         try:
             because, broken = await self._listen(link, connection)
@@ -310,7 +314,7 @@ class Server:
             code, message = 1002, str(breach).encode()[:120]
             _log.warning("tray %s: %s", link.tray, breach)
         finally:
-            if link.connection is not connection:  # the agent has come back over another one
+            if link.connection is not connection:  # the agent has come back over another connection
                 with contextlib.suppress(ConnectionError, RuntimeError):
                     await connection.close()
             elif broken and self._driver.link_of(link.tray) is link:
@@ -326,7 +330,7 @@ class Server:
         await link.close(code, message)
 
     def _link_to_resume(self, tray: TrayId, session: str, received: str) -> AgentLink | None:
-        """None where the tray has been given up, by whoever it was, or the caller is not its agent."""
+        """Return the link to resume; None if the tray was given up, or the caller is not its agent."""
         current = self._driver.link_of(tray)
         link = next((link for link in self._links if link is current), None)
         if link is None:
@@ -337,8 +341,8 @@ class Server:
         return link if link.numbered.can_resume(number) and not link.overflowed.is_set() else None
 
     async def _wait_for_return(self, link: AgentLink, because: str) -> None:
-        """The connection is broken: give the tray up when its agent is dead, when its lease is over, or when too much waits for it.
-        Cancelled when the agent comes back."""
+        """Give the tray up when its agent is dead, its lease is over, or too much waits for it. Cancelled when the
+        agent comes back."""
         loop = asyncio.get_running_loop()
         dies, overflows = asyncio.create_task(link.dies()), asyncio.create_task(link.overflowed.wait())
         try:
@@ -360,14 +364,14 @@ class Server:
         await self._give_up(link, because)
 
     def _say_once(self, text: str) -> None:
-        """To who started the job; nothing of a flood."""
+        """Report something to the user who started the job: each text once, and a limited number of them."""
         text = clean(text[:500])
         if text not in self._said and len(self._said) < _SAID_MAX:
             self._said.add(text)
             self._driver.notice(text)
 
     def _check_free(self, tray: TrayId, host: str) -> None:
-        """At most one agent acts for a tray: the first, until it is gone or its lease is over."""
+        """Check that no other agent acts for the tray: the first does until it is gone or its lease is over."""
         other = self._driver.link_of(tray)
         if other is None:
             return
@@ -378,7 +382,8 @@ class Server:
         )
 
     async def _listen(self, link: AgentLink, connection: web.WebSocketResponse) -> tuple[str, bool]:
-        """Until the connection ends; returns why it did, and whether it broke, so that the agent may come back."""
+        """Receive until the connection ends. Return why it ended, and whether it broke, so that the agent may come
+        back."""
         while True:
             try:
                 return await self._hear(link, connection)
@@ -387,16 +392,19 @@ class Server:
                     return over, False
 
     def _lease_is_over(self, link: AgentLink) -> str:
-        """Why, at the end of a lease in which nothing was heard; "": it goes on."""
+        """Return why the agent is given up at the end of a silent lease; "": it is not."""
         silent_s = asyncio.get_running_loop().time() - link.heard_s
         stood_s = link.stood_s if link.woke_s > link.heard_s else 0.0
         over = silent_s - stood_s > self._lease_s + ALONE_S or not self._hears_nobody(link)
         return f"no word from its agent for {silent_s:.0f} s" if over else ""
 
     def _hears_nobody(self, link: AgentLink) -> bool:
-        """All other hosts have been silent for as long as this one: then it is we who are cut off, and they may go on training. To give
-        them all up would lose what they have. Once one is heard again, the others have a lease to be heard too; and so have all when this
-        process itself stood still: what they said waits to be read."""
+        """Return whether all other hosts have been silent for as long as this one, or were until a short time ago.
+
+        Then this host is probably the one that is cut off, and the others may train on. Giving them all up would lose
+        their state. When one is heard again, the others have another lease to be heard too. The same holds when this
+        process itself stood still: their messages wait to be read.
+        """
         away = [other for other in self._links if other.joined and other.host not in (link.host, socket.gethostname())]
         if away and all(other.heard_s < link.heard_s + self._lease_s / 2 for other in away):
             self._alone = True
@@ -439,7 +447,8 @@ class Server:
         link.took_in()
 
     def _is_believed(self, link: AgentLink, told: Telemetry) -> bool:
-        """Telemetry is fenced as events are: only an agent that has joined, and has not been given up, tells of its own tray."""
+        """Return whether telemetry is used. Only an agent that has joined and was not given up may report, and only
+        about its own tray."""
         if not link.joined:
             raise Breach(f"{type(told).__name__} before TrayJoined")
         if (tray := tray_of(told.slot)) != link.tray:
@@ -452,20 +461,20 @@ class Server:
         if isinstance(event, TrayJoined):
             if event.tray != link.tray or link.joined:
                 raise Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
-            if (other := self._driver.link_of(link.tray)) is not None:  # two came at the same time
+            if (other := self._driver.link_of(link.tray)) is not None:  # two agents came at the same time
                 raise Breach(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
             link.check(event)
             link.join(event.host, event.slots, event.store)
             self._driver.joined(event, link)
         elif isinstance(event, _OUR_OWN):
             raise Breach(f"{type(event).__name__} is not an agent's to say")
-        elif isinstance(event, StopRequested):  # of an agent that a person started by hand
+        elif isinstance(event, StopRequested):  # from an agent that was started by hand
             self._driver.submit(event)
         elif not link.joined:
             raise Breach(f"{type(event).__name__} before TrayJoined")
         elif (tray := _tray_of(event)) != link.tray:
             raise Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
-        elif self._driver.link_of(link.tray) is link:  # else: it has been given up
+        elif self._driver.link_of(link.tray) is link:  # otherwise it has been given up
             link.check(event)
             self._driver.submit(event)
 
@@ -477,7 +486,7 @@ def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed |
 
 
 async def _asked(request: web.Request, kind: type[_A], **own: object) -> _A:
-    """Under a name of its own; ``own`` is not for the asker to say."""
+    """Return the request's body as an event with a unique name. ``own`` holds fields that the client must not set."""
     own |= {"request": uuid.uuid4().hex, "at_ms": 0}
     try:
         return msgspec.convert({**encodable(await request.json()), **own}, kind)
@@ -490,7 +499,7 @@ def _said(answer: Answer) -> web.Response:
 
 
 def _decode(link: AgentLink, packet: bytes) -> list[Upward]:
-    """Those that have not come before."""
+    """Return the messages of a packet that were not received before."""
     try:
         return [decode_upward(body) for body in link.numbered.unpack(packet)]
     except (msgspec.MsgspecError, ValueError) as error:

@@ -1,6 +1,7 @@
-"""What an agent may say of its tray, beyond what the types of messages hold: the core relies on it.
+"""Checks of agents' messages beyond their types, on which the core relies.
 
-An agent with the job's token may still be broken, or of a machine with bad memory. What it says then costs it its own connection.
+An agent with the job's token may still be broken, or run on a machine with bad memory. An invalid message costs it only
+its own connection.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from rackrun.topology.sources.partial_topology import PartialTopology
 __all__ = ["SLOTS_MAX", "unlikely"]
 
 SLOTS_MAX = 4096
-"""Of one tray."""
+"""Largest number of slots of one tray."""
 _NUMBER_MAX = 2**62
-"""Of steps, generations and what is made of them: the core and SQLite add to it."""
+"""Limit of steps, generations and numbers derived from them, because the core and SQLite add to them."""
 _NAME_CHARS_MAX = 1_000
 _ID_BYTES = 8
 _topology = msgspec.json.Decoder(list[PartialTopology])
 
 
 def unlikely(message: Event | Telemetry, slots: int) -> str:
-    """Why no agent of a tray with ``slots`` slots says that; "" when one may."""
+    """Return why no agent of a tray with ``slots`` slots would send this; "": one may."""
     if isinstance(message, TrayJoined):
         return _of_tray(message)
     if because := _numbers(msgspec.structs.asdict(message)):
@@ -70,7 +71,7 @@ def _of_topology(data: bytes) -> str:
 
 
 def _numbers(value: Any) -> str:
-    """Of all numbers in it."""
+    """Return which number in ``value``, at any depth, is out of range; "": none."""
     if isinstance(value, bool) or value is None or isinstance(value, str | bytes | float):
         return ""
     if isinstance(value, int):

@@ -1,1 +1,1 @@
-"""Carries out the core's commands."""
+"""Execution of the core's commands."""

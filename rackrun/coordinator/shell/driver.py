@@ -1,7 +1,7 @@
-"""The shell around the core: it stamps events, asks the core, and carries out what the core says, in that order.
+"""The shell around the core: sets the time of events, asks the core, and carries out its commands in order.
 
-Everything here runs on the event loop's thread, without an await between an event and the last of its commands: journal,
-then outboxes. Whoever sends from an outbox is `rackrun.coordinator.server.http_server`.
+Everything runs on the event loop's thread, without an await between an event and the last of its commands: the journal
+first, then the outboxes. `rackrun.coordinator.server.http_server` sends from the outboxes.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ __all__ = ["Core", "Driver", "Link", "Observer", "Status"]
 
 _log = logging.getLogger(__name__)
 _STOOD_STILL_MS, _CATCH_UP_MS = 1_000, 250
-"""A timer that is as late as that tells of a coordinator that stood still. It hears first what has come meanwhile: those whose time seems to be
-up may have answered long ago."""
+"""A timer that is this late shows that the coordinator stood still. It first handles what has arrived meanwhile
+(`_CATCH_UP_MS`), because workers whose time seems to be up may have answered long ago."""
 
 
 class Core(Protocol):
-    """What the driver needs of `rackrun.core.machine.control_plane.ControlPlane`."""
+    """The part of `rackrun.core.machine.control_plane.ControlPlane` that the driver uses."""
 
     def handle(self, event: Event) -> Sequence[Command]: ...
 
@@ -78,31 +78,31 @@ class Core(Protocol):
 
 
 class Link(Protocol):
-    """The way to one agent. ``send`` never blocks and keeps the order."""
+    """The link to one agent. ``send`` never blocks and keeps the order."""
 
     host: str
     pid: int
-    """Of the agent, on its host; 0: it has not said."""
+    """Process id of the agent on its host; 0: not reported."""
 
     def send(self, data: bytes) -> None: ...
 
 
 class Observer(Protocol):
-    """Whoever shows a person what goes on."""
+    """Shows people what happens in the job."""
 
     def line(self, text: str, logged: Logged) -> None: ...
 
     def recovered(self, recovery: Recovery) -> None: ...
 
     def protected(self, text: str) -> None:
-        """What snapshots survive from now on."""
+        """Show which losses the snapshots survive from now on."""
 
     def notice(self, text: str) -> None:
-        """What the coordinator has decided, or has not, about hardware, and what became of what was asked for."""
+        """Show a decision about hardware, or what became of a request."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /api/status``"""
+    """Body of ``GET /api/status``."""
 
     run_id: str
     uptime_s: float
@@ -110,15 +110,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress
     recoveries: int
     last_recovery: str
-    """One line about it; "" when there was none."""
+    """One line about the latest recovery; "": there was none."""
     last_recovery_s: float | None
     over: StopJob | None
     core: msgspec.Struct
-    """`ControlPlane.view`"""
+    """As `ControlPlane.view`."""
 
 
 class Driver:
-    """Runs one job. Await `finished` for its end. ``slow_after_s``: as `SlowWatch`."""
+    """Runs one job. Await `finished` for its end. ``slow_after_s`` is as in `SlowWatch`."""
 
     def __init__(
         self,
@@ -155,18 +155,19 @@ class Driver:
         self._at_ms = 0
         self._links: dict[TrayId, Link] = {}
         self.fence: Callable[[TrayId, int], None] = lambda _tray, _pid: None
-        """Told of a tray that is lost, and of its agent's process: where that is ours, it is to be gone, also if it is only stopped."""
+        """Called with a lost tray and its agent's process id. If that process is on this host it must end, even if it
+        is only stopped."""
         self.returns: Callable[[TrayId], bool] = lambda _tray: False
-        """Whether the agent of a lost tray is started again."""
+        """Returns whether the agent of a lost tray is started again."""
         self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
-        """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
+        """Asks the user's policy; `PolicyAnswered` must be submitted within about a second."""
         self.provide: Callable[[RequestRack | ReleaseRack], None] = self._nobody_to_provide
-        """Pass it on to the provider; `RackDelivered` or `RackRefused` is to be submitted."""
+        """Passes a command to the provider; `RackDelivered` or `RackRefused` must be submitted."""
         self.prepare: Callable[[str], None] = lambda _function: None
-        """Another function is the policy from now on: load it, before it is asked."""
+        """Loads another policy function before it is first asked."""
         self._pace = Pace()
         self._going: set[TrayId] = set()
-        """Told to leave: they go by themselves."""
+        """Trays that were told to leave, and leave by themselves."""
         self._inbox: deque[tuple[Event, float]] = deque()
         self._handling = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -182,7 +183,7 @@ class Driver:
         return self._links.get(tray)
 
     def joined(self, event: TrayJoined, link: Link) -> None:
-        """An agent has introduced itself."""
+        """Register an agent that has introduced itself."""
         assert event.tray not in self._links, "at most one agent acts for a tray"
         self._links[event.tray] = link
         self._going.discard(event.tray)
@@ -190,7 +191,7 @@ class Driver:
         self.submit(event)
 
     def lost(self, tray: TrayId, link: Link, because: str) -> None:
-        """A connection has ended. Only the tray's current one counts."""
+        """Handle the end of a tray's link. Only the tray's current link counts."""
         if self._links.get(tray) is link:
             self._forget(tray, because)
             if self.over is None and tray not in self._going:
@@ -205,11 +206,11 @@ class Driver:
 
     # -- what happens
     def begin(self) -> None:
-        """The job's time starts: from now on the core waits for trays."""
+        """Start the job's time: the core waits for trays from now on."""
         self.submit(TimerFired(name="begin"))
 
     def submit(self, event: Event) -> None:
-        """Handle ``event`` and all that follows from it, now. Nothing happens once the job is over."""
+        """Handle ``event`` and everything that follows from it, now. Does nothing once the job is over."""
         self._inbox.append((event, self.now_ms()))
         if self._handling:
             return
@@ -222,15 +223,15 @@ class Driver:
             self._handling = False
 
     def notice(self, text: str) -> None:
-        """For a person."""
+        """Show a text to people."""
         self._observer.notice(text)
 
     def hosts(self) -> list[tuple[str, str]]:
-        """Trays that are here, and their hosts."""
+        """Return the present trays with their hosts."""
         return [(str(tray), link.host) for tray, link in sorted(self._links.items())]
 
     def heard(self, telemetry: Iterable[Telemetry]) -> None:
-        """Telemetry that arrived together."""
+        """Handle telemetry that arrived together."""
         now_ms = self.now_ms()
         lines = []
         for message in telemetry:
@@ -266,7 +267,7 @@ class Driver:
                 assert_never(message)
 
     def stop(self, command: StopJob) -> None:
-        """End the job without asking the core: it is broken, or it did not end in time."""
+        """End the job without asking the core, because the core is broken or the job did not end in time."""
         if self.over is None:
             self._journal.command(command, int(self.now_ms()), 0)
             self._carry_out(command)
@@ -283,6 +284,7 @@ class Driver:
 
     # -- what it looks like
     def now_ms(self) -> float:
+        """Return the milliseconds since the job's time started."""
         return (self._clock() - self._began) * 1e3
 
     def status(self) -> Status:
@@ -376,7 +378,7 @@ class Driver:
         return True
 
     def _hand_on(self, command: AskPolicy | RequestRack | ReleaseRack) -> None:
-        """To code of the user's, which answers later."""
+        """Pass a command to user code, which answers later."""
         if isinstance(command, AskPolicy):
             self.ask(command)
         else:
@@ -398,14 +400,15 @@ class Driver:
                 link.send(data)
 
     def _tell(self, command: Notice | Answer | Decided | CondemnWorker) -> None:
-        """A decision, and who is condemned, are in the journal, and seen by the watch."""
+        """Show a command that changes no worker. Decisions and condemned workers are also in the journal and in the
+        recovery's record."""
         if isinstance(command, Notice | Answer):
             self._observer.notice(command.text)
         if isinstance(command, Answer):
             self.requests.heard(command)
 
     def _set_timer(self, command: SetTimer, *, again: bool = False) -> None:
-        """``again``: it was too late."""
+        """Set a timer. ``again``: it fired too late and is given a short further time."""
         now_ms = self.now_ms()
         at_ms = now_ms + _CATCH_UP_MS if again else command.at_ms
 

@@ -1,4 +1,4 @@
-"""Who has asked for a drain, a return or a swap over HTTP, and waits for what becomes of it."""
+"""HTTP clients that wait for the answers to their requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rackrun.protocol.commands import Answer, StopJob
 __all__ = ["ANSWERS_MAX", "Requests"]
 
 ANSWERS_MAX = 1_000
-"""That are kept for who asks again."""
+"""Number of answers that are kept for clients that ask again."""
 
 
 class Requests:
-    """``over``: the end of the job, which answers whoever still waits."""
+    """Latest answers to requests. ``over`` is the end of the job, which answers all waiting clients."""
 
     def __init__(self, over: asyncio.Future[StopJob]) -> None:
         self._over = over
@@ -23,6 +23,7 @@ class Requests:
         self._waiting: dict[str, asyncio.Event] = {}
 
     def heard(self, answer: Answer) -> None:
+        """Record an answer from the core."""
         if answer.request not in self._newest:
             self._order.append(answer.request)
             if len(self._order) > ANSWERS_MAX:
@@ -32,11 +33,11 @@ class Requests:
             waiting.set()
 
     def newest(self, request: str) -> Answer | None:
-        """None: nobody has asked that, or it was long ago."""
+        """Return the latest answer to a request; None if the request is unknown or too old."""
         return self._newest.get(request)
 
     async def last(self, request: str) -> Answer | None:
-        """The answer after which no other comes; None as `newest`."""
+        """Wait for the final answer to a request; None as in `newest`."""
         if (answer := self.newest(request)) is None:
             return None
         if answer.outcome == "begun":
@@ -50,7 +51,7 @@ class Requests:
         return self.ended(request) if answer.outcome == "begun" else answer
 
     def ended(self, request: str) -> Answer:
-        """For who asks too late."""
+        """Return the answer for a client that asks after the end of the job."""
         because = (
             self._over.result().because if self._over.done() and not self._over.cancelled() else "no reason is known"
         )

@@ -1,4 +1,5 @@
-"""What a process in which user code runs needs: the way to its parent kept apart from what that code prints, and errors as words."""
+"""Set-up of a process that runs user code: its pipes to the parent, kept apart from what the code prints, and errors as
+text."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ __all__ = ["Wires", "find", "only", "told", "wires"]
 
 _PR_SET_PDEATHSIG = 1
 _TOLD_MAX = 500
-"""Characters of an error that are passed on."""
+"""Number of characters of an error that are passed to the parent."""
 
 
 class Wires(NamedTuple):
-    """To and from the parent. Standard input is empty from now on, and standard output is standard error."""
+    """Pipes from and to the parent. Standard input is empty from now on, and standard output goes to standard error."""
 
     down: BinaryIO
     up: BinaryIO
 
 
 def wires(up: int) -> Wires:
-    """This process ends with its parent. ``up``: the descriptor that leads there."""
+    """Open the pipes, and make this process end with its parent. ``up`` is the descriptor that leads to the parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.set_inheritable(up, False)  # by programs that user code starts
+    os.set_inheritable(up, False)  # not inherited by programs that user code starts
     found = Wires(os.fdopen(os.dup(0), "rb"), os.fdopen(up, "wb", buffering=0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -38,7 +39,7 @@ def wires(up: int) -> Wires:
 
 
 def find(name: str) -> object:
-    """``module:function``; a dot leads into a class or an object. Raises whatever the import does."""
+    """Import ``module:function``; dots lead into a class or an object. Raises whatever the import raises."""
     module, _, path = name.partition(":")
     found: object = importlib.import_module(module)
     for part in path.split("."):
@@ -47,14 +48,14 @@ def find(name: str) -> object:
 
 
 def only(pid: int) -> None:
-    """A copy that user code has made of this process, and that came back here, ends."""
+    """End this process if it is a fork that user code has made, and not process ``pid``."""
     if os.getpid() != pid:
         os._exit(0)
 
 
 def told(error: BaseException) -> str:
-    """For the parent; the traceback goes to standard error."""
-    with suppress(Exception):  # of an error that cannot be printed
+    """Return an error as text for the parent. The traceback goes to standard error."""
+    with suppress(Exception):  # the error may not be printable
         traceback.print_exception(error)
     try:
         text = str(error)

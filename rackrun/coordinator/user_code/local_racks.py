@@ -1,4 +1,4 @@
-"""``--provider local``: simulated racks, whose agents run on this host. They end with the process of the provider."""
+"""``--provider local``: simulated racks whose agents run on this host and end with the provider's process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from rackrun.coordinator.user_code.provider_api import RackRequest, Refused
 __all__ = ["LocalRacks", "local"]
 
 _START_S = 5.0
-"""A fresh interpreter that imports torch."""
+"""Seconds that a new interpreter needs to import torch."""
 _LEAVES_S = 5.0
-"""At the end of a job agents go by themselves."""
+"""Seconds within which agents exit by themselves at the end of a job."""
 
 
 def local(arguments: str = "") -> LocalRacks:
-    """``racks=1,after=0,trays=..,slots=..``: so many racks at once, each so many seconds after it is asked for, of another size than
-    was asked for. Raises ValueError."""
+    """Parse ``racks=1,after=0,trays=..,slots=..`` and return the provider. Raises ValueError.
+
+    ``racks``: number of racks at a time. ``after``: seconds from a request until its rack comes. ``trays``, ``slots``:
+    size of the racks, if it should differ from what is requested.
+    """
     said: dict[str, float] = {"racks": 1, "after": 0}
     for word in filter(None, (part.strip() for part in arguments.split(","))):
         name, _, value = word.partition("=")
@@ -36,6 +39,8 @@ def local(arguments: str = "") -> LocalRacks:
 
 
 class LocalRacks:
+    """The provider of simulated racks."""
+
     def __init__(
         self, racks: int = 1, after_s: float = 0.0, trays: int | None = None, slots: int | None = None
     ) -> None:
@@ -59,11 +64,11 @@ class LocalRacks:
             config = request.agent_config(name, slots=self._slots, simulated=True)
             agents.append(
                 _spawn(config, request.console)
-            )  # one by one: what cannot be started is released with the others
+            )  # one by one: if one cannot be started, the others are released
         return names
 
     def close(self) -> None:
-        """In a process that goes on without it."""
+        """End the thread that starts agents, for a process that continues without the provider."""
         self._starter.shutdown()
 
     def release(self, name: str) -> None:

@@ -1,8 +1,8 @@
-"""The process in which a user's policy runs: ``python -m rackrun.coordinator.user_code.policy_child FD module:function``.
+"""Process in which a user's policy runs: ``python -m rackrun.coordinator.user_code.policy_child FD module:function``.
 
-One line in, one line out, each a message as JSON: `AskPolicy` on standard input, `PolicyAnswered` on descriptor FD; the first line
-out says whether the function could be loaded. Whatever the user's code prints goes to standard error, with the traceback of what it
-raises. It ends with its parent, or when its input does.
+Each line is a message as JSON: `AskPolicy` on standard input, `PolicyAnswered` on descriptor FD. The first line of
+output says whether the function could be loaded. The user code's own output goes to standard error, with the tracebacks
+of its exceptions. The process ends with its parent, or when its input ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def load(name: str) -> Callable[..., object]:
-    """As `find`. Raises TypeError if it is no function."""
+    """Import the function, as `find` does. Raises TypeError if it is not callable."""
     found = find(name)
     if not callable(found):
         raise TypeError(f"{name} is a {type(found).__name__}, not a function of (failure, view)")
@@ -49,7 +49,7 @@ def load(name: str) -> Callable[..., object]:
 
 
 def answer(function: Callable[..., object], question: AskPolicy) -> PolicyAnswered:
-    """Never raises."""
+    """Call the function and return its answer. Never raises."""
     try:
         decision = function(question.failure, question.view)
         if decision is not None and not isinstance(decision, Decision):
@@ -57,7 +57,7 @@ def answer(function: Callable[..., object], question: AskPolicy) -> PolicyAnswer
         answered = PolicyAnswered(question=question.question, decision=decision)
         return msgspec.json.decode(
             msgspec.json.encode(answered), type=PolicyAnswered
-        )  # its fields are what they should be
+        )  # raises if a field has a wrong type
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
         return PolicyAnswered(question=question.question, trouble=f"failed with {told(error)}")
 

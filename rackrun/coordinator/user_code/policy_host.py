@@ -1,7 +1,9 @@
-"""Asks the user's policy, in a process of its own, and waits a second at most: user code neither stops nor breaks the coordinator.
+"""Calls the user's policy in a process of its own, for at most a second, so that it neither blocks nor breaks the
+coordinator.
 
-The process is started before it is needed and lives on between questions. One that takes too long is killed, with what it has started,
-and another is started for the next question. Nothing here blocks: not even a process that cannot be killed is waited for.
+The process is started before it is needed and lives on between questions. A process that takes too long is killed, with
+everything that it has started, and another is started for the next question. Nothing here blocks: even a process that
+cannot be killed is not waited for.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _REMEDY = (
 
 
 def check(function: str) -> None:
-    """Load it once, before anything is started. Raises UsageError when that fails."""
+    """Load the function once, before anything is started. Raises UsageError if that fails."""
     try:
         trouble = msgspec.json.decode(first_line(_CHILD, function), type=PolicyAnswered).trouble
     except OSError as error:
@@ -39,7 +41,11 @@ def check(function: str) -> None:
 
 
 class PolicyHost:
-    """Asks the function that each question names. ``deliver`` gets one `PolicyAnswered` for a question, unless another was asked meanwhile: nobody waits for it any more."""
+    """Calls the function that each question names.
+
+    ``deliver`` receives one `PolicyAnswered` for each question, unless another was asked in the meantime: then its
+    answer is no longer awaited.
+    """
 
     def __init__(self, function: str, deliver: Callable[[PolicyAnswered], None], *, answer_s: float = ANSWER_S) -> None:
         self._function = function
@@ -47,12 +53,12 @@ class PolicyHost:
         self.answer_s = answer_s
         self._processes = UserProcesses()
         self._loaded = False
-        self._asked: AskPolicy | None = None  # in the function's hands
-        self._next: AskPolicy | None = None  # has overtaken it
+        self._asked: AskPolicy | None = None  # the question that the function is answering
+        self._next: AskPolicy | None = None  # a newer question
         self._late: asyncio.TimerHandle | None = None
 
     def use(self, function: str) -> None:
-        """It will be asked from now on: load it. What is being asked at the moment has its time."""
+        """Load another function, which will be asked from now on. A question under way keeps its time."""
         if self._asked is None and function != self._function:
             self._processes.end()
             self._function = function
@@ -69,11 +75,12 @@ class PolicyHost:
         process.listen(self._heard, self._fail)
 
     def pids(self) -> list[int]:
-        """Ours, those that are being killed too."""
+        """Return the process ids of the children, including those that are being killed."""
         return self._processes.pids()
 
     def ask(self, command: AskPolicy) -> None:
-        """One that is still open is answered first, or has had its time; that answer is dropped."""
+        """Ask a question. A question that is still open is answered first, or runs out of time; its answer is
+        dropped."""
         if self._asked is not None:
             self._next = command
         else:
@@ -107,11 +114,12 @@ class PolicyHost:
     def _too_late(self) -> None:
         if self._loaded:
             self._fail(f"gave no answer within {self.answer_s:g} s")
-        elif self._asked is not None:  # what loads goes on: killed now, it would be as far next time
+        elif self._asked is not None:  # loading goes on: if killed, it would take as long the next time
             self._settle(PolicyAnswered(question=self._asked.question, trouble="is still being loaded"))
 
     def _fail(self, trouble: str) -> None:
-        """The process is of no use any more. Without a question nobody needs another: it may end as soon as it is started."""
+        """End the process, which is of no use any more. Without an open question no other is started, because it might
+        end at once too."""
         self._processes.end()
         if self._asked is None:
             return

@@ -1,8 +1,8 @@
-"""The process in which a provider of racks lives: ``python -m rackrun.coordinator.user_code.provider_child FD SPEC``.
+"""Process in which a provider runs: ``python -m rackrun.coordinator.user_code.provider_child FD SPEC``.
 
-Messages are lines of JSON: `Hello`, then `RequestRack` and `ReleaseRack` on standard input; on descriptor FD first `Loaded`, then
-`RackDelivered`, `RackRefused`, `RackPreempted` and, for each `ReleaseRack`, `Released`. Each call has a thread of its own. It ends with
-its parent, or when its input does.
+Messages are lines of JSON. Standard input carries `Hello`, then `RequestRack` and `ReleaseRack`. Descriptor FD carries
+first `Loaded`, then `RackDelivered`, `RackRefused`, `RackPreempted` and, for each `ReleaseRack`, `Released`. Each call
+has a thread of its own. The process ends with its parent, or when its input ends.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ __all__ = ["Downward", "Hello", "Loaded", "Released", "Upward", "load", "main"]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="command"):
+    """First message to the process."""
+
     run_id: str
     template: bytes
-    """An `AgentConfig` as JSON, but for what differs from tray to tray."""
+    """An `AgentConfig` as JSON, without the fields that differ from tray to tray."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    """First message from the process: whether the provider could be loaded."""
+
     expected_s: float | None = None
     trouble: str = ""
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    """A release is done, or failed."""
+
     request: int
     trouble: str = ""
 
@@ -61,12 +67,14 @@ def main() -> int:
     desk.say(loaded)
     for line in commands:
         desk.take(msgspec.json.decode(line, type=Downward))
-    os._exit(0)  # a call that hangs is not waited for
+    os._exit(0)  # hanging calls are not waited for
 
 
 def load(spec: str) -> Provider:
-    """``module:function`` or ``module:function:ARGS``, which is called for a provider, with ARGS as its one argument. Raises whatever
-    that does, and TypeError if it gives none."""
+    """Load a provider: call ``module:function``, or ``module:function:ARGS`` with ARGS as its only argument.
+
+    Raises whatever the call raises, and TypeError if the result is no provider.
+    """
     module, _, rest = spec.partition(":")
     name, _, arguments = rest.partition(":")
     function = find(f"{module}:{name}")

@@ -1,7 +1,8 @@
-"""Hosts the provider of racks, in a process of its own: whatever it does, the coordinator goes on.
+"""Runs the provider of racks in a process of its own, so that it cannot stop the coordinator.
 
-How long a request may take is the core's to say. A release has `RELEASE_S`; with one that takes longer the process is ended, and what was
-under way in it has failed. Another is started for the next request or release, which names the rack as before.
+The core decides how long a request may take. A release has `RELEASE_S` seconds. If it takes longer, the process is
+ended, and everything under way in it has failed. Another process is started for the next request or release, which uses
+the same name for the rack.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ _upward: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Upward)
 
 
 def check(spec: str) -> float | None:
-    """Load it once, before anything is started. How long a request takes, as it says. Raises UsageError when it cannot be loaded."""
+    """Load the provider once, before anything is started. Return how long it expects a request to take; None: it does
+    not say.
+
+    Raises UsageError if it cannot be loaded.
+    """
     expected_s = None
     try:
         loaded = msgspec.json.decode(first_line(_CHILD, spec), type=Loaded)
@@ -47,7 +52,7 @@ def check(spec: str) -> float | None:
 
 
 class ProviderHost:
-    """``deliver`` gets what the provider says of requests; ``notice`` what people are to know besides."""
+    """Passes commands to the provider. ``deliver`` receives its events about requests, ``notice`` texts for people."""
 
     def __init__(
         self,
@@ -64,8 +69,8 @@ class ProviderHost:
         self._notice = notice
         self._release_s = release_s
         self._processes = UserProcesses()
-        self._known: dict[int, None] = {}  # what this process was asked for, and has not refused or released
-        self._left: dict[int, None] = {}  # asked for in the whole job, and not released
+        self._known: dict[int, None] = {}  # requests to this process that it has neither refused nor released
+        self._left: dict[int, None] = {}  # requests of the whole job that are not released
         self._releasing: dict[int, asyncio.TimerHandle] = {}
         self._all_released = asyncio.Event()
 
@@ -80,7 +85,7 @@ class ProviderHost:
         self._tell(self._hello)
 
     def pids(self) -> list[int]:
-        """Ours, those that are being killed too."""
+        """Return the process ids of the children, including those that are being killed."""
         return self._processes.pids()
 
     def provide(self, command: RequestRack | ReleaseRack) -> None:
@@ -96,7 +101,7 @@ class ProviderHost:
         self._tell(command)
 
     async def end(self, grace_s: float) -> None:
-        """The job is over: release what there is, at most ``grace_s``, and close."""
+        """Release all racks within ``grace_s`` seconds at the end of the job, and close."""
         for request in list(self._left):
             self.provide(ReleaseRack(request=request, because="the job is over"))
         with contextlib.suppress(TimeoutError):
@@ -152,7 +157,7 @@ class ProviderHost:
         self._over(f"hung in the release of rack {request}, and was ended")
 
     def _over(self, trouble: str) -> None:
-        """The process is of no use any more: nothing comes of what it was asked for."""
+        """End the process, which is of no use any more. Everything under way in it has failed."""
         self._processes.end()
         for request in list(self._releasing):
             self._released(request, f"the provider {trouble}")

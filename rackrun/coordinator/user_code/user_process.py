@@ -1,7 +1,7 @@
-"""A process in which user code runs, as its parent sees it: lines go down, lines come up, and nothing blocks.
+"""Parent's side of a process that runs user code: lines are exchanged over pipes, and nothing blocks.
 
-`rackrun.coordinator.user_code.child_setup` is the other side. Everything runs on the event loop's thread. A process is never waited for, but where
-that is said: user code may hang in a file system, and not die.
+`rackrun.coordinator.user_code.child_setup` is the child's side. Everything runs on the event loop's thread. A process
+is waited for only where this is stated: user code may hang in a file system, and then does not die.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ENDED = "has ended its process"
 
 
 class UserProcess:
-    """``python -m MODULE FD ARGUMENT``, in a session of its own: the terminal's Ctrl-C is not for it. Raises OSError when it cannot be
-    started.
+    """``python -m MODULE FD ARGUMENT`` in a session of its own, so that the terminal's Ctrl-C does not reach it.
 
-    ``heard`` gets each line that it writes to FD; ``over`` the reason, once, why it is of no use any more. It is for its owner to kill it then.
+    Raises OSError if it cannot be started. ``heard`` receives each line that it writes to FD. ``over`` receives, once,
+    the reason why the process is of no use any more; its owner must kill it then.
     """
 
     def __init__(self, module: str, argument: str) -> None:
@@ -61,12 +61,12 @@ class UserProcess:
         loop.add_reader(self._end, self._ended, heard, over)
 
     def write(self, line: bytes) -> None:
-        """What the pipe takes now; the rest when it takes more."""
+        """Write a line without blocking: as much as the pipe takes now, and the rest later."""
         self._out += line + b"\n"
         self._flush()
 
     def kill(self) -> None:
-        """With what it has started, unless that has left its process group. Does not wait."""
+        """Kill the process and everything it has started that is still in its process group. Does not wait."""
         if self._killed:
             return
         self._killed = True
@@ -83,13 +83,14 @@ class UserProcess:
         os.close(self._end)
 
     def reap(self, within_s: float = 0.0) -> bool:
-        """Whether it has ended."""
+        """Wait up to ``within_s`` seconds; return whether the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
         return self._process.returncode is not None
 
     def first_line(self, deadline: float) -> bytes:
-        """Waits. What there is of it, if the process ends. Raises TimeoutError."""
+        """Wait for the first line and return it; if the process ends, what there is of it. Raises TimeoutError at
+        ``deadline``."""
         line = b""
         poll = select.poll()
         poll.register(self._up, select.POLLIN)
@@ -135,14 +136,14 @@ class UserProcess:
             over(f"said more than {_LINE_BYTES_MAX} bytes in a line")
 
     def _ended(self, heard: Callable[[bytes], None], over: Callable[[str], None]) -> None:
-        """What it has said is in the pipe, which a copy that user code has made of it may hold open."""
+        """Handle the process's end. Its last output is in the pipe, which a fork made by user code may hold open."""
         self._read(heard, over)
         if not self._killed:
             over(_ENDED)
 
 
 class UserProcesses:
-    """One that is in use, at most, and those before it that have not died yet."""
+    """At most one process in use, and earlier ones that have not died yet."""
 
     def __init__(self) -> None:
         self.now: UserProcess | None = None
@@ -153,7 +154,7 @@ class UserProcesses:
         return [process.pid for process in (self.now, *self._dying) if process is not None]
 
     def end(self) -> None:
-        """The one in use."""
+        """End the process in use."""
         process, self.now = self.now, None
         if process is not None:
             process.kill()
@@ -161,7 +162,7 @@ class UserProcesses:
         self.reap()
 
     def close(self) -> None:
-        """All. Waits two seconds for each."""
+        """End all processes, waiting up to two seconds for each."""
         self.end()
         for process in self._dying:
             process.reap(_REAP_S)
@@ -172,7 +173,10 @@ class UserProcesses:
 
 
 def first_line(module: str, argument: str) -> bytes:
-    """Of a process that is started for it, and killed then. Raises OSError in words when it cannot be started, or says nothing for a minute."""
+    """Start a process, return its first line and kill it.
+
+    Raises OSError, with a readable text, if it cannot be started or is silent for a minute.
+    """
     try:
         process = UserProcess(module, argument)
     except (OSError, ValueError) as error:  # ValueError: no program's argument may have a zero byte

@@ -1,1 +1,1 @@
-"""Whose fault it is: the script's, a GPU's, the network's, or nobody's that is known."""
+"""What caused a failure: the script, a GPU, the network, or nothing that can be determined."""

@@ -1,21 +1,23 @@
-"""What is done when ranks that should hold the same state do not (``--check-replicas``).
+"""Response to ranks that should hold the same state and do not (``--check-replicas``).
 
-No state of later than what was last known to be good is trusted until all compute again: whoever is restored, or goes back, ends there
-(`rackrun.core.generation.restore_plan`). Where nobody can say who is wrong, what anybody has in memory is not trusted at all while there is a good snapshot:
-a rank whose memory is wrong would compute the same once more. Who is to blame is replaced in the same recovery, if a spare is ready; else it stays, with a state that is not
-its own, and is replaced when one is. Its slot is on probation: the last choice from then on.
+State from after the last position known to be good is not trusted until all ranks compute again: every restore and
+every rollback ends there (`rackrun.core.generation.restore_plan`). If the wrong ranks cannot be determined, no state in
+memory is trusted while there is a good snapshot, because a rank whose memory is wrong would compute the same again. A
+rank that is to blame is replaced in the same recovery if a spare is ready. Otherwise it stays, with state from its
+replicas, and is replaced when a spare is ready. Its slot is on probation: the last choice from then on.
 
-Where replicas differ twice, and nobody is outvoted, a GPU is wrong again and again in the same way. All their slots are on probation then, and one
-of the ranks is replaced; if they differ on, it was another, and that one goes.
+If replicas differ twice and none is outvoted, a GPU computes wrong in the same way each time. Then all their slots are
+on probation, and one of the ranks is replaced. If they still differ, it was another one, which is replaced next.
 
-One wrong bit may be a particle. What is no accident ends the job, because nobody can compute right then:
+One wrong bit may be a particle hit. Cases that are no accident end the job, because no rank can compute right then:
 
-- a rank that is wrong again on another GPU is wrong by its script or a kernel;
-- a slot that is wrong again and again, where no other is to be had;
-- replicas that differ twice, where no spare can help, or has not.
+- a rank that is wrong again on another GPU is wrong because of its script or a kernel;
+- a slot that is wrong repeatedly, where no other is available;
+- replicas that differ twice, where no spare can help, or has not helped.
 
-A loss that was not finite, and was when it was computed once more (``--nan-probation``), has cost a step and nothing else. The first time on a
-slot it is said; the second time the slot is on probation, and its rank leaves it at a step boundary.
+A loss that was not finite, and was finite when it was computed again (``--nan-probation``), has cost a step and nothing
+else. The first time on a slot it is reported. The second time the slot is put on probation, and its rank leaves it at a
+step boundary.
 """
 
 from __future__ import annotations
@@ -39,47 +41,52 @@ from rackrun.protocol.policy_types import Rung
 __all__ = ["OFFENCES_MAX", "WITHIN_MS", "Corruption", "suspect", "suspect_loss"]
 
 OFFENCES_MAX = 3
-"""Of a slot whose rank could not be replaced. So many ranks are replaced on suspicion, too."""
+"""Number of offences of a slot, if its rank cannot be replaced, after which the job stops. At most this many ranks are
+replaced on suspicion, too."""
 WITHIN_MS = 3_600_000
-"""A rank that was wrong elsewhere not longer ago than this is wrong by itself."""
+"""A rank that was wrong on another slot within this many milliseconds is wrong by itself."""
 
 
 def suspect(event: ReplicasDiffer, devices: Devices, seats: Mapping[Rank, SlotId]) -> None:
-    """The slots of the culprits are on probation; where nobody can say for the second time, those of all that may be."""
+    """Put the culprits' slots on probation; if the culprits are unknown for the second time, the slots of all ranks
+    that may be wrong."""
     for rank in event.culprits or event.differing:
         if rank in seats:
             devices.put_on_probation(seats[rank], _why(event))
 
 
 def suspect_loss(event: LossNotRepeated, devices: Devices) -> bool:
-    """Whether it is on probation for it."""
+    """Record a loss that did not repeat; return whether the slot is on probation because of it."""
     return devices.did_not_repeat(event.slot, "its loss was not finite, and was when computed once more, twice")
 
 
 @dataclass(slots=True)
 class Corruption:
+    """Decides what is done about replicas that differ."""
+
     config: JobConfig
     world: World
     rack: RackMachine
     seating: Seating
     emit: Callable[[Command], None]
     replace: Callable[[Sequence[WorkerRecord], str, int], None]
-    """These are fenced now, and replaced."""
+    """Fences these workers now and replaces them."""
     go_back: Callable[[str, int], None]
-    """Nobody is lost, but all are planned for anew."""
+    """Plans again for all ranks, although none is lost."""
     stop: Callable[[int, str, str], None]
     changed: Callable[[int], None]
-    """Something is known of a slot that was not known before."""
+    """Reports that something new is known about a slot."""
     _heard: Generation = Generation(0)
-    """All ranks tell; the first is believed."""
+    """The generation whose report was handled. All ranks report, and the first report is used."""
     _offences: dict[SlotId, int] = field(default_factory=dict)
     _blamed: dict[tuple[int, Rank], tuple[SlotId, int]] = field(default_factory=dict)
-    """Where each was wrong last, and when. In a world of another size a rank is somebody else, with other work."""
+    """For each world size and rank, the slot on which it was wrong last, and when. In a world of another size a rank
+    has other work."""
     _tried: int = 0
-    """Ranks replaced because they or others were wrong."""
+    """Number of ranks that were replaced on suspicion."""
 
     def heard(self, event: ReplicasDiffer | LossNotRepeated, record: WorkerRecord) -> None:
-        """``record``: of who tells it."""
+        """Handle a report; ``record`` is the worker that sent it."""
         if isinstance(event, ReplicasDiffer):
             self._differ(event)
         elif record.rank is not None:

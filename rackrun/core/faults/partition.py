@@ -1,8 +1,9 @@
-"""Who is cut off from whom, when a generation's groups cannot be built though everybody lives.
+"""Which ranks are cut off when a generation's groups cannot be built although all members live.
 
-All meet on an exchange, which one tray has. A rank that does not reach it is cut off from that tray; one that does, from another tray, has
-seen that the exchange is not what is cut off. So who does not reach it is to blame if there is such a witness. Without one the next attempt
-has its exchange on another tray, at best one without a rank: there any rank is a witness.
+All members meet on an exchange, which one tray serves. A rank that does not reach it is cut off from that tray. A rank
+on another tray that does reach it shows that the exchange itself is not cut off. So the ranks that do not reach it are
+to blame if there is such a witness. Without one, the next attempt uses an exchange on another tray, preferably one
+without a rank: then any rank is a witness.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ __all__ = ["Rifts"]
 
 @dataclass(slots=True)
 class Rifts:
+    """What members reported about the attempts to build a generation's groups."""
+
     tried: dict[str, None] = field(default_factory=dict)
-    """Exchanges with which it came to nothing, since the world last trained."""
+    """Exchanges over which groups could not be built, since the world last trained."""
     _told: dict[Rank, bool] = field(default_factory=dict)
-    """Of the attempt under way: who could not build its groups, and whether it was cut off from the exchange."""
+    """For each rank that could not build its groups in this attempt, whether it was cut off from the exchange."""
 
     def add(self, rank: Rank, *, cut_off: bool) -> None:
         self._told[rank] = cut_off
@@ -28,17 +31,20 @@ class Rifts:
         return rank in self._told
 
     def attempt(self) -> None:
-        """Another one begins."""
+        """Begin another attempt."""
         self._told.clear()
 
     def forget(self) -> None:
-        """They have been built."""
+        """Forget all attempts, because the groups have been built."""
         self._told.clear()
         self.tried.clear()
 
     def blame(self, trays: dict[Rank, TrayId], exchange: str, host: TrayId | None) -> tuple[Rank, ...]:
-        """Those of ``trays``, which are all members', that are cut off. Nobody: there is no telling, and ``exchange``, on tray ``host``, is not
-        to be used again."""
+        """Return the members that are cut off.
+
+        ``trays`` holds the tray of every member. If the result is empty, the cause is unknown, and ``exchange``, on
+        tray ``host``, is not used again.
+        """
         cut_off = tuple(rank for rank in sorted(trays) if self._told.get(rank))
         if cut_off and any(not self._told.get(rank) and tray != host for rank, tray in trays.items()):
             return cut_off

@@ -1,12 +1,13 @@
-"""Whether a rank hangs in a place where it has no history of its own: the other ranks' times say so.
+"""Whether a rank hangs in a place where it has no history of its own, judged by the other ranks' times.
 
-A *place* is the stretch of a rank's own code between two collectives, so it needs no name: whoever waits in a collective that another rank has
-not entered has passed the place in which that one stands. If all other ranks have passed it, or have returned from ``main``, and the slowest
-of them took a third of the time for which the last one has been idle, at most, that one hangs. Agents tell of an idle rank only when it has been idle
-for longer than any place may take that nobody knows (`rackrun.worker.steps.unit_times`).
+A *place* is the stretch of a rank's own code between two collectives. It needs no name: a rank that waits in a
+collective which another rank has not entered has passed the place in which that other rank stands. A rank hangs if all
+other ranks have passed its place, or have returned from ``main``, and it has been idle for at least three times as long
+as the slowest of them took. Agents report an idle rank only when it has been idle for longer than any unknown place may
+take (`rackrun.worker.steps.unit_times`).
 
-A rank of which nothing is heard works, so nobody is compared: it may be what the idle ones wait for, in a way that cannot be seen. The same holds
-where most are idle.
+A rank without a report works, so no rank is compared then: the working rank may be what the idle ones wait for, in a
+way that cannot be seen. The same holds if most ranks are idle.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from rackrun.protocol.ids import Rank
 __all__ = ["IDLE_HOLDS_MS", "PEERS_FACTOR", "PeerTimes", "hangs"]
 
 PEERS_FACTOR = 3
+"""How many times longer than the slowest peer a rank must be idle to count as hanging."""
 IDLE_HOLDS_MS = 12_000
-"""A rank that is idle says so every 5 s."""
+"""How long a report of an idle rank holds, in milliseconds. An idle rank reports every 5 s."""
 
 
 def hangs(idle_ms: int, took_ms: Iterable[int]) -> bool:
-    """``took_ms``: of the other ranks, in the same place."""
+    """Return whether a rank hangs, by the times ``took_ms`` of the other ranks in the same place."""
     return idle_ms >= PEERS_FACTOR * max(took_ms)
 
 
@@ -45,7 +47,7 @@ class PeerTimes:
         self.reports.clear()
 
     def idle(self, at_ms: int) -> dict[Rank, WorkerStalled]:
-        """Who is idle in its own code now."""
+        """Return the ranks that are idle in their own code now, with their reports."""
         return {
             rank: report
             for rank, report in sorted(self.reports.items())
@@ -55,8 +57,11 @@ class PeerTimes:
     def judge(
         self, stalled: Mapping[Rank, WorkerStalled], returned: Mapping[Rank, int], others: Iterable[Rank], at_ms: int
     ) -> dict[Rank, WorkerStalled]:
-        """The ranks that hang, with what they said last. ``stalled``: whose own limits are over. ``returned``: how long, in milliseconds, those
-        took that have returned from ``main``. ``others``: all ranks that have not."""
+        """Return the ranks that hang, with their latest reports.
+
+        ``stalled`` holds the reports of ranks whose own limits are over. ``returned`` holds the milliseconds that ranks
+        took which have returned from ``main``; ``others`` are all other ranks.
+        """
         waiting = {rank: report for rank, report in {**self.reports, **stalled}.items() if report.waiting}
         idle = {rank: report for rank, report in self.idle(at_ms).items() if rank not in waiting}
         took = [*returned.values(), *(report.took_ms for report in waiting.values())]

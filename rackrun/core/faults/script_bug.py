@@ -1,7 +1,7 @@
-"""Is it the hardware, or is it the script?
+"""Whether a failure is the hardware's or the script's.
 
-The first fault is always taken for the hardware's: the rank moves on, and training goes on. The same error at the same
-step on other hardware is the script's: trying again would only fail again.
+The first failure always counts as the hardware's: the rank moves to another slot, and training goes on. The same error
+at the same step on other hardware is the script's, and another attempt would fail again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rackrun.protocol.ids import Incarnation, Rank, Step
 __all__ = ["Culprit", "fingerprint", "is_crash", "is_scripts", "remedy_for"]
 
 CRASHES = ("SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV")
-"""Signals that a process brings upon itself. SIGKILL comes from outside: the hardware's, or the out-of-memory killer."""
+"""Signals that a process causes by its own actions. SIGKILL comes from outside: from the hardware, or from the
+out-of-memory killer."""
 HARDWARE_FAILURES = (
     "rackrun.errors.CollectiveBroken",
     "rackrun.errors.StateLost",
@@ -24,40 +25,41 @@ HARDWARE_FAILURES = (
     "torch.distributed.DistBackendError",
     "torch.distributed.DistNetworkError",
 )
-"""Exceptions that tell of a lost peer or device: several ranks raise them at once, without any bug in the script."""
+"""Exceptions that report a lost peer or device. Several ranks may raise them at once without a bug in the script."""
 OUT_OF_MEMORY = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
-"""Once it may be another process that holds the memory of one GPU; twice it is the script's."""
+"""Once, another process may hold the memory of a GPU; the second time it is the script's fault."""
 MISUSES = (
     "rackrun.errors.StepError",
     "rackrun.errors.UsageError",
     "rackrun.checkpoint.base.errors.MemoryPlanError",
     "rackrun.checkpoint.base.errors.LayoutMismatch",
 )
-"""What rackrun itself refuses: no hardware could help."""
+"""Errors with which rackrun refuses what the script does. No other hardware could help."""
 SEEN_MAX = 256
 STATE_LOST = "rackrun.errors.StateLost"
 RESTORES_MAX = 3
-"""So often one rank may fail to be restored, for one and the same reason."""
+"""How often one rank may fail to be restored for the same reason."""
 
 
 def is_scripts(event: WorkerExited) -> bool:
-    """An exception, or the script's own exit code."""
+    """Return whether a worker ended by an exception or by the script's own exit code."""
     if event.failure is not None and event.failure.type in HARDWARE_FAILURES:
         return False
     return event.failure is not None or why_exited(event).startswith("exit code")
 
 
 def is_crash(event: WorkerExited) -> bool:
+    """Return whether a worker ended by one of the signals in `CRASHES`."""
     return why_exited(event) in CRASHES
 
 
 def fingerprint(event: WorkerExited) -> str:
-    """Equal for the same bug on two ranks; "" for what no script does."""
+    """Return a text that is equal for the same bug on two ranks; "" for an exit that no script causes."""
     return why_exited(event) if is_scripts(event) or is_crash(event) else ""
 
 
 def remedy_for(event: WorkerExited) -> str:
-    """What a person can do about what ended a worker; "": its message says so itself, or nobody knows."""
+    """Return what an operator can do about a worker's exit; "": its message says so itself, or no remedy is known."""
     if why_exited(event) == "SIGABRT":
         return (
             "its last lines on standard error say why. gloo aborts a process when its collective has a different size on another rank: look "
@@ -82,14 +84,15 @@ class _Seen:
 
 @dataclass(slots=True)
 class Culprit:
-    """What has been seen so far in this job."""
+    """Remembers the failures of this job and recognizes those of the script."""
 
     window_ms: int
     _seen: list[_Seen] = field(default_factory=list)
     _not_restored: dict[tuple[Rank, str], int] = field(default_factory=dict)
 
     def cannot_be_restored(self, event: WorkerExited, rank: Rank) -> str:
-        """Why no other slot would help: what the rank is restored from is wrong in the same way each time. "": nothing shows that yet."""
+        """Return why no other slot would help: the rank's sources were wrong in the same way each time. "": not shown
+        yet."""
         failure = event.failure
         if failure is None or failure.type != STATE_LOST:
             return ""
@@ -97,13 +100,13 @@ class Culprit:
         return f"rank {rank} could not be restored on {times} slots: {failure.message}" if times >= RESTORES_MAX else ""
 
     def convict(self, event: WorkerExited, rank: Rank) -> str:
-        """Why this is the script's, or "" as long as it may be the hardware's. Remembers the event."""
+        """Record a failure. Return why it is the script's; "" as long as it may be the hardware's."""
         mark = fingerprint(event)
         if not mark:
             return ""
         if event.failure is not None and event.failure.type in MISUSES:
             where, message = event.failure.where, event.failure.message
-            place = message.partition(": ")[0]  # perhaps the same, as seen from the working directory
+            place = message.partition(": ")[0]  # may be the same place, relative to the working directory
             return (
                 f"rank {rank} broke a rule, at {message if place and where.endswith(place) else f'{where}: {message}'}"
             )
@@ -114,6 +117,7 @@ class Culprit:
         return because
 
     def _same(self, old: _Seen, new: _Seen) -> str:
+        """Return why two failures are the same bug of the script; "": they are not known to be."""
         if old.fingerprint != new.fingerprint or old.incarnation == new.incarnation:
             return ""
         who = f"rank {old.rank} before" if old.rank == new.rank else f"rank {old.rank}"

@@ -1,20 +1,22 @@
-"""Who is to blame when nobody moves.
+"""Which ranks are to blame when no rank makes progress.
 
-A worker without progress either stands in its own code, or waits for others in a collective. Whoever stands in its own code for longer
-than its unit may take is to blame, if it is not most of the world: those that wait have entered more collectives. Where *all* wait, those that have
-entered the fewest collectives are, if they are not the most. Else nobody is killed, and the unit is done again in place: the machine is slow
-rather than the ranks, or they wait in one collective that nobody left.
+A worker without progress either is in its own code or waits for others in a collective. A worker that has been in its
+own code for longer than its unit may take is to blame, unless most of the world is: the waiting ranks have entered more
+collectives. If *all* wait, the ranks that have entered the fewest collectives are to blame, unless they are the
+majority. Otherwise no rank is killed, and the unit is repeated in place: the machine is slow rather than the ranks, or
+they wait in one collective that no rank left.
 
-Reports are gathered for a window, because all stop moving at about the same time. Whoever has not reported still works, in its own code: those that wait for
-it wait rightly, for as long as it takes.
+Reports are gathered for a window, because all ranks stop at about the same time. A rank that has not reported still
+works in its own code, and the others rightly wait for it, for as long as it takes.
 
-Limits of minutes, such as that of a newcomer's first step, are not waited for where all ranks are blocked in collectives and wait for each other
-(`rackrun.core.faults.deadlock`): nothing can change that any more, so it is judged at once.
+Limits of minutes, such as that of a newcomer's first step, are not waited for if all ranks are blocked in collectives
+and wait for each other (`rackrun.core.faults.deadlock`). Nothing can change that any more, so it is judged at once.
 
-A limit comes from a rank's own history. Where that says too little, the times of the other ranks do (`rackrun.core.faults.peer_times`).
+A limit comes from a rank's own history. If that says too little, the times of the other ranks are used
+(`rackrun.core.faults.peer_times`).
 
-Where all are called to another generation, those are heard that stand in their own code for too long: if they are not the most, the others wait
-for them. Who works there is waited for.
+When all ranks are called to another generation, those that have been in their own code for too long are to blame unless
+they are the majority, because the others wait for them. A rank that works there is waited for.
 """
 
 from __future__ import annotations
@@ -36,44 +38,50 @@ from rackrun.protocol.job_config import JobConfig
 __all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Standstill"]
 
 STALL_GATHER_MS = 50
+"""Milliseconds for which stall reports are gathered after the first."""
 STALL_PATIENCE_MS = 500
-"""How long those that have not reported a stall are waited for, after the first window."""
+"""Milliseconds for which further reports are awaited after the first window."""
 BUSY_HOLDS_MS = 15_000
-"""A worker that is called and works on tells so every few seconds."""
+"""How long a report of a busy worker holds, in milliseconds. A worker that is called and still works reports every few
+seconds."""
 _CALLED = (WorkerState.BREAKING, WorkerState.PARKED, WorkerState.RESUMING)
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
+    """The result of a judgement: the ranks to blame, and why."""
+
     ranks: tuple[Rank, ...]
-    """Nobody: absorb."""
+    """The ranks to blame; (): none, so the step is repeated in place."""
     because: str
     again: tuple[object, ...] = ()
-    """Equal for the same stall of the same ranks in the same places; (): these are not known, or they tell nothing."""
+    """Equal for the same stall of the same ranks in the same places; (): the places are unknown or say nothing."""
 
 
 @dataclass(slots=True)
 class StallWindow:
-    """The stalls of one generation that last at this moment."""
+    """The present stalls of one generation."""
 
     reports: dict[Rank, WorkerStalled] = field(default_factory=dict)
     closed: int = 0
-    """How many windows have passed since the first report: after the first, everybody's report is enough to judge;
-    after the second, those at hand are."""
+    """Number of windows that have passed since the first report. After the first, reports of all members are enough to
+    judge; after the second, the reports at hand are."""
     deadlock: bool = False
-    """The ranks wait for each other."""
+    """Whether the ranks wait for each other."""
 
     def add(self, rank: Rank, report: WorkerStalled) -> bool:
-        """Whether this report opens the window."""
+        """Add a report; return whether it opens the window."""
         self.reports[rank] = report
         return len(self.reports) == 1
 
     def forget(self, rank: Rank) -> None:
+        """Drop a rank's report."""
         self.reports.pop(rank, None)
         if not self.reports:
             self.closed = 0
 
     def may_judge(self, members: Collection[Rank]) -> bool:
+        """Return whether the reports are enough for a judgement."""
         if not self.reports or not self.closed:
             return False
         return self.closed >= 2 or self._all_report(members)
@@ -82,7 +90,10 @@ class StallWindow:
         return all(rank in self.reports for rank in members)
 
     def judge(self, members: Collection[Rank], returned: int = 0) -> Blame | None:
-        """None: somebody who does not report works, and the others wait for that. ``returned``: so many more have returned from ``main``."""
+        """Return who is to blame; None if a rank that does not report works, and the others wait for it.
+
+        ``returned`` is the number of further ranks that have returned from ``main``.
+        """
         everybody = self._all_report(members)
         own = {rank: report.collective for rank, report in sorted(self.reports.items()) if not report.waiting}
         if not own and not everybody:
@@ -113,7 +124,7 @@ class StallWindow:
         return Blame((), f"{where} ({heard}): the step is done again in place{told}", again)
 
     def _places(self, ranks: Collection[Rank]) -> bool:
-        """Whether they are known."""
+        """Return whether the places of these ranks are known."""
         return all(self.reports[rank].where for rank in ranks)
 
     def _again(self, ranks: Sequence[Rank]) -> tuple[object, ...]:
@@ -124,7 +135,7 @@ class StallWindow:
         )
 
     def _told(self, behind: Sequence[Rank]) -> str:
-        """Where they stand, and where those that wait do. "": nobody knows."""
+        """Describe where these ranks stand and where the waiting ranks wait; "": not known."""
         groups: dict[tuple[bool, str], list[Rank]] = {}
         for rank, report in sorted(self.reports.items(), key=lambda item: (item[0] not in behind, item[0])):
             if report.unit or report.where:
@@ -142,7 +153,7 @@ class StallWindow:
 
 
 def stands(report: WorkerStalled) -> str:
-    """``waits in phase evaluate at train.py:31``."""
+    """Describe where a rank is: ``waits in phase evaluate at train.py:31``."""
     return f"{_verb(report.waiting, 1)} in {_place(report)}"
 
 
@@ -164,7 +175,7 @@ class _Stop(Protocol):
 
 @dataclass(slots=True)
 class Standstill:
-    """Hears of stalls, and sees to it that they end: by fencing those to blame, or by doing the step again."""
+    """Handles reports of stalls, and ends them by fencing the ranks to blame or by repeating the step."""
 
     config: JobConfig
     world: World
@@ -175,16 +186,17 @@ class Standstill:
     window: StallWindow = field(default_factory=StallWindow)
     peers: PeerTimes = field(default_factory=PeerTimes)
     busy: dict[Rank, int] = field(default_factory=dict)
-    """Members that have been called to this generation and work on in their own code, and when that was told last."""
+    """Members that were called to this generation and still work in their own code, with the time of their latest
+    report."""
     blocked: dict[Rank, WorkerStalled] = field(default_factory=dict)
-    """Members that are known to be blocked in a collective, with what they said last."""
+    """Members known to be blocked in a collective, with their latest reports."""
     _last: tuple[object, ...] = ()
-    """`Blame.again` of the last stall."""
+    """`Blame.again` of the previous stall."""
     _told_of: dict[str, None] = field(default_factory=dict)
-    """Of this generation: what people have been told."""
+    """Notices that were given in this generation."""
 
     def forget(self) -> None:
-        """The generation is broken, or there is a new world."""
+        """Forget all reports, because the generation is broken or there is a new world."""
         self.window = StallWindow()
         self.peers.clear()
         self.busy.clear()
@@ -192,7 +204,7 @@ class Standstill:
         self._told_of.clear()
 
     def works(self, record: WorkerRecord, event: WorkerBusy) -> None:
-        """A member takes long in its own code, and works there."""
+        """Handle a report that a member has been in its own code for long and works there."""
         assert record.rank is not None
         place = f"{event.unit}{f', at {event.where}' if event.where else ''}"
         if event.awaited:
@@ -211,11 +223,11 @@ class Standstill:
             self.emit(Notice(text=text))
 
     def awaited(self, at_ms: int) -> list[Rank]:
-        """Who is still busy, as far as is known."""
+        """Return the members that are still busy, as far as is known."""
         return [rank for rank, told_ms in sorted(self.busy.items()) if at_ms - told_ms <= BUSY_HOLDS_MS]
 
     def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
-        """A member does not move."""
+        """Handle a report that a member makes no progress."""
         assert record.rank is not None
         if self._is_deadlock(record.rank, event):
             self.window = StallWindow(dict(self.blocked), closed=2, deadlock=True)
@@ -235,7 +247,7 @@ class Standstill:
             self.judge(event.at_ms)
 
     def _is_deadlock(self, rank: Rank, event: WorkerStalled) -> bool:
-        """Whether this report shows one. Looked for only where a report has something new."""
+        """Return whether this report shows a deadlock. It is looked for only if the report has something new."""
         before, now = self.blocked.pop(rank, None), event.blocked
         if now is None or not event.waiting:
             return False
@@ -248,12 +260,13 @@ class Standstill:
         return len(known) == len(members) and is_deadlock(known)
 
     def _is_late(self, record: WorkerRecord, event: WorkerStalled) -> bool:
-        """All are called to another generation, and it idles in its own code: that is late, whatever may be usual there."""
+        """Return whether the member idles in its own code although all are called to another generation. That is too
+        late, whatever its usual times are."""
         called = self.world.phase in (Phase.PARKING, Phase.RESUMING) and record.state in _CALLED
         return called and not event.waiting and not event.silent
 
     def _compare(self, rank: Rank, event: WorkerStalled) -> None:
-        """With the times of the other ranks."""
+        """Compare an idle rank with the times of the other ranks."""
         self.peers.add(rank, event)
         hung = self.hung(event.at_ms) if self.world.phase is Phase.TRAINING else {}
         if hung:
@@ -263,13 +276,14 @@ class Standstill:
             self.judge(event.at_ms)
 
     def hung(self, at_ms: int) -> dict[Rank, WorkerStalled]:
-        """Who hangs, by the times of the others."""
+        """Return the ranks that hang, judged by the times of the others."""
         members = self.world.members
         returned = {rank: record.returned_in_ms for rank, record in members.items() if record.finished}
         others = [rank for rank in members if rank not in returned]
         return self.peers.judge(self.window.reports, returned, others, at_ms)
 
     def window_closed(self, kind: str, at_ms: int) -> None:
+        """Judge after the end of a window; after the first one, begin the second."""
         if not self.window.reports:
             return
         self.window.closed = 1 if kind == "stalled" else 2
@@ -278,6 +292,7 @@ class Standstill:
         self.judge(at_ms)
 
     def judge(self, at_ms: int) -> None:
+        """Judge the present stalls if the reports are enough, and act on the result."""
         members = self.world.members
         if self.world.phase in (Phase.PARKING, Phase.RESUMING):
             self._judge_entry(at_ms)
@@ -311,13 +326,14 @@ class Standstill:
         self.absorb(f"stalled: {blame.because}", at_ms)
 
     def entered(self, record: WorkerRecord) -> None:
-        """It has resumed: what was told of it before does not count."""
+        """Forget earlier reports of a member that has resumed."""
         if record.rank is not None:
             self.blocked.pop(record.rank, None)
             if self.window.reports:
                 self.window.forget(record.rank)
 
     def _judge_entry(self, at_ms: int) -> None:
+        """Condemn members that do not come to the next generation, unless they are the majority."""
         members, reports = self.world.members, self.window.reports
         late = {
             rank: report
@@ -329,7 +345,7 @@ class Standstill:
         first = min(report.collective for report in late.values())
         behind = [rank for rank, report in late.items() if report.collective == first]
         if 2 * len(behind) > (len(members) if self.world.phase is Phase.RESUMING else self.world.size):
-            return  # the machine is slow, or what all of them read from: the resume timeout is the judge
+            return  # the machine, or storage that all read from, is slow: the resume timeout decides
         for_ms = min(late[rank].for_ms for rank in behind)
         told = ", ".join(dict.fromkeys(stands(late[rank]) for rank in behind if late[rank].unit))
         what = (

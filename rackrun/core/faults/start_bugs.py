@@ -1,7 +1,7 @@
-"""Does the script fail on all ranks alike, before the first step? Then it is the script's, and a new start would fail again.
+"""Whether the script fails in the same way on all ranks before the first step, so that a new start would fail again.
 
-A single rank that fails may have been unlucky with its host: the world starts again without it. So the first failure waits for the others, as
-long as none of them has come further, and not for long.
+A single rank that fails may have a bad host: the world starts again without it. So the first failure waits for the
+others, for a limited time, and only as long as none of them has come further.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from rackrun.protocol.ids import Rank
 __all__ = ["StartBugs"]
 
 START_GATHER_MS = 10_000
+"""Milliseconds for which other ranks' failures are awaited after the first."""
 _NO_PROGRAM = (126, 127)
-"""Exit codes of a program that cannot be run, or is not there."""
+"""Exit codes of a program that cannot be run or does not exist."""
 
 
 @dataclass(slots=True)
 class StartBugs:
+    """Gathers failures before the first step."""
+
     world: World
     emit: Callable[[Command], None]
     losses: dict[Rank, Loss] = field(default_factory=dict)
-    """Of this start: ranks that failed by themselves."""
+    """Ranks that failed by themselves in this start."""
 
     def forget(self) -> None:
         self.losses.clear()
 
     def waits(self, losses: Sequence[Loss], at_ms: int) -> bool:
-        """Whether the failures so far may be the script's, and others are to be heard first."""
+        """Record failures. Return whether they may be the script's and other ranks should be waited for."""
         if not all(self._may_be(loss) for loss in losses):
             return False
         first = not self.losses
@@ -52,17 +55,22 @@ class StartBugs:
 
     @property
     def alike(self) -> bool:
-        """All ranks have failed, and in the same way."""
+        """Whether all ranks have failed in the same way."""
         return len(self.losses) == self.world.size and len({self._mark(loss) for loss in self.losses.values()}) == 1
 
     def because(self) -> str:
+        """Return the reason for stopping the job."""
         loss = self.losses[min(self.losses)]
         ranks = f"all {self.world.size} ranks" if self.world.size > 1 else "the script"
         message = f": {loss.failure.message}" if loss.failure is not None and loss.failure.message else ""
         return f"{ranks} failed alike before the first step, with {self._mark(loss)}{message}"
 
     def _may_be(self, loss: Loss) -> bool:
-        """Of a plain script only what other ranks have no part in: what comes later is answered as torchrun does."""
+        """Return whether a loss may be the script's bug.
+
+        In a plain script only failures in which other ranks had no part count; later failures are answered as torchrun
+        does.
+        """
         event = loss.exit
         if event is None or not is_scripts(event) or (event.exit_code == 0 and event.failure is None):
             return False

@@ -1,6 +1,7 @@
-"""What a verdict on a GPU leads to: its rank is fenced now, or replaced at the next step boundary, or nothing is done.
+"""Response to a verdict on a GPU: its rank is fenced now, replaced at the next step boundary, or left alone.
 
-Verdicts of all trays pass `rackrun.topology.health.circuit_breaker` first: what many trays say at once is not about the trays.
+The verdicts of all trays pass `rackrun.topology.health.circuit_breaker` first: if many trays report the same at once,
+the trays are not the cause.
 """
 
 from __future__ import annotations
@@ -20,27 +21,31 @@ __all__ = ["LAST_WORDS_MS", "Triage"]
 
 
 LAST_WORDS_MS = 500
-"""For a process whose CUDA context is gone: its own error says more than we know, if it comes to raise it."""
+"""Milliseconds that a process whose CUDA context is lost has to end by itself. Its own error says more than the
+verdict, if it raises one."""
 
 
 @dataclass(slots=True)
 class Triage:
+    """Acts on verdicts."""
+
     rack: RackMachine
     emit: Callable[[Command], None]
     fence: Callable[[Sequence[SlotId], str, int], None]
-    """Whoever is on these slots goes now."""
+    """Fences the workers in these slots now."""
     changed: Callable[[int], None]
-    """Something is known of the hardware that was not known before."""
+    """Reports that something new is known about the hardware."""
     breaker: Breaker = field(default_factory=lambda: Breaker({}))
     _wake_at_ms: int | None = None
     _failed: dict[str, str] = field(default_factory=dict)
-    """Workers that have a moment to end by themselves, and what their GPU says of them."""
+    """Workers that have a moment to end by themselves, each with the reason from its GPU's verdict."""
     _awaited: str = ""
     _early: list[DeviceJudged] | None = field(default_factory=list)
-    """Said before all trays are there: how many of them are "many" is not known yet. None afterwards."""
+    """Verdicts from before all trays had joined, when it is not known yet how many trays are "many". None
+    afterwards."""
 
     def learn(self, cliques: Mapping[str, CliqueId], at_ms: int) -> None:
-        """The trays are there, or one more."""
+        """Give the breaker all trays and their cliques, and act on earlier verdicts."""
         self.breaker.learn({**dict.fromkeys(self.rack.trays), **cliques})
         early, self._early = self._early, None
         for event in early or ():
@@ -49,12 +54,13 @@ class Triage:
             self.tick(at_ms)
 
     def forget(self, tray: TrayId) -> None:
-        """It is lost."""
+        """Forget a lost tray."""
         self.breaker.forget(tray)
         if self._early:
             self._early = [event for event in self._early if event.tray != tray]
 
     def judged(self, event: DeviceJudged) -> None:
+        """Handle a verdict."""
         if event.tray not in self.rack.trays:
             return
         if self._early is not None:
@@ -63,11 +69,12 @@ class Triage:
             self._act(self.breaker.handle(event.at_ms, event.tray, event.verdict), event.at_ms)
 
     def tick(self, at_ms: int) -> None:
+        """Act on verdicts whose time in the breaker is over."""
         self._wake_at_ms = None
         self._act(self.breaker.tick(at_ms), at_ms)
 
     def close_breaker(self, at_ms: int) -> None:
-        """A person has looked: what was held back is acted on, and later verdicts are again."""
+        """Act on the verdicts that were held back, and on later ones again, as an operator asked."""
         held = list(self.breaker.withheld.values())
         self.breaker.reset()
         self.emit(Notice(text=f"the breaker is closed; {len(held)} verdicts were held back"))
@@ -75,7 +82,7 @@ class Triage:
             self._passed(TrayId(one.tray), one.verdict, at_ms)
 
     def overdue(self, worker: str, at_ms: int) -> None:
-        """It has not ended by itself, if it is still there."""
+        """Fence the worker ``slot:incarnation`` if it has not ended by itself."""
         slot, _, incarnation = worker.rpartition(":")
         record = self.rack.occupants.get(SlotId(slot))
         because = self._failed.pop(worker, "")
@@ -83,6 +90,7 @@ class Triage:
             self.fence([record.worker.slot], because, at_ms)
 
     def checked(self, event: DeviceChecked) -> None:
+        """Record whether a GPU is fit for use."""
         slot = slot_id(event.tray, event.index)
         if not self.rack.lives(slot):
             return
@@ -94,7 +102,7 @@ class Triage:
         self.changed(event.at_ms)
 
     def awaits(self, what: str) -> None:
-        """Only GPUs that are not fit now can help: says so, and again when others are."""
+        """Notify people that only GPUs that are unfit now can help, and again when others are awaited."""
         text = f"{what}. Waiting for {self.rack.unfit()}"
         if text != self._awaited:
             self._awaited = text
@@ -116,7 +124,7 @@ class Triage:
 
     def _passed(self, tray: TrayId, verdict: Verdict, at_ms: int) -> None:
         if tray not in self.rack.trays:
-            return  # lost while its verdict waited
+            return  # the tray was lost while its verdict waited
         slot = slot_id(tray, verdict.index)
         devices = self.rack.devices
         devices.judged(tray, verdict)

@@ -1,8 +1,8 @@
-"""A world that enters ``main`` again: what it was before, for as long as not everybody has the state of what it is now.
+"""The previous layout of a world that enters ``main`` again, kept until all ranks have their state in the new one.
 
-Until a gate has passed in the new layout, the snapshots of the old one are what counts, by the ranks of the world before: whatever
-is lost in the middle of it, the next plan is made from them once more. Whoever has its old state still, because it has not left
-``main`` yet, can take such a snapshot.
+Until a gate has passed in the new layout, only the snapshots of the old layout count, by the ranks of the old world. If
+anything is lost before that, the next plan is made from them once more. A worker that has not left ``main`` yet still
+has its old state and can take such a snapshot.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ __all__ = ["OldWorld"]
 
 @dataclass(slots=True, kw_only=True)
 class OldWorld:
+    """The old world's size, ranks and snapshots."""
+
     layout: Generation
     size: int
     committed: Position
-    """The last unit that was committed in it; after a rollback, the one that all went back to."""
+    """The last unit that was committed in it; after a rollback, the unit that all ranks went back to."""
     gate: tuple[float, ...]
     ranks: Mapping[Worker, Rank]
-    """Who was which rank, and had its state."""
+    """The rank of each worker that had state in the old world."""
     classes: Mapping[Rank, str]
     snapshots: Snapshots
     gone_back: bool = False
-    """Nobody stands at ``committed`` any more: there are only snapshots of it."""
+    """Whether no worker has the state of ``committed`` in memory any more, so that only snapshots have it."""
     _damaged: dict[tuple[str, Step], None] = field(default_factory=dict)
 
     def state(
@@ -44,8 +46,11 @@ class OldWorld:
         *,
         trusted: Position | None = None,
     ) -> StatePlan | None:
-        """Where the state of each of its ranks is to be had; ``rollback`` is the step. None: some of it is nowhere. ``members``: of
-        the world now, all parked. Those that are ``going`` seal nothing more. ``trusted``: as of `verdict.state_plan`."""
+        """Return where the state of each old rank comes from, with the step in ``rollback``; None: some of it is lost.
+
+        ``members`` are those of the present world, all parked. Workers in ``going`` take no more snapshots. ``trusted``
+        is as in `restore_plan.state_plan`.
+        """
         reports = {}
         for record in members.values():
             rank = self.ranks.get(record.worker)
@@ -71,7 +76,7 @@ class OldWorld:
         )
 
     def _has(self, record: WorkerRecord) -> tuple[Step, ...]:
-        """Of which steps it has snapshots, or can take one."""
+        """Return the steps of which a worker has a snapshot or can take one."""
         parked, found = record.parked, self._sealed(record)
         assert parked is not None
         now = Step(self.committed.step)
@@ -85,7 +90,8 @@ class OldWorld:
         return tuple(step for step in steps if not (step == now and self.committed.phase))
 
     def _kept(self) -> dict[Rank, list[Kept]]:
-        """After a phase, a snapshot of its step may be something else than what is committed."""
+        """Return the known snapshots by rank. If the committed unit is a phase, the snapshot of its step is left out,
+        because the phase may have changed the state."""
         now = self.committed.step if self.committed.phase else None
         return {
             rank: [
@@ -102,7 +108,7 @@ class OldWorld:
         }
 
     def _of_replicas(self, kept: Mapping[Rank, Sequence[Kept]]) -> dict[Rank, list[Kept]]:
-        """What a replica has left is as good, once nobody lives who has the same."""
+        """Add to each rank's snapshots those of its replicas, which hold the same state."""
         found = {rank: list(kept.get(rank, ())) for rank in (Rank(rank) for rank in range(self.size))}
         for rank, mine in found.items():
             one = self.classes.get(rank, "")
@@ -112,7 +118,7 @@ class OldWorld:
         return found
 
     def reshard(self, state: StatePlan, members: Mapping[Rank, WorkerRecord], rack: RackMachine) -> Reshard:
-        """What ``state`` says, for those who read it."""
+        """Convert the state plan to the instruction for the workers that read the old snapshots."""
         live = {record.worker for record in members.values()}
         own = {rank: _where(worker, rack) for worker, rank in self.ranks.items() if worker in live}
         restores = {restore.rank: restore for restore in state.restores}
@@ -126,7 +132,8 @@ class OldWorld:
         return Reshard(layout=self.layout, images=tuple(images))
 
     def leaves(self, record: WorkerRecord, rack: RackMachine) -> None:
-        """It has no place in the next world, and is about to be ended: what it has sealed stays."""
+        """Record the sealed snapshots of a worker that has no place in the next world and is about to be ended. They
+        stay."""
         rank = self.ranks.get(record.worker)
         if rank is not None and record.parked is not None:
             where = _where(record.worker, rack)
@@ -134,12 +141,12 @@ class OldWorld:
             self.snapshots.leaves(rank, record.worker, where, steps)
 
     def settle(self, step: Step) -> None:
-        """The next world begins after ``step``."""
+        """Record the step after which the next world begins."""
         if step < self.committed.step:
             self.committed, self.gate, self.gone_back = Position(step), (), True
 
     def damaged(self, where: str, step: Step) -> None:
-        """Nobody is to read it again, not even if its owner lives."""
+        """Let no worker read this snapshot again, even if its owner lives."""
         self.snapshots.damaged(where, step)
         self._damaged[where, step] = None
 

@@ -1,13 +1,14 @@
-"""What is committed, and where everyone's state comes from. Pure functions of fresh reports; nothing is remembered here.
+"""Which unit is committed, and where each rank's state comes from: pure functions of fresh reports.
 
-**Committed.** The gate of a unit is an all-reduce over the whole world: if one rank saw it pass, every rank has entered
-it, with its gradients complete. So ``committed = max(passed)`` over the survivors: whoever entered that gate without
-seeing it pass can still apply it. And it is never below what the last plan said (`floor`): a survivor may have been
-told so, may have applied it, and may be the one that is lost now, while all others still stand where they entered.
+**Committed.** The gate of a unit is an all-reduce over the whole world. If one rank saw it pass, every rank has entered
+it, with its gradients complete. So ``committed = max(passed)`` over the survivors: a rank that entered that gate
+without seeing it pass can still apply the unit. The committed unit is never below that of the last plan (`floor`): a
+survivor may have been told it, may have applied it, and may be the one that is lost now, while all others still stand
+where they entered.
 
-**State.** A fresh member copies from a live member of its replica class, or, where its shard has no live copy, from a
-snapshot of exactly what is committed. Where there is none, everybody goes back to the newest step that everybody still
-has. Never a mixture: one plan, one step.
+**State.** A fresh member copies from a live member of its replica class or, if its shard has no live copy, from a
+snapshot of exactly the committed unit. If there is none, all ranks go back to the newest step of which each has a
+snapshot. States are never mixed: one plan has one step.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Ste
 __all__ = ["Kept", "Rebuild", "Report", "StatePlan", "committed", "state_plan"]
 
 Rebuild: TypeAlias = Callable[[Rank, Step], Restore | None]
-"""From what a rank's snapshot of a step can be rebuilt; None when it cannot."""
+"""Returns how a rank's snapshot of a step can be rebuilt; None if it cannot."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a parked member that has state says of itself."""
+    """What a parked member with state reports about itself."""
 
     passed: Position = BEGIN
     entered: Position = BEGIN
@@ -37,19 +38,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Snapshots of a worker, on a tray that lives: what one that is gone has left, or copies on another tray."""
+    """Snapshots on a live tray: left there by a worker that is gone, or copied from another tray."""
 
     tray: TrayId
-    """Where they lie."""
+    """The tray that holds them."""
     slot: SlotId
     incarnation: Incarnation
     where: str
-    """``host:port/slot/incarnation``."""
+    """The agent's address for them, ``host:port/slot/incarnation``."""
     steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePlan:
+    """Where the state of each fresh rank comes from, and the step that all go back to, if they do."""
+
     fresh: tuple[Rank, ...]
     """Ranks that receive their state in this plan."""
     restores: tuple[Restore, ...]
@@ -59,7 +62,7 @@ class StatePlan:
 def committed(
     reports: Mapping[Rank, Report], floor: Position, floor_gate: tuple[float, ...] = ()
 ) -> tuple[Position, tuple[float, ...]]:
-    """The last unit that is committed, and what its gate reduced to. ``floor`` is what was committed already."""
+    """Return the last committed unit and the reduced values of its gate. ``floor`` was committed before."""
     position = max((report.passed for report in reports.values()), default=floor)
     if position < floor or (position == floor and floor_gate):
         return floor, floor_gate
@@ -78,17 +81,19 @@ def state_plan(
     trusted: Position | None = None,
     rebuild: Rebuild = lambda rank, step: None,  # noqa: ARG005
 ) -> StatePlan | None:
-    """Where every rank's state comes from; None if some shard has no copy at all, and only a new start helps.
+    """Return where every rank's state comes from; None if some shard has no copy, so that only a restart helps.
 
-    ``reports`` holds the members with state: every other rank is fresh. So is one that says it never entered the gate
-    of what is committed (a contradiction; its state cannot be made that of ``upto``, so it is replaced). ``torn``: a rollback was broken off, so some
-    members have gone back and others have not; only another rollback makes them one again. ``trusted``: what is later than this, in memory or in a
-    snapshot, is of no use, however whole it is; None: all is of use.
+    ``reports`` holds the members with state; every other rank is fresh. A rank that reports that it never entered the
+    gate of the committed unit is fresh too: that is a contradiction, and its state cannot be made that of ``upto``.
+
+    ``torn``: a rollback was interrupted, so some members have gone back and others have not; only another rollback
+    makes them equal. ``trusted``: state from after this position, in memory or in a snapshot, is not used, even if it
+    is intact; None: all state is used.
     """
     clean = {rank: report for rank, report in reports.items() if report.entered >= upto or report.passed >= upto}
     missing = [Rank(rank) for rank in range(world_size) if rank not in clean]
     if clean and not torn and (trusted is None or upto <= trusted):
-        snapshot_of = Step(upto.step) if upto.phase == 0 else None  # a phase may have changed what the step left
+        snapshot_of = Step(upto.step) if upto.phase == 0 else None  # a phase may have changed the step's state
         replicas = _by_class(clean, classes) if missing else {}
         found = [_restore(rank, snapshot_of, replicas, kept, classes, rebuild) for rank in missing]
         restores = tuple(restore for restore in found if restore is not None)
@@ -111,8 +116,11 @@ def _restore(
     classes: Mapping[Rank, str],
     rebuild: Rebuild,
 ) -> Restore | None:
-    """From a live replica; or from a snapshot of ``step``, or from the others of its set. ``replicas``: those with state, by class;
-    ``rank`` is none of them."""
+    """Return how ``rank`` is restored: from a live replica, else from a snapshot of ``step``, else from its set; None:
+    not at all.
+
+    ``replicas`` holds the ranks with state, by class; ``rank`` is not among them.
+    """
     if sources := replicas.get(classes.get(rank, "")):
         return Restore(rank=rank, sources=sources)
     if step is None:
@@ -127,7 +135,8 @@ def _kept(rank: Rank, step: Step, kept: Mapping[Rank, Sequence[Kept]]) -> str:
 
 
 def _by_class(holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> dict[str, tuple[Rank, ...]]:
-    """Once for all that are missing: each may have as many sources as there are ranks."""
+    """Group ranks by replica class. Done once for all missing ranks, because each may have as many sources as there are
+    ranks."""
     found: dict[str, list[Rank]] = {}
     for rank in sorted(holders):
         if known := classes.get(rank, ""):
@@ -138,8 +147,11 @@ def _by_class(holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> di
 def _candidates(
     reports: Mapping[Rank, Report], kept: Mapping[Rank, Sequence[Kept]], upto: Position
 ) -> tuple[Step, ...]:
-    """Steps of which somebody has a snapshot, newest first. Without a survivor what is sealed is all that is known of
-    what is committed (a snapshot is sealed after its gate), so nothing bounds it."""
+    """Return the steps of which any snapshot exists, newest first.
+
+    Without a survivor nothing bounds them: a snapshot is sealed after its gate, so the sealed snapshots are all that is
+    known about what is committed.
+    """
     steps = dict.fromkeys(step for report in reports.values() for step in report.snapshots)
     steps |= dict.fromkeys(step for holders in kept.values() for holder in holders for step in holder.steps)
     bounded = [step for step in steps if not reports or Position(step) <= upto]
@@ -154,13 +166,16 @@ def _go_back(
     world_size: int,
     rebuild: Rebuild,
 ) -> StatePlan | None:
-    """Everybody at the end of ``step``: from its own snapshot, from one that its rank's last owner left, from a
-    replica that has gone back itself, or from the others of its set. A member without its own (it joined after that step) is fresh once more."""
+    """Return a plan in which all ranks have the state of ``step``; None if it does not exist for some rank.
+
+    A rank uses its own snapshot, one that its last owner left, a replica that has gone back itself, or its set. A
+    member without its own snapshot (it joined after that step) becomes fresh again.
+    """
     own = {rank: report for rank, report in reports.items() if step in report.snapshots}
     replicas = _by_class(own, classes)
     restores: list[Restore] = []
     for rank in (Rank(rank) for rank in range(world_size) if rank not in own):
-        snapshot = _kept(rank, step, kept)  # its own tray has it: nobody else has to send
+        snapshot = _kept(rank, step, kept)  # the rank's own tray may have it: then no other rank has to send it
         restore = (
             Restore(rank=rank, snapshot=snapshot)
             if snapshot

@@ -1,4 +1,4 @@
-"""What is told of snapshots, from whom members may be restored; and what to do when one of them is gone or damaged."""
+"""Events about snapshots from which members may be restored, and a new plan if one of them is gone or damaged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ __all__ = ["Sources", "named"]
 
 @dataclass(slots=True)
 class Sources:
+    """Keeps track of where snapshots are."""
+
     world: World
     rack: RackMachine
     plan_again: Callable[[str, int], None]
-    """Somebody cannot be restored as planned, though nobody else is lost."""
+    """Plans again because a member cannot be restored as planned, although no other rank is lost."""
     snapshots: Snapshots = field(default_factory=Snapshots)
 
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
-        """What a member leaves behind may be the only copy of its shard. At the job's end nobody will want it."""
+        """Record the snapshots that a member leaves when it exits. They may be the only copies of its shard. At the end
+        of the job they are not needed."""
         if record.lied or self.world.phase is Phase.ENDING:
             return
         plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
@@ -51,12 +54,12 @@ class Sources:
                 self.striped(record, event)
 
     def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
-        """Another tray has copies of a member's snapshots: they outlive the member's own tray."""
+        """Record that another tray has copies of a member's snapshots, which outlive the member's own tray."""
         if record.rank is not None and event.holder in self.rack.trays:
             self.snapshots.mirrored(record.rank, event, steps_in(self.world.layout, event.steps))
 
     def striped(self, record: WorkerRecord, event: SnapshotStriped) -> None:
-        """The other trays of a member's set have the parity of its snapshot."""
+        """Record that the other trays of a member's set have the parity of its snapshot."""
         step = step_in(self.world.layout, event.step)
         if record.rank is not None and step is not None:
             besides = step_in(self.world.layout, event.besides) if event.besides >= 0 else None
@@ -69,7 +72,8 @@ class Sources:
             self.world.old.snapshots.forget_tray(tray)
 
     def tray_lost(self, tray: TrayId, address: str, at_ms: int) -> None:
-        """If somebody is about to restore a snapshot from there: another plan, now, not after the resume timeout."""
+        """Plan again at once if a member is about to restore a snapshot from the lost tray, rather than after the
+        resume timeout."""
         plan, members = self.world.plan, self.world.members
         if self.world.phase is not Phase.RESUMING or plan is None:
             return
@@ -85,7 +89,8 @@ class Sources:
             self.plan_again(f"{tray} lost, with the snapshots that {named(waiting)} would have restored", at_ms)
 
     def damaged(self, record: WorkerRecord, event: SnapshotDamaged) -> None:
-        """Somebody cannot be restored as planned. What it reports next leaves its own damaged snapshot out."""
+        """Record a damaged snapshot and plan again if a member was to be restored from it. A member's next report
+        leaves out its own damaged snapshot."""
         step, old = step_in(self.world.layout, event.step), self.world.old
         if event.where and step is not None:
             self.snapshots.damaged(event.where, step)
@@ -97,10 +102,10 @@ class Sources:
 
 
 def _read_from(restore: Restore) -> list[str]:
-    """All that it is read from, in the memory of agents."""
+    """Return the addresses of all snapshots and parity rows that a restore reads from agents."""
     return [restore.snapshot, *(of for one in restore.rebuild for of in (one.row, one.snapshot))]
 
 
 def named(ranks: Sequence[Rank]) -> str:
-    """``rank 2``, or ``ranks 2, 3``."""
+    """Return ``rank 2``, or ``ranks 2, 3``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(rank) for rank in ranks)}"

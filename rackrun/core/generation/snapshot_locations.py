@@ -1,4 +1,4 @@
-"""Where snapshots lie: what former workers have left on their trays, and what other trays keep of them."""
+"""Locations of snapshots: those that former workers left on their trays, and copies and parity on other trays."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ from rackrun.protocol.ids import Generation, Position, Rank, SlotId, Step, TrayI
 __all__ = ["Snapshots", "upto"]
 
 LEFT_IN_SLOT_MAX = 2
-"""Workers that are gone, whose snapshots an agent keeps in one slot."""
+"""Number of former workers whose snapshots an agent keeps in one slot."""
 PLANS_MAX = 16
 KEPT_MAX = 3
-"""Former owners of a rank, and copies, that are remembered."""
+"""Number of former owners of a rank, and of copies, that are remembered."""
 
 
 @dataclass(slots=True)
 class Snapshots:
+    """The known locations of snapshots, by rank."""
+
     _left: dict[Rank, list[Kept]] = field(default_factory=dict)
-    """By former workers, on their own trays; the last one's first."""
+    """Snapshots of former workers on their own trays, the latest worker's first."""
     _copies: dict[Rank, list[Kept]] = field(default_factory=dict)
-    """Of workers present and former, on other trays."""
+    """Copies on other trays, of snapshots of present and former workers."""
     told: dict[Rank, Generation] = field(default_factory=dict)
-    """Whose snapshots other trays keep: the newest generation in which they had one of it."""
+    """The ranks whose snapshots other trays keep, each with the newest generation in which such a snapshot was
+    taken."""
     behind: dict[Rank, None] = field(default_factory=dict)
-    """Those of them of which no tray has one of the last plan's generation yet."""
+    """The ranks of ``told`` of which no other tray has a snapshot of the last plan's generation yet."""
     _rows: Rows = field(default_factory=Rows)
     _there: dict[TrayId, dict[Rank, None]] = field(default_factory=dict)
-    """Of which ranks something may lie on a tray: nobody else's is looked at for what happens to it."""
+    """For each tray, the ranks of which it may hold something. Only these are looked at when something happens to the
+    tray."""
     _ends: deque[tuple[Generation, Position]] = field(default_factory=lambda: deque(maxlen=PLANS_MAX))
-    """Of the last plans: which history goes on from each."""
+    """For each of the last plans, the last unit of the history that it continues."""
 
     def left(self, rank: Rank, event: WorkerExited, address: str, steps: tuple[Step, ...]) -> None:
-        """``address`` is the tray's snapshot service."""
+        """Record the snapshots of a worker that has exited. ``address`` is the tray's snapshot service."""
         where = f"{address}/{event.slot}/{event.incarnation}"
         self.leaves(rank, Worker(event.slot, event.incarnation), where, steps)
 
     def leaves(self, rank: Rank, worker: Worker, where: str, steps: tuple[Step, ...]) -> None:
+        """Record snapshots that a worker leaves at ``where``."""
         slot, incarnation = worker.slot, worker.incarnation
         others = [one for one in self._left.get(rank, ()) if (one.slot, one.incarnation) != (slot, incarnation)]
         kept = Kept(tray=tray_of(slot), slot=slot, incarnation=incarnation, where=where, steps=steps)
@@ -54,11 +59,11 @@ class Snapshots:
         self._forget_as_the_agent_does(slot)
 
     def mirrored(self, rank: Rank, event: SnapshotMirrored, steps: tuple[Step, ...]) -> None:
-        """``steps``: what the event has, in the layout of these."""
+        """Record copies on another tray. ``steps`` are the event's steps in the present layout."""
         if self._ends and event.generation < self._ends[0][0] - 1:
             return
         for generation, end in self._ends:
-            if generation > event.generation:  # it was on its way when that plan was made
+            if generation > event.generation:  # the event was under way when that plan was made
                 steps = _until(end, steps)
         self._tell(rank, event.generation)
         copy = Kept(tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=steps)
@@ -67,7 +72,7 @@ class Snapshots:
         self._there.setdefault(copy.tray, {})[rank] = None
 
     def damaged(self, where: str, step: Step) -> None:
-        """Nobody is to restore from this one again, or to rebuild anything from that row and its set's."""
+        """Let no rank be restored from this snapshot again, nor from that row or its set."""
         self._rows.damaged(where, step)
         for held in (self._left, self._copies):
             for rank, holders in held.items():
@@ -75,7 +80,7 @@ class Snapshots:
                     held[rank] = [_without(holder, step) if holder.where == where else holder for holder in holders]
 
     def striped(self, rank: Rank, event: SnapshotStriped) -> None:
-        """Keepers drop what is older, rows and copies."""
+        """Record that a set keeps parity of a snapshot. Its keepers drop older rows and copies."""
         self._rows.striped(rank, event)
         self._tell(rank, event.generation)
         if event.besides >= 0:
@@ -93,7 +98,10 @@ class Snapshots:
     def rebuilding(
         self, members: Mapping[Rank, WorkerRecord], trays: Mapping[TrayId, TrayJoined], layout: Generation
     ) -> Rebuild:
-        """With what ``members`` with state have themselves, who have parked, and what former workers have left."""
+        """Return a function that returns how a lost snapshot can be rebuilt.
+
+        It uses the snapshots of parked ``members`` with state, and those that former workers left.
+        """
 
         def whole(rank: Rank) -> Sequence[Kept]:
             record, left = members.get(rank), self._left.get(rank, [])
@@ -107,7 +115,7 @@ class Snapshots:
         return lambda rank, step: self._rows.rebuild(rank, step, whole)
 
     def by_rank(self) -> Mapping[Rank, Sequence[Kept]]:
-        """What its own tray has comes first."""
+        """Return the locations for each rank, those on its own tray first."""
         if not self._left and not self._copies:
             return {}
         ranks = sorted({*self._left, *self._copies})
@@ -120,7 +128,7 @@ class Snapshots:
                     held[rank] = [holder for holder in held[rank] if holder.tray != tray]
 
     def go_on(self, plan: Plan) -> None:
-        """Only the history of ``plan`` counts from here on."""
+        """Drop what does not belong to the history of ``plan``."""
         end = _end(plan)
         for held in (self._left, self._copies):
             for rank, holders in held.items():
@@ -139,7 +147,8 @@ class Snapshots:
         self._rows.clear()
 
     def _forget_as_the_agent_does(self, slot: SlotId) -> None:
-        """It keeps what the last workers of a slot have left, the present one included."""
+        """Forget the snapshots that the agent has dropped: it keeps those of the last workers of a slot, including the
+        present one."""
         there = {rank: self._left[rank] for rank in self._there.get(tray_of(slot), ()) if rank in self._left}
         left = [holder.incarnation for holders in there.values() for holder in holders if holder.slot == slot]
         gone = sorted(left, reverse=True)[LEFT_IN_SLOT_MAX:]
@@ -148,7 +157,8 @@ class Snapshots:
 
 
 def upto(steps: Sequence[Step], plan: Plan) -> tuple[Step, ...]:
-    """Snapshots of the history that goes on. Only the lost may have seen what comes after: everyone computes it again."""
+    """Return the steps that belong to the history that ``plan`` continues. All ranks compute later steps again, which
+    only lost workers may have seen."""
     return _until(_end(plan), steps)
 
 
@@ -157,12 +167,12 @@ def _end(plan: Plan) -> Position:
 
 
 def _until(end: Position, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """A snapshot is taken after its step, before the step's phases."""
+    """Return the steps up to ``end``. A snapshot is taken after its step and before the step's phases."""
     return tuple([step for step in steps if step <= end.step])
 
 
 def _same_place(one: Kept, other: Kept) -> bool:
-    """Of one worker, on one tray."""
+    """Return whether both are snapshots of one worker on one tray."""
     return one.incarnation == other.incarnation and one.tray == other.tray and one.slot == other.slot
 
 

@@ -1,4 +1,5 @@
-"""Which lost snapshots can be rebuilt: whose stripes are in which rows, and whose own snapshots are what was given."""
+"""Which lost snapshots can be rebuilt from parity: the rows that hold a set's stripes, and the snapshots that still
+match them."""
 
 from __future__ import annotations
 
@@ -15,27 +16,32 @@ __all__ = ["Rows"]
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """All keepers have this member's stripes."""
+    """Record that all keepers have the stripes of a member's snapshot."""
 
     incarnation: Incarnation
     intact: bool = True
-    """What that process holds of the step is still what it gave, byte for byte, if it holds it."""
+    """Whether the process's own snapshot of the step, if it has one, is still what it gave to the keepers, byte for
+    byte."""
 
 
 @dataclass(slots=True)
 class Rows:
+    """The parity rows of recent generations."""
+
     _sets: dict[Generation, dict[Rank, tuple[Rank, ...]]] = field(default_factory=dict)
-    """The set of each rank."""
+    """For each generation and rank, the members of its set."""
     _parity: dict[Generation, int] = field(default_factory=dict)
-    """Of how many members of a set everything may be gone."""
+    """For each generation, how many members of a set may be lost with everything that they hold."""
     _keepers: dict[Generation, dict[Rank, Keeper]] = field(default_factory=dict)
-    """Who keeps the row of each rank. A row is lost with its tray; but so is its member's snapshot, which is asked for first."""
+    """For each generation and rank, the agent that keeps its row. The row is lost with its tray, but so is the member's
+    snapshot, which is looked for first."""
     _ends: dict[Generation, Position] = field(default_factory=dict)
-    """With each plan, the last unit of the history that goes on."""
+    """For each plan, the last unit of the history that it continues."""
     _given: dict[tuple[Generation, Step], dict[Rank, _Given]] = field(default_factory=dict)
 
     def planned(self, plan: Plan) -> None:
-        """Only the history of ``plan`` counts from here on, and its sets are those of what is given from here on."""
+        """Drop what does not belong to the history of ``plan``, and use its sets for stripes that are given from now
+        on."""
         end = plan.committed if plan.rollback is None else Position(plan.rollback)
         again = {member.rank: member.incarnation for member in plan.members if member.fresh}
         self._given = {key: of for key, of in self._given.items() if Position(key[1]) <= end}
@@ -53,7 +59,7 @@ class Rows:
     def striped(self, rank: Rank, event: SnapshotStriped) -> None:
         ends = [end for generation, end in self._ends.items() if generation > event.generation]
         if rank not in self._sets.get(event.generation, {}) or any(end < Position(event.step) for end in ends):
-            return  # it comes late, and its step is computed again
+            return  # the event comes late: its step is computed again
         for key, given in list(self._given.items()) if event.besides >= 0 else ():
             if key[1] not in (event.step, event.besides):
                 given.pop(rank, None)
@@ -62,7 +68,7 @@ class Rows:
         self._given.setdefault((event.generation, event.step), {})[rank] = _Given(event.incarnation)
 
     def damaged(self, row: str, step: Step) -> None:
-        """What was rebuilt with this row was wrong: neither it nor what else there is of its set is to be trusted."""
+        """Drop the stripes of the whole set of this row, because what was rebuilt with them was wrong."""
         for (generation, given_step), given in self._given.items():
             if given_step == step:
                 rows = {
@@ -72,8 +78,10 @@ class Rows:
                     given.pop(member, None)
 
     def rebuild(self, rank: Rank, step: Step, snapshots: Callable[[Rank], Sequence[Kept]]) -> Restore | None:
-        """From what ``rank``'s snapshot of ``step`` can be rebuilt; None when it cannot. ``snapshots``: what is on living trays of a
-        rank."""
+        """Return how ``rank``'s snapshot of ``step`` can be rebuilt; None if it cannot.
+
+        ``snapshots`` returns the snapshots of a rank on live trays.
+        """
         for (generation, given_step), given in reversed(self._given.items()):
             members = self._sets[generation].get(rank, ())
             if given_step != step or not members or any(member not in given for member in members):
@@ -102,7 +110,8 @@ class Rows:
         self._given.clear()
 
     def _forget_old(self) -> None:
-        """What is still on its way is of the generation before at the most."""
+        """Forget old generations. Stripes that are still under way are at most of the generation before the present
+        one."""
         self._given = {key: given for key, given in self._given.items() if given}
         wanted = [*(generation for generation, _ in self._given), *list(self._sets)[-2:]]
         for generation in [generation for generation in self._sets if generation not in wanted]:

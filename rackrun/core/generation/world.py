@@ -1,4 +1,4 @@
-"""The world: what a generation is made of. Shared by the parts of the job's machine, owned by none of them."""
+"""The world: the ranks, their workers and the plan of the present generation, shared by all parts of the core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["IN_PLACE", "Phase", "World"]
 
 
 class Phase(Enum):
-    """Where the job stands.
+    """The phase that the job is in.
 
     ::
 
@@ -29,15 +29,15 @@ class Phase(Enum):
 
     FORMING = "forming"
     SETUP = "setup"
-    """Members start, up to their first step. A plain script stays here for its whole life."""
+    """Members start and run up to their first step. A plain script stays in this phase for its whole life."""
     TRAINING = "training"
     PARKING = "parking"
-    """A generation is broken; the next is not decided yet."""
+    """A generation is broken, and the next is not decided yet."""
     RESUMING = "resuming"
     RESTARTING = "restarting"
-    """Everyone is fenced; the world begins again when all have ended."""
+    """All workers are fenced; the world begins again when all have exited."""
     ENDING = "ending"
-    """Released: everyone has finished and exits."""
+    """All ranks have finished, are released, and exit."""
     STOPPED = "stopped"
 
 
@@ -46,104 +46,115 @@ _TO_ANSWER = {
     Phase.PARKING: WorkerState.BREAKING,
     Phase.RESUMING: WorkerState.RESUMING,
 }
-"""In which state those are that have not answered yet."""
+"""For each phase, the state of members that have not answered yet."""
 
 
 IN_PLACE = (Phase.TRAINING, Phase.PARKING, Phase.RESUMING)
-"""Where a loss is a swap."""
+"""Phases in which a loss is answered by a recovery in place."""
 
 
 @dataclass(slots=True)
 class World:
+    """The ranks of the job, the workers that hold them, and the plan of the present generation."""
+
     phase: Phase = Phase.FORMING
     generation: Generation = Generation(0)
     elastic: bool = False
     size: int = 0
     full: int = 0
-    """Of the world as it began: what it grows back to."""
+    """World size with which the job began, and up to which it grows again."""
     wanted: int = 0
-    """As many ranks as a person wants at the most; 0: nobody has asked for fewer."""
+    """Largest number of ranks that an operator asked for; 0: no operator asked for fewer."""
     policy: Mandate = field(default_factory=Mandate)
     spares: int = 0
-    """Slots held back, as long as there are as many."""
+    """Number of slots that are held back as spares, if there are that many."""
     seats: dict[Rank, SlotId] = field(default_factory=dict)
-    """Where each rank lives or last lived."""
+    """The slot in which each rank runs or last ran."""
     members: dict[Rank, WorkerRecord] = field(default_factory=dict)
-    """The ranks that have a living worker. Changed by the methods below alone: who is where, and who is awaited, goes with it."""
+    """The ranks with a living worker. Only the methods below change it, because they keep the indexes and ``awaited``
+    up to date."""
     awaited: dict[Rank, None] = field(default_factory=dict)
-    """Members that have still to answer what all were told last: to be ready, to park, to resume; while all train, to finish. Kept as
-    the answers come, so that nobody has to look at all members for each of them."""
+    """Members that still have to answer the latest request: to be ready, to park, or to resume; in training, to finish.
+    It is kept up to date with each answer, so that no answer requires a search over all members."""
     retired: dict[Rank, None] = field(default_factory=dict)
-    """Ranks that had finished, and whose workers are gone: nobody misses them, unless the others have to recover once more."""
+    """Ranks that had finished and whose workers have exited. They are needed only if the others have to recover once
+    more."""
     _rank_at: dict[SlotId, Rank] = field(default_factory=dict)
-    """Of the members."""
+    """The rank in each member's slot."""
     _lost: dict[Rank, None] = field(default_factory=dict)
-    """While anybody is left."""
+    """Lost ranks, while any member is left."""
     _on_tray: dict[TrayId, dict[Rank, None]] = field(default_factory=dict)
-    """Whose seats are there, once all have one."""
+    """The ranks that have their slot on each tray, once all ranks have one."""
     plan: Plan | None = None
     layout: Generation = Generation(0)
-    """The generation in which the ranks got the shards that they have; 0: as the world began."""
+    """The generation in which the ranks received their shards; 0: as the world began."""
     old: OldWorld | None = None
-    """All were told to enter ``main`` again, and no gate has passed since."""
+    """The old world, if all ranks were told to enter ``main`` again and no gate has passed since."""
     trusted: Position | None = None
-    """State of later than this is not what it should be (`ReplicasDiffer`); None: all state is good. Until all compute again."""
+    """State from after this position is wrong (`ReplicasDiffer`); None: all state is good. Reset when all ranks compute
+    again."""
     unsure: bool = False
-    """Replicas differ, and nobody can say which are right: what is in memory is not to be trusted either, however early the step is."""
+    """Whether replicas differ and the right ones cannot be determined. Then no state in memory is trusted, however
+    early its step."""
     doubted: bool = False
-    """A newcomer has found its sources unlike each other: what is to be trusted is what they know to be good, if they know."""
+    """Whether a newcomer found that its sources differ. Then only state that the sources know to be good is trusted, if
+    they know any."""
     learned: int = 0
-    """Changes whenever a member tells what it can do."""
+    """Changes whenever a member reports its abilities."""
     restarts: int = 0
     reason: str = ""
     sizes: tuple[tuple[Step, int], ...] = ()
-    """`Plan.worlds`"""
+    """As `Plan.worlds`."""
     reached: Position = BEGIN
-    """The last step in which a worker was whose end was seen: it may be committed, as far as a restart knows."""
+    """The last step that a worker was in when its exit was seen. As far as a restart knows, it may be committed."""
     _committed: int = -1
-    """The last step that any plan has declared committed: a rollback, or a restart, takes nothing of that back."""
+    """The last step that any plan has declared committed. Neither a rollback nor a restart takes it back."""
 
     def next_generation(self) -> Generation:
+        """Advance to the next generation and return it."""
         self.generation = Generation(self.generation + 1)
         return self.generation
 
     @property
     def most(self) -> int:
-        """So far it grows by itself."""
+        """Number of ranks up to which the world grows by itself."""
         return min(self.wanted or self.full, self.full)
 
     def doubt(self) -> None:
-        """All members have parked: is there less to be trusted than they have?"""
+        """Lower ``trusted`` to the last unit that members know to be good, if a newcomer found that its sources differ.
+        Call it when all members have parked."""
         told = [record.parked.good for record in self.members.values() if record.parked is not None]
         known = max((good for good in told if good is not None), default=BEGIN)
         if self.doubted and self.trusted is None and known > BEGIN:
             self.trusted = known
 
     def trust(self) -> None:
-        """All compute again, from what was to be trusted, or begin anew."""
+        """Trust all state again, because all ranks compute from trusted state or the world begins anew."""
         self.trusted, self.unsure, self.doubted = None, False, False
 
     def ranks(self) -> list[Rank]:
         return [Rank(rank) for rank in range(self.size)]
 
     def lost(self) -> dict[Rank, SlotId]:
-        """Ranks without a worker, and where they were."""
+        """Return the ranks without a worker, and their last slots."""
         known = self.members or self.retired
         return {rank: self.seats[rank] for rank in (sorted(self._lost) if known else self.ranks())}
 
     @property
     def complete(self) -> bool:
+        """Whether every rank has a living worker or has retired."""
         return len(self.members) + len(self.retired) == self.size
 
     def first_on(self, tray: TrayId) -> Rank:
-        """The lowest rank that has, or had, its seat on a tray; rank 0 where there is none."""
+        """Return the lowest rank with its slot on a tray; rank 0 if there is none."""
         return min(self._on_tray.get(tray, ()), default=Rank(0))
 
     def rank_at(self, slot: SlotId) -> Rank | None:
-        """Which rank somebody holds there."""
+        """Return the rank of the member in a slot; None if there is none."""
         return self._rank_at.get(slot)
 
     def stateful(self) -> dict[Rank, WorkerRecord]:
+        """Return the members that have training state, ordered by rank."""
         return {rank: record for rank, record in sorted(self.members.items()) if record.stateful}
 
     def workers(self) -> tuple[Worker, ...]:
@@ -160,6 +171,7 @@ class World:
 
     # -- who is in it ----------------------------------------------------------------------------------------------
     def seat(self, rank: Rank, record: WorkerRecord) -> None:
+        """Give a rank to a worker."""
         slot, before = record.worker.slot, self.seats.get(rank)
         if before is not None:
             self._on_tray.get(tray_of(before), {}).pop(rank, None)
@@ -171,30 +183,31 @@ class World:
         self._lost.pop(rank, None)
 
     def lose(self, rank: Rank) -> None:
-        """Its worker takes no part any more; the seat stays the rank's."""
+        """Remove the worker of a rank, which takes no part any more. The rank keeps its slot."""
         record = self.members.pop(rank)
         self._lost[rank] = None
         self.awaited.pop(rank, None)
         del self._rank_at[record.worker.slot]
 
     def retire(self, rank: Rank) -> None:
-        """Its worker is gone, and all that it had to do is done."""
+        """Remove the worker of a rank that has finished."""
         self.lose(rank)
         del self._lost[rank]
         self.retired[rank] = None
 
     def miss_retired(self) -> None:
-        """There is something to recover: all ranks are needed for it."""
+        """Count retired ranks as lost, because a recovery needs all ranks."""
         self._lost.update(self.retired)
         self.retired.clear()
 
     def empty(self) -> None:
-        """Nobody is in it any more."""
+        """Remove all members."""
         for known in (self.members, self.retired, self.awaited, self._rank_at, self._lost, self._on_tray):
             known.clear()
 
     def renumber(self, ranks: Mapping[Rank, Rank]) -> None:
-        """Old rank -> new rank: who is not among them is in it no more. All are parked, so nobody is awaited."""
+        """Give ranks their new numbers (old -> new), and remove the ranks that are not listed. All members are parked,
+        so none is awaited."""
         members, seats = dict(self.members), dict(self.seats)
         self.empty()
         self.seats.clear()
@@ -205,24 +218,26 @@ class World:
 
     # -- what all are told -----------------------------------------------------------------------------------------
     def await_all(self) -> None:
+        """Expect an answer from every member."""
         self.awaited = dict.fromkeys(self.members)
 
     def answered(self, rank: Rank) -> bool:
-        """By one more. Whether by all."""
+        """Record the answer of a rank; return whether all ranks have answered."""
         self.awaited.pop(rank, None)
         return not self.awaited and self.complete
 
     def train(self) -> None:
-        """All compute."""
+        """Begin the training phase, because all ranks compute."""
         self.phase = Phase.TRAINING
         self.awaited = {rank: None for rank, record in self.members.items() if not record.finished}
 
     @property
     def some_have_finished(self) -> bool:
+        """Whether some ranks have finished while others still train."""
         return self.phase is Phase.TRAINING and len(self.awaited) < self.size
 
     def go_on_after(self, committed: Position) -> tuple[tuple[Step, int], ...]:
-        """With the size that it has now, what was never committed. Returns `sizes`."""
+        """Record that the present world commits the steps that were never committed before. Return `sizes`."""
         self._committed = max(self._committed, committed.step)
         first = Step(self._committed + 1)
         kept = tuple((since, size) for since, size in self.sizes if since < first)
@@ -233,13 +248,13 @@ class World:
 
     # -- what the last plan settled --------------------------------------------------------------------------------
     def torn(self) -> bool:
-        """A rollback was broken off before everyone had gone back."""
+        """Return whether a rollback was interrupted before all ranks had gone back."""
         if self.plan is None or self.plan.rollback is None:
             return False
         return any(record.resumed_in != self.plan.generation for record in self.stateful().values())
 
     def floor(self) -> tuple[Position, tuple[float, ...]]:
-        """What is committed at the least, and its gate."""
+        """Return the least position that is committed, and the values of its gate."""
         if self.plan is None:
             return BEGIN, ()
         if self.plan.rollback is not None and self.stateful() and not self.torn():
@@ -247,6 +262,7 @@ class World:
         return self.plan.committed, self.plan.gate
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if the world contradicts itself."""
         workers = self.workers()
         assert len(workers) == len(dict.fromkeys(workers)), "two ranks on one worker"
         slots = [worker.slot for worker in workers]

@@ -1,4 +1,4 @@
-"""``batch="scale_lr"``: another global batch, and the learning rates that go with it, are told to people once."""
+"""Notices about a changed global batch and its learning rates (``batch="scale_lr"``), each given once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ __all__ = ["BatchNotices"]
 
 @dataclass(slots=True)
 class BatchNotices:
+    """Gives one notice for each change of the global batch."""
+
     emit: Callable[[Command], None]
     _told: dict[tuple[Step, int], None] = field(default_factory=dict)
 
     def heard(self, event: BatchChanged) -> None:
-        """From every rank, and again where the step is done again."""
+        """Handle a report. Every rank sends one, and sends it again if the step is repeated."""
         if (event.step, event.batch) in self._told:
             return
         self._told[event.step, event.batch] = None

@@ -1,4 +1,5 @@
-"""How a world begins, for the first time or again: all ranks start in their seats, come to their first step, and train."""
+"""Beginning of a world, for the first time or again: all ranks start in their slots, reach their first step, and
+train."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ __all__ = ["Beginning"]
 
 @dataclass(slots=True)
 class Beginning:
+    """Starts all ranks, and lets them train when all have reached their first step."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -34,17 +37,19 @@ class Beginning:
     shifting: Shifting
     emit: Callable[[Command], None]
     early: Callable[[str, Sequence[Loss], int], None]
-    """Before anybody has computed a step, the world begins again."""
+    """Begins the world again before any rank has computed a step."""
     look_at_swaps: Callable[[int], None]
-    """A spare is ready."""
+    """Called when a spare is ready."""
     trained: Callable[[int], None]
-    """Everybody computes."""
+    """Called when all ranks compute."""
     stop: Stop
     setup_ms: int = -1
-    """So long the slowest worker took to its first step; -1: none has come there."""
+    """Time of the slowest worker from the beginning of ``main`` to its first step, in milliseconds; -1: no worker has
+    reached it."""
 
     def launch(self, because: str) -> None:
-        """Start every rank from the beginning. The plan goes first: the journal precedes anyone who runs."""
+        """Start every rank from the beginning. The plan is emitted first, so that it is in the journal before any
+        worker runs."""
         world = self.world
         generation = world.next_generation()
         world.phase = Phase.SETUP
@@ -90,14 +95,15 @@ class Beginning:
             self.emit(start)
 
     def elastic(self, at_ms: int) -> None:
-        """The first of these tells that the script is not a plain one."""
+        """Record that the script is not a plain one. The first `WorkerElastic` shows it."""
         self.world.elastic = True
         if self.world.phase is Phase.SETUP and self.finale.gone:
             told = named(list(self.finale.gone))
             self.early(f"{told} exited with code 0 before the first step", (), at_ms)
 
     def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
-        """``event`` is None for a rank that returned before its first step."""
+        """Record that a worker has reached its first step. ``event`` is None for a rank that returned before its first
+        step."""
         if event is not None:
             record.fixed, record.reenters, record.exact = event.fixed, event.reenters, event.exact
             record.shards = event.shards
@@ -105,7 +111,7 @@ class Beginning:
             self.world.learned += record.rank is not None
             self.recovery.learn_class(
                 record, event.replica_class
-            )  # told again once the first step has shown what differs
+            )  # sent again once the first step has shown which ranks differ
             if record.rank is not None and event.mesh and not self._adopt(event.mesh):
                 return
         if record.state is not WorkerState.STARTING:
@@ -120,11 +126,12 @@ class Beginning:
             self._all_ready(at_ms)
 
     def _adopt(self, axes: tuple[tuple[str, int], ...]) -> bool:
-        """The script has named its mesh; False: it cannot go on with it."""
+        """Use the mesh that the script has named. Return False, after stopping the job, if the job cannot go on with
+        it."""
         known = self.seating.mesh
         if math.prod([size for _, size in axes]) != self.world.size:
             if self.world.phase in IN_PLACE:
-                return True  # it was said before the world got another size, and is heard now
+                return True  # the report is from before the world changed its size
             shape = ",".join(f"{name}={size}" for name, size in axes)
             because = f"the script's mesh {shape} is not of {self.world.size} ranks"
             self.stop(2, because, remedy="leave one axis open (-1), or give --mesh and as many slots as it has ranks.")

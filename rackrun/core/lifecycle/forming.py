@@ -1,4 +1,4 @@
-"""From the first tray to a world: who is waited for, and which slots the ranks get."""
+"""Forming the world: how many trays are waited for, and which slots the ranks get."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class _Stop(Protocol):
 
 @dataclass(slots=True)
 class Forming:
+    """Waits for trays, and launches the world when there are enough."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -36,10 +38,10 @@ class Forming:
     launch: Callable[[str], None]
     stop: _Stop
     _waits: str = ""
-    """Why the ranks have no slots yet, which GPUs that are not fit now may change."""
+    """Why the ranks have no slots yet. GPUs that are unfit now may become fit and change that."""
 
     def joined(self, event: TrayJoined) -> None:
-        """One tray more, before the world is formed."""
+        """Handle a tray that joined before the world is formed."""
         joined = len(self.rack.trays)
         if joined >= self.config.trays_max:
             self._form(event.at_ms)
@@ -47,7 +49,8 @@ class Forming:
             self.emit(SetTimer(name=f"last-call:{joined}", at_ms=event.at_ms + self.config.last_call_ms))
 
     def joined_late(self, event: TrayJoined) -> None:
-        """What it tells of itself must not contradict what is known; else nobody starts there."""
+        """Handle a tray that joined after the world was formed. If its topology contradicts the known one, the tray is
+        not used."""
         try:
             self._learn(event.at_ms, event)
         except TopologyError as error:
@@ -55,11 +58,12 @@ class Forming:
             self.rack.devices.refuse(event.tray, event.slots, error.what)
 
     def look(self, at_ms: int) -> None:
-        """A GPU has become fit, or is no longer."""
+        """Try to form the world again, because a GPU has become fit or unfit."""
         if self._waits:
             self._form(at_ms)
 
     def timer(self, kind: str, at_ms: int) -> None:
+        """Form the world, or stop the job, when a time limit is over."""
         if self.world.phase is not Phase.FORMING:
             return
         wanted, joined = self.config.trays_min, len(self.rack.trays)
@@ -68,7 +72,7 @@ class Forming:
         elif kind == "fit" and self._waits:
             because = f"{self._waits}; for {self.config.join_timeout_ms} ms not fit: {self.rack.unfit()}"
             self.stop(3, because, remedy=_REMEDY)
-        elif kind == "join" and joined < wanted:  # else the last call is under way
+        elif kind == "join" and joined < wanted:  # otherwise the last call is running
             named = "".join(f"{', ' if number else ': '}{tray}" for number, tray in enumerate(sorted(self.rack.trays)))
             self.stop(
                 3,

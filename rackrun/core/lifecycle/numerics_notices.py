@@ -1,5 +1,7 @@
-"""Workers that compute with other hardware, libraries or settings than the rest are told of: where they take part nobody is promised the same
-bits. Nothing is stopped for that."""
+"""Notices about workers whose hardware, libraries or settings differ from the others'.
+
+Where such workers take part, equal bits are not promised. Nothing is stopped for that.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,25 @@ from rackrun.protocol.ids import SlotId
 __all__ = ["NumericsNotices", "differences"]
 
 _NOTICES_MAX = 16
-"""A fleet of many kinds is told of, not listed."""
+"""Largest number of notices: a fleet of many kinds is reported, not listed in full."""
 Numerics = tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True)
 class NumericsNotices:
+    """Compares the numerics of all workers with those of the first."""
+
     emit: Callable[[Command], None]
     _known: Numerics = ()
-    """Of the first worker that has said."""
+    """Numerics of the first worker that reported them."""
     _whose: SlotId | None = None
     _told: dict[str, None] = field(default_factory=dict)
 
     def heard(self, event: WorkerReady) -> None:
-        """Whether it has a rank, or is a spare. Each difference is told once, whoever has it."""
+        """Compare a worker's numerics, whether it is a rank or a spare. Each difference is reported once."""
         if not event.numerics:
             return
-        if self._whose is None or self._whose == event.slot:  # a script may have changed a setting since
+        if self._whose is None or self._whose == event.slot:  # the script may have changed a setting since then
             self._known, self._whose = event.numerics, event.slot
             return
         different = differences(event.numerics, self._known, "there")
@@ -45,7 +49,10 @@ class NumericsNotices:
 
 
 def differences(one: Numerics, other: Numerics, where: str) -> str:
-    """``GPU H200 (there H100), driver 580.95 (there 580.65)``: of what both have said; "" when that is the same. ``where``: the ``other`` is."""
+    """Describe the entries that both report and that differ; "" if there are none.
+
+    For example ``GPU H200 (there H100), driver 580.95 (there 580.65)``. ``where`` names the place of ``other``.
+    """
     known = dict(other)
     return ", ".join(
         f"{name} {value} ({where} {known[name]})" for name, value in one if known.get(name, value) != value

@@ -1,4 +1,4 @@
-"""The whole world begins again: all that runs is ended, then every rank starts where there is a slot for it."""
+"""Restart of the whole world: all workers are ended, then every rank starts in a free slot."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ __all__ = ["Restart", "Stop"]
 
 
 class Stop(Protocol):
+    """Stops the job; see `StopJob`."""
+
     def __call__(
         self,
         exit_code: int,
@@ -36,6 +38,8 @@ class Stop(Protocol):
 
 @dataclass(slots=True)
 class Restart:
+    """Ends all workers and launches the world again."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -43,15 +47,15 @@ class Restart:
     outlook: Outlook
     emit: Callable[[Command], None]
     launch: Callable[[str], None]
-    """Start every rank in its seat, for this reason."""
+    """Starts every rank in its slot, for this reason."""
     await_fit: Callable[[str], None]
-    """Tell that this waits for what may not be used yet."""
+    """Reports that the restart waits for GPUs that are unfit now."""
     relent: Callable[[], bool]
-    """What was being drained is there to be used."""
+    """Makes slots that are being drained usable again; returns whether there were any."""
     stop: Stop
 
     def begin(self, because: str, loss: Loss | None, at_ms: int) -> None:
-        """As soon as all that runs has ended; without a restart left the job stops."""
+        """Restart as soon as all workers have exited. If no restart is left, the job stops."""
         world = self.world
         if world.restarts >= self.config.max_restarts:
             self._none_left(because, loss)
@@ -66,13 +70,14 @@ class Restart:
         self.look()
 
     def early(self, because: str, losses: Sequence[Loss], at_ms: int) -> None:
-        """Nobody has computed a step, or nobody tells of steps: there is no choice."""
+        """Restart without a decision, because no rank has computed a step or the script does not report steps."""
         if self.world.restarts < self.config.max_restarts:
             self._tell(because, losses)
         self.begin(because, losses[0] if losses else None, at_ms)
 
     def look(self) -> None:
-        """Somebody has ended, or hardware has come."""
+        """Launch the world if all workers have exited and there are slots. Called when a worker has exited or hardware
+        has come."""
         if self.rack.occupants:
             return
         world = self.world
@@ -89,11 +94,12 @@ class Restart:
         self.launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
 
     def _returning(self) -> bool:
-        """Lost trays come back, and then there may be room."""
+        """Return whether lost trays come back that could give enough slots."""
         returning = sum(self.rack.returning.values())
         return returning > 0 and len(self.rack.slots()) + returning >= self.world.size
 
     def no_slots(self) -> None:
+        """Stop the job because there are too few slots."""
         world = self.world
         against = "; ".join(f"{slot}: {why}" for slot, why in self.rack.devices.against().items())
         left = f"{len(self.rack.slots())} are left on {len(self.rack.trays)} trays"
@@ -107,7 +113,7 @@ class Restart:
         scripts = loss is not None and loss.exit is not None and is_scripts(loss.exit)
         failure = loss.failure if loss is not None else None
         remedy = "see the traceback." if scripts else "raise --max-restarts, or look at the health of the hardware."
-        if failure is not None and failure.type == "rackrun.errors.StateLost":  # it knows better what to do
+        if failure is not None and failure.type == "rackrun.errors.StateLost":  # it brings its own remedy
             what, _, remedy = failure.message.partition(" Remedy: ")
             because = f"{because}: {what.rstrip('.')}"
         self.stop(

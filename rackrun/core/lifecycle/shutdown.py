@@ -1,4 +1,4 @@
-"""The end of a job that nothing has ended: all ranks return, or somebody wants it to stop at the next step boundary."""
+"""End of a job without a failure: all ranks return, or the job is asked to stop at the next step boundary."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from rackrun.protocol.job_config import JobConfig
 __all__ = ["DRAIN_MS", "EXITS_MS", "Finale", "ended_well"]
 
 DRAIN_MS = 60_000
-"""From a request to stop until the job is ended without waiting any longer."""
+"""Milliseconds from a request to stop until the job is ended without further waiting."""
 
 EXITS_MS = 2_400_000
-"""From the release until the job is ended without waiting any longer. Agents find who hangs long before (`rackrun.agent.tray.worker_liveness`)."""
+"""Milliseconds from the release until the job is ended without further waiting. Agents detect hanging workers long
+before (`rackrun.agent.tray.worker_liveness`)."""
 
 
 @dataclass(slots=True)
 class Finale:
+    """Ends the job."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -34,17 +37,18 @@ class Finale:
     stop: Stop
     stopping: StopRequested | None = None
     _by_departure: bool = False
-    """Because all trays are told to leave: who asks then is still the first."""
+    """Whether the stop was caused by the departure of all trays. An operator's request then still counts as the
+    first."""
     gone: dict[Rank, None] = field(default_factory=dict)
-    """Ranks that have ended well: of a plain script, or after the release."""
+    """Ranks that have exited well: those of a plain script, or after the release."""
     _released_ms: int = 0
     _ended_in_ms: int = 0
-    """So long the slowest rank that has ended took, from the release."""
+    """Time from the release until the slowest of the ended ranks exited, in milliseconds."""
     _idle: PeerTimes = field(default_factory=PeerTimes)
-    """Ranks that were released, and show no sign of life."""
+    """Reports of released ranks that show no sign of life."""
 
     def look(self, at_ms: int) -> None:
-        """Once every rank has finished, all are released."""
+        """Release all workers if every rank has finished."""
         world = self.world
         if world.phase is not Phase.TRAINING or world.awaited:
             return
@@ -58,20 +62,20 @@ class Finale:
         self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + max(self.config.join_timeout_ms, EXITS_MS)))
 
     def plain_ended(self, losses: Sequence[Loss]) -> None:
-        """Ranks of a script without steps have exited with code 0."""
+        """Handle ranks of a plain script that exited with code 0."""
         self._go(losses)
         if len(self.gone) == self.world.size:
             self.stop(0, f"all {self.world.size} ranks exited with code 0")
 
     def ended(self, losses: Sequence[Loss]) -> None:
-        """Ranks that were released have exited."""
+        """Handle released ranks that have exited."""
         for loss in losses:
             self._go([loss])
             if loss.exit is not None:
                 self._ended_in_ms = max(self._ended_in_ms, loss.exit.at_ms - self._released_ms)
             if not ended_well(loss):
                 if loss.exit is None or not is_scripts(loss.exit):
-                    self._tell_gone([loss])  # all that it had to do is done
+                    self._tell_gone([loss])  # its work was done
                     continue
                 self.stop(
                     1,
@@ -90,7 +94,7 @@ class Finale:
         because: str,
         fence: Callable[[WorkerRecord, str], Command],
     ) -> None:
-        """A worker that was released does not end: nobody waits for it, when its time is over or the times of the others say so."""
+        """Fence a released worker that does not exit, if its limit or the times of the others show that it hangs."""
         if event.early and (record.rank is None or not self._hangs(record.rank, event)):
             return
         self.emit(fence(record, because))
@@ -101,7 +105,8 @@ class Finale:
             self._look_for_the_end()
 
     def _hangs(self, rank: Rank, event: WorkerStalled) -> bool:
-        """At least half of the ranks have ended, all others are idle, this one for three times as long as the slowest took."""
+        """Return whether an idle rank hangs: at least half of the ranks have exited, all others are idle, and this rank
+        has been idle for three times as long as the slowest took to exit."""
         self._idle.add(rank, event)
         idle, there = self._idle.idle(event.at_ms), self.world.members
         if any(one not in idle for one in there) or 2 * len(there) > len(there) + len(self.gone):
@@ -109,7 +114,7 @@ class Finale:
         return hangs(event.for_ms, [self._ended_in_ms])
 
     def retired(self, losses: Sequence[Loss], at_ms: int) -> None:
-        """Ranks that had finished are gone, while others have not."""
+        """Handle ranks that had finished and have exited while others still train."""
         self._tell_gone(losses)
         self.look(at_ms)
         if self.world.phase is Phase.ENDING:
@@ -117,7 +122,7 @@ class Finale:
 
     def _look_for_the_end(self) -> None:
         if len(self.gone) + len(self.world.retired) < len(self.world.seats):
-            return  # to look at all ranks for each that is gone would take the square of them
+            return  # avoids a search over all ranks for each exit
         if self.world.phase is Phase.ENDING and not self.not_gone():
             because = self.stopping.because if self.stopping else self.world.reason
             self.stop(self.stopping.exit_code if self.stopping else 0, because)
@@ -127,18 +132,19 @@ class Finale:
             self.emit(Notice(text=f"rank {loss.record.rank} had finished training, and is gone: {loss.because}"))
 
     def not_gone(self) -> list[SlotId]:
+        """Return the slots of the ranks that have not exited."""
         there = {**self.gone, **self.world.retired}
         return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in there]
 
     # -- somebody wants it to stop ---------------------------------------------------------------------------------
     def departed(self, event: StopRequested, *, may_drain: bool) -> None:
-        """All trays are told to leave."""
+        """Stop the job because all trays are told to leave."""
         if self.stopping is None:
             self.requested(event, may_drain=may_drain)
             self._by_departure = True
 
     def requested(self, event: StopRequested, *, may_drain: bool) -> None:
-        """At the next step boundary if ``may_drain``; a second request does not wait for it."""
+        """Stop the job: at the next step boundary if ``may_drain``, and at once on a second request."""
         world = self.world
         if self._by_departure and self.stopping is not None and world.phase is not Phase.ENDING:
             self.stopping, self._by_departure = event, False
@@ -146,7 +152,7 @@ class Finale:
         if self.stopping is not None or not (may_drain or world.phase is Phase.ENDING):
             self.stop(event.exit_code, event.because)
             return
-        if world.phase is Phase.ENDING:  # it ends anyway
+        if world.phase is Phase.ENDING:  # the job ends anyway
             self.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
             return
         self.stopping = event
@@ -155,11 +161,12 @@ class Finale:
             self.drain()
 
     def drain(self) -> None:
-        """All train: if somebody wants the job to stop, now is the time to tell them."""
+        """If a stop was requested, tell all workers to leave the step loop. Called when all train."""
         if self.stopping is not None:
             self.emit(DrainWorkers(workers=self.world.workers(), because=self.stopping.because))
 
     def overdue(self) -> None:
+        """Stop without waiting for the step boundary any longer."""
         if self.stopping is not None:
             self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
 
@@ -172,5 +179,6 @@ class Finale:
 
 
 def ended_well(loss: Loss) -> bool:
+    """Return whether a worker exited with code 0, without a signal or an exception."""
     event = loss.exit
     return event is not None and event.exit_code == 0 and not event.signal and event.failure is None

@@ -1,1 +1,1 @@
-"""The whole core behind one door: events in, commands out."""
+"""The whole core behind one entry point: events in, commands out."""

@@ -1,6 +1,6 @@
-"""The whole core behind one door: events in, commands out, and a view for whoever looks on.
+"""`ControlPlane`, the core's entry point: events in, commands out, and a view of the job for status pages.
 
-Everything here is a pure function of the configuration and the events so far. Time is ``event.at_ms``.
+Everything here is a pure function of the configuration and the events so far. The time is ``event.at_ms``.
 """
 
 from __future__ import annotations
@@ -71,39 +71,46 @@ __all__ = ["ControlPlane", "RankView", "SpareView", "TrayView", "View"]
 
 
 _OF_A_START = (WorkerReady, WorkerElastic)
+"""Events that a spare sends when it starts. They say nothing about the members."""
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank on the status page."""
+
     rank: Rank
     slot: SlotId
     incarnation: Incarnation | None
-    """None while nobody holds the rank."""
+    """The worker that holds the rank; None while no worker does."""
     state: str
 
 
 class SpareView(msgspec.Struct, frozen=True, kw_only=True):
+    """One spare on the status page."""
+
     slot: SlotId
     incarnation: Incarnation
     state: str
 
 
 class TrayView(msgspec.Struct, frozen=True, kw_only=True):
+    """One tray on the status page."""
+
     tray: TrayId
     host: str
     slots: int
     quarantined: tuple[SlotId, ...]
     against: dict[SlotId, str]
-    """What is known to be wrong with its GPUs."""
+    """Known problems of its GPUs, by slot."""
     withdrawn: dict[SlotId, str] = {}
-    """Slots that are drained, or about to be, and why."""
+    """Slots that are drained or about to be, each with the reason."""
     unjudged: str = ""
-    """What of its GPUs is not judged, and why."""
+    """Which GPU checks are ignored on this tray, and why."""
     rack: str = ""
-    """Its chassis serial."""
+    """The serial number of its chassis."""
     clique: str = ""
-    """NVLink clique; of a tray that is cut into several, its first."""
+    """Its NVLink clique; the first one, if the tray is divided among several."""
     keepers: tuple[TrayId, ...] = ()
-    """Who keeps copies or parity of its snapshots."""
+    """The trays that keep copies or parity of its snapshots."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,20 +121,22 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     world_size: int
     most: int
-    """Ranks that the world grows to by itself."""
+    """Number of ranks up to which the world grows by itself."""
     policy: str
-    """By which failures are answered, as options of the launcher."""
+    """The active policy, as options of the launcher."""
     restarts: int
     committed: Position
-    """Of the last plan: the core is not told of every step."""
+    """The last committed unit of the latest plan. The core is not informed of every step."""
     reason: str
-    """Of the last decision."""
+    """The reason of the latest decision."""
     ranks: tuple[RankView, ...]
     spares: tuple[SpareView, ...]
     trays: tuple[TrayView, ...]
 
 
 class ControlPlane:
+    """The core of one job, driven by `handle`."""
+
     def __init__(self, config: JobConfig) -> None:
         self._out: list[Command] = []
         self._began = False
@@ -137,11 +146,12 @@ class ControlPlane:
         self._forget_members = self._job.recovery.parked_members.forget
 
     def begin(self, at_ms: int) -> Sequence[Command]:
-        """The job's time starts (with the first event, if nobody calls this): trays may join from now on."""
+        """Start the job's time: trays may join from now on. Without this call, the first event does it."""
         return self.handle(TimerFired(name="begin", at_ms=at_ms))
 
     def handle(self, event: Event) -> Sequence[Command]:
-        """What to do about ``event``, in this order. What is no longer (or not yet) of interest is ignored."""
+        """Return the commands that follow from ``event``, in order. Events that are too early or too late are
+        ignored."""
         if not self._began:
             self._began = True
             self._out.append(SetTimer(name="join", at_ms=event.at_ms + self._config.join_timeout_ms))
@@ -190,7 +200,7 @@ class ControlPlane:
             case RackDelivered() | RackRefused() | RackPreempted():
                 self._provider_says(event)
             case CostsMeasured():
-                pass  # the meter has heard it
+                pass  # the meter has recorded it
             case JournalFailed():
                 because = f"generation {self._job.world.generation} could not be persisted: {event.because}"
                 self._job.stop(3, because, remedy="free disk space where the journal is kept, and start again.")
@@ -222,7 +232,7 @@ class ControlPlane:
         if record is None:
             return
         if record.rank is None and isinstance(event, _OF_A_START) and record.alive:
-            self._of_living(event, record)  # which says nothing of the members
+            self._of_living(event, record)  # these events say nothing about the members
             return
         self._forget_members()
         if isinstance(event, WorkerExited):
@@ -232,11 +242,11 @@ class ControlPlane:
         elif isinstance(event, SnapshotMirrored | SnapshotStriped) and not record.lied:
             self._job.recovery.sources.heard(
                 record, event
-            )  # copies outlive it; nothing else of who is condemned counts
+            )  # copies outlive the worker; nothing else from a condemned worker counts
         self._forget_members()
 
     def _of_living(self, event: WorkerEvent, record: WorkerRecord) -> None:
-        match event:  # what comes from every rank at once comes first
+        match event:  # events that all ranks send at once are matched first
             case WorkerParked():
                 self._job.recovery.parked(record, event)
             case WorkerResumed():
@@ -278,7 +288,7 @@ class ControlPlane:
     def _tray_lost(self, tray: TrayId, because: str, at_ms: int, *, returns: bool = False) -> None:
         if tray not in self._rack.trays:
             if self._rack.returning.pop(tray, None) and self._job.world.phase is not Phase.STOPPED:
-                self._job.slot_empty(at_ms)  # who waits for it is to look again
+                self._job.slot_empty(at_ms)  # whatever waits for the tray has to be checked again
             return
         address = self._rack.trays[tray].snapshots
         if (why := self._rack.departing.get(tray)) is not None:
@@ -303,7 +313,7 @@ class ControlPlane:
             self._job.lost([loss], event.at_ms)
 
     def _stands_still(self, event: WorkerStalled | WorkerBusy, record: WorkerRecord) -> None:
-        """A member's stall is a matter of the world; a spare's is its own."""
+        """Handle a worker without progress. A member's stall concerns the whole world, a spare's only itself."""
         if isinstance(event, WorkerBusy):
             if record.rank is not None:
                 self._job.recovery.standstill.works(record, event)
@@ -333,12 +343,13 @@ class ControlPlane:
             self._job.recovery.standstill.stalled(record, event)
 
     def _hangs_in_setup(self, event: WorkerStalled, record: WorkerRecord) -> bool:
-        """Of a spare that is idle there."""
+        """Return whether an idle spare hangs in its setup, by the setup times of other workers."""
         known_ms = self._job.beginning.setup_ms
         return record.state is WorkerState.STARTING and known_ms >= 0 and hangs(event.for_ms, [known_ms])
 
     # -- looking on ------------------------------------------------------------------------------------------------
     def view(self) -> View:
+        """Return the job as a status page shows it."""
         world, rack, seating = self._job.world, self._rack, self._job.seating
         racks, cliques = seating.racks(), seating.cliques()
         keepers = keepers_of(world.plan) if world.plan else {}
@@ -382,7 +393,7 @@ class ControlPlane:
         return RankView(rank=rank, slot=slot, incarnation=record.worker.incarnation, state=state)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the core contradicts itself. Tests call it after every event."""
+        """Raise AssertionError if the core contradicts itself. Tests call it after every event."""
         self._rack.check_invariants()
         self._job.world.check_invariants()
         self._job.shifting.check_invariants()
@@ -390,6 +401,7 @@ class ControlPlane:
 
 
 def _up_to_the_end(commands: Sequence[Command]) -> tuple[Command, ...]:
-    """One event may bring several reasons to act: after the one that ends the job there is nobody to act on the others."""
+    """Return the commands up to the one that ends the job. One event may give several reasons to act, and the later
+    ones no longer matter."""
     end = next((at for at, command in enumerate(commands) if isinstance(command, StopJob)), len(commands))
     return tuple(commands[: end + 1])

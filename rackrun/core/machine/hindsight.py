@@ -1,7 +1,7 @@
-"""A job told afterwards: where its ranks sit and how its hardware is, from its events and commands. Nothing is decided here.
+"""Reconstruction of a job's placement and hardware state from its events and commands, without deciding anything.
 
-The parts that decide while a job runs (`RackMachine`, `Triage`, `Seating`) are brought to where they stood; what is asked of them
-now has the answer that the job would have had.
+The parts that decide in a running job (`RackMachine`, `Triage`, `Seating`) are brought to the state that they had.
+Questions put to them now have the answers that the job would have had.
 """
 
 from __future__ import annotations
@@ -68,26 +68,30 @@ EVENTS = (
     LossNotRepeated,
 )  # fmt: skip
 COMMANDS = (StartWorker, CondemnWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
-"""With `EVENTS`, all that is listened to."""
+"""Together with `EVENTS`, everything that `Hindsight` evaluates."""
 
 Trouble: TypeAlias = Literal["", "lost", "out", "quarantined", "drained", "failing", "unfit", "withheld"]
-"""``lost``: its tray, or the worker that held its rank; ``out``: a verdict took it out of use; ``quarantined``: it lost too many workers;
-``drained``: a person, or its tray's notice, wants nobody there; ``failing``: on its way out; ``unfit``: not to be taken into use now; ``withheld``: a verdict that nobody acts on."""
+"""What is wrong with a slot.
+
+``lost``: its tray, or the worker that held its rank, is lost. ``out``: a verdict took it out of use. ``quarantined``:
+it lost too many workers. ``drained``: an operator, or its tray's notice, took it out of use. ``failing``: its GPU is
+failing but still works. ``unfit``: it must not be taken into use now. ``withheld``: a verdict that is not acted on.
+"""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one slot."""
+    """State of one slot."""
 
     slot: SlotId
     rank: Rank | None = None
     spare: Literal["", "starting", "ready"] = ""
     trouble: Trouble = ""
     why: str = ""
-    """What is known of it, if anything."""
+    """What is known of the problem; "": nothing."""
 
 
 class Sat(NamedTuple):
-    """A rank came to a slot, or was started there again."""
+    """A rank moved to a slot, or was started there again."""
 
     generation: Generation
     at_ms: int
@@ -96,7 +100,7 @@ class Sat(NamedTuple):
 
 @dataclass(slots=True)
 class Hindsight:
-    """Tell it events and commands in their order, then `finish`."""
+    """State of a job at some moment. Pass events and commands to it in their order, then call `finish`."""
 
     config: JobConfig
     rack: RackMachine = field(default_factory=RackMachine)
@@ -104,22 +108,22 @@ class Hindsight:
     triage: Triage = field(init=False)
     slowness: Slowness = field(init=False)
     said: list[Command] = field(default_factory=list)
-    """What triage says once more: the job's own notices about its hardware."""
+    """Notices about the hardware that triage emits again."""
     generation: Generation = Generation(0)
     seats: dict[Rank, SlotId] = field(default_factory=dict)
     sat: dict[Rank, list[Sat]] = field(default_factory=dict)
     lost: dict[TrayId, str] = field(default_factory=dict)
-    """Trays that are gone, and why."""
+    """Lost trays, each with the reason."""
     spares_wanted: int = 0
     broken: str = ""
-    """A bound group that sits in several cliques, or what trays contradict each other about."""
+    """Which bound group spans several cliques, or on what trays contradict each other; "": nothing."""
     over: StopJob | None = None
     _trays: dict[TrayId, TrayJoined] = field(default_factory=dict)
-    """All that have ever joined."""
+    """All trays that have ever joined."""
     _gone: dict[SlotId, str] = field(default_factory=dict)
-    """How the last worker of a slot ended."""
+    """How the last worker of each slot ended."""
     _left: dict[SlotId, WorkerRecord] = field(default_factory=dict)
-    """Who has ended as it should: it is shown where it was."""
+    """Workers that exited as they should; they are shown in their slots."""
     _elastic: bool = False
     _differed: Generation = Generation(0)
 
@@ -130,6 +134,7 @@ class Hindsight:
 
     # -- what happened
     def heard(self, event: Event) -> None:
+        """Apply an event."""
         if self.over is not None:
             return
         self.rack.now_ms = event.at_ms
@@ -190,7 +195,8 @@ class Hindsight:
             suspect(event, self.rack.devices, there)
 
     def _begins(self) -> bool:
-        """Some ranks have still to come to their first step, as far as is known: what others tell of it is not heard yet."""
+        """Return whether some ranks, as far as known, have not reached their first step. Reports about replicas are
+        ignored until then."""
         there = [self.rack.occupants.get(slot) for slot in self.seats.values()]
         return any(record is not None and record.alive and record.state is WorkerState.STARTING for record in there)
 
@@ -208,6 +214,7 @@ class Hindsight:
                 self._learn_late(joined)
 
     def told(self, command: Command, at_ms: int) -> None:
+        """Apply a command that the core emitted at ``at_ms``."""
         match command:
             case StartWorker():
                 rank = None if command.spare else command.rank
@@ -235,7 +242,7 @@ class Hindsight:
                 pass
 
     def finish(self) -> None:
-        """That was all."""
+        """Complete the reconstruction after the last event and command."""
         mesh = self.seating.mesh
         if not self.generation:
             self._learn(list(self._trays.values()), 0)
@@ -251,7 +258,7 @@ class Hindsight:
         self._elastic |= not isinstance(event, WorkerFinished)
         if isinstance(event, WorkerReady) and event.mesh and record.rank is not None:
             if math.prod(size for _, size in event.mesh) != len(self.seats):
-                return  # the job stops for that
+                return  # the job stops because of this
             mesh = Mesh.of(dict(event.mesh))
             if self.seating.mesh != mesh:
                 self.seating.adopt(mesh, self.seats)
@@ -317,7 +324,8 @@ class Hindsight:
 
     # -- what it looks like
     def topology(self) -> Topology:
-        """Of all trays that have ever joined. When none has told of itself: one rack of them, without cliques."""
+        """Return the topology of all trays that have ever joined. If none has reported one: a single rack of them
+        without cliques."""
         if self.seating.board is not None:
             return self.seating.board.topology
         trays = tuple(
@@ -331,7 +339,8 @@ class Hindsight:
         return Topology.of([Rack(serial="", trays=trays)] if trays else [])
 
     def standings(self) -> dict[SlotId, Standing]:
-        """Of every slot: as the topology has them, then what is in none: a rank's last slot may be there no more."""
+        """Return the state of every slot: those of the topology first, then others, because a rank's last slot may no
+        longer exist."""
         every = chain((SlotId(seat.slot) for seat in self.topology().seats), self.rack.slots(), self.seats.values())
         ranks = {slot: rank for rank, slot in self.seats.items()}
         return {slot: self._standing(slot, ranks.get(slot)) for slot in dict.fromkeys(every)}
@@ -388,11 +397,12 @@ class Hindsight:
 
     # -- what would be
     def ready(self) -> list[SlotId]:
+        """Return the slots of ready spares."""
         return [record.worker.slot for record in self.rack.ready_spares()]
 
     def successors(self, rank: Rank, most: int = 4) -> list[Staff]:
-        """Who takes over when ``rank`` is lost now, beside all that are lost already; then who does if that spare is lost too, and so
-        on."""
+        """Return who would take over if ``rank`` were lost now, in addition to all lost ranks; then who would if that
+        spare were lost too, and so on."""
         standings = self.standings()
         lost = [one for one, slot in self.seats.items() if standings[slot].trouble == "lost" and one != rank]
         ready = self.ready()
@@ -407,5 +417,5 @@ class Hindsight:
         return found
 
     def leaving(self) -> dict[Rank, SlotId]:
-        """Ranks that are to leave a failing GPU at the next step boundary, and for where."""
+        """Return the ranks that should leave a failing GPU at the next step boundary, and their new slots."""
         return self.seating.leaving(self.seats, self.ready())

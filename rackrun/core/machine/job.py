@@ -1,7 +1,8 @@
-"""The job: it starts the world, and says what an event is: a loss to recover from, a reason to begin again, or the end.
+"""The job: decides what each event means: a loss to recover from, a reason to begin again, or the end.
 
-How a world is formed is `rackrun.core.lifecycle.forming`, how it begins `rackrun.core.lifecycle.beginning`, recovery in place (a swap) `rackrun.core.recovery.recovery`, a new start of all
-`rackrun.core.lifecycle.restart`, the end `rackrun.core.lifecycle.shutdown`; this is what stands around them.
+This module connects the others: `rackrun.core.lifecycle.forming` forms a world, `rackrun.core.lifecycle.beginning`
+begins it, `rackrun.core.recovery.recovery` recovers in place (a swap), `rackrun.core.lifecycle.restart` starts all
+workers anew, and `rackrun.core.lifecycle.shutdown` ends the job.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ __all__ = ["JobMachine"]
 
 @dataclass(slots=True)
 class JobMachine:
+    """All parts of one job, and the events that concern more than one of them."""
+
     config: JobConfig
     rack: RackMachine
     emit: Callable[[Command], None]
@@ -171,7 +174,7 @@ class JobMachine:
 
     # -- trays and timers ------------------------------------------------------------------------------------------
     def joined(self, event: TrayJoined) -> None:
-        """A tray's slots have become free."""
+        """Handle a tray that joined: its slots are free."""
         if self.world.phase is Phase.FORMING:
             self.forming.joined(event)
             return
@@ -179,7 +182,7 @@ class JobMachine:
         self.slot_empty(event.at_ms)
 
     def described(self, event: TrayDescribed) -> None:
-        """A tray that has joined knows its place only now."""
+        """Handle the late topology of a tray that has already joined."""
         known = self.rack.trays.get(event.tray)
         if known is None:
             return
@@ -190,6 +193,7 @@ class JobMachine:
             self.hardware_changed(event.at_ms)
 
     def timer(self, name: str, at_ms: int) -> None:
+        """Pass an expired timer to the part that set it, by the first part of its name."""
         kind, _, number = name.partition(":")
         if kind in ("join", "last-call", "fit"):
             self.forming.timer(kind, at_ms)
@@ -223,7 +227,7 @@ class JobMachine:
 
     # -- restart -----------------------------------------------------------------------------------------------------
     def _begin_again(self, because: str, losses: Sequence[Loss], at_ms: int) -> None:
-        """Nobody has computed a step."""
+        """Restart the world before any step was computed."""
         self._restart.early(because, losses, at_ms)
 
     def restart(self, because: str, loss: Loss | None, at_ms: int) -> None:
@@ -245,6 +249,7 @@ class JobMachine:
         return self.acquiring.patient(at_ms)
 
     def _exits_overdue(self) -> None:
+        """Stop the job if workers did not exit in time during a restart or at the end."""
         if self.world.phase not in (Phase.RESTARTING, Phase.ENDING):
             return
         if not self.rack.occupants and self.world.phase is Phase.RESTARTING:
@@ -262,7 +267,8 @@ class JobMachine:
 
     # -- losses ----------------------------------------------------------------------------------------------------
     def lost(self, losses: Sequence[Loss], at_ms: int) -> None:
-        """Workers are gone that nobody had condemned. They belong together: one event brought them."""
+        """Handle workers that were lost without having been condemned. They belong together: one event reported
+        them."""
         members = [loss for loss in losses if loss.record.rank is not None]
         if members:
             self._members_lost(members, at_ms)
@@ -272,12 +278,12 @@ class JobMachine:
         if self.world.phase is not Phase.SETUP:
             self.recovery.unbuilt(record, event)
         elif event.generation == self.world.generation and record.rank is not None:
-            # all had come by then, and the others may wait for this rank in NCCL, which nothing ends but their own end
+            # All ranks were there, and the others may wait for this rank in NCCL; only ending them ends that wait.
             because = f"could not build its groups ({event.because})"
             self._restart.early(f"rank {record.rank} {because}", [Loss(record=record, because=because)], event.at_ms)
 
     def slot_empty(self, at_ms: int) -> None:
-        """A worker has ended: there may be room for what waits for it."""
+        """A slot may be free: let whatever waits for one continue."""
         match self.world.phase:
             case Phase.FORMING:
                 self.forming.look(at_ms)
@@ -323,13 +329,13 @@ class JobMachine:
         )
 
     def _with_held(self, losses: Sequence[Loss]) -> list[Loss]:
-        """And those that failed before, and waited for others to fail alike."""
+        """Return these losses together with the earlier ones that waited for others to fail in the same way."""
         held = {rank: loss for rank, loss in self.start_bugs.losses.items() if loss not in losses}
         self.start_bugs.forget()
         return sorted([*held.values(), *losses], key=lambda loss: loss.record.rank or 0)
 
     def _bugs_overdue(self, at_ms: int) -> None:
-        """The others start, or have not failed yet: it is not all of them."""
+        """Restart, because the other ranks have started or not failed: the script does not fail on all of them."""
         losses = [*self.start_bugs.losses.values()]
         if self.world.phase is Phase.SETUP and losses:
             self.start_bugs.forget()
@@ -337,12 +343,14 @@ class JobMachine:
             self._restart.early(f"{told} lost ({_because(losses[0])}) before the first step", losses, at_ms)
 
     def _may_convict(self, loss: Loss) -> bool:
-        """A plain script's errors are answered as torchrun does: by starting again."""
+        """Return whether a loss may be blamed on the script. A plain script's errors lead to a restart, as under
+        torchrun."""
         failure = loss.exit.failure if loss.exit else None
         return self.world.elastic or (failure is not None and failure.type in MISUSES)
 
     def _convicted(self, loss: Loss) -> bool:
-        """Trying again would only fail again: stop, and say whose error it is."""
+        """Stop the job if the script is to blame for this loss, because another attempt would fail again. Return
+        whether it stopped."""
         rank = loss.record.rank
         if loss.exit is None or rank is None:
             return False
@@ -355,37 +363,39 @@ class JobMachine:
         if ended_well(loss):
             because = f"{because} (exited with code 0 before training was finished)"
         remedy = remedy_for(loss.exit) or "see the traceback of that rank."
-        if " Remedy: " in because:  # our own errors bring theirs
+        if " Remedy: " in because:  # rackrun's own errors contain their remedy
             remedy = ""
         self.stop(1, because, remedy=remedy, failure=loss.failure, rank=rank)
         return True
 
     # -- hardware --------------------------------------------------------------------------------------------------
     def fence(self, slots: Sequence[SlotId], because: str, at_ms: int) -> None:
-        """Whoever is there goes now, for what its GPU is."""
+        """Condemn the workers in these slots now, because of their GPUs."""
         occupants = [self.rack.occupants[slot] for slot in slots if slot in self.rack.occupants]
         self._condemn({record.worker.slot: because for record in occupants if record.alive}, at_ms)
 
     def replace(self, leaving: Mapping[Rank, str], at_ms: int) -> None:
-        """All stand between two steps: these ranks go, and spares take over."""
+        """Replace these ranks by spares while all ranks stand between two steps."""
         self.recovery.between_steps = self.swap.all_paused
         self._condemn({self.world.seats[rank]: because for rank, because in leaving.items()}, at_ms)
 
     def grow(self, because: str, at_ms: int) -> None:
-        """All stand between two steps: whoever is ready joins."""
+        """Let ready spares join while all ranks stand between two steps."""
         self.recovery.growing = True
         self.recovery.between_steps = self.swap.all_paused
         self.recovery.plan_again(because, at_ms)
 
     def _condemn(self, because: Mapping[SlotId, str], at_ms: int) -> None:
+        """Fence the workers in these slots and handle their loss."""
         if self.world.phase in (Phase.ENDING, Phase.STOPPED):
-            return  # they end anyway
+            return  # all workers end anyway
         losses = [Loss(record=self.rack.occupants[slot], because=why) for slot, why in because.items()]
         for loss in losses:
             self.recovery.fencing.fence(loss.record, loss.because)
         self.lost(losses, at_ms)
 
     def _replace_liars(self, records: Sequence[WorkerRecord], because: str, at_ms: int) -> None:
+        """Fence workers whose state is wrong, and use nothing that they leave behind."""
         for record in records:
             record.lied = True
             self.recovery.fencing.fence(record, because, fault=True)
@@ -394,7 +404,7 @@ class JobMachine:
     def slow_ranks(self, event: SlowRanksChanged) -> None:
         if self.world.plan is not None:
             self.slowness.heard(event, self.world.plan.generation, self.world.seats)
-            self.shifting.heard(event)  # last: a swap may be on its way
+            self.shifting.heard(event)  # after `slowness`, which may have begun a swap
 
     def shares(self) -> tuple[int, ...]:
         return self.shifting.in_plan()
@@ -403,16 +413,18 @@ class JobMachine:
         return self.swap.under_way or self.finale.stopping is not None
 
     def close_breaker(self, at_ms: int) -> None:
+        """Act on the verdicts that the circuit breaker holds back."""
         self.triage.close_breaker(at_ms)
         if self.world.plan is not None:
             self.slowness.close_breaker(self.world.seats, at_ms)
 
     def hardware_changed(self, at_ms: int) -> None:
+        """The health of a GPU has changed: look for free slots and pending swaps."""
         self.slot_empty(at_ms)
         self._look_at_swaps(at_ms)
 
     def shrink(self, leaving: Sequence[Rank], at_ms: int) -> None:
-        """All stand between two steps: these go, and nobody takes over."""
+        """Go on without these ranks, while all ranks stand between two steps."""
         self.recovery.between_steps = self.swap.all_paused
         self.recovery.plan_again(f"{named(leaving)} leave (rackctl shrink)", at_ms)
         self.recovery.leaving = tuple(leaving)
@@ -429,7 +441,7 @@ class JobMachine:
         self._look_at_swaps(event.at_ms)
 
     def look(self, at_ms: int) -> None:
-        """After every event: how far is what was asked?"""
+        """Advance everything that was asked for and is not finished. Called after every event."""
         if self.acquiring.rented:
             self.acquiring.look(at_ms)
         if self.control.under_way and self.control.look(at_ms):
@@ -439,20 +451,21 @@ class JobMachine:
         self.recovery.fencing.look(at_ms)
 
     def departs(self, event: DepartureAnnounced) -> None:
-        """A tray is told to leave. With the last one the job ends, in order."""
+        """Handle a tray that was told to leave. If it is the last one, the job ends in order."""
         if not self.control.departs(event) and self.world.phase is not Phase.FORMING:
             because = f"{event.because}, and no other tray stays"
             stop = StopRequested(at_ms=event.at_ms, because=because, exit_code=event.exit_code)
             self.finale.departed(stop, may_drain=self.world.phase in IN_PLACE)
 
     def _ending(self) -> str:
+        """Return why the job is ending; "": it is not."""
         if self.finale.stopping is not None:
             return self.finale.stopping.because
         return self.world.reason if self.world.phase is Phase.ENDING else ""
 
     # -- training --------------------------------------------------------------------------------------------------
     def trained(self, at_ms: int) -> None:
-        """Everybody computes: time for what had to wait."""
+        """All ranks compute: begin what had to wait for that."""
         self.acquiring.settled()
         self.background.rest(at_ms)
         self.background.top_up(at_ms)
@@ -473,11 +486,12 @@ class JobMachine:
 
     # -- the end ---------------------------------------------------------------------------------------------------
     def finished(self, record: WorkerRecord, event: WorkerFinished) -> None:
+        """Record that ``main`` has returned on a rank."""
         at_ms = event.at_ms
         if record.rank is None or record.state is WorkerState.RELEASED:
             return
         record.finished, record.returned_in_ms = True, event.took_ms
-        if record.state is WorkerState.STARTING:  # it never came to a step: it returned before
+        if record.state is WorkerState.STARTING:  # its `main` returned before the first step
             self.beginning.ready(record, None, at_ms)
         elif self.world.phase is Phase.TRAINING:
             self.world.answered(record.rank)
@@ -495,6 +509,7 @@ class JobMachine:
         failure: Failure | None = None,
         rank: Rank | None = None,
     ) -> None:
+        """Stop the job with an exit code and a reason."""
         world = self.world
         world.phase = Phase.STOPPED
         world.reason = because

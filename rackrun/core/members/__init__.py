@@ -1,1 +1,1 @@
-"""Trays, slots and workers of a rack: what each is fit for, what is spare, what is quarantined."""
+"""Trays, slots and workers of a rack: which are fit, which are spare, which are quarantined."""

@@ -1,4 +1,4 @@
-"""What is said against the GPUs of living trays: verdicts on their health, and why one must not be taken into use now."""
+"""Health verdicts on the GPUs of live trays, and the reasons for which a GPU must not be used now."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ __all__ = ["Devices"]
 
 @dataclass(slots=True)
 class Devices:
+    """What is known against each slot's GPU."""
+
     edition: int = 0
-    """Changes with whatever is said."""
+    """Changes whenever anything in this object changes."""
     _verdicts: dict[SlotId, Verdict] = field(default_factory=dict)
-    """Of GPUs that are to be left, until a better verdict comes."""
+    """Verdicts on GPUs that should be left (SWAP or FENCE), until a better verdict comes."""
     _on_tray: dict[TrayId, dict[SlotId, Verdict]] = field(default_factory=dict)
-    """The same, tray by tray."""
+    """The verdicts of ``_verdicts``, by tray."""
     _unfit: dict[SlotId, tuple[str, ...]] = field(default_factory=dict)
     _refused: dict[SlotId, str] = field(default_factory=dict)
-    """Slots of trays whose story cannot be: how their GPUs are does not matter."""
+    """Slots of trays whose reported topology is impossible, with the reason. The health of their GPUs does not
+    matter."""
     _probation: dict[SlotId, str] = field(default_factory=dict)
-    """Slots whose ranks were slow there, or wrong, and how."""
+    """Slots on probation, because their ranks were slow or wrong there, with the reason."""
     _unrepeated: dict[SlotId, None] = field(default_factory=dict)
-    """Slots on which something was computed once that did not come again."""
+    """Slots on which a result was computed once that did not repeat."""
 
     def judged(self, tray: TrayId, verdict: Verdict) -> None:
+        """Record a verdict on a tray's GPU."""
         self.edition += 1
         slot = slot_id(tray, verdict.index)
         if verdict.response in (Response.SWAP, Response.FENCE):
@@ -39,6 +43,7 @@ class Devices:
             self._on_tray.get(tray, {}).pop(slot, None)
 
     def checked(self, slot: SlotId, unfit: tuple[str, ...]) -> None:
+        """Record why a slot's GPU is unfit; (): it is fit."""
         self.edition += 1
         if unfit:
             self._unfit[slot] = unfit
@@ -46,7 +51,7 @@ class Devices:
             self._unfit.pop(slot, None)
 
     def refuse(self, tray: TrayId, slots: int, why: str) -> None:
-        """What the tray tells of itself cannot be: none of its slots is used until it joins anew."""
+        """Use none of the tray's slots until it joins again, because its reported topology is impossible."""
         self.edition += 1
         self._refused |= {slot_id(tray, index): why for index in range(slots)}
 
@@ -60,7 +65,10 @@ class Devices:
         self._unrepeated.pop(slot, None)
 
     def did_not_repeat(self, slot: SlotId, because: str) -> bool:
-        """Once may be a particle. Whether it was not the first time: then the slot is on probation."""
+        """Record a result that did not repeat on this slot; return whether it was not the first.
+
+        A single one may be a particle hit. The second puts the slot on probation.
+        """
         again = slot in self._unrepeated
         self._unrepeated[slot] = None
         if again:
@@ -71,7 +79,7 @@ class Devices:
         return slot in self._probation
 
     def forget(self, tray: TrayId) -> None:
-        """The tray is lost. The agent that comes back asks the hardware anew."""
+        """Forget everything about a lost tray. Its agent reads the hardware again when it comes back."""
         self.edition += 1
         self._on_tray.pop(tray, None)
         for known in (self._verdicts, self._unfit, self._refused, self._probation, self._unrepeated):
@@ -81,20 +89,20 @@ class Devices:
     # -- what follows ----------------------------------------------------------------------------------------------
     @property
     def all_takeable(self) -> bool:
-        """`may_be_taken` holds for every slot."""
+        """Whether `may_be_taken` holds for every slot."""
         return not (self._unfit or self._refused or self._verdicts)
 
     @property
     def all_usable(self) -> bool:
-        """`fitness` is the best of every slot."""
+        """Whether every slot has the best `fitness`."""
         return not (self._verdicts or self._probation)
 
     def doubted(self) -> dict[TrayId, None]:
-        """Trays with a slot that may not be taken, as far as these know."""
+        """Return the trays with a slot that may not be taken, according to this object."""
         return dict.fromkeys(tray_of(slot) for known in (self._verdicts, self._unfit, self._refused) for slot in known)
 
     def verdict(self, slot: SlotId) -> Verdict | None:
-        """The worst on its GPU, or on its whole tray."""
+        """Return the worst verdict on a slot's GPU or on its whole tray; None: there is none."""
         there = self._on_tray.get(tray_of(slot)) if self._verdicts else None
         if not there:
             return None
@@ -103,34 +111,34 @@ class Devices:
         return next(iter(fences or found), None)
 
     def fitness(self, slot: SlotId) -> Fitness:
-        """For one that sits there already."""
+        """Return how fit a slot is for a worker that is already in it."""
         verdict = self.verdict(slot)
         if verdict is None:
             return Fitness.AVOID if slot in self._probation else Fitness.USABLE
         return Fitness.BAD if verdict.response is Response.FENCE else Fitness.AVOID
 
     def may_be_taken(self, slot: SlotId) -> bool:
-        """By one that does not sit there yet. A GPU on its way out may, as the last choice."""
+        """Return whether a new worker may use the slot. A failing GPU may be used as the last choice."""
         if self.all_takeable:
             return True
         return not self.unfit(slot) and self.fitness(slot) is not Fitness.BAD
 
     def may_come(self, slot: SlotId) -> bool:
-        """It may not be taken now, but that passes by itself, or may."""
+        """Return whether the slot cannot be taken now for a reason that may pass by itself."""
         return slot in self._unfit and slot not in self._refused and self.fitness(slot) is not Fitness.BAD
 
     def unfit(self, slot: SlotId) -> tuple[str, ...]:
-        """Why it may not be taken into use now; empty: it may."""
+        """Return why the slot must not be taken into use now; (): it may be."""
         return (self._refused[slot],) if slot in self._refused else self._unfit.get(slot, ())
 
     def because(self, slot: SlotId) -> str:
-        """Why whoever sits there is to leave; "" when nothing speaks against it."""
+        """Return why the worker in the slot should leave it; "": no reason is known."""
         verdict = self.verdict(slot)
         if verdict is None:
             return self._probation.get(slot, "")
         return f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
 
     def against(self) -> Mapping[SlotId, str]:
-        """What is known to be wrong, slot by slot."""
+        """Return all known problems, by slot."""
         unfit = {slot: "; ".join(self.unfit(slot)) for slot in (*self._refused, *self._unfit)}
         return {**self._probation, **unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}

@@ -1,8 +1,8 @@
-"""Slots that lose one worker after another by hangs, errors or failed starts: left out for a while, and tried again.
+"""Quarantine of slots that lose one worker after another by hangs, errors or failed starts.
 
-Not every such loss is the slot's fault: the script may hang, or the network, and then healthy hardware would run out. So a slot is left
-out for a pause that doubles with every further loss, and what it has lost is forgotten once a worker there has trained for long. Kills
-from outside are not counted at all.
+Not every such loss is the slot's fault: the script or the network may hang, and healthy hardware must not run out for
+that. So a slot is left out for a pause that doubles with every further loss. Its losses are forgotten once a worker has
+trained there for long (`HEALTHY_MS`). Kills from outside are not counted.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from rackrun.protocol.ids import SlotId
 __all__ = ["HEALTHY_MS", "PAUSE_MS", "PAUSE_MS_MAX", "QUARANTINE_LOSSES", "Quarantine"]
 
 QUARANTINE_LOSSES = 3
-"""A slot that has lost so many workers is left out."""
+"""Number of counted losses from which on a slot is quarantined."""
 PAUSE_MS, PAUSE_MS_MAX = 30_000, 3_600_000
-"""For so long; after each further loss twice as long, and an hour at the most."""
+"""Length of the first quarantine and the longest one, in milliseconds. Each further loss doubles it."""
 HEALTHY_MS = 600_000
-"""A worker that has held a rank there for so long shows that the slot is in order: its former losses count no more."""
+"""A worker that has held a rank in a slot for this many milliseconds shows that the slot works; its earlier losses no
+longer count."""
 
 
 @dataclass(slots=True)
 class Quarantine:
+    """Counts losses for each slot and decides which slots are left out, and until when."""
+
     faults: dict[SlotId, int] = field(default_factory=dict)
-    """Losses that count."""
+    """Counted losses of each slot."""
     until_ms: dict[SlotId, int] = field(default_factory=dict)
-    """Slots that are left out, and until when; `lift` lets them in again."""
+    """For each quarantined slot, the time at which its quarantine ends; `lift` removes it then."""
     _trains_since: dict[SlotId, int] = field(default_factory=dict)
     _new: list[SlotId] = field(default_factory=list)
 
     def trains(self, slots: Iterable[SlotId], at_ms: int) -> None:
-        """Workers there hold ranks, and go on computing."""
+        """Record that workers in these slots hold ranks and compute."""
         for slot in slots:
             self._trains_since.setdefault(slot, at_ms)
 
     def left(self, slot: SlotId) -> None:
-        """By whoever was there."""
+        """Record that a slot's worker has left it."""
         self._trains_since.pop(slot, None)
 
     def blame(self, slot: SlotId, at_ms: int) -> None:
-        """A worker was lost there, before `left`."""
+        """Count the loss of a worker against its slot. Call it before `left`."""
         since = self._trains_since.get(slot)
         if since is not None and at_ms - since >= HEALTHY_MS:
             self.faults.pop(slot, None)
@@ -51,19 +54,20 @@ class Quarantine:
             self._new.append(slot)
 
     def take_new(self) -> list[tuple[SlotId, int]]:
-        """Who was left out since this was asked last, and until when: somebody is to set a timer."""
+        """Return the slots quarantined since the last call, with the time each ends. The caller sets timers for
+        them."""
         found = [(slot, self.until_ms[slot]) for slot in dict.fromkeys(self._new) if slot in self.until_ms]
         self._new.clear()
         return found
 
     def lift(self, slot: SlotId, at_ms: int) -> bool:
-        """The pause is over, if no other has begun since. Whether it is."""
+        """End a slot's quarantine if its time is over, unless a newer one has begun. Return whether it ended."""
         over = self.until_ms.get(slot, at_ms + 1) <= at_ms
         if over:
             del self.until_ms[slot]
         return over
 
     def forgive(self, slot: SlotId) -> bool:
-        """A person says that it is in order. Whether anything was counted."""
+        """Forget a slot's losses, because an operator says that it works. Return whether any were counted."""
         self.until_ms.pop(slot, None)
         return self.faults.pop(slot, 0) > 0

@@ -1,8 +1,8 @@
 """One rack: its trays and slots, the workers in them, the spares and their order.
 
-The rack knows processes, not ranks' meaning: the job asks it to start, fence and choose, and is told of losses. Its
-narrow interface (`Loss` upwards; `start`, `fence`, `choose`, `free_slots` downwards) is what a job over many racks
-will speak with each of them.
+The rack knows processes, not what ranks mean. The job asks it to start, fence and choose workers, and the rack reports
+losses. This interface (`Loss` upwards; `start`, `fence`, `choose`, `free_slots` downwards) is narrow, so that a job
+over many racks can use it with each of them.
 """
 
 from __future__ import annotations
@@ -25,42 +25,47 @@ __all__ = ["RackMachine"]
 
 @dataclass(slots=True)
 class RackMachine:
+    """State of the rack: live trays, workers by slot, and everything that keeps a slot from being used."""
+
     trays: dict[TrayId, TrayJoined] = field(default_factory=dict)
-    """Those that live."""
+    """The live trays."""
     occupants: dict[SlotId, WorkerRecord] = field(default_factory=dict)
-    """Who is in a slot, until its exit is known: a slot is empty only then. The oldest first. `occupy` fills it."""
+    """The worker in each slot, oldest first. A slot becomes empty only when its worker's exit is known. `occupy` adds
+    workers."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     now_ms: int = 0
-    """Of the event that is being handled."""
+    """Time of the event that is being handled."""
     devices: Devices = field(default_factory=Devices)
     drained: dict[SlotId, str] = field(default_factory=dict)
-    """Where nobody is to be until a person returns it, and why."""
+    """Slots that are out of use until an operator returns them, each with the reason."""
     departing: dict[TrayId, str] = field(default_factory=dict)
-    """Those that are told to leave."""
+    """Trays whose agents have been told to leave, each with the reason."""
     returning: dict[TrayId, int] = field(default_factory=dict)
-    """Lost trays whose agents are started again, and their slots."""
+    """Lost trays whose agents are being started again, each with its number of slots."""
     last_spare_loss: str = ""
     trays_edition: int = 0
-    """Changes with `trays`."""
+    """Changes whenever `trays` changes."""
     _edition: int = 0
     _incarnation: Incarnation = Incarnation(0)
     _order: list[TrayId] = field(default_factory=list)
     _slots: tuple[SlotId, ...] | None = None
-    """Of `slots`, while the trays are the same."""
+    """Cached result of `slots`; None after the trays have changed."""
     _stores: dict[str, dict[TrayId, None]] = field(default_factory=dict)
     _vacant: dict[SlotId, None] = field(default_factory=dict)
     """Slots of live trays without an occupant."""
     _clearing: dict[SlotId, None] = field(default_factory=dict)
-    """Those whose occupant is condemned."""
+    """Slots whose occupant is condemned."""
     _pool: Pool = field(default_factory=Pool)
 
     @property
     def edition(self) -> int:
-        """Changes whenever somebody else may be a spare, or where one could be started: for those who look after every event."""
+        """A number that changes whenever the set of possible spares, or of slots where one could start, may have
+        changed."""
         return self._edition + self.devices.edition
 
     # -- trays -----------------------------------------------------------------------------------------------------
     def join(self, event: TrayJoined) -> None:
+        """Add a tray that has joined, with all its slots empty."""
         assert event.tray not in self.trays, "a tray that comes back is lost first"
         self._edition += 1
         self.trays_edition += 1
@@ -74,7 +79,8 @@ class RackMachine:
             self.devices.checked(slot_id(event.tray, index), unfit)
 
     def lose_tray(self, tray: TrayId, because: str, *, returns: bool = False) -> list[Loss]:
-        """Its workers have ended with it. Losses of workers that were condemned already are not repeated."""
+        """Remove a lost tray and its workers. Return the losses, without those of workers that were already
+        condemned."""
         self._edition += 1
         self.trays_edition += 1
         there = sorted(self._occupied(tray), key=lambda record: record.worker.incarnation)  # the oldest first
@@ -98,17 +104,21 @@ class RackMachine:
         return losses
 
     def order(self) -> Sequence[TrayId]:
-        """Live trays, in their order."""
+        """Return the live trays in natural order (`tray-2` before `tray-10`)."""
         return self._order
 
     def describe(self, joined: TrayJoined) -> None:
-        """A tray that has joined tells more of itself."""
+        """Replace what is known about a tray that has joined."""
         self.trays_edition += 1
         self.trays[joined.tray] = joined
 
     def store(self, last: str = "", tried: Collection[str] = (), seated: Collection[TrayId] = ()) -> str:
-        """The store stays where it was as long as its tray lives (workers are connected to it); else the first's. One that was ``tried`` in
-        vain is the last choice, and where some were, one on a tray that nobody is ``seated`` on the first."""
+        """Return the address of the exchange for the next generation; "" if there is no tray.
+
+        It stays on ``last`` while its tray lives and stays, because workers are connected to it; otherwise it is the
+        first tray's. Addresses in ``tried`` failed and are the last choice. If there are any, trays without a
+        ``seated`` rank come first.
+        """
         if not tried and any(not self.goes(tray) for tray in self._stores.get(last, ())):
             return last
         order: Sequence[TrayId] = [tray for tray in self._order if not self.goes(tray)] or self._order
@@ -117,13 +127,14 @@ class RackMachine:
         return last if last in stores else next(iter(stores), "")
 
     def mirrors(self) -> dict[TrayId, str]:
-        """Each tray's holder: the next one in order, on another host if there is one."""
+        """Return for each tray the address of the agent that keeps copies of its snapshots: that of the next tray in
+        order, on another host if there is one."""
         order = [self.trays[tray] for tray in self._order]
         stays = [not self.goes(tray) for tray in self._order]
         found: dict[TrayId, TrayJoined] = {}
-        near: TrayJoined | None = None  # the next one that stays
-        far: TrayJoined | None = None  # the next after that on another host
-        for at in reversed(range(2 * len(order))):  # once round, so that the last has a next one
+        near: TrayJoined | None = None  # the next tray that stays
+        far: TrayJoined | None = None  # the next one after that on another host
+        for at in reversed(range(2 * len(order))):  # twice round, so that the last tray has a next one
             one = order[at % len(order)]
             beside = near is not None and near.host == one.host
             holder = far if far is not None and beside else near
@@ -136,7 +147,7 @@ class RackMachine:
 
     # -- slots -----------------------------------------------------------------------------------------------------
     def slots(self) -> tuple[SlotId, ...]:
-        """All slots of live trays, in slot order."""
+        """Return all slots of live trays, in slot order."""
         if self._slots is None:
             self._slots = tuple([slot for tray in self._order for slot in self.slots_on(tray)])
         return self._slots
@@ -145,6 +156,7 @@ class RackMachine:
         return [slot_id(tray, index) for index in range(self.trays[tray].slots)]
 
     def lives(self, slot: SlotId) -> bool:
+        """Return whether a slot exists on a live tray."""
         tray = self.trays.get(tray_of(slot))
         return tray is not None and int(slot.rpartition("/")[2]) < tray.slots
 
@@ -152,53 +164,55 @@ class RackMachine:
         return slot in self.quarantine.until_ms
 
     def lift_quarantine(self, slot: SlotId) -> bool:
-        """As `Quarantine.lift`, now."""
+        """Call `Quarantine.lift` with the current time."""
         self._edition += 1
         return self.quarantine.lift(slot, self.now_ms)
 
     def trains(self, slots: Iterable[SlotId]) -> None:
-        """Workers there hold ranks from now on, or still."""
+        """Record that workers in these slots hold ranks, from now on or still."""
         self.quarantine.trains(slots, self.now_ms)
 
     def forgive(self, slot: SlotId) -> bool:
-        """Nothing that happened there counts any more. Whether anything did."""
+        """Forget everything counted against a slot. Return whether anything was."""
         self._edition += 1
         counted = self.quarantine.forgive(slot) or self.devices.on_probation(slot)
         self.devices.end_probation(slot)
         return counted
 
     def withdrawn(self, slot: SlotId) -> str:
-        """Why nobody is to come there, however its GPU is; "": somebody may."""
+        """Return why a slot is out of use regardless of its GPU's health; "": it is in use."""
         if not self.drained and not self.departing:
             return ""
         return self.drained.get(slot, "") or self.departing.get(tray_of(slot), "")
 
     def drain(self, slots: Iterable[SlotId], why: str) -> None:
+        """Take slots out of use until `give_back`."""
         self._edition += 1
         self.drained |= dict.fromkeys(slots, why)
 
     def give_back(self, slots: Iterable[SlotId]) -> None:
-        """They are drained no more."""
+        """Make drained slots usable again."""
         self._edition += 1
         for slot in slots:
             self.drained.pop(slot, None)
 
     def depart(self, tray: TrayId, why: str) -> None:
+        """Mark a tray as told to leave."""
         self._edition += 1
         self.departing[tray] = why
 
     def goes(self, tray: TrayId) -> bool:
-        """All of it is withdrawn: nothing that is to last is put there."""
+        """Return whether all slots of a tray are withdrawn. Nothing lasting is placed on such a tray."""
         if not self.drained and not self.departing:
             return not self.trays[tray].slots
         return all(self.withdrawn(slot) for slot in self.slots_on(tray))
 
     def usable(self, slot: SlotId) -> bool:
-        """A worker may be started there, or take a rank over."""
+        """Return whether a worker in this slot may be started or may take over a rank."""
         return not self.quarantined(slot) and not self.withdrawn(slot) and self.devices.may_be_taken(slot)
 
     def free_slots(self) -> list[SlotId]:
-        """Where a worker can be started now, slots whose GPU is on its way out last."""
+        """Return the slots in which a worker can be started now; slots with a failing GPU come last."""
         free = sorted((slot for slot in self._vacant if self.usable(slot)), key=slot_order)
         return sorted(free, key=self.devices.fitness)
 
@@ -207,37 +221,38 @@ class RackMachine:
         return bool(self._vacant)
 
     def condemned(self) -> list[WorkerRecord]:
-        """Those whose exit is still to come."""
+        """Return the condemned workers that have not exited yet."""
         return [self.occupants[slot] for slot in self._clearing]
 
     def clearing_slots(self) -> list[SlotId]:
-        """Where one could be started as soon as what is condemned there has ended."""
+        """Return the slots in which a worker can be started as soon as the condemned one has exited."""
         return [slot for slot in self._clearing if self.usable(slot)]
 
     def unusable(self) -> list[SlotId]:
-        """Slots of live trays that are not `usable`, in slot order: looked for where something is known against one."""
+        """Return the slots of live trays that are not `usable`, in slot order. Only trays with a known problem are
+        searched."""
         trays = self._in_doubt() | dict.fromkeys(map(tray_of, self.quarantine.until_ms))
         known = sorted((tray for tray in trays if tray in self.trays), key=natural)
         return [slot for tray in known for slot in self.slots_on(tray) if not self.usable(slot)]
 
     def _in_doubt(self) -> dict[TrayId, None]:
-        """Trays with a slot that may be withdrawn, or may not be taken: all others are fit."""
+        """Return the trays with a slot that may be withdrawn or unfit. All other trays are fit."""
         return dict.fromkeys((*map(tray_of, self.drained), *self.departing)) | self.devices.doubted()
 
     def may_come(self, slot: SlotId) -> bool:
-        """Nobody may start there now, for what may pass."""
+        """Return whether a slot cannot be used now for a reason that may pass by itself."""
         passes = self.devices.may_come(slot) or (self.quarantined(slot) and self.devices.may_be_taken(slot))
         return passes and not self.withdrawn(slot)
 
     def held_back(self, most: int = 4) -> str:
-        """Slots of live trays that are drained, and why: for people; "" when there are none."""
+        """Describe, for people, the drained slots of live trays and why; "": none."""
         slots = self.slots() if self.drained or self.departing else ()
         found = [f"{slot} ({why})" for slot in slots if (why := self.withdrawn(slot))]
         more = f" and {len(found) - most} more" if len(found) > most else ""
         return f"; not used: {', '.join(found[:most])}{more}" if found else ""
 
     def unfit(self, most: int = 4) -> str:
-        """What may not be taken into use now and may be soon, and why: for people."""
+        """Describe, for people, what cannot be used now but may be soon, and why."""
         slots = self.slots() if self.devices.doubted() else ()
         found = [f"{slot} ({'; '.join(why)})" for slot in slots if (why := self.devices.unfit(slot))]
         found = [f"{tray} (its agent is started again)" for tray in self.returning] + found
@@ -251,7 +266,7 @@ class RackMachine:
 
     # -- workers ---------------------------------------------------------------------------------------------------
     def current(self, event: WorkerEvent) -> WorkerRecord | None:
-        """Whom the event speaks of; None if that incarnation is no longer (or was never) in its slot."""
+        """Return the worker that an event is about; None if its incarnation is not, or no longer, in its slot."""
         record = self.occupants.get(event.slot)
         return record if record is not None and record.worker.incarnation == event.incarnation else None
 
@@ -266,6 +281,7 @@ class RackMachine:
         store: str,
         restarts: int,
     ) -> StartWorker:
+        """Put a new worker in an empty slot and return the command that starts it."""
         assert slot not in self.occupants, "one worker a slot"
         self._incarnation = Incarnation(self._incarnation + 1)
         worker = Worker(slot, self._incarnation)
@@ -282,7 +298,7 @@ class RackMachine:
         )
 
     def occupy(self, record: WorkerRecord) -> None:
-        """It is in its slot from now on."""
+        """Put a worker in its slot."""
         slot = record.worker.slot
         self._edition += 1
         self.occupants.pop(slot, None)
@@ -295,13 +311,14 @@ class RackMachine:
             self._pool.add(record)
 
     def ready(self, record: WorkerRecord) -> None:
-        """It stands at its first step."""
+        """Record that a worker has reached its first step."""
         self._edition += 1
         record.move(Trigger.READY)
 
     def fence(
         self, record: WorkerRecord, because: str, *, fault: bool = False, swept_along: bool = False
     ) -> FenceWorker:
+        """Condemn a worker and return the command that kills it. ``fault`` counts this against its slot."""
         record.move(Trigger.FENCE, because)
         record.fenced_for = because
         self._edition += 1
@@ -318,7 +335,7 @@ class RackMachine:
         )
 
     def exited(self, record: WorkerRecord, event: WorkerExited) -> Loss:
-        """Its slot is empty now."""
+        """Remove a worker that has exited, so that its slot is empty, and return the loss."""
         because, was_alive = why_exited(event), record.alive
         if was_alive and _counts(record, because):
             self._blame_slot(record)
@@ -333,7 +350,7 @@ class RackMachine:
         return [self.occupants[slot] for slot in self.slots_on(tray) if slot in self.occupants]
 
     def _leave(self, record: WorkerRecord) -> None:
-        """Its slot is empty now."""
+        """Make a worker's slot empty."""
         slot = record.worker.slot
         del self.occupants[slot]
         self.quarantine.left(slot)
@@ -347,11 +364,11 @@ class RackMachine:
 
     # -- spares ----------------------------------------------------------------------------------------------------
     def spares(self) -> list[WorkerRecord]:
-        """All that live, starting or ready, in slot order."""
+        """Return all living spares, starting or ready, in slot order."""
         return self._pool.living()
 
     def fit_spares(self) -> list[WorkerRecord]:
-        """Those on a GPU that is in order or, as the last choice, on its way out."""
+        """Return the spares whose GPU is in order or, as the last choice, failing but still usable."""
         if not self.drained and not self.departing and self.devices.all_takeable:
             return self.spares()
         doubtful = [tray for tray in self._in_doubt() if tray in self.trays]
@@ -359,7 +376,7 @@ class RackMachine:
         return [record for record in self.spares() if record.worker.slot not in unfit]
 
     def is_fit_spare(self, slot: SlotId) -> bool:
-        """One of `fit_spares` is there."""
+        """Return whether one of `fit_spares` is in this slot."""
         record = self.occupants.get(slot)
         return record is not None and record.rank is None and record.alive and self._is_fit(slot)
 
@@ -367,16 +384,20 @@ class RackMachine:
         return self.devices.may_be_taken(slot) and not self.withdrawn(slot)
 
     def ready_spares(self) -> list[WorkerRecord]:
-        """Those that may take a rank over now."""
+        """Return the spares that may take over a rank now."""
         return [record for record in self.fit_spares() if record.state is WorkerState.READY]
 
     def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
-        """One of ``spares`` for each lost rank: on its own tray if there is one, then in their order; those on slots to avoid last."""
+        """Choose one of ``spares`` for each lost rank: on its own tray if possible, then in their order. Spares on
+        slots to avoid come last."""
         return choose(lost, spares, self.devices.fitness)
 
     def seats(self, wanted: Mapping[Rank, SlotId], *, hoping: bool = False) -> dict[Rank, SlotId] | None:
-        """A slot for every rank of a new start: its own where that lives, else a free one; None if there are too few. ``hoping``: as if
-        GPUs that are not fit now were."""
+        """Return a slot for every rank of a new start; None if there are too few.
+
+        A rank keeps its own slot if that lives, else it gets a free one. With ``hoping``, GPUs that are unfit now but
+        may recover count as fit.
+        """
         left = {slot: None for slot in self.slots() if self._may_begin(slot, hoping=hoping)}
         kept = {rank: slot for rank, slot in wanted.items() if slot in left and not self.quarantined(slot)}
         homeless = [rank for rank in sorted(wanted) if rank not in kept]
@@ -392,6 +413,7 @@ class RackMachine:
         return fit and not self.withdrawn(slot)
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if the rack's state contradicts itself."""
         incarnations = [record.worker.incarnation for record in self.occupants.values()]
         assert len(incarnations) == len(dict.fromkeys(incarnations)), "one incarnation in two slots"
         for slot, record in self.occupants.items():
@@ -401,7 +423,7 @@ class RackMachine:
         self._check_what_is_kept()
 
     def _check_what_is_kept(self) -> None:
-        """So that it need not be looked for: is it what would be found?"""
+        """Check that every cached value equals what a search would find."""
         assert self._order == sorted(self.trays, key=natural), "the order of trays"
         assert self.slots() == tuple(slot for tray in self._order for slot in self.slots_on(tray)), "the slots"
         assert sorted(self._vacant) == sorted(slot for slot in self.slots() if slot not in self.occupants), "vacant"
@@ -416,7 +438,8 @@ class RackMachine:
 
 
 def _counts(record: WorkerRecord, because: str) -> bool:
-    """Against its slot: an error, or a start that failed. A kill from outside, in mid-run, says nothing of the slot."""
+    """Return whether a loss counts against its slot: an error or a failed start does; a kill from outside during
+    training does not."""
     if record.state is WorkerState.RELEASED:
         return False
     return record.state is WorkerState.STARTING or because not in ("SIGKILL", "SIGTERM", "gone")

@@ -1,4 +1,4 @@
-"""Workers without a rank, in the order of their slots; and who of them takes which lost rank over."""
+"""Spares in the order of their slots, and the choice of a spare for each lost rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ __all__ = ["Pool", "choose"]
 
 @dataclass(slots=True)
 class Pool:
+    """Living workers without a rank, kept in slot order."""
+
     _records: dict[SlotId, WorkerRecord] = field(default_factory=dict)
-    """All that have waited, until they end or somebody else is in their slot: some have got a rank since."""
+    """All workers that were added, until they end or another worker is in their slot. Some have a rank by now."""
     _ordered: bool = True
 
     def add(self, record: WorkerRecord) -> None:
@@ -29,6 +31,7 @@ class Pool:
         self._records.pop(slot, None)
 
     def living(self) -> list[WorkerRecord]:
+        """Return the living spares in slot order."""
         if not self._ordered:
             waiting = [record for record in self._records.values() if record.rank is None]
             waiting.sort(key=lambda record: slot_order(record.worker.slot))
@@ -40,13 +43,13 @@ class Pool:
 
 @dataclass(slots=True)
 class _Level:
-    """Spares that are as fit as each other."""
+    """Spares of equal fitness."""
 
     order: dict[SlotId, WorkerRecord]
     on_tray: dict[TrayId, deque[SlotId]]
 
     def take(self, tray: TrayId) -> WorkerRecord | None:
-        """The first on this tray."""
+        """Remove and return the first spare on this tray; None if there is none."""
         there = self.on_tray.get(tray)
         return self.order.pop(there.popleft()) if there else None
 
@@ -54,7 +57,7 @@ class _Level:
 def _levels(
     lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord], fitness: Callable[[SlotId], Fitness]
 ) -> deque[_Level]:
-    """The best first."""
+    """Return the spares grouped by fitness, the fittest first."""
     levels: dict[Fitness, _Level] = {}
     trays = dict.fromkeys(map(tray_of, lost.values()))
     for spare in spares:
@@ -69,7 +72,11 @@ def _levels(
 def choose(
     lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord], fitness: Callable[[SlotId], Fitness]
 ) -> dict[Rank, WorkerRecord]:
-    """One of ``spares`` for each lost rank: on its own tray if there is one, then in their order; those on slots to avoid last."""
+    """Choose one of ``spares`` for each lost rank: on its own tray if possible, then in their order. Spares on slots to
+    avoid come last.
+
+    Returns fewer entries than ``lost`` if there are too few spares.
+    """
     best = _levels(lost, spares, fitness)
     chosen: dict[Rank, WorkerRecord] = {}
     for rank, slot in sorted(lost.items()):

@@ -1,4 +1,4 @@
-"""One worker as the core sees it: where it stands, and which steps lead from there.
+"""One worker as the core sees it: its state, and the allowed transitions.
 
 ::
 
@@ -8,7 +8,8 @@
                                             +-------------------|--------------resumed----------------+   |
                                                                 +-----------------break-------------------+
 
-Besides: ``fence`` leads from everywhere to FENCED, ``exit`` to EXITED, ``release`` (the job is done) to RELEASED.
+In addition ``fence`` leads from every living state to FENCED, ``exit`` from every state to EXITED, and ``release`` (the
+job is done) from STARTING, READY and TRAINING to RELEASED.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from rackrun.protocol.ids import Generation, Rank
 __all__ = ["TRANSITIONS", "InvalidTransition", "Loss", "Trigger", "WorkerRecord", "WorkerState", "why_exited"]
 
 STORY_MAX = 32
-"""What a worker's story keeps: enough to explain an impossible transition, bounded in a run of months."""
+"""Number of transitions that a worker's story keeps: enough to explain an invalid one, and bounded in a run of
+months."""
 
 
 class WorkerState(StrEnum):
+    """State of a worker; the module's docstring draws the transitions."""
+
     STARTING = "starting"
     READY = "ready"
     TRAINING = "training"
@@ -41,6 +45,8 @@ class WorkerState(StrEnum):
 
 
 class Trigger(StrEnum):
+    """What moves a worker from one state to the next."""
+
     READY = "ready"
     TRAIN = "train"
     BREAK = "break"
@@ -53,7 +59,8 @@ class Trigger(StrEnum):
 
 
 def _leave(**further: WorkerState) -> Mapping[Trigger, WorkerState]:
-    """What is possible from every living state, and what is possible from this one besides."""
+    """Return the transitions of a living state: ``further``, plus ``exit`` and ``fence``, which every living state
+    has."""
     further |= {"exit": WorkerState.EXITED, "fence": WorkerState.FENCED}
     return {Trigger(name): state for name, state in further.items()}
 
@@ -69,11 +76,12 @@ TRANSITIONS: Mapping[WorkerState, Mapping[Trigger, WorkerState]] = {
     WorkerState.FENCED: {Trigger.EXIT: WorkerState.EXITED},
     WorkerState.EXITED: {},
 }
-"""The docs draw their diagram from this table."""
+"""The transition table. The diagram in the documentation is drawn from it."""
 
 
 class InvalidTransition(InternalError):
-    """A worker was led where no step leads. ``story`` is how it came to where it stands."""
+    """A worker was given a trigger that its state has no transition for. ``story`` lists the transitions that led
+    there."""
 
     def __init__(self, record: WorkerRecord, trigger: Trigger) -> None:
         worker = record.worker
@@ -87,36 +95,36 @@ class InvalidTransition(InternalError):
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
-    """One incarnation, from its start to its exit. The rack owns it; the job gives it a rank."""
+    """One incarnation of a worker, from its start to its exit. The rack owns it; the job gives it a rank."""
 
     worker: Worker
     rank: Rank | None
-    """None for a spare."""
+    """The worker's rank; None for a spare."""
     state: WorkerState = WorkerState.STARTING
     stateful: bool = False
-    """Its training state is that of its rank: it began with it, or has restored it."""
+    """Whether the worker has its rank's training state: it began with it or has restored it."""
     resumed_in: Generation = Generation(0)
     finished: bool = False
     returned_in_ms: int = -1
-    """`WorkerFinished.took_ms`."""
+    """As `WorkerFinished.took_ms`."""
     lied: bool = False
-    """Its state was not that of its replicas: nothing that it leaves is used."""
+    """Whether the worker's state differed from its replicas'. Nothing that it leaves behind is used."""
     fixed: str = "it has not come to its first step"
-    """Why the number of ranks cannot change under it; "": it can."""
+    """Why the number of ranks cannot change under this worker; "": it can change."""
     reenters: bool = False
-    """It does so by entering ``main`` again."""
+    """Whether the worker changes size by entering ``main`` again."""
     built_for: int = 0
-    """The ranks of the world that it was started for: a spare's model is cut for them."""
+    """World size for which the worker was started; a spare's model is sharded for it."""
     exact: bool = False
-    """What it computes does not depend on the number of ranks."""
+    """Whether the worker's results are independent of the number of ranks."""
     shards: int = 0
-    """Micro-batches of the global batch, as it says; 0: it has not."""
+    """Micro-batches of the global batch, as the worker reported; 0: not reported."""
     parked: WorkerParked | None = None
     fenced_for: str = ""
     _steps: list[str] = field(default_factory=list)
 
     def move(self, trigger: Trigger, note: str = "") -> None:
-        """Take one step of the table; raises `InvalidTransition` where there is none, and then changes nothing."""
+        """Make one transition of the table. Raises `InvalidTransition`, and changes nothing, if there is none."""
         try:
             state = TRANSITIONS[self.state][trigger]
         except KeyError:
@@ -129,23 +137,23 @@ class WorkerRecord:
 
     @property
     def story(self) -> list[str]:
-        """How it came to where it stands."""
+        """The worker's latest transitions, oldest first."""
         return [WorkerState.STARTING.value, *map(str, self._steps)][-STORY_MAX:]
 
     @property
     def alive(self) -> bool:
-        """It may still take part: neither gone nor condemned."""
+        """Whether the worker may still take part: it has neither exited nor been condemned."""
         return self.state is not WorkerState.FENCED and self.state is not WorkerState.EXITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The rack tells the job: this worker will not take part any more."""
+    """The rack's report to the job that a worker no longer takes part."""
 
     record: WorkerRecord
     because: str
     exit: WorkerExited | None = None
-    """None when nobody saw it end: its tray is lost, or its fencing is under way."""
+    """The exit of the worker; None if it was not seen: its tray is lost, or it is being fenced."""
 
     @property
     def failure(self) -> Failure | None:
@@ -156,7 +164,7 @@ _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 1
 
 
 def why_exited(event: WorkerExited) -> str:
-    """How a process ended, in words: ``SIGKILL``, ``exit code 3``, ``builtins.ValueError at train.py:12``."""
+    """Describe how a process ended: ``SIGKILL``, ``exit code 3``, ``builtins.ValueError at train.py:12``."""
     if event.failure is not None:
         return f"{event.failure.type} at {event.failure.where}"
     number = event.signal if event.signal is not None else -(event.exit_code or 0)

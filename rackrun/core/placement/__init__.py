@@ -1,1 +1,1 @@
-"""Which rank sits in which slot, and who keeps whose snapshots."""
+"""Assignment of ranks to slots, and of snapshots to the trays that keep copies."""

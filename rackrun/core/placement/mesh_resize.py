@@ -1,4 +1,4 @@
-"""Which ranks a mesh keeps when places along one of its axes go, and where new ones come: arithmetic."""
+"""Arithmetic of meshes: which ranks stay when positions along one axis are removed, and where new ones are added."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from rackrun.topology.model.mesh import DATA_AXES
 __all__ = ["Axes", "data_axis", "fitted", "joined", "places", "spared", "without"]
 
 Axes = tuple[tuple[str, int], ...]
-"""Names and sizes, the last axis the fastest."""
+"""Names and sizes of a mesh's axes; the last axis varies fastest."""
 
 
 def data_axis(axes: Axes) -> int | None:
-    """Along which the mesh gets smaller and larger: each place on it is a replica of the model, or a part that can be cut anew."""
+    """Return the index of the axis along which the mesh shrinks and grows; None if there is none.
+
+    Each position on it is a replica of the model, or a part whose state can be sharded anew.
+    """
     return next((at for at, (name, _) in enumerate(axes) if name in DATA_AXES), None)
 
 
 def places(axes: Axes, at: int, ranks: Collection[Rank]) -> set[int]:
-    """Where these ranks are along axis ``at``."""
+    """Return the positions of these ranks along axis ``at``."""
     shape = [size for _, size in axes]
     return {int(np.unravel_index(rank, shape)[at]) for rank in ranks}
 
 
 def spared(axes: Axes, at: int, least: Callable[[Rank], int], places_left: int) -> list[Rank]:
-    """Who goes when so many places of axis ``at`` are to be left. ``least`` is larger for ranks that are better spared; a place is
-    judged by the one that is best spared, and of equal places the last go."""
+    """Return the ranks to remove so that ``places_left`` positions of axis ``at`` stay.
+
+    ``least`` is larger for ranks that should go first. A position counts as its largest rank; of equal positions the
+    last go first.
+    """
     shape = [size for _, size in axes]
     grid = np.moveaxis(np.arange(int(np.prod(shape))).reshape(shape), at, 0).reshape(shape[at], -1)
     order = sorted(range(shape[at]), key=lambda place: (max(least(Rank(int(r))) for r in grid[place]), place))
@@ -36,7 +42,8 @@ def spared(axes: Axes, at: int, least: Callable[[Rank], int], places_left: int) 
 
 
 def without(axes: Axes, at: int, gone: Collection[int]) -> tuple[Axes, dict[Rank, Rank]]:
-    """The axes when these places of axis ``at`` are left out; and the ranks that stay: old -> new, in the same order."""
+    """Return the axes without these positions of axis ``at``, and the new number of each rank that stays (old -> new,
+    in the same order)."""
     shape = [size for _, size in axes]
     stay = [place for place in range(shape[at]) if place not in gone]
     grid = np.arange(int(np.prod(shape))).reshape(shape).take(stay, axis=at)
@@ -44,7 +51,8 @@ def without(axes: Axes, at: int, gone: Collection[int]) -> tuple[Axes, dict[Rank
 
 
 def joined(axes: Axes, at: int, more: int) -> tuple[Axes, dict[Rank, Rank], list[Rank]]:
-    """The axes with ``more`` places at the end of axis ``at``; the ranks that are there, old -> new; and those that are new."""
+    """Return the axes with ``more`` positions at the end of axis ``at``, the new numbers of present ranks (old -> new),
+    and the added ranks."""
     shape = [size for _, size in axes]
     grid = np.arange(int(np.prod(shape))).reshape(shape)
     room = np.full([*shape[:at], more, *shape[at + 1 :]], -1)
@@ -54,7 +62,7 @@ def joined(axes: Axes, at: int, more: int) -> tuple[Axes, dict[Rank, Rank], list
 
 
 def fitted(axes: Axes, ranks: int) -> Axes:
-    """The axes once the world has so many ranks; () when it cannot have."""
+    """Return the axes for a world of this many ranks; () if the mesh cannot have that size."""
     at, all_ranks = data_axis(axes), int(np.prod([size for _, size in axes]))
     if all_ranks == ranks:
         return axes

@@ -1,7 +1,8 @@
-"""Which slot each rank takes: by the topology, where trays have told of one; else by the order of slots.
+"""Which slot each rank takes: by the topology, if trays have reported one, else by the order of slots.
 
-`rackrun.topology.placement.rank_assignment.place` decides, from what stands and what is known of each slot. This asks it, at the start, when ranks
-are lost, when one is to leave a slot, and when the world begins again.
+`rackrun.topology.placement.rank_assignment.place` decides, from the present assignment and what is known about each
+slot. This module asks it at the start, when ranks are lost, when a rank should leave its slot, and when the world
+begins again.
 """
 
 from __future__ import annotations
@@ -31,35 +32,40 @@ _partials = msgspec.json.Decoder(list[PartialTopology])
 
 
 class Staff(NamedTuple):
+    """The slots of spares that take over ranks."""
+
     seats: dict[Rank, SlotId]
-    """Whom a spare is to replace, and the spare's slot."""
+    """For each rank to replace, the slot of the spare that takes over."""
     uprooted: dict[Rank, str]
-    """Ranks among them that live, and why they move: their group leaves its clique as a whole."""
+    """Those of the ranks that are alive, and why they move: their group leaves its clique as a whole."""
 
 
 @dataclass(slots=True)
 class Seating:
+    """Assigns ranks to slots."""
+
     config: JobConfig
     rack: RackMachine
     mesh: Mesh | None = None
-    """None: every rank is on its own."""
+    """The mesh; None: every rank is on its own."""
     board: Board | None = None
-    """None: nobody knows more of the trays than their names."""
+    """The topology; None: nothing but the trays' names is known."""
     edition: int = 0
-    """Changes with ``board``."""
+    """Changes whenever ``board`` changes."""
     _told: dict[str, TrayJoined] = field(default_factory=dict)
-    """All trays that have ever joined: a rank's last slot may be on one that is lost."""
+    """All trays that have ever joined. A rank's last slot may be on a tray that is lost."""
 
     def __post_init__(self) -> None:
         if self.config.mesh:
             self.mesh = Mesh.of(dict(self.config.mesh))
 
     def learn(self, joined: Iterable[TrayJoined]) -> None:
-        """Trays are there. Raises `TopologyError` when they contradict each other, and then knows what it knew before."""
+        """Add the topology of trays. Raises `TopologyError` if the trays contradict each other, and then changes
+        nothing."""
         told = dict(self._told)
         for event in joined:
             before = told.get(event.tray)
-            if before is not None and not event.topology:  # its driver does not answer: it has not moved for that
+            if before is not None and not event.topology:  # the driver does not answer; the tray has not moved
                 event = msgspec.structs.replace(event, topology=before.topology)  # noqa: PLW2901
             told[event.tray] = event
         if any(event.topology for event in told.values()):
@@ -68,22 +74,25 @@ class Seating:
         self._told = told
 
     def cliques(self) -> dict[str, CliqueId]:
-        """Of each tray, as far as anybody knows. A tray that is cut into several counts for its first."""
+        """Return the NVLink clique of each tray, as far as known. A tray that is divided among several counts for its
+        first."""
         if self.board is None:
             return {}
         board = self.board
         return {tray: board.cliques[int(board.clique[slots[0]])] for tray, slots in board.tray_slots.items() if slots}
 
     def racks(self) -> dict[str, str]:
-        """The chassis serial of each tray's rack, as far as anybody knows."""
+        """Return the chassis serial number of each tray's rack, as far as known."""
         return (
             {} if self.board is None else {name: rack.serial for name, (rack, _) in self.board.topology.trays.items()}
         )
 
     # -- the first seats
     def first(self, spares: int, *, hoping: bool = False) -> tuple[SlotId, ...]:
-        """The slot of each rank. ``spares``: slots held back, at the least; ``hoping``: as if GPUs that are not fit now were. Raises
-        `DoesNotFit`."""
+        """Return the slot of each rank for a world that begins. Raises `DoesNotFit`.
+
+        At least ``spares`` slots are held back. With ``hoping``, GPUs that are unfit now but may recover count as fit.
+        """
         trays = {tray: joined.slots for tray, joined in self.rack.trays.items()}
         slots = sum(trays.values())
         if self.board is None:
@@ -97,11 +106,13 @@ class Seating:
         ).slots
 
     def world_size(self, spares: int) -> int:
+        """Return the world size with this many spares."""
         slots = sum(joined.slots for joined in self.rack.trays.values())
         return self.mesh.world_size if self.mesh else slots - spares
 
     def adopt(self, mesh: Mesh, seats: Mapping[Rank, SlotId]) -> str:
-        """The script's mesh, told when the ranks sit already. What it breaks: "" when its groups are each inside one clique."""
+        """Use the script's mesh, which is reported when ranks already have their slots. Return which of its groups
+        spans several cliques; "": none."""
         self.mesh = mesh
         if self.board is None:
             return ""
@@ -117,7 +128,7 @@ class Seating:
         return ""
 
     def where(self, seats: Mapping[Rank, SlotId], rank: Rank) -> list[str]:
-        """Where ``rank`` sits, and with whom it is bound: two lines."""
+        """Describe in two lines where ``rank`` is and which ranks it is bound to."""
         slots = [seats[one] for one in sorted(seats)]
         mesh = self.mesh or Mesh.of({"dp": len(slots)})
         if self.board is not None and all(slot in self.board.number for slot in slots):
@@ -134,8 +145,10 @@ class Seating:
         ready: Collection[SlotId],
         wishes: Mapping[Rank, SlotId] | None = None,
     ) -> Staff | None:
-        """Who takes over for ``lost``; None when what is ``ready`` is not enough, or not in the right clique. ``wishes``: the spare
-        that a person has named for a rank; it counts where it can be."""
+        """Choose the spares that take over for ``lost``; None if ``ready`` has too few, or none in the right clique.
+
+        ``wishes`` holds the spares that an operator named for ranks; each is used if possible.
+        """
         if not lost:
             return Staff({}, {})
         named = {rank: slot for rank, slot in (wishes or {}).items() if rank in lost and slot in ready}
@@ -161,7 +174,7 @@ class Seating:
         return Staff(taken, {rank: move.why for rank, move in moves.items() if rank not in lost})
 
     def _in_clique(self, seats: Mapping[Rank, SlotId], ranks: Iterable[Rank]) -> bool:
-        """Each of ``ranks`` is where its bound group is, or groups may cross cliques."""
+        """Return whether each of ``ranks`` is in its bound group's clique, or groups may span cliques."""
         board, mesh = self.board, self.mesh
         if board is None or mesh is None or self.config.cross_clique:
             return True
@@ -173,7 +186,8 @@ class Seating:
         )
 
     def bundles(self, ready: Iterable[SlotId]) -> list[list[SlotId]]:
-        """As many as a bound group has, for new groups: each bundle inside one clique. Who is left over is in none."""
+        """Divide ready slots into new bound groups, each inside one clique. Slots that do not fill a group are left
+        out."""
         size = self.mesh.group_size if self.mesh is not None else 1
         board = None if self.config.cross_clique else self.board
         cliques: dict[int, list[SlotId]] = {}
@@ -185,7 +199,8 @@ class Seating:
         ]
 
     def leaving(self, seats: Mapping[Rank, SlotId], ready: Collection[SlotId]) -> dict[Rank, SlotId]:
-        """Ranks on slots that are on their way out, for which a better one is ready; and whoever has to move with them."""
+        """Return the ranks on failing slots for which a better slot is ready, with the ranks that have to move with
+        them, and their new slots."""
         devices = self.rack.devices
         if devices.all_usable or all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
             return {}
@@ -198,7 +213,8 @@ class Seating:
         return {move.rank: move.target for move in found.moves} if found else {}
 
     def again(self, seats: Mapping[Rank, SlotId], *, hoping: bool = False) -> dict[Rank, SlotId] | None:
-        """A slot for every rank of a new start: its own where that lives; None if there are too few. ``hoping``: as in `first`."""
+        """Return a slot for every rank of a restart, its own if that lives; None if there are too few. ``hoping`` is as
+        in `first`."""
         if self.board is None:
             return self.rack.seats(seats, hoping=hoping)
         health = self._health(hoping=hoping)
@@ -219,7 +235,7 @@ class Seating:
 
     def _ask(self, previous: list[SlotId], health: Mapping[str, Fitness], ready: Collection[SlotId]) -> Placement:
         assert self.board is not None
-        known = self.board.number  # a tray may have come back with fewer slots than it had
+        known = self.board.number  # a tray may have come back with fewer slots than before
         return place(
             self.board,
             self.mesh or Mesh.of({"dp": len(previous)}),
@@ -231,7 +247,7 @@ class Seating:
         )
 
     def _health(self, *, hoping: bool) -> dict[str, Fitness]:
-        """Of every slot of the topology, for a world that begins."""
+        """Return the fitness of every slot of the topology, for a world that begins."""
         assert self.board is not None
         return {slot: self._fitness(slot, hoping=hoping) for slot in self.board.slots}
 
@@ -244,8 +260,11 @@ class Seating:
 
 
 def _exchanged(seats: Mapping[Rank, SlotId], named: Mapping[Rank, SlotId]) -> dict[Rank, SlotId]:
-    """``named`` sit where they are to. A spare may wait in the seat that a lost rank had: that rank gets the seat which is left for it,
-    so that each has one."""
+    """Return the seats after the ``named`` ranks have moved to their slots.
+
+    A spare may be in the slot that a lost rank had. That rank gets the slot that becomes free, so that each rank has
+    one.
+    """
     by_slot = {slot: rank for rank, slot in named.items()}
     out = {**seats, **named}
     for rank in [rank for rank in seats if rank not in named]:
@@ -255,7 +274,7 @@ def _exchanged(seats: Mapping[Rank, SlotId], named: Mapping[Rank, SlotId]) -> di
 
 
 def _known(event: TrayJoined) -> list[PartialTopology]:
-    """What the tray has told, and a made-up GPU for each slot that it has told nothing of."""
+    """Return what a tray has reported, with a placeholder GPU for each slot that it reported nothing about."""
     partials = _partials.decode(event.topology) if event.topology else []
     there = {gpu.index for partial in partials for tray in partial.trays for gpu in tray.gpus}
     missing = tuple(

@@ -1,8 +1,9 @@
-"""Who keeps what of whose snapshots, in one generation: a pure function of where its ranks are.
+"""Which trays keep copies or parity of whose snapshots in one generation: a pure function of the ranks' slots.
 
-Members of a set (XOR, Reed-Solomon) are on different hosts, where there are several, and on different trays in any case; each
-member's agent keeps parity for the others. Where ranks are spread too unevenly for sets (a crowded tray, after another was lost) they are mirrored, which
-needs a second tray and nothing else. With one tray there is nowhere to keep anything: its agent has the snapshots already.
+Members of a set (XOR, Reed-Solomon) are on different hosts, if there are several, and on different trays in any case.
+Each member's agent keeps parity for the others. If ranks are spread too unevenly for sets (a crowded tray, after
+another was lost), they are mirrored, which only needs a second tray. With one tray there is nowhere to keep copies: its
+agent already has the snapshots.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ _NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 @dataclass(frozen=True, slots=True)
 class Protection:
+    """The mirrors or sets of one generation."""
+
     mirrors: Mapping[TrayId, str]
     sets: tuple[tuple[Keeper, ...], ...]
     said: str
-    """What it survives and what it costs; "" with one tray."""
+    """Description of the losses that it survives and of its cost; "" with one tray."""
     parity: int = 1
-    """Members of a set that may be lost at once."""
+    """Number of members of a set that may be lost at once."""
 
 
 def keepers_of(plan: Plan) -> dict[TrayId, tuple[TrayId, ...]]:
-    """Of each tray, those that keep copies or parity of its snapshots."""
+    """Return for each tray the trays that keep copies or parity of its snapshots."""
     if plan.sets:
         found: dict[TrayId, dict[TrayId, None]] = {}
         for of in plan.sets:
@@ -45,11 +48,11 @@ def keepers_of(plan: Plan) -> dict[TrayId, tuple[TrayId, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Who keeps for whom, in a plan."""
+    """Which trays and ranks a plan protects."""
 
     plan: Plan
     trays: Collection[TrayId]
-    """Those that keep anything for others."""
+    """Trays that keep anything for others."""
     ranks: Collection[Rank]
     """Members of sets."""
 
@@ -61,11 +64,12 @@ class Keeping:
         return cls(plan, trays, frozenset(keeper.rank for keeper in keepers))
 
     def of_rank(self, rank: Rank, tray: TrayId) -> bool:
-        """Somebody keeps what ``rank`` has, which is on ``tray``."""
+        """Return whether another tray keeps the snapshots of ``rank``, which runs on ``tray``."""
         return tray in self.plan.mirrors or rank in self.ranks
 
 
 def protect(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) -> Protection:
+    """Choose mirrors or sets for these seats, as ``config.snapshot_copies`` asks for where possible."""
     mirrors = rack.mirrors()
     if not mirrors:
         return Protection({}, (), "")

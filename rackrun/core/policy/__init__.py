@@ -1,1 +1,1 @@
-"""How the core decides: rungs of the ladder and their prices, the policy in force, the user's function."""
+"""Decisions about failures: the rungs and their costs, the active policy, the user's function."""

@@ -1,4 +1,4 @@
-"""By which policy failures are answered: at first as the command line says, then as ``rackctl policy`` has said last."""
+"""The policy in force: first that of the command line, then that of the latest ``rackctl policy``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ __all__ = ["Mandate"]
 
 @dataclass(slots=True)
 class Mandate:
+    """The rules, weights and function that decide about failures."""
+
     rules: Rules = field(default_factory=Rules)
     weights: Weights = field(default_factory=Weights)
     function: str = ""
-    """``module:function`` that is asked first; "": nobody is."""
+    """``module:function`` that is asked first; "": none."""
 
     @classmethod
     def of(cls, config: JobConfig) -> Mandate:
         return cls(config.rules, config.weights, config.policy_function)
 
     def change(self, policy: str | None, weights: str | None, *, provider: str = "") -> None:
-        """None: as it is. Raises `rackrun.errors.UsageError`, and changes nothing."""
+        """Change the policy, the weights or both; None: unchanged. Raises `rackrun.errors.UsageError`, and then changes
+        nothing."""
         parsed = None if policy is None else parse_policy(policy)
         if parsed is not None:
             check_provider(parsed[0], provider)
@@ -32,7 +35,7 @@ class Mandate:
             self.rules, self.function = parsed
 
     def __str__(self) -> str:
-        """``--policy swap,wait --policy-weights goodput=1,cost=0,resilience=1``"""
+        """Return the policy as options: ``--policy swap,wait --policy-weights goodput=1,cost=0,resilience=1``."""
         named = [rung.value for rung in self.rules.order] or [f"no-{rung.value}" for rung in self.rules.never]
         what = self.function or ",".join(named) or "cheapest"
         numbers = ",".join(f"{name}={getattr(self.weights, name):g}" for name in Weights.__struct_fields__)

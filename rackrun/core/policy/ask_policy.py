@@ -1,8 +1,8 @@
-"""Who decides: the rules, or the user's function, which is asked by a command and answers by an event.
+"""Decision by the rules or by the user's function, which is asked by a command and answers by an event.
 
-The answer is an event like any other, so it is in the journal, and whoever tells the core the same events again gets the same
-decisions. It counts for the situation that was asked about: when that changes, the function is asked anew and an older answer is
-ignored. No answer, a bad one, or one that is impossible: the default decides, and a notice says why.
+The answer is an event like any other, so it is in the journal, and a replay of the same events gives the same
+decisions. It holds for the situation that was asked about. If that changes, the function is asked again, and an older
+answer is ignored. If there is no answer, or it is invalid or impossible, the default decides, and a notice says why.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, 
 __all__ = ["ANSWER_MS", "Council"]
 
 ANSWER_MS = 5_000
-"""The coordinator ends a function after a second (two, if it was still at an older question); this is for when nobody answers at all."""
+"""Milliseconds after which the core gives up waiting for an answer. The coordinator ends a function after one second
+(two, if it was still busy with an older question); this limit is for the case that no answer comes at all."""
 
 _Situation: TypeAlias = tuple[object, ...]
 
 
 @dataclass(slots=True)
 class Council:
+    """Asks the user's function, if there is one, and reports decisions."""
+
     policy: Mandate
     emit: Callable[[Command], None]
     _question: int = 0
     _asked: _Situation = ()
     _open: bool = False
     _answer: Decision | None = None
-    """To what was asked last; None: the default decides."""
+    """The answer to the latest question; None: the default decides."""
     _decided: _Situation = field(default=())
 
     def decide(self, failure: Failure, view: ClusterView, at_ms: int) -> Decision | None:
-        """What to do; None while an answer is to be waited for. A script's own error is nobody's to ask about."""
+        """Return the decision; None while an answer is awaited. The user's function is not asked about the script's own
+        errors."""
         decision = choose(failure, view, self.policy.rules, self.policy.weights)
         if self.policy.function and failure.whose is not Whose.USER:
             situation = _situation(failure, view)
@@ -53,11 +57,11 @@ class Council:
 
     @property
     def asks(self) -> bool:
-        """An answer is still to come, or to be given up."""
+        """Whether an answer is still awaited."""
         return self._open
 
     def answered(self, event: PolicyAnswered) -> bool:
-        """Whether this was waited for."""
+        """Take an answer; return whether it was awaited."""
         if not self._open or event.question != self._question:
             return False
         self._open = False
@@ -68,11 +72,11 @@ class Council:
         return True
 
     def overdue(self, question: str) -> bool:
-        """Whether an answer to it is given up with this."""
+        """Give up waiting for the answer to this question; return whether it was awaited."""
         return self.answered(PolicyAnswered(question=int(question), trouble=f"gave no answer within {ANSWER_MS} ms"))
 
     def forget(self) -> None:
-        """What was answered holds no longer: ask again."""
+        """Forget the answer, so that the function is asked again."""
         self._asked, self._decided, self._open = (), (), False
 
     def _ask(self, situation: _Situation, failure: Failure, view: ClusterView, at_ms: int) -> None:
@@ -94,7 +98,8 @@ class Council:
         self.emit(Notice(text=f"the policy {self.policy.function} {one_line(what)}; the default decides"))
 
     def _tell(self, failure: Failure, view: ClusterView, decision: Decision, at_ms: int) -> None:
-        """When it changes, not each time that it is looked at. A wait that a user has limited ends with another question."""
+        """Emit `Decided` if the decision has changed since the last call. If the user's function set a deadline for
+        waiting, set a timer that asks it again."""
         answer = self._question if decision.by == "user" else 0
         decided = (view.generation, failure.ranks, decision.rung, answer, *sorted(decision.targets.items()))
         if decided != self._decided:
@@ -107,7 +112,7 @@ class Council:
 
 
 def _situation(failure: Failure, view: ClusterView) -> _Situation:
-    """Equal as long as the same question has the same answers to choose from."""
+    """Return a value that is equal as long as the question and the possible answers stay the same."""
     possible = tuple(one.rung for one in options(failure, view) if one.possible and one.rung is not Rung.STOP)
     takeovers = (*sorted(view.takeovers.items()), *sorted(view.uprooted.items()))
     return (view.generation, failure.ranks, failure.what, view.short, view.rollback_steps, *possible, *takeovers)

@@ -1,6 +1,6 @@
-"""The decision: the smallest expected loss, or the user's order of rungs; and whether a user's own answer is possible.
+"""Choice of a rung: by the smallest expected loss or the user's order; and a check of the user's own decisions.
 
-Pure and deterministic: the same failure, view, rules and weights give the same decision, with the same words.
+Pure and deterministic: the same failure, view, rules and weights give the same decision, with the same text.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 REASON_MAX = 300
-"""Characters of a user's own reason, or of what went wrong there."""
+"""Longest user text in characters: a policy's own reason, or a description of its error."""
 WAIT_S_MIN = 1.0
-"""A user's wait: the function is asked again after it."""
+"""Shortest wait in seconds that a user's policy can set. After it the function is asked again."""
 _MEANWHILE: dict[str, Literal["wait", "train"]] = {"acquire-wait": "wait", "acquire-train": "train"}
 _REMEDY = f"give rungs in the order of your preference (swap,wait,restart,stop), or no-RUNG,..; rungs are {', '.join(r.value for r in Rung)}."
 
 
 def parse_policy(text: str) -> tuple[Rules, str]:
-    """``--policy``: rules, or the name of a function (``module:function``). Raises UsageError."""
+    """Parse ``--policy``: return the rules, or the name of a function (``module:function``). Raises UsageError."""
     if ":" not in text:
         return parse_rules(text), ""
     function = text.strip()
@@ -47,8 +47,11 @@ def parse_policy(text: str) -> tuple[Rules, str]:
 
 
 def parse_rules(text: str) -> Rules:
-    """``swap,wait,restart``: in this order. ``no-restart``: the cheapest but this. ``cheapest`` or "": the cheapest. ``acquire-wait``,
-    ``acquire-train``: one of the two acquires. Raises UsageError."""
+    """Parse a list of rungs. Raises UsageError.
+
+    ``swap,wait,restart``: in this order. ``no-restart``: the cheapest of all others. ``cheapest`` or "": the cheapest.
+    ``acquire-wait`` and ``acquire-train``: ACQUIRE with that value of `Decision.meanwhile`.
+    """
     words = [word.strip().lower() for word in text.split(",") if word.strip()]
     if words in ([], ["cheapest"]):
         return Rules()
@@ -72,7 +75,7 @@ def parse_rules(text: str) -> Rules:
 
 
 def check_provider(rules: Rules, provider: str) -> None:
-    """Raises UsageError where racks are to be asked of nobody."""
+    """Raise UsageError if the rules name ACQUIRE and there is no provider."""
     if Rung.ACQUIRE in rules.order and not provider:
         raise UsageError(
             "--policy names acquire, and there is nobody who could give a rack.",
@@ -81,7 +84,7 @@ def check_provider(rules: Rules, provider: str) -> None:
 
 
 def parse_weights(text: str) -> Weights:
-    """``goodput=1,cost=0.5``; what is not named keeps its default. Raises UsageError."""
+    """Parse ``goodput=1,cost=0.5``; a weight that is not named keeps its default. Raises UsageError."""
     found: dict[str, float] = {}
     for word in (part.strip() for part in text.split(",") if part.strip()):
         name, _, value = word.partition("=")
@@ -105,7 +108,8 @@ def choose(
     weights: Weights | None = None,
     priors: Priors | None = None,
 ) -> Decision:
-    """What to do. A script's own error stops the job, whatever the rules; stop competes only with a wait for hardware."""
+    """Choose a rung for a failure. The script's own error stops the job, whatever the rules; a stop competes only with
+    waiting for hardware."""
     rules = rules or Rules()
     found = options(failure, view, weights, priors, meanwhile=rules.meanwhile)
     if failure.whose is Whose.USER:
@@ -117,7 +121,7 @@ def choose(
     if not view.exact and any(not _resizes(one) and not _for_hardware(one, view) for one in going_on):
         acquires = any(one.meanwhile == "train" for one in going_on)
         still = options(failure, view, weights, priors, meanwhile="wait") if acquires else found
-        going_on = [_of(still, one.rung) for one in going_on if one.rung is not Rung.SHRINK]  # the others keep the bits
+        going_on = [_of(still, one.rung) for one in going_on if one.rung is not Rung.SHRINK]  # the others keep bits
     only_hardware = all(_for_hardware(one, view) for one in going_on)
     best = _cheapest(allowed if only_hardware else going_on)
     others = [one for one in allowed if one.rung is not best.rung]
@@ -125,12 +129,13 @@ def choose(
 
 
 def allows(rules: Rules, rung: Rung) -> bool:
-    """Whether it may be taken at all."""
+    """Return whether the rules allow a rung at all."""
     return rung not in rules.never and (not rules.order or rung in (*rules.order, Rung.ABSORB, Rung.STOP))
 
 
 def only_answer(rung: Rung, why: str, failure: Failure, view: ClusterView | None) -> Decision:
-    """What is done without a choice, with its figures. None: nothing is known of what it costs."""
+    """Return the decision for a rung that is taken without a choice, with its figures. If ``view`` is None, its cost is
+    unknown."""
     if view is None:
         return Decision(rung=rung, reason=f"{rung.value}: {why}", by="rule")
     found = options(failure, view)
@@ -140,7 +145,7 @@ def only_answer(rung: Rung, why: str, failure: Failure, view: ClusterView | None
 
 
 def refusal(decision: Decision, failure: Failure, view: ClusterView) -> str:
-    """Why what a user's policy wants is impossible; "": it is possible."""
+    """Return why a decision of the user's policy is impossible; "": it is possible."""
     wanted = _of(options(failure, view, meanwhile=decision.meanwhile), decision.rung)
     if not wanted.possible:
         return f"{decision.rung.value} is impossible: {wanted.why_not}"
@@ -158,7 +163,7 @@ def settled(
     weights: Weights | None = None,
     priors: Priors | None = None,
 ) -> Decision:
-    """A user's decision, with what it leaves open filled in."""
+    """Complete a decision of the user's policy with the fields that it leaves open."""
     found = options(failure, view, weights, priors, meanwhile=decision.meanwhile)
     option = _of(found, decision.rung)
     reason = one_line(decision.reason) or "the user's policy says so"
@@ -168,7 +173,7 @@ def settled(
 
 
 def one_line(text: str) -> str:
-    """What user code has said, fit for a line on somebody's terminal."""
+    """Return text from user code as one printable line of at most `REASON_MAX` characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:REASON_MAX]
 
 
@@ -189,12 +194,12 @@ def _first(rules: Rules, view: ClusterView, found: tuple[Option, ...]) -> Decisi
 
 
 def _resizes(option: Option) -> bool:
-    """The world gets smaller by it."""
+    """Return whether the option makes the world smaller."""
     return option.rung is Rung.SHRINK or option.meanwhile == "train"
 
 
 def _for_hardware(option: Option, view: ClusterView) -> bool:
-    """All would stand still for hardware that has not come."""
+    """Return whether all ranks would wait for hardware that has not come."""
     if option.rung is Rung.WAIT:
         return not view.comes_by_itself
     return option.meanwhile == "wait" and view.provider is not None and not view.provider.came
@@ -205,7 +210,7 @@ def _named(option: Option) -> str:
 
 
 def _cheapest(of: Sequence[Option]) -> Option:
-    """Of equal ones the lighter: `min` takes the first."""
+    """Return the cheapest option; of equal ones the first, which is the lightest."""
     return min(of, key=lambda one: one.cost_gpu_s)
 
 
@@ -253,7 +258,7 @@ def _of(found: Sequence[Option], rung: Rung) -> Option:
 
 
 def _sum(option: Option, view: ClusterView) -> str:
-    """``8 x (1.5 s takeover + 0.4 s redone) + 1.15 exposure = 16.4 GPU-s``."""
+    """Return the cost as text: ``8 x (1.5 s takeover + 0.4 s redone) + 1.15 exposure = 16.4 GPU-s``."""
     seconds, more = [], ""
     for name, value in option.figures.items():
         if not name.endswith("_gpu_s"):

@@ -1,4 +1,4 @@
-"""What things have cost in this job so far: measured from events and commands, and told by the coordinator."""
+"""Costs measured in this job, from events and commands and from the coordinator's own measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rackrun.protocol.policy_types import Costs, Priors
 __all__ = ["Meter"]
 
 SAMPLES = 5
-"""The median of so many, the newest, is what something costs."""
+"""Number of latest samples whose median is a cost."""
 
 
 _HEARD = frozenset((WorkerResumed, WorkerReady, CostsMeasured, TrayLost, TrayJoined, RackDelivered))
@@ -35,10 +35,10 @@ def _few() -> deque[float]:
 
 @dataclass(slots=True)
 class Meter:
-    """Tell it every event and every command. It decides nothing."""
+    """Measures costs from all events and commands that it is given. It decides nothing."""
 
     recoveries: int = 0
-    """Plans since the first generation."""
+    """Number of plans since the first generation."""
     _told: CostsMeasured = field(default_factory=CostsMeasured)
     _start_s: deque[float] = field(default_factory=_few)
     _regroup_s: deque[float] = field(default_factory=_few)
@@ -47,17 +47,18 @@ class Meter:
     _starting: dict[SlotId, tuple[Incarnation, int]] = field(default_factory=dict)
     _acquire_s: deque[float] = field(default_factory=_few)
     _asked_ms: dict[int, int] = field(default_factory=dict)
-    """Requests for racks that have not come."""
+    """Times of requests for racks that have not come, by request."""
     _joined_ms: dict[TrayId, int] = field(default_factory=dict)
-    """Since the oldest of these."""
+    """Trays that joined since the oldest of these requests, and when."""
     _delivered: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
     _lost_ms: dict[TrayId, int] = field(default_factory=dict)
     _plan: Plan | None = None
     _planned_ms: int = 0
     _waiting: dict[tuple[SlotId, Incarnation], None] = field(default_factory=dict)
-    """Members of the plan that have not resumed."""
+    """Members of the plan that have not resumed yet."""
 
     def heard(self, event: Event) -> None:
+        """Measure from an event."""
         if type(event) not in _HEARD:
             return
         match event:
@@ -82,6 +83,7 @@ class Meter:
                 pass
 
     def told(self, commands: Sequence[Command], at_ms: int) -> None:
+        """Measure from the commands that the core emitted at ``at_ms``."""
         for command in commands:
             match command:
                 case StartWorker():
@@ -98,7 +100,10 @@ class Meter:
                     pass
 
     def costs(self, step: int, trusted: int | None = None) -> Costs:
-        """``step``: the last that is committed. ``trusted``: checkpoints of later steps are of no use."""
+        """Return the measured costs.
+
+        ``step`` is the last committed step. ``trusted``: checkpoints of later steps are of no use.
+        """
         told = self._told
         age_s = None
         if told.checkpoint is not None:
@@ -119,7 +124,8 @@ class Meter:
         )
 
     def _acquired(self) -> None:
-        """What was asked for is there when the first of its trays has joined; its name may be told before or after that."""
+        """Measure requests whose rack has come: the first of its trays has joined. The provider may name its trays
+        before or after that."""
         for request, trays in list(self._delivered.items()):
             came_ms = [self._joined_ms[tray] for tray in trays if tray in self._joined_ms]
             if came_ms:

@@ -1,15 +1,15 @@
-"""What each rung of the ladder would cost now, or why it is impossible: one small pure function each.
+"""Predicted cost of each rung, or why the rung is impossible: one small pure function each.
 
 A loss is in GPU-seconds, in three kinds that `Weights` weigh:
 
 ========== ==========================================================================================================
-goodput    ranks x (the time until all compute again + the time of what they compute again); after a shrink also the time of those that
-           are missing (*away*), and after an acquire that trains on
-cost       (ranks + spares) x the same time; of a stop only what comes after it has been started again
+goodput    ranks x (the time until all compute again + the time of what they compute again); after a shrink also the
+           time of missing ranks (*away*), as after an acquire that trains on
+cost       (ranks + spares) x the same time; for a stop, only the time after the job has been started again
 resilience the chance that another GPU fails before one is repaired, x ranks x the repair, when no slot is left over
 ========== ==========================================================================================================
 
-What has passed already (`ClusterView.waited_s`) is lost whatever is done, and not counted.
+Time that has already passed (`ClusterView.waited_s`) is lost whatever is decided, and is not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ __all__ = ["options"]
 
 
 class _Price(NamedTuple):
-    """``seconds`` for all ranks; of these, nobody pays for ``unpaid_s``. ``away_gpu_s``: of ranks that are missing meanwhile."""
+    """Cost of a rung before it is weighted.
+
+    ``seconds`` are those of all ranks, by name. In ``unpaid_s`` of them the job holds no GPUs. ``away_gpu_s`` are
+    GPU-seconds of ranks that are missing meanwhile.
+    """
 
     seconds: dict[str, float]
     unpaid_s: float = 0.0
@@ -40,7 +44,10 @@ def options(
     *,
     meanwhile: Literal["", "wait", "train"] = "",
 ) -> tuple[Option, ...]:
-    """Every rung, in the order of `Rung`. ``meanwhile``: which of the two acquires is meant; "": the cheaper one."""
+    """Return an option for every rung, in the order of `Rung`.
+
+    ``meanwhile`` selects what the ranks do until an acquired rack comes; "": the cheaper choice.
+    """
     weights, priors = weights or Weights(), priors or Priors()
     return tuple(
         _acquires(failure, view, weights, priors, meanwhile)
@@ -194,7 +201,8 @@ def _swap(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
 
 
 def _move(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
-    """Those that move are ended first: a worker's break and park, about a regroup, comes on top until that is done."""
+    """Return the cost of a move. The ranks that move are ended first; their break and parking, about one regroup, is
+    added until that is done."""
     price = _swap(failure, view, priors)
     if view.uprooted:
         price.seconds["regroup_s"] = _known(view.costs.regroup_s, priors.regroup_s)
@@ -202,7 +210,7 @@ def _move(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
 
 
 def _acquire(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
-    """All stand still until the rack has come, and its workers have started."""
+    """Return the cost of waiting until the rack has come and its workers have started."""
     if view.provider is not None and view.provider.came:
         return _wait(failure, view, priors)
     coming = {"request_s": _request_s(view, priors), "start_s": _known(view.costs.start_s, priors.start_s)}
@@ -210,7 +218,11 @@ def _acquire(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
 
 
 def _acquire_training(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
-    """As a shrink, until the rack has come, or what is lost is repaired: whichever is first. What comes by itself is not waited for."""
+    """Return the cost of training on without the lost ranks until the rack has come or the lost hardware is repaired,
+    whichever is first.
+
+    Workers that come by themselves are not waited for.
+    """
     away_s = _request_s(view, priors) + _known(view.costs.start_s, priors.start_s)
     if not view.comes_by_itself:
         away_s = min(away_s, _known(view.costs.repair_s, priors.repair_s))
@@ -218,7 +230,7 @@ def _acquire_training(failure: Failure, view: ClusterView, priors: Priors) -> _P
 
 
 def _request_s(view: ClusterView, priors: Priors) -> float:
-    """What is left of a request, or all of one."""
+    """Return the remaining seconds of the pending request, or the seconds of a whole one."""
     provider = view.provider
     if provider is None or provider.came:
         return 0.0
@@ -227,7 +239,8 @@ def _request_s(view: ClusterView, priors: Priors) -> float:
 
 
 def _shrink(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
-    """Only the numbers change. The world is smaller until workers can join, and then all stop once more for them."""
+    """Return the cost of a shrink: the world is smaller until workers can join, and then all ranks stop once more to
+    let them join."""
     if view.comes_by_itself:
         return _smaller(failure, view, priors, _known(view.costs.start_s, priors.start_s))
     return _smaller(failure, view, priors, _known(view.costs.repair_s, priors.repair_s))
@@ -260,7 +273,10 @@ def _stop(failure: Failure, view: ClusterView, priors: Priors) -> _Price:  # noq
 
 
 def _again(view: ClusterView, priors: Priors) -> dict[str, float]:
-    """Never cheaper than a takeover of which as much is done again: the groups are built then too, and disks are slower."""
+    """Return the seconds of a restart.
+
+    Its load time is never less than a takeover, because groups are built in a restart too, and disks are slower.
+    """
     load_s = _known(view.costs.state_bytes, priors.state_bytes) / priors.load_bytes_per_s if view.checkpoint else 0.0
     step_s = _known(view.costs.step_s, priors.step_s)
     since_s = view.costs.checkpoint_age_s
@@ -280,7 +296,7 @@ def _takeover_s(view: ClusterView, priors: Priors) -> float:
 
 
 def _redone_s(failure: Failure, view: ClusterView, priors: Priors) -> float:
-    """The step that broke, and those since a rollback."""
+    """Return the time to repeat the step that broke and the steps since a rollback."""
     steps = (view.rollback_steps or 0) + (0 if failure.planned else 1)
     return steps * _known(view.costs.step_s, priors.step_s)
 

@@ -1,1 +1,1 @@
-"""From a loss to the next generation: fence, gather, plan."""
+"""Recovery from a loss to the next generation: fence, gather, decide, plan."""

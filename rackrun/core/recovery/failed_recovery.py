@@ -1,4 +1,4 @@
-"""How a recovery ends a job: with the reason, and what the reader can do about it."""
+"""Stopping the job when a recovery fails, with the reason and what the reader can do about it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ class _Stop(Protocol):
 
 @dataclass(slots=True)
 class Endings:
+    """Stops the job when a recovery cannot go on."""
+
     config: JobConfig
     world: World
     rack: RackMachine
     stop: _Stop
 
     def decided(self, prospect: Prospect, decision: Decision, failure: Failure, view: ClusterView) -> None:
-        """Nothing else is possible, or nothing else is wanted: by the rules, or by the user's function."""
+        """Stop because no other rung is possible, or the rules or the user's function do not want another."""
         others = [one.rung for one in decision.options if one.possible and one.rung is not Rung.STOP]
         if failure.whose is Whose.USER:
             self.stop(
@@ -58,6 +60,7 @@ class Endings:
             self.stop(3, f"{failure.what}: {view.why_short}", remedy=remedy)
 
     def not_in_time(self, told: str) -> None:
+        """Stop because the lost ranks could not be replaced within `JobConfig.join_timeout_ms`."""
         lost, ready, unfit = self.world.lost(), len(self.rack.ready_spares()), self.rack.unfit()
         counted = f"{len(lost)} ranks to replace, {ready} spares are ready"
         self.stop(
@@ -70,6 +73,7 @@ class Endings:
         )
 
     def no_progress(self, told: Sequence[str]) -> None:
+        """Stop after too many recoveries without a committed step. ``told`` lists their reasons."""
         self.stop(
             3,
             f"{self.config.no_progress_max} recoveries without one committed step: {'; '.join(dict.fromkeys(told))}",
@@ -77,6 +81,7 @@ class Endings:
         )
 
     def no_copy_left(self, told: str, committed: Position) -> str:
+        """Return the reason text for a stop, or a restart, because no copy of some state is left."""
         if self.world.stateful():
             told += " before the first step" if committed == BEGIN else f" at step {committed.step}"
         return f"{told}, and no copy of its state is left"

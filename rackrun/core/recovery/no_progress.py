@@ -1,4 +1,4 @@
-"""Does the job get anywhere? Recoveries are counted as long as no step is committed between them."""
+"""Count of consecutive recoveries without a committed step between them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ __all__ = ["Progress"]
 
 @dataclass(slots=True)
 class Progress:
+    """Counts recoveries, and steps repeated in place, since the last committed step."""
+
     recoveries_max: int
-    """Without one committed step between them."""
+    """Number of recoveries that are allowed without a committed step between them."""
     _absorbs: int = 0
     _absorbed_at: Position | None = None
     _stuck_at: Position | None = None
     _stuck: list[str] = field(default_factory=list)
 
     def absorbs(self, committed: Position) -> int:
-        """How often the step after this was done again in place."""
+        """Return how often the step after ``committed`` was repeated in place."""
         return self._absorbs if committed == self._absorbed_at else 0
 
     def goes_on(self, committed: Position, told: str, *, absorbing: bool) -> Sequence[str]:
-        """Another recovery, because of ``told``. Not (): what all of them were told for; they are too many."""
+        """Count another recovery, with the reason ``told``. Return () if it is allowed, else the reasons of all
+        recoveries at this step."""
         if committed != self._stuck_at:
             self._stuck_at, self._stuck = committed, []
         self._stuck.append(told)

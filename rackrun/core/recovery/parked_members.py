@@ -1,4 +1,5 @@
-"""What those who are parked tell: what is committed, where everybody's state comes from, and what a decision needs of it."""
+"""Evaluation of the parked members' reports: what is committed, where state comes from, and what a decision needs to
+know."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ from rackrun.protocol.job_config import JobConfig
 __all__ = ["FEW_STEPS", "ParkedMembers"]
 
 FEW_STEPS = 10
-"""Done again without asking: at the beginning, copies are not everywhere yet."""
+"""Number of steps that may be computed again without asking the user. At the beginning, copies are not everywhere
+yet."""
 
 
 @dataclass(slots=True)
 class ParkedMembers:
+    """Evaluates the reports of parked members, and keeps the result until a member changes."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -32,24 +36,27 @@ class ParkedMembers:
     resizing: Resizing
     outlook: Outlook
     losses: Mapping[Rank, Loss]
-    """Since the last plan."""
+    """Losses since the last plan."""
     _found: Prospect | None = None
-    """For as long as only spares are heard of."""
+    """Cached result of `look`, valid as long as only spares send events."""
     missing: int = 0
-    """So many spares more have to become ready before a wait that was decided can be over; 0: it is decided anew with each. As long."""
+    """How many more spares have to become ready before a decided wait can end. 0: every ready spare leads to a new
+    decision. Valid as long as ``_found``."""
 
     def forget(self) -> None:
+        """Drop the cached result, because a member may have changed."""
         self._found = None
         self.missing = 0
 
     def look(self) -> Prospect:
-        """All members have parked. Nobody is there yet for those who are lost: spares are not looked at."""
+        """Return what the parked members' reports allow. Call it when all members have parked. It does not look at
+        spares."""
         if self._found is None:
             self._found = self._look()
         return self._found
 
     def state(self, committed: Position) -> StatePlan | None:
-        """For the world as it is now."""
+        """Return where state comes from, for the world as it is now; None: no copy of some state is left in memory."""
         return self._state(self._reports(), committed)
 
     def _look(self) -> Prospect:
@@ -58,7 +65,7 @@ class ParkedMembers:
         reports = self._reports()
         committed, gate = restore_plan.committed(reports, *world.floor())
         if world.old is not None and world.plan is not None and committed > world.plan.committed:
-            world.old = None  # a gate has passed in the new world: everybody had its state, and a snapshot of it
+            world.old = None  # a gate has passed in the new world: all ranks had its state and a snapshot of it
         state, lost = self._state(reports, committed), world.lost()
         why_no_shrink = self.resizing.why_not_shrink(committed, gate) if lost else "nobody is lost"
         return Prospect(
@@ -97,7 +104,8 @@ class ParkedMembers:
         return found or planned(all_go_back=world.torn())
 
     def _has_just_begun(self, committed: Position) -> bool:
-        """As far as anybody tells who lives, or has been seen to end."""
+        """Return whether no more than `FEW_STEPS` steps were computed, according to living members and to those seen to
+        exit."""
         if committed.step >= FEW_STEPS:
             return False
         ends = [loss.exit for loss in self.losses.values()]

@@ -1,4 +1,4 @@
-"""The plan of the next generation: who is which rank, where its state comes from, and what everybody is told of it."""
+"""Construction of the next generation's plan: the worker of each rank, and where its state comes from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Planner", "told_of"]
 
 
 def told_of(chosen: Mapping[Rank, WorkerRecord], rack: RackMachine) -> str:
-    """Who takes over, before they do. "": nobody."""
+    """Describe which spares are about to take over and how many are left, for people; "": none takes over."""
     if not chosen:
         return ""
     slots = ", ".join(record.worker.slot for _, record in sorted(chosen.items()))
@@ -33,17 +33,22 @@ def told_of(chosen: Mapping[Rank, WorkerRecord], rack: RackMachine) -> str:
 
 @dataclass(slots=True)
 class Planner:
+    """Builds and sends the plan of the next generation."""
+
     config: JobConfig
     world: World
     rack: RackMachine
     sources: Sources
     shares: Callable[[], tuple[int, ...]]
-    """With which the next generation begins."""
+    """Returns the micro-batches of each rank with which the next generation begins."""
     emit: Callable[[Command], None]
     rifts: Rifts
 
     def resume(self, prospect: Prospect, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
-        """``chosen``: who takes which rank over. ``told``: what has happened, for people."""
+        """Build the plan and send it.
+
+        ``chosen`` holds the spare that takes over each lost rank. ``told`` describes for people what has happened.
+        """
         world, committed, state = self.world, prospect.committed, prospect.state
         assert state is not None, "checked by the decision"
         for rank, spare in chosen.items():
@@ -61,7 +66,7 @@ class Planner:
         for rank, record in world.members.items():
             record.move(Trigger.RESUME, f"{note}, rank {rank}" if rank in chosen else note)
             record.stateful = record.stateful and rank not in fresh and reshard is None
-            record.finished = False  # it says so again, when it has done its part for the others
+            record.finished = False  # it reports this again when it has done its part for the others
         world.await_all()
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))
@@ -97,8 +102,11 @@ class Planner:
         self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.timeout_ms()))
 
     def timeout_ms(self) -> int:
-        """Whoever has to enter ``main`` again first, with all others or because a spare has built another world's model, has the time
-        of a start."""
+        """Return how long members may take to resume.
+
+        The limit is that of a start if ``main`` has to be entered again first: by all ranks, or by a spare that was
+        built for a world of another size.
+        """
         world = self.world
         waits = [record for record in world.members.values() if record.reenters and not record.stateful]
         again = (world.plan is not None and world.plan.reshard is not None) or any(
@@ -107,13 +115,16 @@ class Planner:
         return self.config.reenter_timeout_ms if again else self.config.resume_timeout_ms
 
     def _cut_anew(self, old: OldWorld, state: StatePlan) -> tuple[StatePlan, Position, tuple[float, ...]]:
-        """Everybody enters main again: what ``state`` says of the old world's ranks, for the ranks of this one; and what is
-        committed."""
+        """Convert the state plan of the old world's ranks to one for this world's ranks, which all enter ``main``
+        again.
+
+        Returns the state plan, the committed unit and the values of its gate.
+        """
         world = self.world
         assert state.rollback is not None, "it is made of snapshots"
         old.settle(state.rollback)
         world.layout = world.generation
-        self.sources.snapshots = Snapshots()  # what an attempt before this one has left is in its own layout
+        self.sources.snapshots = Snapshots()  # snapshots that an earlier attempt has left are in that attempt's layout
         new = tuple(rank for rank, record in sorted(world.members.items()) if record.worker not in old.ranks)
         back = state.rollback if old.gone_back else None
         return StatePlan(fresh=new, restores=(), rollback=back), old.committed, old.gate

@@ -1,9 +1,10 @@
-"""From a loss to the next generation: break, gather, park, decide, resume.
+"""Recovery from a loss to the next generation: break, gather, park, decide, resume.
 
-Survivors are broken at once; the gather window only delays the decision, so that faults that belong together (a tray is
-many workers) are one. The decision is taken when the window has closed, every survivor has parked, and every lost rank
-has a spare that is ready, or the policy (`rackrun.core.policy.ask_policy`) wants something else. It is taken from fresh reports alone, so a
-loss in the middle of a recovery is nothing special: it breaks once more, and the next plan starts from what everyone reports then.
+Survivors are broken at once. The gather window only delays the decision, so that faults that belong together (a tray
+has many workers) lead to one decision. It is taken when the window has closed, every survivor has parked, and every
+lost rank has a ready spare, or when the policy (`rackrun.core.policy.ask_policy`) wants something else. It depends on
+fresh reports alone. So a loss during a recovery needs no special handling: the generation is broken once more, and the
+next plan starts from the reports of that time.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from rackrun.protocol.policy_types import ClusterView, Decision, ProviderNow, Ru
 __all__ = ["ABSORBS_MAX", "Ladder", "Recovery", "named"]
 
 STATE_LOST = "rackrun.errors.StateLost"
-"""How a newcomer ends that finds its sources unlike each other."""
+"""Type of the error with which a newcomer exits when its sources differ from each other."""
 ABSORBS_MAX = 3
-"""Steps done again in place, in a row, without one that is committed."""
+"""How many times in a row a step may be repeated in place without a committed step."""
 
 
 class Ladder(Protocol):
-    """What recovery cannot decide alone."""
+    """Operations that recovery needs from the rest of the core."""
 
     def trained(self, at_ms: int) -> None: ...
     def retired(self, losses: Sequence[Loss], at_ms: int) -> None: ...
@@ -63,6 +64,8 @@ class Ladder(Protocol):
 
 @dataclass(slots=True)
 class Recovery:
+    """Breaks a generation, decides how to go on, and begins the next generation."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -81,27 +84,27 @@ class Recovery:
     rifts: Rifts = field(default_factory=Rifts)
     parked_members: ParkedMembers = field(init=False)
     wishes: dict[Rank, SlotId] = field(default_factory=dict)
-    """Spares that a person has named for ranks."""
+    """Spares' slots that operators have chosen for ranks."""
     _gathering: bool = False
     _owed: bool = False
-    """The snapshots of condemned workers are worth waiting for."""
+    """Whether it is worth waiting for the snapshots of condemned workers."""
     _absorbing: bool = False
     _note: str = ""
-    """Why the generation was broken, if nobody is lost."""
+    """Why the generation was broken, if no rank is lost."""
     _losses: dict[Rank, Loss] = field(default_factory=dict)
-    """Since the last plan."""
+    """Losses since the last plan, by rank."""
     _retired: dict[Rank, Loss] = field(default_factory=dict)
-    """Of `World.retired`."""
+    """Losses of the ranks in `World.retired`."""
     _moved: dict[Rank, None] = field(default_factory=dict)
-    """Those among them that lived, and were taken out because their group moves."""
+    """Ranks among the losses that were alive and were taken out because their group moves."""
     between_steps: bool = False
-    """All stood between two steps when the first of them was taken out."""
+    """Whether all ranks stood between two steps when the first of them was taken out."""
     growing: bool = False
-    """All were made to pause so that others can join."""
+    """Whether all ranks were paused so that others can join."""
     leaving: tuple[Rank, ...] = ()
-    """All were made to pause so that these can go: a person wants fewer ranks."""
+    """Ranks to remove, as an operator asked; all ranks were paused for it."""
     _resized: str = ""
-    """How the world's size changes with the plan that is made."""
+    """Description of how the next plan changes the world's size."""
     _broken_ms: int = 0
     _progress: Progress = field(init=False)
 
@@ -121,12 +124,15 @@ class Recovery:
 
     @property
     def snapshots(self) -> Snapshots:
+        """The known snapshots."""
         return self.sources.snapshots
 
     # -- losses ----------------------------------------------------------------------------------------------------
     def lose(self, losses: Sequence[Loss], at_ms: int) -> None:
-        """Members are gone, or condemned: they take no part from now on. Who had finished training is not replaced as long as nobody
-        else is lost."""
+        """Handle lost or condemned members, which take no part from now on.
+
+        A rank that had finished training is not replaced as long as no other rank is lost.
+        """
         if self.world.phase is Phase.TRAINING and all(loss.record.finished for loss in losses):
             self._retire(losses, at_ms)
             return
@@ -139,14 +145,15 @@ class Recovery:
             self._losses[rank] = loss
             self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
         self._absorbing = False
-        self.leaving = ()  # later: this comes first
+        self.leaving = ()  # the operator's request has to wait: the loss comes first
         if self.world.phase is Phase.PARKING:
             self.decide(at_ms)
         else:
             self._break(self._told(), at_ms)
 
     def seen_to_end(self, loss: Loss) -> None:
-        """A member that was counted as lost when it was fenced has ended. How far it had come is known now."""
+        """Record the exit of a member that was counted as lost when it was fenced. It shows how far the member had
+        come."""
         for rank, known in self._losses.items():
             if known.record is loss.record and known.exit is None:
                 self._losses[rank] = Loss(record=known.record, because=known.because, exit=loss.exit)
@@ -161,12 +168,12 @@ class Recovery:
         self.ladder.retired(losses, at_ms)
 
     def plan_again(self, because: str, at_ms: int) -> None:
-        """Nobody is lost, but what was planned cannot be done."""
+        """Break the generation although no rank is lost, because its plan cannot be carried out."""
         self._note = because
         self._break(because, at_ms)
 
     def forget_all(self) -> None:
-        """The world begins again: nothing of the old one counts."""
+        """Forget everything about the old world, because the world begins again."""
         self.snapshots.clear()
         self.resizing.growth.joined((), BEGIN)
         self.world.old, self.world.layout = None, Generation(0)
@@ -184,7 +191,7 @@ class Recovery:
         self._resized = ""
 
     def _told(self) -> str:
-        """What was lost since the last plan: ``ranks 2, 3 lost (SIGKILL)``."""
+        """Describe what was lost since the last plan: ``ranks 2, 3 lost (SIGKILL)``."""
         if not self._losses:
             return self._note
         reasons = dict.fromkeys(loss.because for _, loss in sorted(self._losses.items()))
@@ -192,6 +199,7 @@ class Recovery:
 
     # -- break and park --------------------------------------------------------------------------------------------
     def _break(self, because: str, at_ms: int) -> None:
+        """Begin the next generation by breaking the present one on all members."""
         world = self.world
         for rank in world.retired:
             self._losses[rank] = self._retired[rank]
@@ -219,6 +227,7 @@ class Recovery:
             self.emit(SetTimer(name=f"repair:{generation}", at_ms=at_ms + self.config.repair_patience_ms))
 
     def parked(self, record: WorkerRecord, event: WorkerParked) -> None:
+        """Record that a member has parked; decide if it was the last."""
         if event.generation != self.world.generation or record.state is not WorkerState.BREAKING:
             return
         world = self.world
@@ -234,18 +243,20 @@ class Recovery:
             self.decide(event.at_ms)
 
     def _had_resumed(self, record: WorkerRecord, event: WorkerParked) -> bool:
-        """In the generation that broke, though it was not heard."""
+        """Return whether the worker resumed in the broken generation although its report did not arrive."""
         if self.world.old is not None:
             return event.layout == self.world.layout
         plan = self.world.plan
         return plan is not None and record.resumed_in < event.resumed == plan.generation
 
     def learn_class(self, record: WorkerRecord, replica_class: str) -> None:
+        """Record the replica class of a worker's rank."""
         if record.rank is not None and replica_class:
             self.classes[record.rank] = replica_class
 
     def timer(self, name: str, at_ms: int) -> None:
-        """``kind:generation``; what an older generation asked for is ignored. ``fence:slot:incarnation`` is of no generation."""
+        """Handle a timer named ``kind:generation``. Timers of older generations are ignored; ``fence:slot:incarnation``
+        has no generation."""
         kind, _, generation = name.partition(":")
         if kind == "fence":
             self.fencing.overdue(generation)
@@ -277,8 +288,10 @@ class Recovery:
             self.standstill.window_closed(kind, at_ms)
 
     def _wait_on(self, kind: str, state: WorkerState, at_ms: int) -> bool:
-        """Somebody is late because it works in its own code: all others wait for it, and nobody is to blame. How long it may is
-        for its agent to say (`WorkerStalled`)."""
+        """Extend a deadline if a member is late because it works in its own code. Return whether it was extended.
+
+        All other members wait for it, and none is to blame. Its agent decides how long it may work (`WorkerStalled`).
+        """
         waits = self._some_work(state, at_ms)
         if waits:
             self.emit(SetTimer(name=f"{kind}:{self.world.generation}", at_ms=at_ms + self.config.park_timeout_ms))
@@ -289,6 +302,7 @@ class Recovery:
         return any(rank in members and members[rank].state is state for rank in self.standstill.awaited(at_ms))
 
     def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
+        """Condemn the members that did not park or resume in time."""
         late = [
             record
             for rank, record in sorted(self.world.members.items())
@@ -296,7 +310,7 @@ class Recovery:
         ]
         newcomers = [record for record in late if not record.stateful]
         if state is WorkerState.RESUMING and newcomers:
-            late = newcomers  # the others wait for them, with what may be the only copies
+            late = newcomers  # the others wait for the newcomers, and may hold the only copies of their state
         if late:
             self._condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
         elif state is WorkerState.RESUMING:
@@ -308,10 +322,11 @@ class Recovery:
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
     def _give_up(self, at_ms: int) -> None:
-        """Nobody has become ready in this time. For hardware to come there may be more (`JobConfig.repair_patience_ms`)."""
+        """Stop the job if no spare has become ready in time. Waiting for hardware may take longer
+        (`JobConfig.repair_patience_ms`)."""
         self.decide(at_ms)
         if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
-            # nothing could be decided yet: whoever is to come has the whole time once it can
+            # nothing could be decided yet; spares get the whole time once it can
             self.emit(SetTimer(name=f"recover:{self.world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
             return
         waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.ladder.acquires(at_ms)
@@ -321,7 +336,7 @@ class Recovery:
 
     # -- decide ----------------------------------------------------------------------------------------------------
     def decide(self, at_ms: int) -> None:
-        """If all that a decision needs is known, take it."""
+        """Decide how to go on, if everything that the decision needs is known."""
         world = self.world
         if world.phase is not Phase.PARKING or self._gathering or world.awaited:
             return
@@ -334,7 +349,7 @@ class Recovery:
         enough = len(ready) >= len(lost)
         staff = self.seating.staff(world.seats, lost, ready, self.wishes) if state is not None and enough else None
         if state is not None and staff is None and self.outlook.falls_short(enough=enough) and self.ladder.relent():
-            self.decide(at_ms)  # what was being drained is there to be used
+            self.decide(at_ms)  # the slots that were being drained may be used again
             return
         prospect = replace(found, staff=staff, enough=enough)
         self.resizing.growth.broken(world.members.values(), found.committed, at_ms)
@@ -346,18 +361,22 @@ class Recovery:
             self._decide(prospect, ready, at_ms)
 
     def spare_ready(self, at_ms: int) -> None:
-        """Where all wait for more of them, what is short and what is coming are one less now, both: they go on waiting. (That starts take longer
-        than was known when it was decided is weighed when something else happens.)"""
+        """Count one spare more as ready while all ranks wait for several.
+
+        The number of missing spares and that of starting ones both fall by one, so the wait goes on. If starts take
+        longer than was known when the wait was decided, the next other event leads to a new decision.
+        """
         self.parked_members.missing -= 1
         if self.parked_members.missing <= 0:
             self.decide(at_ms)
 
     def forget_members(self) -> None:
-        """Something may have become known of those who are parked: they are looked at anew. What spares do says nothing of them."""
+        """Drop what was derived from the parked members, because something new may be known about them. Spares' events
+        do not need this."""
         self.parked_members.forget()
 
     def joining(self, at_ms: int) -> str:
-        """For people: who could become a rank more; "": nobody."""
+        """Return, for people, the slots of spares that could become additional ranks; "": none."""
         if not self.resizing.growth.may(at_ms) or not self.resizing.room:
             return ""
         return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
@@ -367,10 +386,12 @@ class Recovery:
             self.decide(event.at_ms)
 
     def overdue(self, question: str, at_ms: int) -> None:
+        """Decide without the policy function's answer, if it is overdue."""
         if self.council.overdue(question):
             self.decide(at_ms)
 
     def _decide(self, prospect: Prospect, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+        """Ask the policy for a decision and carry it out."""
         failure = failure_of(
             self._told() or "a rollback was broken off",
             self._losses,
@@ -399,7 +420,7 @@ class Recovery:
             case Rung.RESTART:
                 self._start_over(prospect, decision, failure.what, at_ms)
             case Rung.STOP if prospect.state is None and self._would_begin_again(prospect, decision):
-                self._start_over(prospect, decision, failure.what, at_ms)  # which says what is in its way
+                self._start_over(prospect, decision, failure.what, at_ms)  # the restart reports what prevents it
             case Rung.STOP:
                 self.endings.decided(prospect, decision, failure, view)
             case Rung.SHRINK:
@@ -412,12 +433,12 @@ class Recovery:
                     self._start_spares(prospect, view)
 
     def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
-        """Nothing else is left, and nobody is against it."""
+        """Return whether a restart is allowed, nothing else is possible, and the policy does not oppose it."""
         wanted = decision.by != "user" and allows(self.world.policy.rules, Rung.RESTART)
         return wanted and prospect.may_begin_again and decision.is_last
 
     def _snapshots_owed(self) -> bool:
-        """Somebody is condemned whose exit, with what it leaves, has not come yet."""
+        """Return whether a condemned worker's exit, with the snapshots that it leaves, is still to come."""
         old = self.world.old.ranks if self.world.old is not None else {}
         return self._owed and any(
             ((record.rank is not None and record.stateful) or record.worker in old) and not record.lied
@@ -432,6 +453,8 @@ class Recovery:
         self.ladder.restart(because, first, at_ms)
 
     def _go_on(self, prospect: Prospect, staff: Staff, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+        """Let spares take over, or condemn ranks that have to move with their group first. Ready spares may join as
+        well."""
         if staff.uprooted:
             self._moved.update(dict.fromkeys(staff.uprooted))
             moving = [self.world.members[rank] for rank in staff.uprooted]
@@ -455,17 +478,17 @@ class Recovery:
             self._resume(prospect, chosen, at_ms)
 
     def _shrink_as_asked(self, prospect: Prospect, at_ms: int) -> None:
-        """Nobody is lost: who is to go is let go, if the others have all state."""
+        """Remove the ranks that an operator asked to remove, if the others have all state. No rank is lost."""
         if why := self.resizing.why_not_shrink(prospect.committed, prospect.gate, self.leaving):
             self.leaving = ()
-            if self.world.trusted is None:  # else all go back first, and it is looked at again
+            if self.world.trusted is None:  # otherwise all ranks roll back first, and the request is checked again
                 self.ladder.shrink_refused(why)
             self.decide(at_ms)
         else:
             self._shrink(prospect, at_ms)
 
     def _shrink(self, prospect: Prospect, at_ms: int) -> None:
-        """The others go on without those that are lost, or that are to leave: what these had, all have."""
+        """Go on without the lost or leaving ranks. The remaining ranks have all of their state."""
         if not self._may_go_on(prospect.committed):
             return
         before = self.world.size
@@ -483,11 +506,11 @@ class Recovery:
         self._resume(self._planned_anew(prospect), {}, at_ms)
 
     def _planned_anew(self, prospect: Prospect) -> Prospect:
-        """For the world as it is now."""
+        """Return the prospect with the state plan for the world as it is now."""
         return replace(prospect, state=self.parked_members.state(prospect.committed))
 
     def _start_spares(self, prospect: Prospect, view: ClusterView) -> None:
-        """What can be started is, in the lost ranks' own slots first."""
+        """Start as many spares as needed, in the lost ranks' own slots first."""
         lost, free = prospect.lost, self.rack.free_slots()
         in_place = [slot for slot in lost.values() if slot in free]
         elsewhere = [slot for slot in free if slot not in in_place]
@@ -498,6 +521,7 @@ class Recovery:
             self.ladder.await_fit(f"{self._told()}: {len(lost)} ranks to replace")
 
     def _may_go_on(self, committed: Position) -> bool:
+        """Count this recovery. Stop the job and return False if there were too many without progress."""
         stuck = self._progress.goes_on(committed, self._told(), absorbing=self._absorbing)
         if stuck:
             self.endings.no_progress(stuck)
@@ -507,10 +531,11 @@ class Recovery:
     def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
         told = "; ".join(filter(None, [self._told(), told_of(chosen, self.rack), self._resized]))
         self._settle()
-        self.standstill.forget()  # ranks may have other numbers; what lasts is told again
+        self.standstill.forget()  # ranks may have other numbers; stalls that last are reported again
         self.planner.resume(prospect, chosen, told, at_ms)
 
     def resumed(self, record: WorkerRecord, event: WorkerResumed) -> None:
+        """Record that a member has resumed; training begins when it was the last."""
         if event.generation != self.world.generation or record.state is not WorkerState.RESUMING:
             return
         record.move(Trigger.RESUMED)
@@ -528,14 +553,17 @@ class Recovery:
 
     # -- nobody is lost --------------------------------------------------------------------------------------------
     def severed(self, record: WorkerRecord, event: WorkerSevered) -> None:
-        """Nobody is known to be lost, but this generation cannot go on. Whoever does not park is found that way."""
+        """Break the generation because one of its collectives failed, although no rank is known to be lost.
+
+        A member that is lost is found because it does not park.
+        """
         running = self.world.phase in (Phase.TRAINING, Phase.RESUMING)
         if not running or record.rank is None or event.generation != self.world.generation:
             return
         self.absorb(f"a collective broke on rank {record.rank} ({event.because})", event.at_ms)
 
     def unbuilt(self, record: WorkerRecord, event: WorkerUnbuilt) -> None:
-        """Who says nothing is found by the timer."""
+        """Record that a member could not build its groups. A timer finds members that report nothing."""
         if event.generation != self.world.generation or record.rank is None or record.state is not WorkerState.RESUMING:
             return
         self.rifts.add(record.rank, cut_off=event.cut_off)
@@ -544,7 +572,8 @@ class Recovery:
             self._judge_rift(event.at_ms)
 
     def _judge_rift(self, at_ms: int) -> None:
-        """All live, and their groups could not be built."""
+        """Condemn the members that are cut off, or plan again. All members live, and their groups could not be
+        built."""
         assert self.world.plan is not None
         exchange = self.world.plan.store
         host = next((tray for tray, record in self.rack.trays.items() if record.store == exchange), None)
@@ -556,7 +585,7 @@ class Recovery:
             self.plan_again("not everybody reached everybody", at_ms)
 
     def absorb(self, because: str, at_ms: int) -> None:
-        """Nobody is to blame: the step is done again in place."""
+        """Break the generation and repeat the step in place, because no rank is to blame."""
         self._absorbing = True
         self._note = because
         self._break(because, at_ms)

@@ -1,4 +1,5 @@
-"""What a policy is shown, made of what the core knows: whose fault it may be, and how the job stands."""
+"""Construction of the policy's input from what the core knows: the failure and its likely cause, and the state of the
+job."""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ _NETWORK = (
     "builtins.BrokenPipeError",
 )
 _STORAGE = ("builtins.OSError", "builtins.FileNotFoundError", "builtins.PermissionError", "rackrun.errors.StateLost")
-"""Of an OSError: a disk that is full, a file system that is gone. A script's first; the same again is the script's."""
+"""Errors that are attributed to storage. An OSError means a full disk or a lost file system; a script's own OSError
+counts as this too, until it repeats."""
 
 
 def whose(loss: Loss) -> Whose:
-    """What a first fault is taken for. The script's own is told by `rackrun.core.faults.script_bug`, when it comes again."""
+    """Return what a first failure is attributed to. `rackrun.core.faults.script_bug` recognizes the script's own errors
+    when they repeat."""
     if loss.exit is None:
         return Whose.HARDWARE
     if loss.failure is not None:
@@ -46,8 +49,11 @@ def whose(loss: Loss) -> Whose:
 def failure_of(
     what: str, losses: Mapping[Rank, Loss], lost: Mapping[Rank, SlotId], *, again: bool, planned: bool
 ) -> Failure:
-    """``lost``: all ranks that nobody holds, also since an older plan. ``again``: the same step has failed in place again and
-    again, so it is not the hardware."""
+    """Describe everything that went wrong since the last plan as one failure.
+
+    ``lost`` holds all ranks without a worker, also those lost before an older plan. ``again``: the same step has failed
+    in place repeatedly, so the hardware is not to blame.
+    """
     found = [whose(loss) for _, loss in sorted(losses.items())]
     if again:
         taken_for = Whose.USER
@@ -69,35 +75,38 @@ def failure_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """What a decision is about, from fresh reports."""
+    """What is known when a decision is taken, from fresh reports."""
 
     committed: Position
     gate: tuple[float, ...]
     state: StatePlan | None
-    """None: no copy of some state is left in memory."""
+    """Where each rank's state comes from; None: no copy of some state is left in memory."""
     lost: Mapping[Rank, SlotId]
     ranks: tuple[RankNow, ...]
     exact: bool
     staff: Staff | None = None
-    """None: nobody can take over now what is lost."""
+    """The spares that can take over now; None: the lost ranks cannot be taken over now."""
     enough: bool = False
-    """As many spares are ready as ranks are lost. Without ``staff``: NVLink does not reach them."""
+    """Whether as many spares are ready as ranks are lost. If so and ``staff`` is None, none is inside the NVLink
+    clique."""
     may_begin_again: bool
     why_no_shrink: str = "the world is not where it could"
-    """"": the others can go on without those that are lost."""
+    """Why the others cannot go on without the lost ranks; "": they can."""
     would_stay: int = 0
-    """So many of them."""
+    """How many ranks would go on."""
 
 
 @dataclass(slots=True)
 class Outlook:
+    """Builds the `ClusterView` that a policy receives."""
+
     config: JobConfig
     world: World
     rack: RackMachine
     seating: Seating
     meter: Meter
     _told: tuple[int, int, tuple[SlotId, ...]] | None = None
-    """Of what `_trays_now` was made."""
+    """What ``_trays_now`` was made from."""
     _trays_now: tuple[TrayNow, ...] = ()
 
     def view(
@@ -109,7 +118,10 @@ class Outlook:
         absorbs: int,
         provider: ProviderNow | None = None,
     ) -> ClusterView:
-        """``moved``: ranks that lived, and were taken out of their seats because their group moves."""
+        """Return the job as a policy sees it.
+
+        ``moved``: ranks that were alive and left their slots because their group moves.
+        """
         world, rack, config = self.world, self.rack, self.config
         lost, state, staff = prospect.lost, prospect.state, prospect.staff
         short = self._short(len(prospect.lost), enough=prospect.enough)
@@ -151,21 +163,23 @@ class Outlook:
         )
 
     def ranks(self) -> tuple[RankNow, ...]:
+        """Return all ranks with their slots, and whether each is alive."""
         seats, members = self.world.seats, self.world.members
         return tuple([RankNow(rank=rank, slot=seats[rank], alive=rank in members) for rank in self.world.ranks()])
 
     def exact(self) -> bool:
+        """Return whether all members' results are independent of the number of ranks."""
         return all(record.exact for record in self.world.members.values())
 
     def falls_short(self, *, enough: bool) -> bool:
-        """Even with all that starts, and all that could be started."""
+        """Return whether there are too few spares, even with all that are starting and all that could be started."""
         return self._coming() < self._short(len(self.world.lost()), enough=enough)
 
     def _short(self, lost: int, *, enough: bool) -> int:
         return 1 if enough else lost - len(self.rack.ready_spares())
 
     def _coming(self) -> int:
-        """Workers that are not ready, and those that could be started."""
+        """Return the number of spares that are not ready yet, plus those that could be started."""
         rack = self.rack
         fit, ready = len(rack.fit_spares()), len(rack.ready_spares())
         return fit - ready + len(rack.clearing_slots()) + len(rack.free_slots())
@@ -184,7 +198,11 @@ class Outlook:
         return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}{self.rack.held_back()}"
 
     def _placeable(self, prospect: Prospect) -> bool:
-        """Looked at where a restart may be taken although state is left: it must not end what could have gone on."""
+        """Return whether a restart finds a slot for every rank.
+
+        It is computed only where a restart may be chosen although state is left, so that it does not end what could
+        have gone on.
+        """
         config = self.config
         policy = self.world.policy
         takeable = prospect.staff is None or policy.rules.order or policy.rules.never or policy.function
@@ -193,7 +211,8 @@ class Outlook:
         return self.seating.again(self.world.seats) is not None
 
     def _trays(self, unusable: Sequence[SlotId]) -> tuple[TrayNow, ...]:
-        """As before, where nothing has changed: spares come one by one, and each time it is decided anew."""
+        """Return the trays as a policy sees them, cached: each new spare leads to a new decision, and trays rarely
+        change."""
         told = (self.rack.trays_edition, self.seating.edition, tuple(unusable))
         if told != self._told:
             self._told, self._trays_now = told, self._look_at_trays(unusable)

@@ -1,1 +1,1 @@
-"""What operators ask of a running job, whether it is allowed, and what they are answered."""
+"""Operators' requests to a running job: whether they are allowed, how they are carried out, and the answers."""

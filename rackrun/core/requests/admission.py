@@ -1,4 +1,4 @@
-"""What people may ask of a job as it is now, and why not."""
+"""Checks whether an operator's request is allowed in the job's present state, and why not."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from rackrun.topology.placement.objective import Fitness
 __all__ = ["STEPS_MIN", "Admission"]
 
 STEPS_MIN = 2
-"""No rank pauses before it is known whose replica it is."""
+"""Number of steps before which no rank pauses, because it is not known yet which ranks are replicas of each other."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """Every method raises `Refused`, and changes nothing."""
+    """Checks of requests. Every method raises `Refused` if the request is not allowed, and changes nothing."""
 
     config: JobConfig
     world: World
     rack: RackMachine
     recovery: Recovery
     ending: Callable[[], str]
-    """Why the job is about to end; "": it is not."""
+    """Returns why the job is about to end; "": it is not."""
     under_way: list[Request]
 
     def check_not_over(self) -> None:
+        """Check that the job is not about to end."""
         if because := self.ending():
             raise Refused("over", f"the job is about to end ({because})", "see rackctl status.")
 
     def check_may(self, rung: Rung, steps: int) -> None:
-        """Pause all, for a swap or to shrink."""
+        """Check that all ranks may be paused for this rung: a swap or a shrink."""
         self.check_not_over()
         if not allows(self.world.policy.rules, rung):
             what = "swaps" if rung is Rung.SWAP else "the world to shrink"
@@ -53,6 +54,7 @@ class Admission:
             )
 
     def slots_of(self, target: str) -> tuple[SlotId, ...]:
+        """Return the slots of a tray or slot that is given by name."""
         tray = self.rack.trays.get(TrayId(target))
         if tray is not None:
             return tuple(slot_id(tray.tray, index) for index in range(tray.slots))
@@ -63,6 +65,7 @@ class Admission:
         )
 
     def swap_of(self, event: SwapRequested) -> Swap:
+        """Return the swap that the event asks for."""
         record = self.world.members.get(event.rank)
         if not 0 <= event.rank < self.world.size:
             raise Refused(
@@ -75,7 +78,7 @@ class Admission:
         return Swap(event.request, event.rank, record.worker, self.world.size, SlotId(event.to))
 
     def _check_waits(self, slot: SlotId) -> None:
-        """Raises `Refused` if no spare that may be used waits there."""
+        """Raise `Refused` if no usable spare waits in this slot."""
         if slot not in self.rack.slots():
             raise Refused("unknown", f"there is no slot {slot}", nearest(slot, self.rack.slots()))
         record = self.rack.occupants.get(slot)
@@ -101,6 +104,7 @@ class Admission:
         return f"name one of {', '.join(fit[:4])}." if fit else "wait for a spare."
 
     def returning(self, target: str) -> tuple[SlotId, ...]:
+        """Return the slots of ``target`` that become usable again."""
         known = [slot for slot in self.rack.drained if target in (slot, tray_of(slot))]
         slots = tuple(known) or self.slots_of(target)
         departing = [tray for tray in dict.fromkeys(map(tray_of, slots)) if tray in self.rack.departing]

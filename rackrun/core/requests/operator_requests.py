@@ -1,9 +1,9 @@
-"""What people ask of a job that runs: to leave a tray or a slot (drain), to use it again (return), to move a rank (swap), to answer
-failures otherwise (policy).
+"""Operators' requests to a running job: drain or return a tray or a slot, swap a rank, change the policy.
 
-A drain goes on in three parts: ranks go to spares in a planned swap, so that no step is done again; then its spares end; then,
-of a tray, what it keeps for others is kept elsewhere. Its slots are withdrawn from the first moment. A tray whose agent has
-been told to leave is drained in the same way, with whatever spares there are, and dismissed.
+A drain has three parts. Ranks move to spares in a planned swap, so that no step is repeated. Then the spares on the
+tray are ended. Then whatever the tray keeps for others is kept elsewhere. Its slots are out of use from the first
+moment. A tray whose agent has been told to leave is drained in the same way, with whatever spares there are, and
+dismissed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from rackrun.protocol.policy_types import Rung
 __all__ = ["COPIES_MS", "Control"]
 
 COPIES_MS = 30_000
-"""How long an empty tray is kept for what it keeps for others."""
+"""Milliseconds for which an empty tray is kept because of what it keeps for others."""
 _BECAUSE_MAX = 500
 _OVER = (Phase.ENDING, Phase.STOPPED)
 
 
 @dataclass(slots=True)
 class Control:
+    """Carries out drains, returns and swaps."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -43,22 +45,22 @@ class Control:
     recovery: Recovery
     emit: Callable[[Command], None]
     ending: Callable[[], str]
-    """Why the job is about to end; "": it is not."""
+    """Returns why the job is about to end; "": it is not."""
     changed: Callable[[int], None]
-    """There may be room for what waits for it."""
+    """Called when slots may have become free."""
     admission: Admission = field(init=False)
     replies: Replies = field(init=False)
     under_way: list[Request] = field(default_factory=list)
-    """The oldest first."""
+    """Requests under way, oldest first."""
     _looked: tuple[object, ...] = ()
-    """What `look` has seen last."""
+    """What `look` depended on when it was last called."""
     _awaits: dict[Rank, None] = field(default_factory=dict)
-    """For a copy of one of these a drain was seen to wait: while it does, there is nothing new."""
+    """Ranks for whose copies a drain waits. While they are still missing, there is nothing new."""
     _counted: tuple[object, ...] = ()
     _short: list[Request] = field(default_factory=list)
     _edition: tuple[object, ...] = ()
     _ready: tuple[SlotId, ...] = ()
-    """Spares of this edition."""
+    """Ready spares of this edition."""
     _stirred: tuple[object, ...] = ()
     _keeping: Keeping | None = None
 
@@ -68,6 +70,7 @@ class Control:
 
     # -- what is asked
     def ask(self, event: DrainRequested | ReturnRequested | SwapRequested) -> None:
+        """Carry out a drain, return or swap."""
         match event:
             case DrainRequested():
                 self.drain(event)
@@ -77,6 +80,7 @@ class Control:
                 self.swap(event)
 
     def drain(self, event: DrainRequested) -> None:
+        """Begin a drain (``rackctl drain``)."""
         try:
             self.admission.check_may(Rung.SWAP, event.steps)
             slots = self.admission.slots_of(event.target)
@@ -99,6 +103,7 @@ class Control:
         self._begin(one, f"{one}: {told}")
 
     def swap(self, event: SwapRequested) -> None:
+        """Begin a swap (``rackctl swap``)."""
         what = f"swap of rank {event.rank}"
         try:
             self.admission.check_may(Rung.SWAP, event.steps)
@@ -119,7 +124,7 @@ class Control:
             self._begin(one, f"rank {one.rank} will go from {one.worker.slot} to {to} at the next step boundary")
 
     def give_back(self, event: ReturnRequested) -> None:
-        """``rackctl return``."""
+        """Return slots to use (``rackctl return``)."""
         try:
             slots = self.admission.returning(event.target)
         except Refused as refused:
@@ -134,7 +139,8 @@ class Control:
         self.changed(event.at_ms)
 
     def change_policy(self, event: PolicyRequested) -> None:
-        """``rackctl policy``: from the next decision on; one that is being taken is taken anew."""
+        """Change the policy from the next decision on (``rackctl policy``). A decision that is being taken is taken
+        again."""
         policy = self.world.policy
         try:
             self.admission.check_not_over()
@@ -151,7 +157,7 @@ class Control:
             self.recovery.decide(event.at_ms)
 
     def departs(self, event: DepartureAnnounced) -> bool:
-        """False: no tray would stay."""
+        """Begin the departure of a tray. Return False if no other tray would stay."""
         if event.tray not in self.rack.trays or event.tray in self.rack.departing:
             return True
         self.rack.depart(event.tray, event.because)
@@ -164,7 +170,8 @@ class Control:
         return any(tray not in self.rack.departing for tray in self.rack.trays)
 
     def tray_lost(self, tray: TrayId) -> None:
-        """Its agent is gone, dismissed or not; one that comes back under its name has not been told to leave."""
+        """End the departure of a lost tray, dismissed or not. An agent that comes back under its name has not been told
+        to leave."""
         for one in list(self.under_way):
             if isinstance(one, Drain) and one.departing and one.target == tray:
                 self._end(one)
@@ -172,7 +179,7 @@ class Control:
 
     # -- what becomes of it
     def look(self, at_ms: int) -> bool:
-        """After every event. Whether something has changed by which a pause may be due."""
+        """Advance all requests; return whether a pause may be due because of it. Called after every event."""
         world, snapshots = self.world, self.recovery.snapshots
         now = (self.rack.edition, world.generation, world.phase, world.elastic, len(snapshots.told))
         nothing_new = now == self._looked and self._awaits.keys() <= snapshots.behind.keys()
@@ -206,11 +213,11 @@ class Control:
         return stirred
 
     def asked(self, ready: Collection[SlotId]) -> dict[Rank, str]:
-        """Who is to go at the next step boundary, and why: for whom there is a spare."""
+        """Return the ranks that should leave at the next step boundary and have a spare, with the reasons."""
         moving: dict[Rank, str] = {}
         for one in self.under_way:
             if isinstance(one, Swap) and one.to and one.to not in ready:
-                continue  # it still starts: another would not be what was asked for
+                continue  # the named spare still starts; another one was not asked for
             wanted = dict.fromkeys(one.ranks(self.world), one.why)
             staff = self._staff([*moving, *(rank for rank in wanted if rank not in moving)], ready) if wanted else None
             if staff is not None:
@@ -218,18 +225,20 @@ class Control:
         return moving
 
     def regroup(self) -> str:
-        """Why all are to pause once, though nobody goes: an empty tray keeps snapshots for others."""
+        """Return why all ranks should pause once although none leaves: an empty tray keeps snapshots for others. "": no
+        reason."""
         found = [one.target for one in self.under_way if isinstance(one, Drain) and one.empty and self._is_used(one)]
         return f"{', '.join(found)} is drained: snapshots are kept elsewhere from now on" if found else ""
 
     def relent(self) -> bool:
-        """The job would end without what is being drained: whether there was such a thing."""
+        """Call off all drains, because the job would end without these slots. Return whether there were any."""
         drains = [one for one in self.under_way if isinstance(one, Drain) and one.added]
         for one in drains:
             self._call_off(one, Refused("spares", "the job needs its slots", "ask again when there are spares."))
         return bool(drains)
 
     def timer(self, request: str) -> None:
+        """Stop waiting for copies of what a drained tray keeps."""
         for one in self.under_way:
             if isinstance(one, Drain) and one.request == request:
                 one.patient = False
@@ -270,7 +279,8 @@ class Control:
                 self.emit(DismissTray(tray=TrayId(one.target), because=one.why))
 
     def _is_needed(self, one: Drain) -> bool:
-        """Somebody's only copy may be there: no other tray has had one of it since the tray keeps none."""
+        """Return whether the tray may hold a rank's only copy: no other tray has received one since this tray stopped
+        keeping them."""
         plan, seats = self.world.plan, self.world.seats
         if not one.patient or plan is None or one.target not in self.rack.trays:
             return False
@@ -287,19 +297,21 @@ class Control:
         plan, tray = self.world.plan, one.target
         if plan is None or tray not in self.rack.trays or not self.recovery.snapshots.told:
             return False
-        if not self.rack.goes(TrayId(tray)):  # it has come back with more slots: the next plan may use it as well
+        if not self.rack.goes(TrayId(tray)):  # it came back with more slots, and the next plan may use it
             return False
         return tray in self._kept(plan).trays
 
     def _kept(self, plan: Plan) -> Keeping:
-        """Looked at after every event, and another with every plan."""
+        """Return what a plan's trays keep, cached for each plan because it is needed after every event."""
         if self._keeping is None or self._keeping.plan is not plan:
             self._keeping = Keeping.of(plan)
         return self._keeping
 
     def _beyond(self) -> list[Request]:
-        """What there are too few spares for, those that still start included. A departure among them waits for spares, and at the
-        end of its grace is a loss like any other."""
+        """Return the requests for which there are too few spares, including those that still start.
+
+        A departure among them waits for spares; at the end of its grace period it is a loss like any other.
+        """
         world = self.world
         now = (self.rack.edition, world.generation, world.phase, *[one.request for one in self.under_way])
         if now != self._counted:
@@ -336,7 +348,7 @@ class Control:
 
     # -- the end of it
     def _call_off(self, one: Request, refused: Refused) -> None:
-        """What it has not done yet is not done."""
+        """End a request without doing the rest of it."""
         self._end(one)
         if isinstance(one, Drain):
             self.rack.give_back(one.added)

@@ -1,4 +1,4 @@
-"""What is asked of a job that runs, while it is under way; and why it is refused."""
+"""Requests under way, and the reasons for which they are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Drain", "Grow", "Refused", "Request", "Shrink", "Swap", "nearest"]
 
 
 class Refused(Exception):
-    """Not an error of anybody's: it becomes an `Answer`."""
+    """A request is not allowed. It is no error: it becomes an `Answer`."""
 
     def __init__(self, kind: Refusal, what: str, remedy: str = "") -> None:
         super().__init__(what)
@@ -24,25 +24,26 @@ class Refused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Drain:
-    """Of a tray, or of a slot."""
+    """A drain of a tray or of a slot."""
 
     request: str
     target: str
     slots: tuple[SlotId, ...]
     why: str
     waits: bool
-    """For spares, however long."""
+    """Whether it waits for spares, however long."""
     departing: bool = False
-    """Its agent has been told to leave, and does, whether the tray is empty or not."""
+    """Whether the tray's agent has been told to leave, and leaves whether the tray is empty or not."""
     added: tuple[SlotId, ...] = ()
-    """Those that were not drained before."""
+    """The slots that were not drained before."""
     empty: bool = False
-    """No rank is there any more."""
+    """Whether no rank is there any more."""
     begun: bool = False
     patient: bool = True
-    """It waits for copies of what the tray keeps for others."""
+    """Whether it still waits for copies of what the tray keeps for others."""
 
     def ranks(self, world: World) -> list[Rank]:
+        """Return the ranks that are still there."""
         return sorted(rank for slot in self.slots if (rank := world.rank_at(slot)) is not None)
 
     def __str__(self) -> str:
@@ -51,14 +52,16 @@ class Drain:
 
 @dataclass(slots=True, eq=False)
 class Swap:
+    """A swap of one rank."""
+
     request: str
     rank: Rank
     worker: Worker
-    """Who held the rank when it was asked for."""
+    """The worker that held the rank when the swap was requested."""
     of: int
-    """So many ranks there were then."""
+    """World size when the swap was requested."""
     to: SlotId
-    """"" : whichever spare is the best."""
+    """Slot of the spare; "": the best spare."""
     waits: bool = False
     begun: bool = False
 
@@ -67,6 +70,7 @@ class Swap:
         return "asked for (rackctl swap)"
 
     def ranks(self, world: World) -> list[Rank]:
+        """Return the rank if its worker is still the same, else []."""
         record = world.members.get(self.rank)
         return [self.rank] if record is not None and record.worker == self.worker else []
 
@@ -76,13 +80,15 @@ class Swap:
 
 @dataclass(slots=True, eq=False)
 class Shrink:
+    """A shrink of the world."""
+
     request: str
     to: int
-    """So many ranks."""
+    """Number of ranks that stay."""
     workers: tuple[Worker, ...]
-    """Who is to go; when they have, or are (), whoever is best spared."""
+    """The workers that leave. When they have left, or if there are none, the ranks that are best spared leave."""
     wanted: int
-    """What was wanted before, as of `World.wanted`."""
+    """`World.wanted` before this request."""
 
     def __str__(self) -> str:
         return f"shrink to {self.to} ranks"
@@ -90,6 +96,8 @@ class Shrink:
 
 @dataclass(slots=True, eq=False)
 class Grow:
+    """A growth of the world."""
+
     request: str
     to: int
 
@@ -98,10 +106,10 @@ class Grow:
 
 
 Request: TypeAlias = Drain | Swap
-"""What moves ranks to other slots."""
+"""Requests that move ranks to other slots."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A remedy for a name that there is not."""
+    """Return a remedy for an unknown name: the most similar known name, if there is one."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"is {close[0]} meant? See rackctl status." if close else "see rackctl status."

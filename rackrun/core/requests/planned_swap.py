@@ -1,8 +1,10 @@
-"""A planned swap: a rank is replaced between two steps, because its GPU is on its way out, or because a person wants it. No step is
-done again. In the same way ranks join a world that has shrunk, and leave one that a person wants smaller.
+"""Planned swaps: a rank is replaced between two steps, because its GPU is failing or an operator asks for it.
 
-All ranks pause after one and the same step; then the rank is fenced, and the recovery that follows finds everybody at rest. Whatever
-breaks the pause (a loss, a timeout) is a recovery as any other; the swap is looked at again when all train.
+No step is repeated. In the same way ranks join a world that has shrunk, and leave one that an operator wants smaller.
+
+All ranks pause after the same step. Then the rank is fenced, and the recovery that follows finds all ranks at rest.
+Anything that interrupts the pause (a loss, a timeout) is a recovery like any other; the swap is checked again when all
+train.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ __all__ = ["PlannedSwap"]
 
 @dataclass(slots=True)
 class PlannedSwap:
+    """Pauses all ranks when a change is due, and makes it when they have paused."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -37,20 +41,20 @@ class PlannedSwap:
     sizes: Sizes
     emit: Callable[[Command], None]
     replace: Callable[[dict[Rank, str], int], None]
-    """These ranks go now, for these reasons."""
+    """Replaces these ranks now, for these reasons."""
     call_off: Callable[[str, int], None]
-    """End a pause without any loss."""
+    """Ends a pause without any loss."""
     shrink: Callable[[list[Rank], int], None]
-    """The world goes on without these ranks."""
+    """Goes on without these ranks."""
     joining: Callable[[int], str]
-    """Who can join the world as a rank more, for people; "": nobody."""
+    """Returns, for people, the spares that can join as additional ranks; "": none."""
     grow: Callable[[str, int], None]
     _pausing: Generation = Generation(0)
-    """Whose ranks were told to pause."""
+    """The generation whose ranks were told to pause."""
     _paused: dict[Rank, None] = field(default_factory=dict)
 
     def look(self, at_ms: int) -> None:
-        """Is there a rank to be replaced, and a spare for it? Or somebody to join?"""
+        """Pause all ranks if one should be replaced and a spare is ready, or if spares can join."""
         world = self.world
         if world.phase is not Phase.TRAINING or self._pausing == world.generation:
             return
@@ -67,10 +71,10 @@ class PlannedSwap:
         self.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
 
     def _due(self, at_ms: int) -> tuple[str, str]:
-        """What all are to pause for, and why; "": nothing."""
+        """Return what all ranks should pause for, and why; two empty strings if for nothing."""
         if going := self.sizes.leaving():
             return "the world shrinks", f"{named(going)} will leave (rackctl shrink)"
-        may = allows(self.world.policy.rules, Rung.SWAP)  # else it would end in something else
+        may = allows(self.world.policy.rules, Rung.SWAP)  # without SWAP another rung would follow
         leaving = self._leaving() if may else {}
         because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items()) or self.control.regroup()
         if because:
@@ -79,14 +83,16 @@ class PlannedSwap:
 
     @property
     def under_way(self) -> bool:
-        """This generation was told to pause: it ends soon."""
+        """Whether this generation was told to pause, so that it ends soon."""
         return self._pausing == self.world.generation != 0
 
     @property
     def all_paused(self) -> bool:
+        """Whether all ranks have paused."""
         return len(self._paused) == self.world.size
 
     def paused(self, record: WorkerRecord, event: WorkerPaused) -> None:
+        """Record that a rank has paused; make the change if it was the last."""
         if not self._is_on(event.generation) or record.rank is None:
             return
         self._paused[record.rank] = None
@@ -94,12 +100,12 @@ class PlannedSwap:
             self._swap(event.at_ms)
 
     def timer(self, generation: str, at_ms: int) -> None:
-        """Some have not paused: as after a loss, then, with the step they are in done again."""
+        """Make the change although some ranks have not paused: as after a loss, the step they are in is repeated."""
         if generation == str(self._pausing) and self._is_on(self._pausing) and not self._ends():
             self._swap(at_ms)
 
     def _ends(self) -> bool:
-        """The end is near: some ranks have come to it, so none of them pauses any more."""
+        """Return whether some ranks have finished. No rank pauses any more then."""
         return self.world.some_have_finished
 
     def _is_on(self, generation: Generation) -> bool:
@@ -132,7 +138,8 @@ class PlannedSwap:
         )
 
     def _with_sources_left(self, leaving: dict[Rank, str]) -> dict[Rank, str]:
-        """Replicas that all leave would leave nobody to restore them from: one of them, with its group, goes the next time."""
+        """Keep one replica if all would leave, so that the others can be restored from it. It leaves, with its group,
+        the next time."""
         classes, mesh = self.control.recovery.classes, self.seating.mesh
         staying: list[Rank] = []
         for rank in sorted(leaving, reverse=True):

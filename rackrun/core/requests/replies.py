@@ -1,4 +1,4 @@
-"""How a person who has asked for something is answered; everybody who looks on is told the same."""
+"""Answers to operators' requests, which all clients that follow the job receive too."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ __all__ = ["Replies"]
 
 @dataclass(slots=True)
 class Replies:
+    """Emits answers, each with the present drained slots and departing trays."""
+
     rack: RackMachine
     emit: Callable[[Command], None]
 
     def say(
         self, request: str, outcome: Literal["begun", "done"], text: str, forgiven: tuple[SlotId, ...] = ()
     ) -> None:
+        """Report that a request has begun or is done."""
         self.emit(
             Answer(
                 request=request,
@@ -34,7 +37,7 @@ class Replies:
         )
 
     def refuse(self, request: str, what: str, refused: Refused, *, called_off: bool = False) -> None:
-        """``called_off``: it had begun."""
+        """Report that a request is refused or, with ``called_off``, called off after it had begun."""
         self.emit(
             Answer(
                 request=request,

@@ -1,9 +1,9 @@
-"""How many ranks a person wants: ``rackctl shrink`` and ``rackctl grow``.
+"""Operators' requests for a number of ranks: ``rackctl shrink`` and ``rackctl grow``.
 
-From the moment of a shrink the world grows no larger than what is to be left. All pause after a step; then who is to leave is let go
-as those are whose replica has lost a rank: the next plan is made without them, and they come again as spares. Nobody is lost, and no
-step is done again. A loss in between is recovered first, whatever the policy makes of it; then the rest of what was asked for is done.
-After a grow the world grows as it does after a loss.
+From the moment of a shrink request the world does not grow beyond the requested size. All ranks pause after a step.
+Then the leaving ranks are let go like ranks whose replica has lost a rank: the next plan is made without them, and they
+come back as spares. No rank is lost, and no step is repeated. A loss in between is recovered first, in whatever way the
+policy decides; then the rest of the request is done. After a grow request the world grows as it does after a loss.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _OVER = (Phase.ENDING, Phase.STOPPED)
 
 @dataclass(slots=True)
 class Sizes:
+    """Carries out shrink and grow requests, one at a time."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -37,10 +39,11 @@ class Sizes:
     replies: Replies
     under_way: Shrink | Grow | None = None
     _looked: tuple[object, ...] = ()
-    """What `look` has seen last."""
+    """What `look` depended on when it was last called."""
 
     # -- what is asked
     def ask(self, event: ShrinkRequested | GrowRequested) -> None:
+        """Begin a shrink or a growth."""
         what = "grow" if isinstance(event, GrowRequested) else "shrink"
         try:
             if isinstance(event, GrowRequested):
@@ -99,7 +102,7 @@ class Sizes:
 
     # -- what becomes of it
     def leaving(self) -> list[Rank]:
-        """Who is to go at the next step boundary."""
+        """Return the ranks that should leave at the next step boundary."""
         one = self.under_way
         if not isinstance(one, Shrink):
             return []
@@ -108,7 +111,7 @@ class Sizes:
         return going or self.resizing.surplus(one.to)
 
     def look(self) -> None:
-        """After every event."""
+        """Answer the request if it is done. Called after every event."""
         one, world = self.under_way, self.world
         if one is None or world.phase is not Phase.TRAINING:
             return
@@ -123,7 +126,7 @@ class Sizes:
             self._done()
 
     def called_off(self, why: str) -> None:
-        """The ranks that were to leave stay: without them the world could not go on."""
+        """Call off a shrink, because the world could not go on without the leaving ranks."""
         self._call_off(Refused("size", why, "see rackctl status."))
 
     # -- parts
@@ -131,7 +134,8 @@ class Sizes:
         return isinstance(self.under_way, Shrink) and bool(self.leaving())
 
     def _come(self) -> int:
-        """Workers that could become ranks, or could be started for it; 0 when they are too few for one replica."""
+        """Return how many workers could become ranks or could be started for it; 0 if they are too few for one
+        replica."""
         rack = self.rack
         coming = len(rack.fit_spares()) + len(rack.free_slots()) + len(rack.clearing_slots())
         return coming if coming >= (self.resizing.replica() or 1) else 0

@@ -1,1 +1,1 @@
-"""A smaller or a larger world, racks of a provider, and spares for free slots."""
+"""Shrinking and growing the world, racks from a provider, and spares for free slots."""

@@ -1,8 +1,9 @@
-"""Racks that are asked of a provider: from the request until each is given back (`rackrun.core.resize.rented_rack` has the stages).
+"""Racks requested from a provider, from the request until each is given back.
 
-Each stage up to SERVING has its time. A provider is believed nothing: a rack is there when its trays have joined, and of use when a worker
-of it is ready. One that has failed is not asked again in the same recovery; after `FAILURES_MAX` in a row it is not asked any more.
-Ranks leave a rack that goes by a planned swap, as they leave a tray that is drained.
+`rackrun.core.resize.rented_rack` has the stages. Each stage up to SERVING has a time limit. The provider's claims are
+not trusted: a rack is there when its trays have joined, and useful when one of its workers is ready. After a failed
+request the provider is not asked again in the same recovery; after `FAILURES_MAX` consecutive failures it is not asked
+any more. Ranks leave a rack that goes by a planned swap, as they leave a drained tray.
 """
 
 from __future__ import annotations
@@ -24,39 +25,41 @@ from rackrun.protocol.policy_types import ProviderNow, Rung
 __all__ = ["FAILURES_MAX", "Acquiring"]
 
 FAILURES_MAX = 3
-"""Requests in a row of which nothing has come."""
+"""Number of consecutive failed requests after which the provider is not asked any more."""
 _EXIT_CODE = 143
-"""Of a job whose last trays are taken back: as after SIGTERM."""
+"""Exit code of a job whose last trays are taken back: as after SIGTERM."""
 
 
 @dataclass(slots=True)
 class Acquiring:
+    """Requests racks, follows each through its stages, and gives it back."""
+
     config: JobConfig
     world: World
     rack: RackMachine
     emit: Callable[[Command], None]
     departs: Callable[[DepartureAnnounced], None]
-    """A tray is told to leave."""
+    """Handles a tray that has to leave."""
     changed: Callable[[int], None]
-    """What can be decided may be something else now."""
+    """Called when another decision may be possible now."""
     ending: Callable[[], str]
     rented: dict[int, Rented] = field(default_factory=dict)
     _asked: int = 0
     _failed: int = 0
-    """Requests of which nothing came, in a row."""
+    """Number of consecutive failed requests."""
     _last: str = ""
-    """Why the last of them did not."""
+    """Why the latest failed request failed."""
     _barred: str = ""
     """Why the provider is not asked again in this recovery."""
     _over: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
-    """Requests that are done with, and the trays that were there before each."""
+    """Finished requests, each with the trays that had joined before it."""
     _looked: tuple[object, ...] = ()
     _unwanted: dict[TrayId, str] = field(default_factory=dict)
-    """Trays that may still join, and are not to."""
+    """Trays that may still join and must leave then, each with the reason."""
 
     # -- for the decision ------------------------------------------------------------------------------------------
     def now(self, at_ms: int) -> ProviderNow | None:
-        """What a policy is shown."""
+        """Return the provider's state as a policy sees it; None: there is no provider."""
         if not self.config.provider:
             return None
         one = self._under_way(at_ms)
@@ -72,14 +75,14 @@ class Acquiring:
         )
 
     def patient(self, at_ms: int) -> bool:
-        """Something is still to come of a request."""
+        """Return whether a request is still pending."""
         return self._under_way(at_ms) is not None
 
     def ask(self, at_ms: int) -> None:
-        """For as many workers as are missing, unless a request is out."""
+        """Request a rack for the missing workers, unless a request is pending."""
         if self._under_way(at_ms) is not None:
             return
-        self._unwanted.clear()  # a provider may give the same trays again
+        self._unwanted.clear()  # the provider may give the same trays again
         missing = max(self.world.most - len(self.world.members) - len(self.rack.fit_spares()), 1)
         slots = max((joined.slots for joined in self.rack.trays.values()), default=1)
         self._asked += 1
@@ -98,11 +101,12 @@ class Acquiring:
         self._enter(one, Stage.ASKED, self.config.acquire_timeout_ms, at_ms)
 
     def settled(self) -> None:
-        """All train: the next failure is another one."""
+        """Allow requests again, because all train and the next failure is a new one."""
         self._barred = ""
 
     # -- what the provider says ------------------------------------------------------------------------------------
     def delivered(self, event: RackDelivered) -> None:
+        """Handle the provider's report that a rack is there."""
         one = self.rented.get(event.request)
         theirs = [tray for other in self.rented.values() for tray in other.named]
         if one is None:
@@ -129,6 +133,7 @@ class Acquiring:
         self.changed(event.at_ms)
 
     def refused(self, event: RackRefused) -> None:
+        """Handle a refusal, or a failure of the provider."""
         one = self.rented.get(event.request)
         because = one_line(event.because)
         if one is None:
@@ -141,7 +146,7 @@ class Acquiring:
             self._say(f"nobody looks after {one} any more: {because}")
 
     def preempted(self, event: RackPreempted) -> None:
-        """Ranks leave what it names, of this rack."""
+        """Let ranks leave the trays of a rack that the provider takes back."""
         one = self.rented.get(event.request)
         because = f"the provider takes it back ({one_line(event.because)})"
         if one is None or one.stage is Stage.LEAVING:
@@ -161,7 +166,7 @@ class Acquiring:
 
     # -- what happens besides --------------------------------------------------------------------------------------
     def tray_joined(self, tray: TrayId, at_ms: int) -> None:
-        """It is in the rack, and no worker has been started there."""
+        """Handle a joined tray, before workers are started on it."""
         if tray in self._unwanted:
             self._send_away((tray,), self._unwanted[tray], at_ms)
         for one in self.rented.values():
@@ -169,6 +174,7 @@ class Acquiring:
                 self._look_whether_joined(one, at_ms)
 
     def tray_lost(self, tray: TrayId, at_ms: int) -> None:
+        """Handle the loss of a rented tray."""
         for one in list(self.rented.values()):
             if tray not in one.named or one.stage is Stage.DELIVERED or self._living(one):
                 continue
@@ -178,7 +184,7 @@ class Acquiring:
                 self._fail(one, "it was lost before it was of use", at_ms)
 
     def timer(self, name: str, at_ms: int) -> None:
-        """``request:stage``: its time is over, if it is still there."""
+        """Handle the end of a stage's time limit, ``request:stage``, if the rack is still in that stage."""
         number, _, stage = name.partition(":")
         one = self.rented.get(int(number))
         if one is None or self.world.phase is Phase.ENDING:
@@ -199,12 +205,13 @@ class Acquiring:
         self.changed(at_ms)
 
     def look(self, at_ms: int) -> None:
-        """After every event."""
+        """Advance rented racks to their next stage, and give back those that are not needed. Called after every
+        event."""
         if not self.rented or self.world.phase in (Phase.ENDING, Phase.STOPPED):
             return
         now = self._now()
         if now == self._looked:
-            return  # as it was when nothing came of it
+            return  # nothing has changed since the last look
         self._looked = now
         for one in list(self.rented.values()):
             if one.stage in (Stage.JOINED, Stage.SERVING) and self._is_useless(one):
@@ -219,7 +226,8 @@ class Acquiring:
             self._look_whether_needed(at_ms)
 
     def _now(self) -> tuple[object, ...]:
-        """All that `look` goes by: there is an event for every rank in every step, and a rack may be there for months."""
+        """Return everything that `look` depends on. Every rank sends an event in every step, and a rack may be there
+        for months."""
         world = self.world
         stages = [(one.request, one.stage, one.proved) for one in self.rented.values()]
         sizes = (world.size, world.most, world.spares)
@@ -227,12 +235,13 @@ class Acquiring:
 
     # -- until it is given back ------------------------------------------------------------------------------------
     def own_first(self, slots: Sequence[SlotId]) -> list[SlotId]:
-        """Slots that are nobody else's before those of rented racks."""
+        """Return the slots with the job's own before those of rented racks."""
         rented = self._rented_trays()
         return sorted(slots, key=lambda slot: tray_of(slot) in rented)
 
     def spares_short(self) -> int:
-        """So many more spares would let ranks leave what is taken back; or, on trays of our own, what could be given back."""
+        """Return how many more spares would let ranks leave racks that are taken back, or racks that could be given
+        back."""
         if not self.rented or not allows(self.world.policy.rules, Rung.SWAP):
             return 0
         going = [record for one in self.rented.values() for record in self._members(one)]
@@ -244,10 +253,11 @@ class Acquiring:
         return max(short, 0)
 
     def _leaving(self) -> int:
-        """So many ranks have still to leave racks that go."""
+        """Return how many ranks still have to leave racks that go."""
         return sum(len(self._members(one)) for one in self.rented.values() if one.stage is Stage.LEAVING)
 
     def _look_whether_needed(self, at_ms: int) -> None:
+        """Give back racks that are not needed any more. All ranks have workers."""
         for one in list(self.rented.values()):
             if one.stage in (Stage.ASKED, Stage.DELIVERED):
                 self._say(f"{one} is not needed any more: every rank has a worker")
@@ -260,13 +270,13 @@ class Acquiring:
                 self._leave(one, f"{one} is given back", at_ms)
 
     def _own_suffices(self) -> bool:
-        """Slots of our own for every rank, and as many spares as there were."""
+        """Return whether the job's own slots are enough for every rank and for as many spares as at the start."""
         rented = self._rented_trays()
         own = [slot for slot in self.rack.slots() if tray_of(slot) not in rented and self.rack.usable(slot)]
         return len(own) >= max(self.world.most, self.world.size) + self.world.spares
 
     def _members(self, one: Rented) -> list[WorkerRecord]:
-        """Ranks that are there."""
+        """Return the members on a rack."""
         return [record for record in self.world.members.values() if tray_of(record.worker.slot) in one.named]
 
     def _own_spares(self, *, ready: bool = True) -> int:
@@ -279,7 +289,7 @@ class Acquiring:
 
     # -- parts -----------------------------------------------------------------------------------------------------
     def _under_way(self, at_ms: int) -> Rented | None:
-        """What is waited for: a rack, its trays, or its workers."""
+        """Return the rack that is waited for, or whose trays or workers are; None: none is."""
         for one in self.rented.values():
             if one.stage is Stage.LEAVING or at_ms >= one.until_ms:
                 continue
@@ -313,7 +323,8 @@ class Acquiring:
         return any(record is not None and record.alive and record.state is not WorkerState.STARTING for record in there)
 
     def _is_useless(self, one: Rented) -> bool:
-        """Nobody is there, and nobody may be or may come to be. Slots that are left out for their losses are not waited for: this is paid."""
+        """Return whether no worker is on the rack and none can start there. Quarantined slots are not waited for,
+        because the rack costs money."""
         return not any(
             slot in self.rack.occupants
             or self.rack.usable(slot)
@@ -327,7 +338,7 @@ class Acquiring:
         return lost or "none of its slots can be used"
 
     def _fail(self, one: Rented, why: str, at_ms: int, *, release: bool = True) -> None:
-        """Nothing has come of it."""
+        """Give up a rack, and count the failure."""
         self._failed += 1
         self._last = f"{one}: {why}"
         if self.world.phase is Phase.PARKING:
@@ -336,14 +347,14 @@ class Acquiring:
         self._release(one, why, at_ms, told=release)
 
     def _leave(self, one: Rented, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
-        """First its ranks, then its trays; then it is released."""
+        """Let ranks leave a rack; then its trays leave, and it is released."""
         one.stage = Stage.LEAVING
         self._send_away(one.named, because, at_ms, even_if_last=even_if_last)
         if not self._living(one):
             self._release(one, "its trays are gone", at_ms, gone=True)
 
     def _release(self, one: Rented, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
-        """``gone``: nothing of it is left, or comes."""
+        """Release a rack. ``gone``: none of its trays is left or will come."""
         del self.rented[one.request]
         self._over[one.request] = one.there
         if told:
@@ -352,7 +363,8 @@ class Acquiring:
             self._send_away(one.named, f"{one} is given back ({why})", at_ms)
 
     def _send_away(self, trays: Sequence[TrayId], because: str, at_ms: int, *, even_if_last: bool = False) -> None:
-        """Those that have joined leave, and those that join later. Without any other tray left the job would end by that."""
+        """Let these trays leave, now or when they join. Nothing is done if no other tray would stay, because that would
+        end the job."""
         if not even_if_last and all(tray in trays or tray in self.rack.departing for tray in self.rack.trays):
             return
         for tray in trays:

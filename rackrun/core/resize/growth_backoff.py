@@ -1,7 +1,7 @@
-"""When the world lets others join: not at once again, where it has come to nothing.
+"""Back-off between attempts to grow the world after failed ones.
 
-A newcomer may die each time (it is the process that the kernel ends when memory runs out), or there may be no state that it could
-have. Every attempt costs all ranks a pause, so each one that fails doubles the time until the next.
+A newcomer may die each time (when memory runs out, it is the process that the kernel kills), or there may be no state
+for it. Every attempt costs all ranks a pause, so each failed one doubles the time until the next.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from rackrun.protocol.ids import BEGIN, Position
 __all__ = ["PAUSE_MS", "PAUSE_MS_MAX", "PROVEN_STEPS", "Growth"]
 
 PAUSE_MS, PAUSE_MS_MAX = 10_000, 3_600_000
-"""After the first attempt that fails, and at the most."""
+"""Milliseconds until the next attempt after the first failed one, and the longest time. Each failure doubles it."""
 PROVEN_STEPS = 3
-"""Who has taken part in so many is in."""
+"""Number of steps after which a worker that joined counts as in."""
 
 
 @dataclass(slots=True)
 class Growth:
+    """Counts failed attempts to grow."""
+
     emit: Callable[[Command], None]
     _failed: int = 0
-    """Attempts in a row."""
+    """Number of consecutive failed attempts."""
     _due_ms: int = 0
     _joined: dict[Worker, None] = field(default_factory=dict)
-    """With the last growth, until it is known whether they are in."""
+    """Workers that joined with the latest growth, until it is known whether it succeeded."""
     _since: Position = BEGIN
 
     def may(self, at_ms: int) -> bool:
+        """Return whether the world may grow now."""
         return at_ms >= self._due_ms
 
     def forget(self) -> None:
-        """A person wants it now."""
+        """Allow growth at once, because an operator asked for it."""
         self._failed = self._due_ms = 0
 
     def joined(self, workers: Collection[Worker], committed: Position) -> None:
+        """Record the workers that join after ``committed``."""
         self._joined, self._since = dict.fromkeys(workers), committed
 
     def let_go(self, workers: Collection[Worker]) -> None:
-        """They leave again, and nothing is wrong with them."""
+        """Forget workers that leave again without a fault."""
         self._joined = {worker: None for worker in self._joined if worker not in workers}
 
     def broken(self, members: Collection[WorkerRecord], committed: Position, at_ms: int) -> None:
-        """A generation has ended after ``committed``. Who of those that had joined is no member did so for nothing?"""
+        """Judge the latest growth at the end of a generation: it failed if a worker that joined was lost before
+        `PROVEN_STEPS` steps."""
         if not self._joined:
             return
         alive = {record.worker for record in members}
@@ -59,6 +64,7 @@ class Growth:
             self.came_to_nothing(f"{', '.join(lost)} joined, and was lost before {PROVEN_STEPS} steps were done", at_ms)
 
     def came_to_nothing(self, why: str, at_ms: int) -> None:
+        """Count a failed attempt, and set the time of the next."""
         self._failed += 1
         pause_ms = min(PAUSE_MS << min(self._failed - 1, 16), PAUSE_MS_MAX)
         self._due_ms = at_ms + pause_ms

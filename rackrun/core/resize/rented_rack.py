@@ -1,4 +1,4 @@
-"""One rack that was asked of a provider, and how far it is.
+"""One rack requested from a provider, and its stage.
 
 ::
 
@@ -17,6 +17,8 @@ __all__ = ["Rented", "Stage"]
 
 
 class Stage(Enum):
+    """Stage of a rack; the module's docstring draws the transitions."""
+
     ASKED = "asked"
     DELIVERED = "delivered"
     JOINED = "joined"
@@ -26,19 +28,21 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Rented:
+    """One rack, from the request until it is released."""
+
     request: int
     trays: int
     asked_ms: int
     until_ms: int
-    """How long the present stage may take."""
+    """End of the present stage's time limit."""
     there: tuple[TrayId, ...]
-    """Trays that had joined when it was asked for: none of them can be what comes."""
+    """Trays that had joined before the request. None of them can be part of the rack."""
     failed: int
-    """Requests in a row that had failed before it."""
+    """Number of consecutive failed requests before this one."""
     stage: Stage = Stage.ASKED
     named: tuple[TrayId, ...] = ()
     proved: bool = False
-    """A worker of it was ready while all trained, or trained with them."""
+    """Whether one of its workers was ready while all trained, or trained with them."""
 
     def __str__(self) -> str:
         return f"rack {self.request}"

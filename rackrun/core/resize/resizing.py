@@ -1,9 +1,10 @@
-"""The world gets smaller, and larger again: which ranks go on under which numbers, and when that is possible.
+"""Shrinking and growing of the world: which ranks go on with which numbers, and when this is possible.
 
-*Shrink*: ranks are lost and nobody takes them over; the others go on without them. *Grow*: workers wait that the world, as large
-as it began, has places for. The global batch stays what it is: its micro-batches are dealt out anew. Where every rank is a whole
-replica of every other (DDP) this takes nothing but other numbers. Else all enter ``main`` again, and cut their state anew
-(`rackrun.core.generation.old_world`): then whole places along the data axis of the mesh go and come.
+*Shrink*: ranks are lost and no spare takes them over; the others go on without them. *Grow*: workers wait, and the
+world has fewer ranks than it began with. The global batch stays the same, and its micro-batches are divided anew. If
+every rank is a whole replica of every other (DDP), only the ranks' numbers change. Otherwise all enter ``main`` again
+and shard their state anew (`rackrun.core.generation.old_world`); then whole positions along the data axis of the mesh
+are removed or added.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ __all__ = ["Resizing", "renumbered"]
 
 
 def renumbered(staying: Collection[Rank]) -> dict[Rank, Rank]:
-    """Old rank -> new rank, ``0`` to ``len(staying) - 1``. Who can keeps its number; the last ones fill the gaps."""
+    """Return new numbers (old rank -> new rank, ``0`` to ``len(staying) - 1``). A rank keeps its number if possible;
+    the last ranks fill the gaps."""
     size, staying = len(staying), dict.fromkeys(staying)
     gaps = iter(rank for rank in range(size) if rank not in staying)
     return {rank: rank if rank < size else Rank(next(gaps)) for rank in sorted(staying)}
@@ -36,6 +38,8 @@ def renumbered(staying: Collection[Rank]) -> dict[Rank, Rank]:
 
 @dataclass(slots=True)
 class Resizing:
+    """Changes the size of the world while all members are parked."""
+
     config: JobConfig
     world: World
     rack: RackMachine
@@ -46,8 +50,8 @@ class Resizing:
 
     # -- shrink ----------------------------------------------------------------------------------------------------
     def why_not_shrink(self, committed: Position, gate: tuple[float, ...], leaving: Collection[Rank] = ()) -> str:
-        """What is in the way of going on without the ranks that are lost, or that are ``leaving``. "": nothing. All members have
-        parked."""
+        """Return why the world cannot go on without the lost ranks and those in ``leaving``; "": it can. All members
+        have parked."""
         if not self.config.min_ranks:
             return "the number of ranks is fixed (--min-ranks 0)"
         members, trusted = self.world.members, self.world.trusted
@@ -70,11 +74,11 @@ class Resizing:
         return self._unlike(members) if clean and not self.world.torn() else "nobody has the state of the last step"
 
     def staying(self, leaving: Collection[Rank] = ()) -> dict[Rank, Rank]:
-        """Who would go on without the ranks that are lost, or that are ``leaving``: old -> new."""
+        """Return the ranks that would go on without the lost ones and those in ``leaving``: old -> new."""
         return self._smaller(leaving)[1]
 
     def bound_to(self, ranks: Collection[Rank]) -> list[Rank]:
-        """These, and who would have to go with them; whether they live or not."""
+        """Return these ranks and those that would have to go with them, living or not."""
         axes = self._axes()
         at = mesh_resize.data_axis(axes)
         if not ranks or not self._reenters(self.world.members.values()) or at is None:
@@ -83,7 +87,7 @@ class Resizing:
         return [rank for rank in self.world.ranks() if rank not in staying]
 
     def replica(self) -> int:
-        """So many ranks come and go together; 0: nobody can."""
+        """Return how many ranks are removed or added together; 0: the size cannot change."""
         axes = self._axes()
         if not self._reenters(self.world.members.values()):
             return 1
@@ -91,7 +95,7 @@ class Resizing:
         return 0 if at is None else self.world.size // axes[at][1]
 
     def surplus(self, to: int) -> list[Rank]:
-        """Who is best spared where ``to`` ranks are to be left: those on slots to avoid, then the last ones."""
+        """Return the ranks to remove so that ``to`` ranks stay: those on slots to avoid first, then the last ones."""
         world, replica = self.world, self.replica()
         if to >= world.size or not replica:
             return []
@@ -106,7 +110,7 @@ class Resizing:
     def shrink(
         self, committed: Position, gate: tuple[float, ...], leaving: Collection[Rank] = ()
     ) -> list[WorkerRecord]:
-        """Do it. Returns those that live, and have no place any more."""
+        """Shrink the world. Return the living workers that have no rank any more."""
         world = self.world
         axes, staying = self._smaller(leaving)
         left_over = [record for rank, record in sorted(world.members.items()) if rank not in staying]
@@ -134,12 +138,13 @@ class Resizing:
 
     @property
     def room(self) -> int:
-        """So many ranks more may join."""
+        """How many more ranks may join."""
         return max(self.world.most - self.world.size, 0)
 
     # -- grow ------------------------------------------------------------------------------------------------------
     def joining(self, ready: Sequence[WorkerRecord]) -> list[WorkerRecord]:
-        """Who of those that are ``ready`` can become a rank more; nobody while some are lost, where all enter main again."""
+        """Return those of the ``ready`` spares that can become additional ranks. If all would enter main again, there
+        are none while ranks are lost."""
         world, members = self.world, self.world.members.values()
         if not self.room:
             return []
@@ -159,7 +164,7 @@ class Resizing:
         return bundled[: min(room, len(bundled)) // replica * replica]
 
     def grow(self, joining: Sequence[WorkerRecord], committed: Position, gate: tuple[float, ...]) -> bool:
-        """Do it, unless there is no state for it: then False, and nothing has changed."""
+        """Grow the world by these workers. Return False, and change nothing, if there is no state for them."""
         world = self.world
         if not self._reenters(world.members.values()):
             replica_class = self.classes[min(world.members)]
@@ -189,7 +194,8 @@ class Resizing:
         return any(record.reenters for record in members)
 
     def _unlike(self, ranks: Collection[Rank]) -> str:
-        """Whoever goes has to be a replica of whoever stays, and of whoever comes."""
+        """Return why the ranks are not replicas of each other; "": they are. Ranks that leave or join must be replicas
+        of those that stay."""
         found = {self.classes.get(rank, "") for rank in ranks}
         if (
             len(found) == 1
@@ -214,7 +220,7 @@ class Resizing:
             committed, gate = (
                 Position(plan.rollback),
                 (),
-            )  # not all have gone back: what they stand at is no one history
+            )  # not all have gone back: their states belong to different histories
         return OldWorld(
             layout=world.layout,
             size=world.size,
@@ -227,7 +233,7 @@ class Resizing:
         )
 
     def _enter_again(self, committed: Position, gate: tuple[float, ...]) -> None:
-        """What is known of snapshots and classes is the old world's, until the plan is made."""
+        """Keep the present world as the old one. Snapshots and classes are the old world's until the plan is made."""
         if self.world.old is None:
             self.world.old = self._as_it_was(committed, gate)
 
@@ -240,6 +246,6 @@ class Resizing:
         self._reshape(axes)
 
     def _reshape(self, axes: Axes) -> None:
-        """The mesh, if one has been named."""
+        """Change the mesh, if there is one."""
         if self.seating.mesh is not None:
             self.seating.mesh = Mesh.of(dict(axes))

@@ -1,4 +1,4 @@
-"""What is started while all train: a spare in each slot that is free, before one is needed."""
+"""Start of spares in free slots while all train, before they are needed."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ from rackrun.protocol.ids import SlotId, tray_of
 __all__ = ["CALM_MS_MAX", "CALM_STEPS", "Background"]
 
 CALM_STEPS, CALM_MS_MAX = 2, 5_000
-"""After a recovery nothing is started beside so many steps, or for so long."""
+"""Number of steps after a recovery, and longest time in milliseconds, in which no spare is started."""
 
 
 @dataclass(slots=True)
 class Background:
+    """Starts spares in the background."""
+
     world: World
     rack: RackMachine
     acquiring: Acquiring
     meter: Meter
     emit: Callable[[Command], None]
     _calm_ms: int = 0
-    """Until then nothing starts."""
+    """Time until which no spare starts."""
 
     def rest(self, at_ms: int) -> None:
-        """All compute again: nothing beside the first steps."""
+        """Start no spare beside the first steps, because all compute again."""
         first_steps_ms = round((self.meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
         self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
         if self._calm_ms > at_ms:
             self.emit(SetTimer(name=f"calm:{self.world.generation}", at_ms=self._calm_ms))
 
     def top_up(self, at_ms: int) -> None:
-        """Spares start in the background, in the slots that are free: what training loses is replaced before it is
-        needed. Not beside the first steps after a recovery: a start takes processors and memory that these are short of."""
+        """Start spares in free slots, so that they are ready before they are needed.
+
+        None is started beside the first steps after a recovery, because a start takes processors and memory that these
+        need.
+        """
         if at_ms < self._calm_ms or not self.rack.has_vacant_slots:
             return
         wanted = self.world.spares + self.world.full - self.world.size
@@ -46,8 +51,11 @@ class Background:
             self.emit(self.start_spare(slot))
 
     def start_spare(self, slot: SlotId) -> StartWorker:
-        """Its provisional rank is one that it may well have to replace: the first on its own tray. Its generation is
-        that of the last plan, never the one that is being decided: the next plan is newer for everyone."""
+        """Return the command that starts a spare.
+
+        Its provisional rank is the lowest on its own tray, which it may well have to replace. Its generation is that of
+        the last plan, never one that is being decided, so that the next plan is newer for every worker.
+        """
         plan = self.world.plan
         assert plan is not None, "spares start after the first plan"
         return self.rack.start(

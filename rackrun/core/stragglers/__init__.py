@@ -1,1 +1,1 @@
-"""Slow ranks: how they are found, reported or swapped, and how work is shifted away from them."""
+"""Slow ranks: how they are found, reported and replaced, and how work is shifted away from them."""

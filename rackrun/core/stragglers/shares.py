@@ -1,4 +1,4 @@
-"""How the micro-batches of a step are shared out among ranks that are not equally fast: arithmetic."""
+"""Arithmetic of dividing a step's micro-batches among ranks of different speed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from rackrun.topology.model.mesh import DATA_AXES
 __all__ = ["GAIN_MIN", "shared_out", "sharing"]
 
 GAIN_MIN = 0.05
-"""Less than that of the slowest rank's time is not worth a change."""
+"""Smallest gain, as a fraction of the slowest rank's time, for which shares are changed."""
 
 
 def sharing(axes: Axes, world_size: int) -> list[tuple[int, ...]]:
-    """The ranks of a world of ``world_size``, those together that have the same samples, in the order of their places along the data
-    axes. Its first data axis may be longer or shorter than in ``axes``.
+    """Group the ranks that have the same samples, ordered by their positions along the data axes.
+
+    The size of the first data axis follows from ``world_size`` and may differ from ``axes``.
 
     >>> sharing((("dp", 3), ("tp", 2)), 4)
     [(0, 1), (2, 3)]
@@ -37,8 +38,10 @@ def sharing(axes: Axes, world_size: int) -> list[tuple[int, ...]]:
 
 
 def shared_out(total: int, times: Sequence[float], rest: float = 0.0) -> tuple[int, ...]:
-    """So many of ``total`` micro-batches for each, one at the least, that the last is done as early as can be. ``times``: what each takes
-    for the same work, over what the others take; ``rest``: what a step costs beside its micro-batches, in micro-batches. (): all as many.
+    """Divide ``total`` micro-batches so that the last rank is done as early as possible; each gets at least one.
+
+    ``times``: time of each rank for the same work, divided by that of the others. ``rest``: time of a step besides its
+    micro-batches, in micro-batches. () means equal shares.
 
     >>> shared_out(32, [1.0, 1.0, 3.0, 1.0])
     (10, 10, 3, 9)
@@ -48,7 +51,7 @@ def shared_out(total: int, times: Sequence[float], rest: float = 0.0) -> tuple[i
     shares = [1] * len(times)
     next_done = [(slow * (rest + 2), place) for place, slow in enumerate(times)]
     heapq.heapify(next_done)
-    for _ in range(total - len(times)):  # whoever is done with one more the earliest
+    for _ in range(total - len(times)):  # the rank that would finish one more the earliest gets it
         _, place = next_done[0]
         shares[place] += 1
         heapq.heapreplace(next_done, (times[place] * (rest + shares[place] + 1), place))

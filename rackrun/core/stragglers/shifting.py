@@ -1,11 +1,13 @@
-"""A slow rank gets fewer micro-batches, and the others more (``--slow-ranks shift``): no rank goes, no step is done again.
+"""Shifting of micro-batches from slow ranks to the others (``--slow-ranks shift``), without losing ranks or repeating
+steps.
 
-How many follows from how much longer it takes for the same work, so a rank that has little to do is not taken for a fast one, and keeps
-its share until it is no longer slow. Ranks that share their samples have one share: the slowest of them counts. The global batch is what it was.
+Shares follow from how much longer a rank takes for the same work. So a rank that has little to do does not count as
+fast, and keeps its share until it is no longer slow. Ranks that share their samples have one share, set by the slowest
+of them. The global batch does not change.
 
-A deal is told to all ranks of a generation, and takes effect when the gate of a step has told that all have heard. What a generation begins
-with stands in its plan, made from what is known of those who are still there. So whatever is lost in the middle of a change, all
-have the same shares: the former, the new, or the plan's.
+A deal is sent to all ranks of a generation, and takes effect when the gate of a step has shown that all have received
+it. The shares at the beginning of a generation are in its plan, computed for the workers that are still there. So
+whatever is lost during a change, all ranks have the same shares: the old, the new, or the plan's.
 """
 
 from __future__ import annotations
@@ -25,26 +27,29 @@ __all__ = ["Shifting"]
 
 @dataclass(slots=True)
 class Shifting:
+    """Computes shares and deals them."""
+
     config: JobConfig
     world: World
     seating: Seating
     emit: Callable[[Command], None]
     ends: Callable[[], bool]
-    """This generation, or the job, is about to: nothing is dealt in it any more."""
+    """Returns whether this generation or the job is about to end; then no deal is made."""
     _times: dict[Worker, float] = field(default_factory=dict)
-    """Of those who are slow."""
+    """For each slow worker, its time divided by that of its peers."""
     _rest: float = 0.0
     _meets: bool = False
     _measured: int = 0
-    """The size of the world in which that was."""
+    """World size in which they were measured."""
     _shares: tuple[int, ...] = ()
-    """As all have them, or will when they have heard."""
+    """The shares that all ranks have, or will have when they have received the deal."""
     _number: int = 0
-    """Of the newest deal of this generation."""
+    """Number of the latest deal in this generation."""
     _kept: tuple[str, str] = ("", "")
-    """Who is slow and keeps its share, and why: said once."""
+    """Which ranks are slow and keep their share, and why; reported once."""
 
     def heard(self, event: SlowRanksChanged) -> None:
+        """Handle a report of slow ranks."""
         world = self.world
         if "shift" not in self.config.slow_ranks or world.plan is None or event.generation != world.plan.generation:
             return
@@ -57,7 +62,7 @@ class Shifting:
         self.look()
 
     def look(self) -> None:
-        """Deal anew, if there is a reason to."""
+        """Deal new shares if they differ from the present ones."""
         world = self.world
         if world.phase is not Phase.TRAINING or self.ends():
             return
@@ -80,14 +85,14 @@ class Shifting:
         )
 
     def in_plan(self) -> tuple[int, ...]:
-        """With which shares a generation of these members begins; deals are counted anew."""
+        """Return the shares with which a generation of the present members begins. Deals are counted from 1 again."""
         there = set(self.world.workers()) if self.world.size == self._measured else set()
         self._times = {worker: times for worker, times in self._times.items() if worker in there}
         self._shares, self._number = self._wanted(), 0
         return self._shares
 
     def forget(self) -> None:
-        """The world begins again."""
+        """Forget everything, because the world begins again."""
         self._times.clear()
         self._shares, self._number = (), 0
 

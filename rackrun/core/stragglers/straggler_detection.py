@@ -1,20 +1,21 @@
-"""Which ranks are slow: from the time that each spends on its own, step by step. Pure, and the same for the same steps.
+"""Detection of slow ranks from each rank's own time, step by step: pure and deterministic.
 
-*Rows.* Own times are added up until they cover `Limits.row_s` of the job's time, so that a row of tiny steps is as long as one large
-step, and no hiccup of the host fills a window. The last `Limits.window` rows are looked at.
+*Rows.* Own times are added up until they cover `Limits.row_s` of the job's time. So a row of tiny steps is as long as
+one large step, and a short disturbance of the host does not fill a window. The last `Limits.window` rows are evaluated.
 
-*Peers.* A rank is compared with the lower median of those that do the same work (its group), row by row. It is *behind* in a row
-when it takes `Limits.row_times` as long, and the others lose `Limits.cost` of the row by it. The lower median holds while no more than half
-are slow: two of two it cannot tell, nor five of eight; then nobody is blamed.
+*Peers.* In each row a rank is compared with the lower median of the ranks that do the same work (its group). It is
+*behind* in a row if it takes `Limits.row_times` as long, and the others lose `Limits.cost` of the row by it. The lower
+median is valid while at most half of the group is slow. It cannot tell two of two, or five of eight; then no rank is
+blamed.
 
-*Persistence.* A rank is slow when it was behind in `Limits.hits` rows of the window, and its median is `Limits.times` that of its
-peers and stands out of the noise: of a row (by how much peers differ) and of its own (by how much it varies: by itself, or beside
-its peers, whichever is less). It is slow no more
-after it was behind in at most `Limits.clear` rows of a window. So no single row, and no few, condemn anybody, and nobody flutters.
+*Persistence.* A rank is slow if it was behind in `Limits.hits` rows of the window, and its median is `Limits.times`
+that of its peers and exceeds the noise: the noise of a row (how much peers differ) and its own (how much it varies, by
+itself or relative to its peers, whichever is less). It is no longer slow after it was behind in at most `Limits.clear`
+rows of a window. So a few rows never decide, and the result does not flip back and forth.
 
-*The past.* The best window of each rank, and of the world, is remembered. If three quarters of the world's rows are
-`Limits.all_slower` times as long as three quarters of its best window's there is nobody to blame; it is said, until three quarters are
-short again.
+*The past.* The best window of each rank, and of the world, is kept. If three quarters of the world's rows are
+`Limits.all_slower` times as long as three quarters of its best window's, no rank is to blame. This is reported until
+three quarters are short again.
 """
 
 from __future__ import annotations
@@ -37,25 +38,31 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Thresholds of the detection; the module's docstring explains them."""
+
     window: int = 20
-    """Rows."""
+    """Number of rows in the window."""
     row_s: float = 0.5
+    """Shortest time that a row covers, in seconds."""
     hits: int = 15
     clear: int = 5
     row_times: float = 1.15
     times: float = 1.25
     cost: float = 0.1
     noise: float = 3.0
-    """A slow rank's median is above its peers' by this many median absolute deviations of rows."""
+    """By how many median absolute deviations of rows a slow rank's median exceeds its peers'."""
     again: float = 1.3
-    """A slow rank whose median is so many times what was told, or that part of it, is told of again."""
+    """A slow rank is reported again when its ratio to its peers has changed by this factor since its last report."""
     all_slower: float = 1.5
     all_as_before: float = 1.2
     settle: int = 3
-    """Steps of a new generation, or of a new world, that are not looked at: a newcomer's first are slow for good reasons."""
+    """Number of first steps of a new generation or world that are ignored: a newcomer's first steps are slow for good
+    reasons."""
 
 
 class Seat(NamedTuple):
+    """The slot of a rank, the incarnation of its worker, and its group."""
+
     slot: SlotId
     incarnation: int
     group: int
@@ -63,21 +70,24 @@ class Seat(NamedTuple):
 
 
 class Verdict(NamedTuple):
+    """The slow ranks, and whether the whole world is slower than before."""
+
     slow: tuple[SlowRank, ...]
     everybody: float
-    """How much longer than in the past all take; 0: they do not."""
+    """Present time of all ranks divided by their former time; 0: they are not slower."""
 
 
 @dataclass(slots=True)
 class _Windows:
-    """(window, ranks); the newest row last. NaN: that rank was not there, or was new."""
+    """The latest rows, newest last, as float64 or bool arrays of shape (window, ranks). NaN: the rank was not there, or
+    was new."""
 
     own: Floats
     times: Floats
-    """Own time over the peers'."""
+    """Own time divided by the peers'."""
     behind: Bools
     noise: Floats
-    """(window, ranks): the peers' median absolute deviation, relative."""
+    """The peers' median absolute deviation, relative; shape (window, ranks)."""
 
     @classmethod
     def empty(cls, rows: int, ranks: int) -> _Windows:
@@ -96,13 +106,14 @@ class _Windows:
 
 @dataclass(slots=True)
 class Stragglers:
-    """Tell it the `world`, then every `step` that all of its ranks have committed undisturbed."""
+    """Detects slow ranks. Call `world` at the beginning of a generation, then `step` for every step that all ranks
+    committed undisturbed."""
 
     limits: Limits = field(default_factory=Limits)
     _seats: list[Seat] = field(default_factory=list)
     _windows: _Windows = field(default_factory=lambda: _Windows.empty(0, 0))
     _past: Floats = field(default_factory=lambda: np.zeros(0))
-    """Of each rank: its best window's median; NaN while it has had none."""
+    """Best window median of each rank; NaN: none yet."""
     _world_past: float = 0.0
     _slow: Bools = field(default_factory=lambda: np.zeros(0, bool))
     _everybody: bool = False
@@ -113,7 +124,10 @@ class Stragglers:
     _told: Verdict = field(default_factory=lambda: Verdict((), 0.0))
 
     def world(self, seats: Sequence[Seat]) -> None:
-        """A generation begins: the seat of each rank. Who has stayed keeps its past; if the world's size has changed nobody does."""
+        """Begin a generation with these seats.
+
+        A rank that stays keeps its past. If the world's size has changed, no rank keeps it.
+        """
         size = len(seats)
         if size != len(self._seats):
             self._windows = _Windows.empty(self.limits.window, size)
@@ -128,8 +142,11 @@ class Stragglers:
         self._begin_row()
 
     def step(self, own: Sequence[float], seconds: float) -> Verdict | None:
-        """``own``: what each rank spent on its own, as if all had had as much work; ``seconds``: what the step took, in the same
-        units. The new verdict, when others are slow than before."""
+        """Add a step; return the new verdict if it has changed, else None.
+
+        ``own``: each rank's own time, as if all had had the same amount of work. ``seconds``: the step's time, in the
+        same unit.
+        """
         assert len(own) == len(self._seats), "one time for each rank"
         if self._settling:
             self._settling -= 1
@@ -144,7 +161,7 @@ class Stragglers:
         return self._judge()
 
     def own_s(self) -> tuple[float, ...]:
-        """Of each rank, a step's median over the window; NaN when it has not been seen long enough."""
+        """Return each rank's median own time of a step over the window; NaN if there are too few rows."""
         return tuple(_medians(self._windows.own).tolist())
 
     def _begin_row(self) -> None:
@@ -166,7 +183,7 @@ class Stragglers:
         limits, windows = self.limits, self._windows
         now, times = _medians(windows.own), _medians(windows.times)
         usual_peers = _medians(windows.own / windows.times)
-        # Where its peers vary, so does what it is times them, however steady it is; where the work does, both do, and not their ratio.
+        # If its peers vary, the ratio varies although the rank is steady. If the work varies, only the ratio is steady.
         wobble = np.fmin(
             _medians(np.abs(windows.times - times)), _medians(np.abs(windows.own - now)) / np.fmax(usual_peers, 1e-9)
         )
@@ -186,7 +203,8 @@ class Stragglers:
         return verdict
 
     def _compare_with_past(self, whole: Bools) -> float:
-        """By the usual rank of each row, so that a few slow ones are not everybody."""
+        """Return by how much the world is slower than in the past. The median rank of each row counts, so a few slow
+        ranks have no effect."""
         if not whole.all():
             return self._told.everybody if self._everybody else 0.0
         middle = (len(whole) - 1) // 2
@@ -202,7 +220,7 @@ class Stragglers:
         return round(usual / past, 2) if self._everybody else 0.0
 
     def _is_known(self, verdict: Verdict) -> bool:
-        """The same ranks are slow, and about as slow as they were, or on their way not to be."""
+        """Return whether the same ranks were slow before, and about as slow, or are recovering."""
         known, limits = {(one.rank, one.slot): one.times for one in self._told.slow}, self.limits
         now = {(one.rank, one.slot): one.times for one in verdict.slow}
         return now.keys() == known.keys() and all(
@@ -223,13 +241,13 @@ class Stragglers:
 
 
 def _lower_median(values: Floats) -> float:
-    """Of two, the smaller."""
+    """Return the lower median: of two values, the smaller."""
     middle = (len(values) - 1) // 2
     return float(np.partition(values, middle)[middle])
 
 
 def _medians(window: Floats) -> Floats:
-    """Over the rows that are known; NaN where too few are."""
+    """Return each rank's median over its known rows; NaN if at most half are known."""
     known = (~np.isnan(window)).sum(0)
     middle = np.sort(window, axis=0)[np.maximum(known - 1, 0) // 2, np.arange(window.shape[1])]  # NaN is sorted last
     found: Floats = np.where(known > len(window) // 2, middle, np.nan)

@@ -1,12 +1,15 @@
-"""What is done about slow ranks: it is said, and with ``--slow-ranks swap`` one at a time is replaced at a step boundary. That it gets
-less work instead is said elsewhere (`rackrun.core.stragglers.shifting`).
+"""Response to slow ranks: they are reported and, with ``--slow-ranks swap``, replaced one at a time at a step boundary.
 
-A slot whose rank is to go for its slowness is *on probation*: left when a better one is ready, as a GPU on its way out is
-(`rackrun.core.requests.planned_swap`), and the last choice from then on. Three things hold a swap back, and are said:
+`rackrun.core.stragglers.shifting` gives them less work instead.
+
+A slot whose rank should leave because it is slow is *on probation*: its rank leaves it when a better slot is ready, as
+it would leave a failing GPU (`rackrun.core.requests.planned_swap`), and it is the last choice from then on. Three
+things prevent a swap, and each is reported:
 
 - one at a time: while a rank waits to be replaced, no other is chosen;
-- a rank that was replaced a short time ago and is slow again is slow wherever it sits: its work is, not its place;
-- after some swaps in a short time nothing more goes until a person has looked (``rackctl close-breaker``).
+- a rank that was replaced a short time ago and is slow again is slow wherever it runs: its work is the cause, not its
+  slot;
+- after some swaps in a short time no more are made until an operator has looked (``rackctl close-breaker``).
 """
 
 from __future__ import annotations
@@ -23,28 +26,31 @@ from rackrun.protocol.job_config import JobConfig
 __all__ = ["SWAPS_MAX", "WITHIN_MS", "Slowness"]
 
 SWAPS_MAX = 3
+"""Largest number of swaps within `WITHIN_MS`."""
 WITHIN_MS = 3_600_000
-"""So many swaps within this time, and none of a rank twice."""
+"""Milliseconds within which at most `SWAPS_MAX` swaps are made, and none of the same rank twice."""
 
 
 @dataclass(slots=True)
 class Slowness:
+    """Reports slow ranks and chooses those to replace."""
+
     config: JobConfig
     devices: Devices
     emit: Callable[[Command], None]
     changed: Callable[[int], None]
-    """Something is known of a slot that was not known before."""
+    """Called when something new is known about a slot."""
     _slow: dict[Rank, SlowRank] = field(default_factory=dict)
     _everybody: bool = False
     _sent: dict[Rank, int] = field(default_factory=dict)
-    """When each rank was last chosen to leave."""
+    """For each rank, when it was last chosen to leave."""
     _held: dict[Rank, str] = field(default_factory=dict)
-    """Why it is not replaced: said once."""
+    """Why a slow rank is not replaced; reported once."""
     _open: bool = False
-    """The breaker."""
+    """Whether the circuit breaker is open."""
 
     def heard(self, event: SlowRanksChanged, generation: Generation, seats: Mapping[Rank, SlotId]) -> None:
-        """``generation``, ``seats``: of the newest plan."""
+        """Handle a report of slow ranks. ``generation`` and ``seats`` are those of the latest plan."""
         if event.generation != generation or self.config.slow_ranks == "off":
             return
         slow = {one.rank: one for one in event.slow if seats.get(one.rank) == one.slot}
@@ -56,7 +62,7 @@ class Slowness:
             self._choose(seats, event.at_ms)
 
     def close_breaker(self, seats: Mapping[Rank, SlotId], at_ms: int) -> None:
-        """A person has looked: what is slow still may go."""
+        """Allow swaps again, because an operator has looked."""
         if self._open:
             self._open = False
             self._sent.clear()
@@ -64,14 +70,14 @@ class Slowness:
             self._choose(seats, at_ms)
 
     def _forgive(self, seats: Mapping[Rank, SlotId]) -> None:
-        """A rank that was to leave, and is slow no more before it could."""
+        """End the probation of slots whose rank is no longer slow before it could leave."""
         for rank, slot in seats.items():
             if self.devices.on_probation(slot) and rank not in self._slow and rank in self._sent:
                 self.devices.end_probation(slot)
                 del self._sent[rank]
 
     def _choose(self, seats: Mapping[Rank, SlotId], at_ms: int) -> None:
-        """The one that costs most; who has left its slot since is not known to be slow."""
+        """Choose the slow rank that costs most. A rank that has changed its slot since is not known to be slow."""
         waits = any(self.devices.on_probation(slot) for slot in seats.values())
         there = [one for one in self._slow.values() if seats.get(one.rank) == one.slot]
         for one in sorted(there, key=lambda one: (-one.times, one.rank)):
@@ -87,6 +93,7 @@ class Slowness:
                 self.changed(at_ms)
 
     def _against(self, one: SlowRank, at_ms: int) -> str:
+        """Return why a slow rank must not be replaced; "": it may be."""
         recent = [rank for rank, at in self._sent.items() if at_ms - at < WITHIN_MS]
         if one.rank in recent:
             return "it was replaced for that a short time ago: its work is slow, or what it computes, not its place"
@@ -124,13 +131,13 @@ class Slowness:
 
 
 def _measured(one: SlowRank) -> str:
-    """``1.5 times its peers' own time, 1.5 times its own best, in 18 of 20 rows of steps``"""
+    """Return ``1.5 times its peers' own time, 1.5 times its own best, in 18 of 20 rows of steps``."""
     past = f", {one.past:g} times its own best" if one.past else ""
     return f"{one.times:g} times its peers' own time{past}, in {one.rows} of the last {one.window} measurements"
 
 
 def _whole_trays(slow: Mapping[Rank, SlowRank], seats: Mapping[Rank, SlotId]) -> dict[TrayId, Sequence[Rank]]:
-    """Trays of two ranks or more that are all slow, where other trays have ranks."""
+    """Return trays with two ranks or more that are all slow, if other trays have ranks."""
     trays: dict[TrayId, list[Rank]] = {}
     for rank, slot in seats.items():
         trays.setdefault(tray_of(slot), []).append(rank)

@@ -1,1 +1,1 @@
-"""``rackctl ckpt``."""
+"""``rackctl ckpt``: commands for checkpoint directories."""

@@ -1,4 +1,4 @@
-"""``rackctl ckpt``: what is in a checkpoint directory, whether it is right, and what to do with it.
+"""``rackctl ckpt``: commands that show, verify and change the contents of a checkpoint directory.
 
 Exit codes: 0 all is well; 1 something is damaged or missing, or could not be done; 2 bad usage.
 """
@@ -253,7 +253,7 @@ ckpt.command(epilog="Example: rackctl ckpt clean --yes")(ckpt_memory.clean)
 
 # -- which
 def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
-    """The newest whole one, and why newer ones are not. Raises `NoUsableGeneration`."""
+    """Return the newest complete generation, and why each newer one is not complete. Raises `NoUsableGeneration`."""
     whole, left_out = store.look()
     story = {number: str(why) for number, why in left_out.items()}
     if not whole:
@@ -311,12 +311,13 @@ def _checked(store: DurableStore, number: int, progress: Callable[[int, int], No
 
 # -- deletion
 def _newest_epoch(found: Survey) -> int:
-    """What the newest start of the job left unfinished may be its work in progress: it stays."""
+    """Return the epoch of the job's newest start. What it left unfinished may still be in progress, and stays."""
     return max((info.epoch for info in found.whole), default=0)
 
 
 def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
-    """`collect` deletes nothing before one is verified; it would read without saying how far it is."""
+    """Verify a generation, showing progress. `collect` deletes nothing before one is verified, and would verify without
+    showing progress."""
     if any(info.verified for info in found.whole):
         return
     for info in found.whole:
@@ -326,7 +327,8 @@ def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
 
 
 def _over(store: DurableStore) -> Callable[[int], bool]:
-    """Whether the job of an epoch is known to be over. Raises CheckpointError when storage does not say."""
+    """Return a function that tells whether the job of an epoch is known to be over. Raises CheckpointError if the
+    storage cannot be used."""
     try:
         known, living = living_epoch(store)
     except OSError as error:

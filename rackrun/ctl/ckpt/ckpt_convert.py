@@ -1,4 +1,4 @@
-"""``rackctl ckpt convert``."""
+"""``rackctl ckpt convert``: writes a checkpoint in another format."""
 
 from __future__ import annotations
 

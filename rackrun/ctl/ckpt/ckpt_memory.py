@@ -1,4 +1,4 @@
-"""``rackctl ckpt plan`` and ``clean``: the memory that snapshots and their copies take, before a job and after it."""
+"""``rackctl ckpt plan`` and ``clean``: memory that snapshots and their copies take, before a job and after it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _bytes_in(text: str) -> int:
 
 
 def _replicas(world_size: int, replicas: int) -> Mapping[int, int] | None:
-    """As HSDP lays them out: rank r and r + world_size / replicas hold the same shard."""
+    """Return HSDP's layout of replicas: ranks r and r + world_size / replicas hold the same shard."""
     if replicas == 1:
         return None
     if world_size % replicas:

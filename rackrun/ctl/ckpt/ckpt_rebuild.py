@@ -1,4 +1,4 @@
-"""``rackctl ckpt rebuild``: a checkpoint on disk, out of what a job that is gone has left in memory."""
+"""``rackctl ckpt rebuild``: writes a checkpoint to disk from what a dead job has left in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``rackctl ckpt`` shows: tables to people, JSON to machines, bars on the error stream of a terminal."""
+"""Output of ``rackctl ckpt``: tables for people, JSON for machines, progress bars on a terminal's error stream."""
 
 from __future__ import annotations
 
@@ -54,16 +54,17 @@ class Checked:
 
 
 def print_json(what: object) -> None:
+    """Print a value as JSON."""
     print(msgspec.json.encode(what).decode())
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """A line as it is: not wrapped, not read as markup."""
+    """Print a line unchanged: not wrapped, and not interpreted as markup."""
     console.print(Text(text, style), soft_wrap=True, highlight=False)
 
 
 def amount(size: float) -> str:
-    """Bytes in decimal units."""
+    """Return a number of bytes in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.95:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -72,7 +73,7 @@ def amount(size: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """In its largest unit."""
+    """Return a time in its largest unit."""
     for name, unit in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
@@ -81,7 +82,7 @@ def age(seconds: float) -> str:
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Call it with (bytes done, bytes in all)."""
+    """Yield a function to call with (bytes done, total bytes), which updates a bar on the terminal."""
     console = Console(stderr=True, markup=False, emoji=False)
     if quiet or not console.is_terminal:
         yield lambda _done, _total: None
@@ -99,7 +100,7 @@ def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], Non
 
 
 def surveyed(found: Survey, now_s: float) -> dict[str, Any]:
-    """For machines. Ages are in seconds."""
+    """Return a survey as values for JSON. Ages are in seconds."""
     whole = [
         {
             "generation": info.generation,

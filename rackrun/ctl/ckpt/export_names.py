@@ -1,8 +1,10 @@
-"""From the names of tensors in a checkpoint to those that ``model.load_state_dict`` takes.
+"""Conversion of the names of tensors in a checkpoint to those that ``model.load_state_dict`` takes.
 
-An elastic job names its tensors ``NAME/param/PATH`` and ``NAME/buffer/PATH`` for a tracked module, and otherwise for what
-is no module's. Wrappers put a name of theirs in front of every path, which goes: DDP's ``module.``, and that of
-torch.compile. A module that has several models, such as a `torch.nn.ModuleDict`, is exported one by one: ``--module NAME.PART``. A checkpoint in which no name has that form is somebody else's, and keeps its names.
+An elastic job names its tensors ``NAME/param/PATH`` and ``NAME/buffer/PATH`` for a tracked module, and differently for
+state that belongs to no module. Wrappers put a name of their own in front of every path (DDP's ``module.``, and that of
+torch.compile), which is removed. A module that holds several models, such as a `torch.nn.ModuleDict`, is exported one
+model at a time: ``--module NAME.PART``. A checkpoint in which no name has this form was written by another program, and
+keeps its names.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Options of the launcher: parsed, and checked before anything starts."""
+"""Options of the launcher: parsing, and checks before anything starts."""

@@ -1,6 +1,6 @@
-"""torchrun's arguments, all of them, and ours; checked as far as that is possible before anything is started.
+"""Parsing of torchrun's arguments and rackrun's own, checked as far as possible before anything is started.
 
-Importing this imports torch: set OMP_NUM_THREADS before.
+Importing this module imports torch: set OMP_NUM_THREADS before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rackrun.protocol.policy_types import Rules, Rung
 __all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
 
 MAX_RESTARTS = 3
-"""torchrun's default is 0: the one default that differs."""
+"""Default of --max-restarts. torchrun's is 0; no other default differs."""
 DEFAULT_PORT = 29400
 
 _DESCRIPTION = """\
@@ -58,27 +58,27 @@ exit codes: 0 done; 1 the script failed; 2 bad usage; 3 stopped beyond what is s
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user wants, checked."""
+    """The user's options, checked."""
 
     script: ScriptConfig
     run_id: str
-    """"" when the user named none."""
+    """"": the user named none."""
     nodes_min: int
     nodes_max: int
     trays: int
-    """Agents on this host."""
+    """Number of agents on this host."""
     slots: int
-    """Workers a tray, spares included; 0 where ``rack`` says it for each."""
+    """Workers on each tray, spares included; 0: ``rack`` gives the number for each."""
     spares: int
     filler: FillerConfig
-    """Beside them."""
+    """The command that runs beside spares."""
     rack: RackHere | None
     mesh: Axes
-    """() where none was given."""
+    """Axes and sizes; (): none was given."""
     cross_clique: bool
     max_restarts: int
     endpoint: tuple[str, int] | None
-    """None: this host is all there is."""
+    """Host and port of the coordinator; None: the job runs on this host alone."""
     node_rank: int | None
     out_dir: Path | None
     log_dir: str | None
@@ -86,18 +86,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tee: str
     local_ranks_filter: str
     log_prefix: str
-    """Of teed lines; "": torchrun's."""
+    """Prefix of teed lines; "": torchrun's."""
     token_file: Path | None
     ledger: LedgerMode
     redundancy: Redundancy
-    """Of snapshots, over trays."""
+    """Redundancy of snapshots over trays."""
     worker_env: dict[str, str]
-    """What workers are told through their environment: the mesh; where to keep checkpoints, and how often; whether replicas are compared.
-    Also what was not asked for: what stands in the environment is of another job."""
+    """Options that workers receive through their environment: the mesh, checkpoints, comparison of replicas.
+
+    Options that were not given are set as well, because variables in the launcher's environment may be from another
+    job.
+    """
     start_over: bool
-    """Begin again when the last copy of some state is lost."""
+    """Whether to begin again when the last copy of some state is lost."""
     min_ranks: int
-    """How far the world may shrink; 0: not."""
+    """Smallest number of ranks to which the world may shrink; 0: it never shrinks."""
     policy: Policy
     provider: Provider
     slow_ranks: SlowRanks
@@ -111,7 +114,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     signals: tuple[signal.Signals, ...]
     of_steps: tuple[str, ...]
-    """Options that were given, and do nothing for a script without ``@rackrun.elastic``."""
+    """Options that were given but have no effect on a script without ``@rackrun.elastic``."""
 
 
 _OF_TORCHRUN = frozenset(
@@ -152,11 +155,11 @@ _OF_TORCHRUN = frozenset(
         "log_line_prefix_template",
     ]
 )
-"""What this rackrun takes, or refuses with a reason of its own."""
+"""torchrun's options that rackrun accepts, or refuses with a specific reason."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """torchrun's parser with our group; whatever abbreviation torchrun accepts still means what it meant there."""
+    """torchrun's parser with rackrun's options. Every abbreviation that torchrun accepts keeps its meaning."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
@@ -165,7 +168,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """argparse looks for abbreviations of our options among the script's, too: a script's ``--checkpoint`` could be three of ours."""
+        """Parse only the words before the script's own arguments, because argparse would look for abbreviations among
+        those too."""
         given = sys.argv[1:] if args is None else list(args)
         end = self._end_of_own(given)
         found, unknown = super().parse_known_args(given[:end], namespace)
@@ -173,7 +177,7 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _end_of_own(self, given: Sequence[str]) -> int:
-        """The script is the last word of ours."""
+        """Return the number of words up to and including the script."""
         at = 0
         while at < len(given):
             word = given[at]
@@ -185,7 +189,8 @@ class _Parser(argparse.ArgumentParser):
         return at
 
     def _takes_next(self, option: str) -> bool:
-        """The next word is its value. An option that does not exist or could be several takes none: argparse refuses it."""
+        """Return whether the next word is this option's value. An unknown or ambiguous option takes none: argparse
+        refuses it."""
         action = self._option_string_actions.get(option)
         if action is None:
             matches = self._get_option_tuples(option)
@@ -196,6 +201,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with rackrun's options added."""
     parser = get_args_parser()
     parser.__class__ = _Parser
     parser.prog = "rackrun"
@@ -236,7 +242,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Raises UsageError for what cannot work; SystemExit(2) for what argparse itself refuses."""
+    """Parse and check all arguments. Raises UsageError for what cannot work, and SystemExit(2) for what argparse itself
+    refuses."""
     try:
         parser = make_parser()
     except ValueError as error:  # a flag's PET_ variable is not a number
@@ -348,7 +355,7 @@ def _of_steps(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _refuse_unknown_choices(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """argparse looks at what is given, but not at what stands in a PET_ variable."""
+    """Check values from PET_ variables, which argparse does not check."""
     for action in parser._actions:
         given = getattr(args, action.dest, None)
         if action.choices is not None and given is not None and given not in action.choices:
@@ -386,7 +393,7 @@ def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
 
 
 def _refuse_what_is_not_known(args: argparse.Namespace) -> None:
-    """An option of a newer torchrun's, which is taken by its parser, would do nothing here."""
+    """Refuse options of a newer torchrun, which its parser accepts but which would have no effect here."""
     for action in get_args_parser()._actions:
         given = getattr(args, action.dest, None)
         if action.dest not in _OF_TORCHRUN and action.option_strings and given not in (action.default, None, False):
@@ -448,7 +455,7 @@ def _milliseconds(config: dict[str, str], keys: tuple[str, ...], default_s: floa
 
 
 def _endpoint(args: argparse.Namespace, nodes_max: int) -> tuple[str, int] | None:
-    alone = nodes_max == 1 and not args.token_file  # nobody could join without a secret
+    alone = nodes_max == 1 and not args.token_file  # no host could join without a token
     if args.standalone or alone or (nodes_max == 1 and not args.rdzv_endpoint):
         if args.standalone and nodes_max > 1:
             raise UsageError("--standalone means one host.", remedy="leave out --standalone or --nnodes.")
@@ -550,7 +557,7 @@ def _script(args: argparse.Namespace) -> ScriptConfig:
 
 
 def _can_import(module: str) -> bool:
-    """By its top level only: looking for a submodule would import its parents."""
+    """Return whether the module's top-level package exists. Looking for a submodule would import its parents."""
     top = module.partition(".")[0]
     here = str(Path.cwd())
     sys.path.insert(0, here)  # as `python -m` does

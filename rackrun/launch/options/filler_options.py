@@ -1,4 +1,4 @@
-"""``--filler`` and ``--filler-grace``, checked."""
+"""Parsing and checks of ``--filler`` and ``--filler-grace``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rackrun.protocol.agent_config import FillerConfig
 __all__ = ["GRACE_S_MAX", "filler"]
 
 GRACE_S_MAX = 0.4
-"""A filler is to be gone within a second of when its slot is needed."""
+"""Longest grace time in seconds, so that a filler is gone within a second of when its slot is needed."""
 
 
 def filler(command: str | None, grace: float | None) -> FillerConfig:
-    """Raises UsageError."""
+    """Return the filler's configuration. Raises UsageError."""
     if command is None:
         if grace is not None:
             raise UsageError("--filler-grace is given without --filler.", remedy="say what is to run beside spares.")

@@ -1,4 +1,4 @@
-"""How large the job is: hosts, trays, workers, spares, and whether they can be what was asked for."""
+"""Size of the job: hosts, trays, workers and spares, checked against each other."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ _TRAYS_MAX = 1_000
 
 
 class Size(NamedTuple):
+    """Size of the job."""
+
     nodes_min: int
     nodes_max: int
     trays: int
-    """On this host."""
+    """Trays on this host."""
     slots: int
-    """A tray; 0 where ``rack`` says it for each."""
+    """Slots of each tray; 0: ``rack`` gives the number for each."""
     rack: RackHere | None
     mesh: Axes
     ranks: int
-    """At the most."""
+    """Largest number of ranks."""
 
 
 def size_of(args: argparse.Namespace) -> Size:
-    """Raises UsageError."""
+    """Return the size of the job. Raises UsageError."""
     nodes_min, nodes_max = _nodes(args.nnodes)
     mesh = parse_mesh(args.mesh)
     rack = None
@@ -80,7 +82,8 @@ def _slots(text: str) -> int:
 
 
 def _count_devices(kind: str) -> int:
-    """Ask torch in a child: counting GPUs may initialise CUDA, and a process that has cannot fork workers."""
+    """Return the number of devices, counted in a child: counting GPUs may initialise CUDA, and then this process could
+    not fork workers."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -105,7 +108,7 @@ def _count_devices(kind: str) -> int:
 
 
 def _check_counts(args: argparse.Namespace, total: int, which: str) -> None:
-    """``total`` slots, ``which``."""
+    """Check the numbers of trays and spares against ``total`` slots; ``which`` describes those slots."""
     if not 1 <= args.trays <= _TRAYS_MAX:
         raise UsageError(f"--trays {args.trays} is out of range.", remedy=f"give 1 to {_TRAYS_MAX}.")
     if args.spares < 0:

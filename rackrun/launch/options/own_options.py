@@ -1,4 +1,4 @@
-"""The options that torchrun does not have."""
+"""The launcher's options that torchrun does not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["add_own_options"]
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:
-    """Each carries ``ours``, by which abbreviations are told apart."""
+    """Add the options to the parser. Each has the attribute ``ours``, which keeps their abbreviations apart from
+    torchrun's."""
     add = parser.add_argument_group("rackrun", "What torchrun does not have.").add_argument
     for action in (
         add("--spares", action=env, type=int, default=0, metavar="N", help="Slots held back as warm spares, out of those "

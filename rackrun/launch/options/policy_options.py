@@ -1,4 +1,4 @@
-"""``--policy``, ``--policy-weights`` and ``--wait-for-hardware``, checked before anything is started."""
+"""Parsing and checks of ``--policy``, ``--policy-weights`` and ``--wait-for-hardware``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ __all__ = ["Policy", "policy"]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy options."""
+
     rules: Rules = Rules()
     weights: Weights = Weights()
     function: str = ""
@@ -21,7 +23,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy(what: str, weights: str, patience_s: float) -> Policy:
-    """Raises UsageError. A function is loaded once, in a process of its own."""
+    """Return the policy options. A function is loaded once, in a process of its own. Raises UsageError."""
     if not 0 <= patience_s < 1e7:
         raise UsageError(f"--wait-for-hardware {patience_s} is no time to wait.", remedy="give seconds, from 0.")
     rules, function = parse_policy(what)

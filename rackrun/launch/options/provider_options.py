@@ -1,4 +1,4 @@
-"""``--provider`` and ``--acquire-timeout``, checked before anything is started."""
+"""Parsing and checks of ``--provider`` and ``--acquire-timeout``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _LOCAL = "rackrun.coordinator.user_code.local_racks:local"
 
 
 class Provider(msgspec.Struct, frozen=True, kw_only=True):
+    """The provider options."""
+
     spec: str = ""
     """``module:function`` or ``module:function:ARGS``; "": none."""
     expected_s: float | None = None
@@ -24,7 +26,8 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def provider(what: str, timeout_s: float | None, rules: Rules) -> Provider:
-    """``local[:ARGS]``, or a user's own, which is loaded once, in a process of its own. Raises UsageError."""
+    """Return the provider options: ``local[:ARGS]``, or a user's provider, which is loaded once in a process of its
+    own. Raises UsageError."""
     if not what:
         if timeout_s is not None:
             raise UsageError("--acquire-timeout is given without --provider.", remedy="say who is to give racks.")

@@ -1,4 +1,5 @@
-"""``--rack``, ``--mesh``, ``--cross-clique``: what is known of the rack before anything starts, and whether the job fits it."""
+"""Parsing and checks of ``--rack``, ``--mesh`` and ``--cross-clique``: the known topology, and whether the job fits
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _NPROC = "1"
 
 
 class RackHere(msgspec.Struct, frozen=True, kw_only=True):
-    """A rack file, and which of its trays are this host's."""
+    """A rack file, and which of its trays belong to this host."""
 
     file: str
     topology: Topology
@@ -37,27 +38,28 @@ class RackHere(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def simulated(self) -> bool:
-        """This host stands for several."""
+        """Whether this host runs the agents of several trays."""
         return len(self.trays) > 1
 
     def slots(self, tray: str) -> int:
         return len(self.topology.trays[tray][1].gpus)
 
     def partial(self, tray: str) -> bytes:
-        """For `AgentConfig.topology`."""
+        """Return the value of `AgentConfig.topology`."""
         return msgspec.json.encode([partial_of_tray(self.topology, tray, self.file)])
 
     def slot_env(self, tray: str) -> tuple[dict[str, str], ...]:
-        """For `AgentConfig.slot_env`: it takes the whole rack to say it, and every host reads the same file."""
+        """Return the value of `AgentConfig.slot_env`. It depends on the whole rack, and every host reads the same
+        file."""
         slots = (SlotId(f"{tray}/{index}") for index in range(self.slots(tray)))
         return tuple({one.name: one.value for one in nccl_environment(self.topology, slot)} for slot in slots)
 
 
 def rack_here(file: Path, *, nodes: tuple[int, int], nproc: str, trays: int, host: str, trays_max: int) -> RackHere:
-    """Raises UsageError, among them `RackFileError`.
+    """Read a rack file and find this host's trays in it. Raises UsageError, including `RackFileError`.
 
-    nodes: of --nnodes. One host runs an agent for every tray of the file; of several, each runs the tray that is itself.
-    nproc, trays: as given, "1" and 1 where they were not. host: this host's name.
+    ``nodes``: from --nnodes. A single host runs an agent for every tray of the file; with several hosts, each runs its
+    own tray. ``nproc`` and ``trays``: as given, "1" and 1 if not. ``host``: this host's name.
     """
     topology = read_rack_file(file)
     found = [tray for rack in topology.racks for tray in rack.trays]
@@ -84,7 +86,7 @@ def rack_here(file: Path, *, nodes: tuple[int, int], nproc: str, trays: int, hos
 
 
 def parse_mesh(text: str) -> Axes:
-    """``dp=16,tp=4``. Raises UsageError."""
+    """Parse ``dp=16,tp=4``. Raises UsageError."""
     axes: dict[str, int] = {}
     for part in text.split(",") if text else ():
         match = _AXIS.fullmatch(part.strip())
@@ -98,12 +100,13 @@ def parse_mesh(text: str) -> Axes:
 
 
 def mesh_text(axes: Axes) -> str:
-    """For RACKRUN_MESH."""
+    """Return the axes as text for RACKRUN_MESH."""
     return ",".join(f"{name}={size}" for name, size in axes)
 
 
 def check_mesh(axes: Axes, slots: int, spares: int, topology: Topology | None, *, cross_clique: bool) -> None:
-    """Whether it fits into ``slots``, of which ``spares`` are held back, and into the NVLink domains. Raises UsageError."""
+    """Check that the mesh fits into ``slots``, of which ``spares`` are held back, and into the NVLink domains. Raises
+    UsageError."""
     if not axes:
         return
     text, ranks = mesh_text(axes), math.prod(size for _, size in axes)
@@ -135,7 +138,7 @@ def _check_tray(file: Path, tray: Tray, nproc: str) -> None:
 
 
 def _own(file: Path, trays: Sequence[Tray], host: str) -> str:
-    """By the tray's host, else by its name; without domains."""
+    """Return this host's tray, found by the tray's host, else by its name; domains are ignored."""
     short = _short(host)
     own = [tray.name for tray in trays if short in (_short(tray.host), _short(tray.name))]
     if len(own) == 1:

@@ -1,4 +1,4 @@
-"""``--snapshot-copies``: which of the presets of `rackrun.checkpoint` the runtime can give."""
+"""Parsing of ``--snapshot-copies``: the presets of `rackrun.checkpoint` that the runtime supports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["redundancy"]
 
 
 def redundancy(text: str, trays: int) -> Redundancy:
-    """Over trays, of which there are ``trays`` at the most; two copies; sets that there are trays for, and the codec. UsageError for
-    the rest."""
+    """Return the redundancy over at most ``trays`` trays. Raises UsageError for other than two copies, for sets with
+    too few trays, and without the codec."""
     asked = f"--snapshot-copies {text}"
     try:
         found = redundancy_of(text)

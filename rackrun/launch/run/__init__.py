@@ -1,1 +1,1 @@
-"""A run that the launcher has started, until it is over."""
+"""A run of the launcher, from its start until the job is over."""

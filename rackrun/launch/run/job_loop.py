@@ -1,4 +1,4 @@
-"""The launcher's event loop: the coordinator on the host that has it, and on the others a wait for the job's end."""
+"""The launcher's event loop: the coordinator on one host, and on the others a wait for the job's end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["follow", "host"]
 
 _STATUS_S = 0.25
 _AGENT_S = 10.0
-"""What an agent may need beyond its workers' grace time."""
+"""Seconds that an agent may need beyond its workers' grace time."""
 _AT_ONCE_S = 2.0
 _ASK_S = 10.0
 _START_S = 60.0
@@ -62,7 +62,7 @@ def _close(journal: Journal, over: StopJob, ended_ms: float) -> None:
 
 
 def _idle(options: Options, core: ControlPlane, over: StopJob) -> str:
-    """What was asked for, and cannot have done anything; "": nothing."""
+    """Describe the given options that cannot have had an effect; "": none."""
     if not options.of_steps or over.exit_code != 0 or core.view().elastic:
         return ""
     why = "the script has no @rackrun.elastic, and what is lost begins again from the start"
@@ -72,7 +72,8 @@ def _idle(options: Options, core: ControlPlane, over: StopJob) -> str:
 async def host(
     options: Options, place: RunPlace, listening: socket.socket, agents: LocalAgents, endpoint: Endpoint, token: str
 ) -> StopJob:
-    """Run the job to its end. Raises JournalError when there can be no journal."""
+    """Run the job to its end, with the coordinator in this process. Raises JournalError if the journal cannot be
+    created."""
     began = time.monotonic()
     screen = Screen(quiet=options.quiet)
     config = _config(options)
@@ -104,11 +105,11 @@ async def host(
             driver.lost(tray, link, because)
         elif link is None and not agents.returns(
             tray
-        ):  # it died before it had joined again, and is not waited for any more
+        ):  # it died before it had joined again, and the job does not wait for it any more
             driver.submit(TrayLost(tray=tray, because=because))
 
     def none_left(because: str) -> None:
-        if options.endpoint is None and not driver.status().trays:  # others may be there from a provider
+        if options.endpoint is None and not driver.status().trays:  # a provider may have brought other trays
             remedy = "see what ended the agents above; --max-restarts allows more of them."
             driver.stop(StopJob(exit_code=3, because=f"no agent is left on this host ({because})", remedy=remedy))
 
@@ -200,7 +201,7 @@ def _config(options: Options) -> JobConfig:
 
 
 async def follow(options: Options, url: str, agents: LocalAgents, token: str) -> StopJob:
-    """On a host without the coordinator: keep its agents, and end as the job ends."""
+    """Keep this host's agents running, without the coordinator, until the job ends."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[StopJob] = loop.create_future()
     lost = StopJob(
@@ -249,8 +250,11 @@ async def follow(options: Options, url: str, agents: LocalAgents, token: str) ->
 async def _end_of(
     session: aiohttp.ClientSession, url: str, conclude: Callable[[StopJob], None], lost: StopJob, patience_s: float
 ) -> None:
-    """Ask until it is known. A coordinator that refuses has not begun yet, or, when that lasts for ``patience_s``, is gone for good. One that
-    does not answer may be cut off: our agents have the last word then, which give up by themselves."""
+    """Ask the coordinator until it reports the job's end.
+
+    A coordinator that refuses connections has not begun yet or, after ``patience_s``, is gone. One that does not answer
+    may be cut off: then this host's agents decide, which give up by themselves.
+    """
     loop = asyncio.get_running_loop()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ASK_S, sock_read=_AGAIN_S)
     begun = False
@@ -266,7 +270,7 @@ async def _end_of(
                 return
         except (
             TimeoutError
-        ) as error:  # as it should be while the job goes on; or nobody knows that the other end has gone
+        ) as error:  # normal while the job goes on; or the other end is gone and this side has not noticed
             begun, refuses_since = begun or isinstance(error, aiohttp.SocketTimeoutError), None
             continue
         except (aiohttp.ClientError, OSError) as error:
@@ -302,7 +306,7 @@ def _handled(signals: tuple[signal.Signals, ...], stop: Callable[[signal.Signals
 
 @contextlib.contextmanager
 def _telling_who_is_missing(options: Options, config: JobConfig, driver: Driver) -> Iterator[None]:
-    """Until the world is formed, or the job is over."""
+    """Report missing hosts until the world is formed or the job is over."""
 
     async def tell() -> None:
         await asyncio.sleep(FIRST_S)

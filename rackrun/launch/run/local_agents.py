@@ -1,7 +1,7 @@
-"""The agents of this host: forked before there is a loop or a thread, watched, replaced, and gone at the end.
+"""The agents of this host: forked before there is a loop or a thread, watched, replaced, and ended with the job.
 
-The launcher is a subreaper, so what a dead agent leaves behind (its fork server takes the workers with it) becomes ours:
-a tray is handed to a new agent only when nobody of the old one lives.
+The launcher is a subreaper, so a dead agent's children become its own (a dead agent's fork server kills the workers
+with it). A tray is given to a new agent only when no process of the old one is alive.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _KILL_S = 5.0
 
 
 class LocalAgents:
+    """The agents of this host."""
+
     def __init__(self, configs: Sequence[AgentConfig]) -> None:
         self._configs = {config.tray: config for config in configs}
         self._pids: dict[TrayId, int] = {}
@@ -43,18 +45,21 @@ class LocalAgents:
         self._pidfds: dict[TrayId, int] = {}
         self._ending = False
         self.beside: Callable[[], Sequence[int]] = lambda: ()
-        """Processes of ours that are none of an agent's."""
+        """Returns processes of the launcher that belong to no agent."""
         self._changed = asyncio.Event()
         self.exit_codes: dict[TrayId, int] = {}
 
     def template(self) -> bytes:
-        """The configuration of another agent of this job, as JSON, but for what differs from tray to tray."""
+        """The configuration of another agent of this job as JSON, without the fields that differ from tray to tray."""
         config = next(iter(self._configs.values()))
         return msgspec.json.encode(msgspec.structs.replace(config, topology=b"", slot_env=(), simulated=False))
 
     def start(self) -> None:
-        """By a fork, from the main thread, before its event loop runs. Where a preload has left threads, or initialised
-        CUDA, agents are fresh interpreters instead, which takes seconds."""
+        """Fork the agents, in the main thread, before its event loop runs.
+
+        If a preload has left threads or initialised CUDA, agents are started as new interpreters instead, which takes
+        seconds.
+        """
         proc.adopt_orphans()
         if unsound_because():
             for tray, config in self._configs.items():
@@ -72,30 +77,34 @@ class LocalAgents:
             self._pids[tray] = pid
 
     def watch(self, on_lost: Callable[[TrayId, int, str], None], on_none_left: Callable[[str], None]) -> None:
-        """On the running loop. ``on_lost``: a tray's agent, this process, has ended. ``on_none_left``: every agent here is gone, and none
-        will be started again."""
+        """Watch the agents on the running loop.
+
+        ``on_lost`` is called when an agent has ended, with its tray and process id. ``on_none_left`` is called when no
+        agent is left and none will be started again.
+        """
         self._on_lost = on_lost
         self._on_none_left = on_none_left
         for tray, pid in self._pids.items():
             self._watch(tray, pid)
 
     def fence(self, tray: TrayId, pid: int) -> None:
-        """It is lost for the job, so it must not live on: it may only be stopped, and would wake up one day. Another process than ours was
-        somebody else's agent for the tray: ours may still come in its place."""
+        """Kill the agent of a tray that is lost for the job, because it may only be stopped and could continue later.
+        Another process id belongs to another host's agent for the tray, and nothing is done."""
         if self._pids.get(tray) == pid:
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
     def returns(self, tray: TrayId) -> bool:
-        """Should its agent be lost, it is started again."""
+        """Return whether the tray's agent is started again if it is lost."""
         return not self._ending and self._restarts_left.get(tray, 0) > 0
 
     async def end(self, grace_s: float) -> None:
-        """The job is over. Wait until all have exited, at most ``grace_s``; then kill what is left, of them and below them."""
+        """Wait until all agents have exited after the job's end, at most ``grace_s`` seconds; then kill the rest and
+        their descendants."""
         self._ending = True
         for task in self._replacing:
             task.cancel()
         for pid in self._pids.values():
-            os.kill(pid, JOB_IS_OVER)  # one without a connection hears of it in no other way
+            os.kill(pid, JOB_IS_OVER)  # an agent without a connection cannot learn it otherwise
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self._pids:
@@ -104,7 +113,7 @@ class LocalAgents:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL every process below us, and reap: whoever could be killed, and ends."""
+        """SIGKILL all descendants of this process, and reap them."""
         self._ending = True
         block = proc.kill_tree(os.getpid())
         for tray in list(self._pidfds):
@@ -147,7 +156,8 @@ class LocalAgents:
             self._on_none_left(f"{tray}: {because}")
 
     async def _replace(self, tray: TrayId) -> None:
-        """Once nobody of the old agent lives, which takes a tear-down of its workers' memory."""
+        """Start another agent once no process of the old one is alive, which takes as long as freeing its workers'
+        memory."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _LEFTOVERS_S
         while leftovers := _children([*self._pids.values(), *self.beside()]):
@@ -162,7 +172,7 @@ class LocalAgents:
 
 
 def _become_agent(config: AgentConfig, parent: int) -> None:
-    """Never returns."""
+    """Run the agent in a forked child. Never returns."""
     from rackrun.agent.main import run_agent
 
     code = 70
@@ -180,7 +190,7 @@ def _become_agent(config: AgentConfig, parent: int) -> None:
 
 
 def _spawn_agent(config: AgentConfig) -> int:
-    """From a process that has threads: a fresh interpreter, which takes its configuration from a memory file."""
+    """Start an agent as a new interpreter, from a process with threads. Its configuration is in a memory file."""
     fd = os.memfd_create("rackrun-agent-config", 0)
     try:
         os.write(fd, msgspec.json.encode(config))
@@ -198,7 +208,7 @@ def _spawn_agent(config: AgentConfig) -> int:
 
 
 def _children(known: Iterable[int]) -> list[int]:
-    """Our children that are not agents: orphans of an agent that died."""
+    """Return this process's children that are not known: orphans of an agent that died."""
     ours = set(known)
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""Says who has not come, while a job waits for its hosts."""
+"""Messages about hosts that have not joined, while a job waits for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from rackrun.launch.options.arguments import Options
 __all__ = ["AGAIN_S", "FIRST_S", "expected_trays", "who_is_missing"]
 
 FIRST_S, AGAIN_S = 5.0, 30.0
-"""Hosts do not start at the same moment; and nobody reads the same line every second."""
+"""Seconds until the first message, because hosts do not start at the same moment, and between further ones."""
 
 
 def expected_trays(options: Options) -> tuple[str, ...]:
-    """Their names, where these are known beforehand: from a rack file, or by node rank. (): only how many there are."""
+    """Return the trays' names if they are known in advance, from a rack file or by node rank. (): only their number is
+    known."""
     if options.rack is not None:
         return tuple(tray.name for rack in options.rack.topology.racks for tray in rack.trays)
     if options.node_rank is not None:
@@ -22,7 +23,7 @@ def expected_trays(options: Options) -> tuple[str, ...]:
 
 
 def who_is_missing(here: Iterable[tuple[str, str]], wanted: int, expected: Sequence[str], trays_a_host: int) -> str:
-    """One line; "" when nobody is. ``here``: trays that have joined, and their hosts."""
+    """Return a line about missing trays; "": none is missing. ``here``: trays that have joined, with their hosts."""
     joined = dict(here)
     if len(joined) >= wanted:
         return ""

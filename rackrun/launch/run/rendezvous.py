@@ -1,4 +1,4 @@
-"""Who hosts the coordinator: the host that the endpoint names, the first launcher there to take the port."""
+"""Choice of the coordinator's host: the one that the endpoint names, where the first launcher takes the port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rackrun.protocol.wire import PROTOCOL
 __all__ = ["listen", "meet"]
 
 _ASK_S = 15.0
-"""A coordinator that is still importing torch takes seconds to answer."""
+"""Seconds to wait for a coordinator's answer: one that is still importing torch takes seconds."""
 _FREE_PORT = "choose another port with --rdzv-endpoint, or end what uses this one."
 
 
@@ -27,9 +27,9 @@ class _Health(msgspec.Struct):
 
 
 def meet(host: str, port: int, run_id: str) -> socket.socket | None:
-    """The listening socket when the coordinator is ours to host; None when it runs, or will run, elsewhere.
+    """Return the listening socket if this process hosts the coordinator; None if it runs, or will run, elsewhere.
 
-    Raises UsageError when the port belongs to something else, or the host name to nobody.
+    Raises UsageError if the port belongs to something else, or the host name does not resolve.
     """
     try:
         own = _own_address(host)
@@ -59,7 +59,8 @@ def meet(host: str, port: int, run_id: str) -> socket.socket | None:
 
 
 def _own_address(host: str) -> str:
-    """What to listen on; "": everywhere, because a host's own name often leads to loopback, where other hosts cannot come."""
+    """Return the address to listen on. "": all interfaces, because a host's own name often resolves to loopback, which
+    other hosts cannot reach."""
     address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     return "" if is_loopback(address) and not is_loopback(host) and host == socket.gethostname() else address
 

@@ -1,4 +1,4 @@
-"""Where a run keeps its files, and how `rackctl` finds it.
+"""Directory of a run: its files, and how `rackctl` finds it.
 
 ::
 
@@ -48,6 +48,8 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of ``endpoint.json``: where the run's coordinator is."""
+
     url: str
     run_id: str
     pid: int
@@ -55,12 +57,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of ``result.json``: how the run ended."""
+
     run_id: str
     exit_code: int
     because: str
     remedy: str
     steps: int
-    """Steps committed."""
+    """Number of committed steps."""
     recoveries: tuple[str, ...]
     seconds: float
 
@@ -74,11 +78,11 @@ class RunPlace:
         self._made = made
         self._started = False
         self._aside: Path | None = None
-        """Where the files of the run before this one are."""
+        """Directory with the files of the previous run."""
 
     @classmethod
     def make(cls, run_id: str, wanted: Path | None) -> RunPlace:
-        """Raises UsageError when the directory cannot be used."""
+        """Create or reuse a run's directory. Raises UsageError if it cannot be used."""
         directory = wanted or _free_name(runs_root() / run_id)
         _refuse_what_is_others(directory)
         made = tuple(path for path in (directory, *directory.parents) if not path.exists())
@@ -106,7 +110,8 @@ class RunPlace:
         return place
 
     def _put_aside(self) -> None:
-        """What an earlier run has left, if there was one. No run is under way: its lock would be held."""
+        """Move the files of an earlier run away, if there are any. No run is under way, because its lock would be
+        held."""
         found = [path for name in _OF_A_RUN for path in self.directory.glob(name)]
         if not any(path.name == "journal.sqlite" for path in found):
             return
@@ -129,7 +134,7 @@ class RunPlace:
         _write(self.directory / "token", token.encode())
 
     def announce(self, endpoint: Endpoint) -> None:
-        """From here on `rackctl` can talk to the run."""
+        """Write the endpoint, so that `rackctl` can talk to the run."""
         self._started = True
         _write(self.directory / "endpoint.json", msgspec.json.encode(endpoint) + b"\n")
 
@@ -139,7 +144,7 @@ class RunPlace:
             _write(self.directory / "result.json", data)
 
     def close(self) -> None:
-        """Take back what is secret or void; and everything, if the run never began."""
+        """Remove the token and the endpoint; and everything, if the run never began."""
         for name in ("token", "endpoint.json"):
             (self.directory / name).unlink(missing_ok=True)
         if not self._started:
@@ -151,17 +156,18 @@ class RunPlace:
 
 
 def runs_root() -> Path:
+    """Return the directory in which runs are kept by default."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "rackrun" / "runs"
 
 
 def new_run_id() -> str:
-    """Readable, and new."""
+    """Return a readable, unique run id."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def read_token(path: Path) -> str:
-    """Raises UsageError when there is no token in ``path``."""
+    """Return the token in a file. Raises UsageError if there is none."""
     try:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -178,7 +184,7 @@ def read_token(path: Path) -> str:
 
 
 def find_run(name: str | None) -> Path:
-    """The directory of a run: a path, a run id, or (None) the newest. Raises UsageError."""
+    """Return the directory of a run, given by path or run id; None: the newest run. Raises UsageError."""
     root = runs_root()
     if name is None:
         found = [path for path in root.iterdir() if (path / "journal.sqlite").is_file()] if root.is_dir() else []
@@ -194,7 +200,7 @@ def find_run(name: str | None) -> Path:
 
 
 def read_json(path: Path, kind: type[_T]) -> _T | None:
-    """None when it is not there."""
+    """Decode a JSON file; None if it does not exist."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -204,8 +210,10 @@ def read_json(path: Path, kind: type[_T]) -> _T | None:
 
 
 def read_own(directory: Path, name: str, *, secret: bool = False) -> bytes | None:
-    """A file of a run that only its owner can have written: none that somebody else has put in its place; None when it is not there.
-    ``secret``: nor can anybody else read it. Raises UsageError."""
+    """Read a file of a run that only its owner can have written; None if it does not exist.
+
+    ``secret``: no other user may be able to read it either. Raises UsageError.
+    """
     path = directory / name
     try:
         place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -233,7 +241,7 @@ def read_own(directory: Path, name: str, *, secret: bool = False) -> bytes | Non
 
 
 def _refuse_what_is_others(directory: Path) -> None:
-    """Who owns the directory can put anything in the place of what is written there."""
+    """Refuse a directory of another user, who could replace the files in it."""
     try:
         known = os.lstat(directory)
     except OSError:

@@ -1,6 +1,6 @@
-"""What a person sees: the script's log lines, one status line on a terminal, a line for each recovery.
+"""Output for people: the script's log lines, a status line on a terminal, and a line for each recovery.
 
-Printing is a thread's work: a terminal that stops reading must not hold up the coordinator.
+A thread prints, because a terminal that stops reading must not delay the coordinator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Screen:
         self._err = err or sys.stderr
         self._quiet = quiet
         self.live = self._out.isatty() and not quiet
-        """A status line is wanted."""
+        """Whether a status line is shown."""
         self._status = ""
         self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._print_all, name="rackrun-screen", daemon=True)
@@ -59,7 +59,7 @@ class Screen:
             self._queue.put(("status", text))
 
     def close(self) -> None:
-        """Print what is queued, for as long as someone reads it."""
+        """Print what is queued, as long as it is read."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -69,7 +69,7 @@ class Screen:
             try:
                 self._print(kind, text)
             except (OSError, ValueError):
-                continue  # nobody reads that stream any more
+                continue  # the stream has no reader any more
         if self.live and self._status:
             self._print("status", "")
 
@@ -88,7 +88,7 @@ class Screen:
 
 
 def status_text(status: Status) -> str:
-    """``step 120  loss 2.31  13.2 steps/s  105 samples/s  4 ranks + 1 spare  last recovery 380 ms``"""
+    """Return ``step 120  loss 2.31  13.2 steps/s  105 samples/s  4 ranks + 1 spare  last recovery 380 ms``."""
     progress = status.progress
     parts = [
         f"step {progress.position.step}" if progress.position.step >= 0 else getattr(status.core, "phase", "starting")

@@ -1,4 +1,4 @@
-"""Is torch here the one that this host's GPUs want? Asked by the launcher, before anything starts."""
+"""Check, before anything starts, that torch was built for this host's GPUs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["check_gpus"]
 
 
 def check_gpus(environment: Mapping[str, str], *, torch: str, accelerated: bool, devices: Path = Path("/dev")) -> None:
-    """Raises UsageError. ``torch`` is its version, ``accelerated``: it is built for CUDA or ROCm.
+    """Check torch's build. Raises UsageError. ``torch`` is its version; ``accelerated``: it is built for CUDA or ROCm.
 
-    A build for CPUs sees no GPU and says nothing: the job would train on the host's cores, at a hundredth of the speed.
+    A build for CPUs sees no GPU and reports nothing: the job would train on the host's cores, at a hundredth of the
+    speed.
     """
     ignored_by(environment)
     if accelerated or environment.get("CUDA_VISIBLE_DEVICES", "all").strip() == "":

@@ -1,1 +1,1 @@
-"""This process's own descriptors, streams and end."""
+"""File descriptors, standard streams and exit of the present process."""

@@ -1,6 +1,6 @@
-"""How many descriptors this process may open, and how many stay free for what must not fail: a recovery.
+"""Limit of open descriptors, and how many are kept free for a recovery, which must not fail.
 
-The kernel gives a new descriptor the lowest free number, so the number itself tells how many are open.
+The kernel gives a new descriptor the lowest free number, so the number itself shows how many are open.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import resource
 __all__ = ["ceiling", "give_back", "raise_limit"]
 
 Limit = tuple[int, int]
-"""Soft and hard, as `resource.getrlimit` gives them."""
+"""Soft and hard limit, as `resource.getrlimit` returns them."""
 _WANTED = 1 << 20
 _SHARE = 2
-"""Of few descriptors, one in so many stays free."""
+"""If there are few descriptors, one in this many is kept free."""
 
 
 _before: Limit | None = None
 
 
 def raise_limit() -> None:
-    """Allow this process as many descriptors as an ordinary user may have."""
+    """Raise the limit as far as an ordinary user may."""
     global _before  # noqa: PLW0603 - a process has one limit
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _before = _before or (soft, hard)
@@ -32,14 +32,15 @@ def raise_limit() -> None:
 
 
 def give_back(pid: int) -> None:
-    """A child that is started after `raise_limit` gets the limit that held before: scripts may call select()."""
+    """Give a child process the limit that held before `raise_limit`, because scripts may call select()."""
     if _before is not None:
         with contextlib.suppress(ValueError, OSError):
             resource.prlimit(pid, resource.RLIMIT_NOFILE, _before)
 
 
 def ceiling(reserve: int) -> int:
-    """The first number that a descriptor of a stranger must not have, so that ``reserve`` stay free (half of all, where that is less)."""
+    """Return the first number that a stranger's descriptor must not have, so that ``reserve`` descriptors stay free, or
+    half of all if that is less."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 30

@@ -1,7 +1,8 @@
-"""How a process that has imported torch ends: as an interpreter does, but for taking torch apart.
+"""Exit of a process that has imported torch: like the interpreter's, but without freeing torch.
 
-Python frees every module at its end, which takes up to seconds for torch's. What `gc.freeze` was called on is not freed at all, and then libraries that are bound
-with nanobind, such as Triton, print pages of "leaked" functions and instances behind whatever was the last word. There is no switch for that in Python.
+Python frees every module at its exit, which takes up to seconds for torch's. Objects frozen by `gc.freeze` are not
+freed at all, and then libraries bound with nanobind, such as Triton, print pages of "leaked" functions and instances
+after the last output. Python has no switch for that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["code_of", "end_process"]
 
 
 def code_of(stop: SystemExit) -> int:
-    """The exit code that Python gives a process for it. A text is written to stderr."""
+    """Return the exit code that Python would use for this SystemExit. A text is written to stderr."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -26,7 +27,7 @@ def code_of(stop: SystemExit) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """Leave as an interpreter does: wait for threads, run exit handlers, flush; but tear nothing of torch down."""
+    """Exit like the interpreter: wait for threads, run exit handlers, flush; but free nothing of torch."""
     steps = (threading._shutdown, atexit._run_exitfuncs)  # type: ignore[attr-defined]
     for step in steps:
         try:

@@ -1,7 +1,8 @@
-"""Standard streams of launchers and agents: there from the start, and never a reason to end.
+"""Standard streams of launchers and agents: always open, and never a reason to exit.
 
-Descriptors 0, 1 and 2 may be closed when a process starts (``2>&-``), and then the first socket would get their number. Whoever reads
-them may go away later: a closed terminal, ``| head``. What these processes say is for people; nobody there to read it is no failure.
+Descriptors 0, 1 and 2 may be closed when a process starts (``2>&-``); then the first socket would get their number.
+Their reader may go away later: a closed terminal, ``| head``. The output of these processes is for people, and a
+missing reader is no failure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["open_closed_streams", "say_what_can_be_said"]
 
 
 def open_closed_streams() -> None:
-    """/dev/null in place of each standard descriptor that is closed. Before anything else is opened."""
+    """Open /dev/null in place of each closed standard descriptor. Call it before anything else is opened."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -28,7 +29,8 @@ def open_closed_streams() -> None:
 
 
 def say_what_can_be_said() -> None:
-    """New ``sys.stdout`` and ``sys.stderr`` on descriptors 1 and 2: whole lines leave at once, and what cannot be written is dropped."""
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that flush whole lines at once and drop what cannot be
+    written."""
     sys.stdout, sys.stderr = _stream(1), _stream(2)
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
 
@@ -38,7 +40,7 @@ def _stream(fd: int) -> io.TextIOWrapper:
 
 
 class _Unfailing(io.RawIOBase):
-    """A descriptor, not closed with this."""
+    """Raw stream on a descriptor that it does not close, and whose write errors it ignores."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
