@@ -50,7 +50,7 @@ def test_collectives_are_not_recorded_for_nobody() -> None:
 
 
 def test_nothing_else_in_a_worker_writes_the_environment() -> None:
-    """A thread may be reading it, in C. `trial` is over before there are threads."""
+    """A thread may be reading it, in C. `feature_probe` is over before there are threads."""
     found = [
         f"{path.stem}:{node.lineno}"
         for path in sorted(Path(rackrun.worker.__file__).parent.rglob("*.py"))
@@ -59,4 +59,4 @@ def test_nothing_else_in_a_worker_writes_the_environment() -> None:
         and isinstance(node.ctx, ast.Store)
         and ast.unparse(node.value) == "os.environ"
     ]
-    assert all(place.startswith("trial:") for place in found), found
+    assert all(place.startswith("feature_probe:") for place in found), found
