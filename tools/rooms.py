@@ -32,6 +32,22 @@ INTRODUCTION = """# Where things live
 
 Made by `python tools/rooms.py` from the first line of every module; a test holds it. Packages stand in the order in which they may import: each from those above it, and
 `coordinator`, `agent` and `worker` not from each other. `tests/test_layers.py` has the order, and that of the rooms in each package.
+
+| if you look for | begin with |
+|---|---|
+| what a step does in a worker | `rackrun.worker.loop.unit_runner` |
+| the gate, and what is committed | `rackrun.worker.membership.gate`, `rackrun.core.generation.restore_plan` |
+| what happens after a loss | `rackrun.core.recovery.recovery`, `rackrun.worker.loop.join_generation` |
+| who takes a lost rank | `rackrun.core.policy.choice`, `rackrun.core.placement.seating` |
+| how an exit or a hang is noticed | `rackrun.agent.tray.worker_liveness`, `rackrun.agent.workers.hang_detector` |
+| how a GPU is watched and judged | `rackrun.agent.gpus.gpu_monitor`, `rackrun.topology.health.tray_health` |
+| slow ranks | `rackrun.core.stragglers.straggler_detection` |
+| which state a rank has, and how it is copied | `rackrun.worker.state.tracked_state`, `rackrun.worker.snapshots.shard_snapshots` |
+| checkpoints on disk | `rackrun.worker.snapshots.durable_checkpoints`, `rackrun.checkpoint.durable.durable_store` |
+| every message | `rackrun.protocol.events`, `rackrun.protocol.commands` |
+| options of the launcher | `rackrun.launch.options.arguments` |
+| a fault of the chaos suite | `rackrun.chaos.faults.fault_types`, `rackrun.chaos.injectors` |
+| what proves that nothing was lost | `rackrun.chaos.oracles` |
 """
 
 
