@@ -161,7 +161,7 @@ class CorruptionCheck:
             self._equal(at)
 
     def _judge(self, at: Position, kinds: Sequence[Sequence[Rank]], now: _Pass, *, differ: bool) -> None:
-        """Judge the digests. Returns if all ranks are equal now and the first time convicts none, or if the world breaks.
+        """Judge the digests. Returns if all ranks are equal now and the first time convicts none, or the world breaks.
 
         Otherwise reports the difference and raises `Abandoned`: also if all are equal now, but the digests of the first
         time show which rank was wrong then.
