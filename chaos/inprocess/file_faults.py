@@ -44,7 +44,7 @@ class BadFiles:
         for order in self._orders(call):
             assert isinstance(order.fault, DiskFails)
             if order.fault.error == "torn" and not _is_shard(args[0]):
-                continue  # records are read back at once, when a really torn one would still be read whole
+                continue  # records are read back at once, from the page cache, where a torn one would still be whole
             if order.number not in self._told:
                 self._told.add(order.number)
                 self._hooks.tell(order, f"{call}: {order.fault.error}, first in process {os.getpid()}")

@@ -150,7 +150,7 @@ def flip_flop(fault: Fault, target: Target, *, on_s: float, off_s: float, times:
 def swizzle(fault: Fault, target: Target, *, over_s: float) -> Swizzle:
     """Return a part in which a fault that lasts strikes its subjects one by one and is taken back in another order.
 
-    Each of the two phases takes ``over_s`` seconds.
+    Each of the two phases happens at random moments within ``over_s`` seconds.
     """
     return Swizzle(fault=fault, target=target, over_s=over_s)
 

@@ -180,8 +180,8 @@ class Conductor:
         return min(moments, default=None)
 
     def resolved(self) -> Plan:
-        """Return the plan of what was done: every strike that took effect, with its subjects by name and at the same
-        step."""
+        """Return the plan of what was done: every strike, with its subjects by name and at the same step. Strikes that
+        are known not to have taken effect are left out."""
         parts: list[Part] = []
         for record in self.records:
             if record.took is False:

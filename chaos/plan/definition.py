@@ -166,7 +166,7 @@ class FlipFlop(_Part, frozen=True, kw_only=True, tag="flip_flop"):
 class Swizzle(_Part, frozen=True, kw_only=True, tag="swizzle"):
     """A fault that lasts strikes its subjects one by one and is then taken back from them in another order.
 
-    Each of the two phases takes ``over_s`` seconds.
+    Each of the two phases happens at random moments within ``over_s`` seconds.
     """
 
     fault: Fault

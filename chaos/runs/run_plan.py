@@ -85,11 +85,11 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
 
     ``command``: rackrun's options, the script, its arguments; ``{out}`` in it becomes the folder of the run.
     ``reference``: the folder of an earlier run without faults; by default there is one first. ``limit_s``: how many
-    seconds the run with faults may take, by default a minute and ten times the reference. ``step_by_step``: the state
-    of the ranks is recorded before every step, so that the first difference can be named, and a step waits until the
-    strikes that belong after the step before have begun. ``repeat`` returns a second run without faults where there is
-    a difference to explain; by default it is made then. ``may_differ``: patterns of names of untracked state that does
-    not influence the training.
+    seconds each run may take, by default a minute and ten times the reference for the one with faults.
+    ``step_by_step``: the state of the ranks is recorded before every step, so that the first difference can be named,
+    and a step waits until the strikes that belong after the step before have begun. ``repeat`` returns a second run
+    without faults where there is a difference to explain; by default it is made then. ``may_differ``: patterns of names
+    of untracked state that does not influence the training.
 
     Raises `UsageError` for an impossible plan or command, before anything is started, and when the script fails without
     faults.

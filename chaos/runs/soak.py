@@ -98,7 +98,7 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     spares: tuple[int, int]
     """The number of spares at the beginning and at the end."""
     ok: bool
-    """Whether the job ran to its end, counted every sample once, met every fault, and has its spares back."""
+    """Whether the job ran to its end, every sample counted once, every fault took effect, and the spares are back."""
     trouble: tuple[str, ...] = ()
     interrupted: bool = False
     """Whether the soak was interrupted by hand; everything else is about the time until then."""

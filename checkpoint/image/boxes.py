@@ -84,7 +84,7 @@ def cover(target: Box, parts: Sequence[tuple[Box, T]]) -> list[tuple[Box, T]]:
     clipped = [(piece, of) for box, of in parts if (piece := target.intersect(box)) is not None]
     if clipped and clipped[0][0] == target:
         return clipped[:1]
-    disjoint = sum(piece.numel for piece, _ in clipped) <= target.numel  # False also when parts overlap and leave a gap
+    disjoint = sum(piece.numel for piece, _ in clipped) <= target.numel  # or they leave a gap, which raises below
     rest, pieces = [target], []
     # sorted, so that the rest stays in few boxes
     for piece, of in sorted(clipped, key=_box_of) if disjoint else clipped:

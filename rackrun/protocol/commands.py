@@ -353,8 +353,11 @@ class ReleaseRack(_Command, frozen=True, kw_only=True):
 
 
 class StopJob(_Command, frozen=True, kw_only=True):
-    """End the job. Agents end every worker, and the launcher exits with ``exit_code`` (0: done, 1: the script failed,
-    3: rackrun gave up)."""
+    """End the job. Agents end every worker, and the launcher exits with ``exit_code``.
+
+    0: done. 1: the script failed. 2: bad usage. 3: the job could not begin or go on, through no fault of the script.
+    Others, such as 130 and 143, come from the request to stop (`StopRequested`).
+    """
 
     exit_code: int
     because: str

@@ -189,8 +189,8 @@ class WorkerParked(OfWorker, frozen=True, kw_only=True):
     """Layout of the state in the worker's memory. None: it has no state, because it is entering ``main`` again."""
     replica_class: str = ""
     resumed: Generation = Generation(0)
-    """The newest generation in which the worker received the state that it has, and shared all that it knew with the
-    other members. 0: its state is its own, or it has none."""
+    """The newest generation in which the worker had its state in place (its own, or received in that generation), and
+    all members had shared what they knew. 0: none so far."""
     good: Position | None = None
     """The last unit after which the worker knows that all replicas were equal (``--check-replicas``)."""
 
@@ -550,7 +550,7 @@ class PolicyRequested(_Event, frozen=True, kw_only=True):
     weights: str | None = None
     """As ``--policy-weights``; None: unchanged."""
     trouble: str = ""
-    """Why the function that ``policy`` names cannot be called: functions are loaded once."""
+    """Why the function that ``policy`` names cannot be called; the coordinator has tried to load it. "": it can be."""
 
 
 class DepartureAnnounced(_Event, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
 
     attempt: int = 0
     seconds: float = 0.0
-    """Seconds from the unit's first attempt to its gate on this rank."""
+    """Seconds that the committed attempt took on this rank, without the time in which it waited for a plan."""
     own: float = 0.0
     """The part of ``seconds`` in which this rank did not wait for others; 0: not known."""
     passes: int = 0
@@ -61,7 +61,7 @@ class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
     ids: bytes = b""
     """Sample ids that the loader delivered in the committed attempt: int64, little endian, in order of delivery."""
     stages: dict[str, float] = {}
-    """Seconds of each stage of the recovery before this unit (`rackrun.worker.membership.recovery_stages`)."""
+    """Milliseconds until each stage of the recovery before this unit (`rackrun.worker.membership.recovery_stages`)."""
 
 
 class UnitSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):

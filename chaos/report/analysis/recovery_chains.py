@@ -285,7 +285,7 @@ def _followed(chain: Chain, owned: tuple[Happened, bool] | None, job: Recorded) 
 def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> Recovery | None:
     """Return the recovery that the event led to.
 
-    Either that recovery replaces a subject of the strike, or the event lies in it, before its plan.
+    Either a worker that was struck is among those lost in that recovery, or the event lies in it, before its plan.
     """
     slots = {slot for slot, _ in chain.strike.slots}
     for recovery in job.recoveries:

@@ -22,8 +22,9 @@ _BUSY_SHARE = 0.05
 _LIVES_SHARE, _LIVES_BYTES_PER_S = 0.01, 4096
 _BYTES_PER_S, _WAKES_PER_S = 1 << 20, 5.0
 _COMPUTES, _COMPUTES_SHARE = 30, 0.01
-"""A thread that competes for processors waits at most this many times as long as it runs; a thread that only wakes
-waits hundreds of times as long. The second value is the least share of the time that counts."""
+"""A thread that competes for processors waits at most `_COMPUTES` times as long as it runs; a thread that only wakes
+waits hundreds of times as long. It also runs for at least the share `_COMPUTES_SHARE` of the time between two
+readings."""
 
 
 class Signs(NamedTuple):

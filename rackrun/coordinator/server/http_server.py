@@ -399,11 +399,12 @@ class Server:
         return f"no word from its agent for {silent_s:.0f} s" if over else ""
 
     def _hears_nobody(self, link: AgentLink) -> bool:
-        """Return whether all other hosts have been silent for as long as this one, or were until a short time ago.
+        """Return whether all other hosts have been silent for as long as that of ``link``, or were until a short time
+        ago.
 
-        Then this host is probably the one that is cut off, and the others may train on. Giving them all up would lose
-        their state. When one is heard again, the others have another lease to be heard too. The same holds when this
-        process itself stood still: their messages wait to be read.
+        Then the coordinator's own host is probably the one that is cut off, and the others may train on. Giving them
+        all up would lose their state. When one is heard again, the others have another lease to be heard too. The same
+        holds when this process itself stood still: their messages wait to be read.
         """
         away = [other for other in self._links if other.joined and other.host not in (link.host, socket.gethostname())]
         if away and all(other.heard_s < link.heard_s + self._lease_s / 2 for other in away):

@@ -32,8 +32,8 @@ def places(axes: Axes, at: int, ranks: Collection[Rank]) -> set[int]:
 def spared(axes: Axes, at: int, least: Callable[[Rank], int], places_left: int) -> list[Rank]:
     """Return the ranks to remove so that ``places_left`` positions of axis ``at`` stay.
 
-    ``least`` is larger for ranks that should go first. A position counts as its largest rank; of equal positions the
-    last go first.
+    ``least`` is larger for ranks that should go first. The largest value among a position's ranks counts for the
+    position; of equal positions the last go first.
     """
     shape = [size for _, size in axes]
     grid = np.moveaxis(np.arange(int(np.prod(shape))).reshape(shape), at, 0).reshape(shape[at], -1)

@@ -240,8 +240,8 @@ class Acquiring:
         return sorted(slots, key=lambda slot: tray_of(slot) in rented)
 
     def spares_short(self) -> int:
-        """Return how many more spares would let ranks leave racks that are taken back, or racks that could be given
-        back."""
+        """Return how many more spares would let ranks leave racks that are taken back or, on the job's own trays, racks
+        that could be given back."""
         if not self.rented or not allows(self.world.policy.rules, Rung.SWAP):
             return 0
         going = [record for one in self.rented.values() for record in self._members(one)]
@@ -363,8 +363,8 @@ class Acquiring:
             self._send_away(one.named, f"{one} is given back ({why})", at_ms)
 
     def _send_away(self, trays: Sequence[TrayId], because: str, at_ms: int, *, even_if_last: bool = False) -> None:
-        """Let these trays leave, now or when they join. Nothing is done if no other tray would stay, because that would
-        end the job."""
+        """Let these trays leave, now or when they join. Unless ``even_if_last``, nothing is done if no other tray would
+        stay, because that would end the job."""
         if not even_if_last and all(tray in trays or tray in self.rack.departing for tray in self.rack.trays):
             return
         for tray in trays:

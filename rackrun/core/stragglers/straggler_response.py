@@ -131,7 +131,8 @@ class Slowness:
 
 
 def _measured(one: SlowRank) -> str:
-    """Return ``1.5 times its peers' own time, 1.5 times its own best, in 18 of 20 rows of steps``."""
+    """Describe a slow rank: ``1.5 times its peers' own time, 1.5 times its own best, in 18 of the last 20
+    measurements``."""
     past = f", {one.past:g} times its own best" if one.past else ""
     return f"{one.times:g} times its peers' own time{past}, in {one.rows} of the last {one.window} measurements"
 

@@ -89,7 +89,8 @@ class LocalAgents:
 
     def fence(self, tray: TrayId, pid: int) -> None:
         """Kill the agent of a tray that is lost for the job, because it may only be stopped and could continue later.
-        Another process id belongs to another host's agent for the tray, and nothing is done."""
+        Nothing is done if the process is not this launcher's: then another agent acted for the tray, and this
+        launcher's may still take its place."""
         if self._pids.get(tray) == pid:
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 

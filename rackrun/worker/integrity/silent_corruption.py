@@ -131,7 +131,7 @@ class CorruptionCheck:
         filled = at.step == self._until and self._state.filled > self._filled
         self._went_back |= at.step < self._until or filled
         if not self._went_back or len(self._before) != self._world.size:
-            self._before = {}  # the digests were not used, or the ranks have other numbers
+            self._before = {}  # no rollback has followed, or the world has another size
         due = self.due(at.step, last=last)
         if due or self._few:
             self._seen[at.step] = self._state.settled()
@@ -161,8 +161,11 @@ class CorruptionCheck:
             self._equal(at)
 
     def _judge(self, at: Position, kinds: Sequence[Sequence[Rank]], now: _Pass, *, differ: bool) -> None:
-        """Judge the digests: returns if all ranks are equal now, and reports the difference and raises `Abandoned`
-        otherwise."""
+        """Judge the digests. Returns if all ranks are equal now and the first time convicts none, or the world breaks.
+
+        Otherwise reports the difference and raises `Abandoned`: also if all are equal now, but the digests of the first
+        time show which rank was wrong then.
+        """
         twice = bool(self._before)
         found = culprits(kinds, [self._upto(at.step), now] if twice else [now])
         if found:

@@ -1,11 +1,12 @@
 """Keeps copies of buffers that replicas do not share, such as BatchNorm's running statistics under DDP.
 
-Such buffers are each rank's own and are lost with it. So every rank sends a copy of its own to all others *before it
-enters the gate*. If the gate passes for any rank, then all ranks have all copies, which are exactly as durable as the
-unit. A newcomer copies a replica, and then puts its own row of the copies in place. Where buffers change again after
-the gate (in an average of the weights, say), the gate comes at the end of the step from then on. Which buffers differ
-is known once replicas have been compared, in the second step; until then all are exchanged. This is for small buffers.
-For more than `ROW_BYTES_MAX` a rank has no live copy, and is kept by snapshots.
+Such buffers are each rank's own (under DDP rank 0's are those that count) and are lost with it. So every rank sends a
+copy of its own to all others *before it enters the gate*. If the gate passes for any rank, then all ranks have all
+copies, which are exactly as durable as the unit. A newcomer copies a replica, and then puts its own row of the copies
+in place. Where buffers change again after the gate (in an average of the weights, say), the gate comes at the end of
+the step from then on. Which buffers differ is known once replicas have been compared, in the second step; until then
+all are exchanged. This is for small buffers. For more than `ROW_BYTES_MAX` a rank has no live copy, and is kept by
+snapshots.
 """
 
 from __future__ import annotations

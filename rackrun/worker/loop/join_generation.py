@@ -155,14 +155,13 @@ class Rejoin:
         leave(self._world.rank, f"{because}; another takes its place.")
 
     def _agree_after_loop(self, plan: Plan, left_after: int | None, size: int) -> bool:
-        """Return False when this generation must end because a rank has called collectives after the loop that others
-        have not called; else True.
+        """Return False when this generation must end because ranks have called collectives after the loop; else True.
 
         By now each surviving rank has left its loop or goes on with it, and a newcomer learns which (`left_after`). A
-        rank that has called collectives after the loop, which others have yet to call, cannot take part. A newcomer
-        replaces it once others have its state, and this generation ends with that. Where all ranks have called some,
-        rank 0 stays until the generation is broken. ``size``: of the world before this plan. A world that has only
-        shrunk goes on without its lost ranks.
+        rank that has called collectives after the loop, which others have yet to call, or that stands at another one
+        than they do, cannot take part. A newcomer replaces it once others have its state, and this generation ends with
+        that. Where all ranks have called some, all but rank 0 are replaced, and rank 0 stays until the generation is
+        broken. ``size``: of the world before this plan. A world that has only shrunk goes on without its lost ranks.
         """
         world = self._world
         communicator = world.groups[0].communicator

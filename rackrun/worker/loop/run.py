@@ -196,8 +196,8 @@ class Run:
         """Keep these objects through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict``
         and ``load_state_dict``.
 
-        Wrappers that a framework has put around an optimizer are removed. Raises `StepError` for any other object, and
-        when ``run.steps`` has begun already.
+        Of a wrapper that a framework has put around an optimizer, the optimizer inside is tracked. Raises `StepError`
+        for any other object, and when ``run.steps`` has begun already.
         """
         if self._world.scope is not Scope.SETUP:
             raise StepError(

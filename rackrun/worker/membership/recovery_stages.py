@@ -34,8 +34,8 @@ class RecoveryStages:
         self._began = time.monotonic()
 
     def reached(self, stage: str) -> None:
-        """Record that ``stage`` is reached now. A stage that is reached again, because a newer generation has replaced
-        this one, keeps its last time."""
+        """Record that ``stage`` is reached now. Where a stage is reached again, because a newer generation has replaced
+        this one, the last time counts."""
         if self._began is not None:
             self._at_ms[stage] = round((time.monotonic() - self._began) * 1e3, 2)
 

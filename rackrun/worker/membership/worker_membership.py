@@ -145,8 +145,8 @@ class World:
         self._has_state = True
         """Whether this process holds state: not between leaving ``main`` and the new state being filled."""
         self.resumed = Generation(0)
-        """The newest generation in which this worker had its state and had informed all ranks of what it knew; 0 if
-        none (see `rackrun.protocol.events.WorkerParked.resumed`)."""
+        """The newest generation in which this worker had its state in place, and all ranks had shared what they knew; 0
+        if none (see `rackrun.protocol.events.WorkerParked.resumed`)."""
         self._seated: tuple[Member, ...] = ()
         """The members of the world by rank, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
@@ -227,7 +227,7 @@ class World:
 
     @property
     def has_mirrors(self) -> bool:
-        """Whether other trays hold copies of this rank's snapshots, or parity of them."""
+        """Whether the plan has other trays keep copies of snapshots, or parity of them."""
         return self._plan is not None and bool(self._plan.mirrors or self._plan.sets)
 
     # -- collectives

@@ -394,7 +394,10 @@ class Undo:
 
     def _compare_with_the_attempt_before(self) -> None:
         """Find tensors that this attempt has changed without a new version. The abandoned attempt changed them, too.
-        Where a version has moved now, that attempt had not come so far."""
+
+        Tensors whose version has moved now are left out: in the abandoned attempt it had not (`discard` would have
+        found it), so that attempt had not come so far.
+        """
         early = self._differing(self._begun, self._owned()) - self._moved()
         self._found_early |= {path for path in early if not self._copies.is_fresh(path)}
         self._learn(early=early)
