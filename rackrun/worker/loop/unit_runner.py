@@ -573,7 +573,6 @@ class UnitRunner:
             whole=self._late_gate and not tries,
             audit=is_audited(number) and not tries,
             everywhere=number == 1 and not tries,
-            closely=is_looked_at(number),
             share=(self._world.size, *self._world.deals.shares),
         )
 

@@ -17,9 +17,6 @@ Every tracked tensor is *copied* when a unit begins, known by a *digest*, or *tr
 A tensor's version that has moved proves a change, but one that has not proves nothing (``.data``, a custom kernel of
 the script). So in the first three steps, and then in ever fewer, everything is *audited*: digests at the beginning, at
 the gate, and at the end.
-
-Versions at the gate only decide which tensors later steps copy, so most steps do not read them; an abandoned unit reads
-them itself.
 """
 
 from __future__ import annotations
@@ -92,8 +89,6 @@ class Undo:
         self._whole = self._audits = False
         """For the current unit: whether everything that optimizers train is copied, and whether its changes are found
         by comparing content."""
-        self._closely = True
-        """For the current unit: whether its changes before the gate are found by versions."""
         self._suspect_at: set[int] = set()
         """The places at which attempts were abandoned, as long as nothing has shown that those attempts left uncopied
         tensors unchanged."""
@@ -202,18 +197,16 @@ class Undo:
         audit: bool = False,
         phase: str = "",
         everywhere: bool = False,
-        closely: bool = True,
         share: tuple[float, ...] = (),
     ) -> None:
         """Remember everything that the unit may change.
 
         ``whole``: copy everything, if there is memory for it. ``audit``: find by content what the unit changes; with
-        ``everywhere``, at each place where it may be left and not only at its gate. ``closely``: find by versions what
-        it changes before its gate. ``phase``: the phase's name; "" for a step. ``share``: what decides how many
-        micro-batches this rank has. Raises `StepError` when the last unit has changed the structure of tracked modules.
+        ``everywhere``, at each place where it may be left and not only at its gate. ``phase``: the phase's name; "" for
+        a step. ``share``: what decides how many micro-batches this rank has. Raises `StepError` when the last unit has
+        changed the structure of tracked modules.
         """
         self._phase, self._dicts_at_end = phase, None
-        self._closely = closely
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
@@ -408,7 +401,7 @@ class Undo:
         if self._phase:
             return
         owned = self._owned() if self._audits else {}
-        early = self._moved() if self._closely or self._audits else set[str]()
+        early = self._moved()
         if self._audits:
             early |= self._differing(self._begun, owned)
         if self._whole and self._audits:
