@@ -263,7 +263,7 @@ class Cluster:
     def _check_racks(self) -> None:
         """Nobody pays for what nobody needs."""
         view, racks = self.core.view(), self.core._job.acquiring
-        if view.phase == "training" and view.world_size >= view.most and not racks.ending():
+        if view.phase == "training" and view.world_size >= view.most and not self.core._job.world.ending():
             waits = [one for one in racks.rented.values() if one.stage in (Stage.ASKED, Stage.DELIVERED)]
             assert not waits, "a rack is waited for, and every rank that is wanted has a worker"
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.lifecycle.numerics_notices import NumericsNotices, differences
-from rackrun.protocol.commands import Command, Notice
+from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.ids import Incarnation, SlotId
 
@@ -16,11 +17,11 @@ def ready(slot: str, numerics: tuple[tuple[str, str], ...]) -> WorkerReady:
 
 
 def told(*events: WorkerReady) -> list[str]:
-    commands: list[Command] = []
-    notices = NumericsNotices(commands.append)
+    out = Outbox()
+    notices = NumericsNotices(out)
     for event in events:
         notices.heard(event)
-    return [command.text for command in commands if isinstance(command, Notice)]
+    return [command.text for command in out.take() if isinstance(command, Notice)]
 
 
 def test_workers_that_compute_alike_are_not_told_of() -> None:

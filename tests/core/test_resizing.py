@@ -7,6 +7,7 @@ import pytest
 from core_followed import FollowedCore
 from core_told import Told, every, only, plan_in, ranks
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.world import World
 from rackrun.core.lifecycle.batch_notices import BatchNotices
 from rackrun.core.policy.choice import parse_rules
@@ -215,8 +216,8 @@ def test_a_world_that_begins_again_does_what_it_may_have_committed_as_the_worlds
 
 
 def test_another_batch_is_told_once() -> None:
-    commands: list[Command] = []
-    notices = BatchNotices(commands.append)
+    out = Outbox()
+    notices = BatchNotices(out)
     event = BatchChanged(
         slot=SlotId("a/0"),
         incarnation=Incarnation(1),
@@ -230,7 +231,7 @@ def test_another_batch_is_told_once() -> None:
     for slot in ("a/0", "a/1", "a/2"):
         notices.heard(msgspec.structs.replace(event, slot=SlotId(slot)))
     notices.heard(msgspec.structs.replace(event, step=Step(20), batch=32, factor=0.8, target=1.0))
-    assert [notice.text for notice in commands] == [  # type: ignore[union-attr]
+    assert [notice.text for notice in out.take()] == [  # type: ignore[union-attr]
         "from step 12 on the global batch is 24 of 32 samples, and learning rates are multiplied by 0.75 (linear)",
         "from step 20 on the global batch is 32 of 32 samples, and learning rates are multiplied by 1 (linear), rising from 0.8",
     ]

@@ -22,9 +22,12 @@ step boundary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.facts import Facts, HardwareChanged, PlanImpossible, StateWrong
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.gpu_fitness import Devices
@@ -32,7 +35,7 @@ from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.choice import allows
-from rackrun.protocol.commands import Command, Notice
+from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import LossNotRepeated, ReplicasDiffer
 from rackrun.protocol.ids import BEGIN, Generation, Rank, SlotId
 from rackrun.protocol.job_config import JobConfig
@@ -68,14 +71,9 @@ class Corruption:
     world: World
     rack: RackMachine
     seating: Seating
-    emit: Callable[[Command], None]
-    replace: Callable[[Sequence[WorkerRecord], str, int], None]
-    """Fences these workers now and replaces them."""
-    go_back: Callable[[str, int], None]
-    """Plans again for all ranks, although none is lost."""
-    stop: Callable[[int, str, str], None]
-    changed: Callable[[int], None]
-    """Reports that something new is known about a slot."""
+    out: Outbox
+    facts: Facts
+    end: JobEnd
     _heard: Generation = Generation(0)
     """The generation whose report was handled. All ranks report, and the first report is used."""
     _offences: dict[SlotId, int] = field(default_factory=dict)
@@ -109,15 +107,15 @@ class Corruption:
             return
         suspect(event, self.rack.devices, {rank: record.worker.slot for rank, record in blamed.items()})
         if self._can_be_replaced(blamed):
-            self.emit(Notice(text=_told(event)))
-            self.replace(list(blamed.values()), _why(event), event.at_ms)
+            self.out.emit(Notice(text=_told(event)))
+            self.facts.add(StateWrong([*blamed.values()], _why(event)))
             return
         for record in blamed.values():
             record.stateful, record.wrong_in = False, event.generation
         stays = f"; no spare is ready, so {'it stays' if len(blamed) == 1 else 'they stay'} for now" if blamed else ""
-        self.emit(Notice(text=_told(event) + stays))
+        self.out.emit(Notice(text=_told(event) + stays))
         if world.phase is not Phase.PARKING:
-            self.go_back(_why(event) + (f" ({named(list(blamed))})" if blamed else ""), event.at_ms)
+            self.facts.add(PlanImpossible(_why(event) + (f" ({named(list(blamed))})" if blamed else "")))
 
     def _differ_again(self, event: ReplicasDiffer) -> None:
         there = {rank: self.world.members[rank] for rank in event.differing if rank in self.world.members}
@@ -129,21 +127,21 @@ class Corruption:
         self._tried += 1
         if self._tried <= OFFENCES_MAX and self._can_be_replaced(goes):
             told = f"{_twice(event)}: {named(list(there))}; {named(list(goes))} is replaced, and if they differ on, it was not that one"
-            self.emit(Notice(text=told))
-            self.replace(list(goes.values()), _why(event), event.at_ms)
+            self.out.emit(Notice(text=told))
+            self.facts.add(StateWrong([*goes.values()], _why(event)))
             return
         remedy = (
             "compute with deterministic kernels, on three replicas or more, or with more spares (--spares); test the GPUs; "
             "or leave --check-replicas out."
         )
-        self.stop(3, f"{_twice(event)}, and nobody can say which are right", remedy)
+        self.end.stop(3, f"{_twice(event)}, and nobody can say which are right", remedy=remedy)
 
     def _not_repeated(self, event: LossNotRepeated, rank: Rank) -> None:
         what = f"rank {rank} on {event.slot}: its loss in step {event.at.step} was not finite, and was when computed once more"
         again = suspect_loss(event, self.rack.devices)
-        self.emit(Notice(text=f"{what}; not for the first time, so the slot is on probation" if again else what))
+        self.out.emit(Notice(text=f"{what}; not for the first time, so the slot is on probation" if again else what))
         if again:
-            self.changed(event.at_ms)
+            self.facts.add(HardwareChanged())
 
     def _can_be_replaced(self, blamed: Mapping[Rank, WorkerRecord]) -> bool:
         if not blamed or not allows(self.world.policy.rules, Rung.SWAP):
@@ -160,11 +158,13 @@ class Corruption:
             self._offences[slot] = self._offences.get(slot, 0) + 1
             if before is not None and before[0] != slot and event.at_ms - before[1] < WITHIN_MS:
                 because = f"{named([rank])}: {_why(event)}, on {slot} as on {before[0]} before: it is not the GPU"
-                self.stop(1, because, "update all replicas alike (see what rank it is); or leave --check-replicas out.")
+                self.end.stop(
+                    1, because, remedy="update all replicas alike (see what rank it is); or leave --check-replicas out."
+                )
                 return True
             if self._offences[slot] >= OFFENCES_MAX and not self._can_be_replaced(blamed):
                 because = f"{named([rank])}: {_why(event)}, for the {self._offences[slot]}. time on {slot}, and there is no spare"
-                self.stop(3, because, "test that GPU; hold back more spares (--spares).")
+                self.end.stop(3, because, remedy="test that GPU; hold back more spares (--spares).")
                 return True
         return False
 

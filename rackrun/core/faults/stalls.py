@@ -21,16 +21,18 @@ they are the majority, because the others wait for them. A rank that works there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.deadlock import is_deadlock
 from rackrun.core.faults.peer_times import PeerTimes
+from rackrun.core.generation.facts import Facts, StepRepeats, WorkersStall
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.members.workers import WorkerRecord, WorkerState
-from rackrun.protocol.commands import Command, Notice, SetTimer
+from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
 from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
@@ -169,20 +171,15 @@ def _seconds(milliseconds: int) -> str:
     return f"{milliseconds / 1000:g} s"
 
 
-class _Stop(Protocol):
-    def __call__(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
-
-
 @dataclass(slots=True)
 class Standstill:
     """Handles reports of stalls, and ends them by fencing the ranks to blame or by repeating the step."""
 
     config: JobConfig
     world: World
-    emit: Callable[[Command], None]
-    stop: _Stop
-    condemn: Callable[[Sequence[WorkerRecord], str, int], None]
-    absorb: Callable[[str, int], None]
+    out: Outbox
+    facts: Facts
+    end: JobEnd
     window: StallWindow = field(default_factory=StallWindow)
     peers: PeerTimes = field(default_factory=PeerTimes)
     busy: dict[Rank, int] = field(default_factory=dict)
@@ -220,7 +217,7 @@ class Standstill:
     def _tell(self, once: str, text: str) -> None:
         if once not in self._told_of:
             self._told_of[once] = None
-            self.emit(Notice(text=text))
+            self.out.emit(Notice(text=text))
 
     def awaited(self, at_ms: int) -> list[Rank]:
         """Return the members that are still busy, as far as is known."""
@@ -231,7 +228,7 @@ class Standstill:
         assert record.rank is not None
         if self._is_deadlock(record.rank, event):
             self.window = StallWindow(dict(self.blocked), closed=2, deadlock=True)
-            self.judge(event.at_ms)
+            self.judge()
         elif event.over:
             self.window.forget(record.rank)
             self.peers.forget(record.rank)
@@ -239,12 +236,12 @@ class Standstill:
             self._compare(record.rank, event)
         elif event.silent or (record.finished and self.world.phase is Phase.TRAINING):
             place = f": {event.where}" if event.where else ""
-            self.condemn([record], f"silent for {event.for_ms} ms at step {event.step}{place}", event.at_ms)
+            self.facts.add(WorkersStall([record], f"silent for {event.for_ms} ms at step {event.step}{place}"))
         elif self.world.phase in IN_PLACE:
             if self.window.add(record.rank, event):
                 window_ms = max(self.config.gather_ms, STALL_GATHER_MS)
-                self.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window_ms))
-            self.judge(event.at_ms)
+                self.out.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window_ms))
+            self.judge()
 
     def _is_deadlock(self, rank: Rank, event: WorkerStalled) -> bool:
         """Return whether this report shows a deadlock. It is looked for only if the report has something new."""
@@ -273,7 +270,7 @@ class Standstill:
             known = {rank: report for rank, report in self.peers.reports.items() if report.waiting}
             self.window.reports.update(known | hung)
             self.window.closed = 2
-            self.judge(event.at_ms)
+            self.judge()
 
     def hung(self, at_ms: int) -> dict[Rank, WorkerStalled]:
         """Return the ranks that hang, judged by the times of the others."""
@@ -288,14 +285,14 @@ class Standstill:
             return
         self.window.closed = 1 if kind == "stalled" else 2
         if kind == "stalled":
-            self.emit(SetTimer(name=f"judge:{self.world.generation}", at_ms=at_ms + STALL_PATIENCE_MS))
-        self.judge(at_ms)
+            self.out.emit(SetTimer(name=f"judge:{self.world.generation}", at_ms=at_ms + STALL_PATIENCE_MS))
+        self.judge()
 
-    def judge(self, at_ms: int) -> None:
+    def judge(self) -> None:
         """Judge the present stalls if the reports are enough, and act on the result."""
         members = self.world.members
         if self.world.phase in (Phase.PARKING, Phase.RESUMING):
-            self._judge_entry(at_ms)
+            self._judge_entry()
             return
         if self.world.phase is not Phase.TRAINING or not self.window.may_judge(members):
             return
@@ -303,7 +300,7 @@ class Standstill:
         waiting = sorted(rank for rank, record in members.items() if not record.finished)
         told = self.window.reports
         if finished and all(rank in told and (told[rank].waiting or not told[rank].unit) for rank in waiting):
-            self.stop(
+            self.end.stop(
                 1,
                 f"{named(finished)} returned from main, while {named(waiting)} wait in a step for all ranks",
                 remedy="let all ranks leave the loop after the same step.",
@@ -313,7 +310,7 @@ class Standstill:
         if blame is None:
             return
         if blame.again and blame.again == self._last:
-            self.stop(
+            self.end.stop(
                 1,
                 f"the same stall came twice, {blame.because.replace(': the step is done again in place', '')}",
                 remedy="look at these lines: a collective that not every rank enters, a lock that nobody releases, a call that does not return.",
@@ -321,9 +318,9 @@ class Standstill:
             return
         self._last = blame.again
         if blame.ranks:
-            self.condemn([members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
+            self.facts.add(WorkersStall([members[rank] for rank in blame.ranks], f"stalled {blame.because}"))
             return
-        self.absorb(f"stalled: {blame.because}", at_ms)
+        self.facts.add(StepRepeats(f"stalled: {blame.because}"))
 
     def entered(self, record: WorkerRecord) -> None:
         """Forget earlier reports of a member that has resumed."""
@@ -332,7 +329,7 @@ class Standstill:
             if self.window.reports:
                 self.window.forget(record.rank)
 
-    def _judge_entry(self, at_ms: int) -> None:
+    def _judge_entry(self) -> None:
         """Condemn members that do not come to the next generation, unless they are the majority."""
         members, reports = self.world.members, self.window.reports
         late = {
@@ -353,4 +350,4 @@ class Standstill:
             if told
             else f"not at run.steps() again, for {for_ms} ms in main"
         )
-        self.condemn([members[rank] for rank in behind], what, at_ms)
+        self.facts.add(WorkersStall([members[rank] for rank in behind], what))

@@ -6,13 +6,14 @@ others, for a limited time, and only as long as none of them has come further.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.script_bug import fingerprint, is_scripts
 from rackrun.core.generation.world import World
 from rackrun.core.members.workers import Loss, WorkerState
-from rackrun.protocol.commands import Command, SetTimer
+from rackrun.protocol.commands import SetTimer
 from rackrun.protocol.ids import Rank
 
 __all__ = ["StartBugs"]
@@ -28,7 +29,7 @@ class StartBugs:
     """Gathers failures before the first step."""
 
     world: World
-    emit: Callable[[Command], None]
+    out: Outbox
     losses: dict[Rank, Loss] = field(default_factory=dict)
     """Ranks that failed by themselves in this start."""
 
@@ -50,7 +51,7 @@ class StartBugs:
         if any(other.state is not WorkerState.STARTING for other in others):
             return False
         if others and first:
-            self.emit(SetTimer(name=f"bugs:{self.world.generation}", at_ms=at_ms + START_GATHER_MS))
+            self.out.emit(SetTimer(name=f"bugs:{self.world.generation}", at_ms=at_ms + START_GATHER_MS))
         return bool(others)
 
     @property

@@ -6,11 +6,13 @@ the trays are not the cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.facts import Facts, GpusFailed, HardwareChanged
 from rackrun.core.members.rack import RackMachine
-from rackrun.protocol.commands import Command, Notice, SetTimer
+from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import DeviceChecked, DeviceJudged
 from rackrun.protocol.gpu_health import Response, Verdict
 from rackrun.protocol.ids import SlotId, TrayId, slot_id
@@ -30,11 +32,8 @@ class Triage:
     """Acts on verdicts."""
 
     rack: RackMachine
-    emit: Callable[[Command], None]
-    fence: Callable[[Sequence[SlotId], str, int], None]
-    """Fences the workers in these slots now."""
-    changed: Callable[[int], None]
-    """Reports that something new is known about the hardware."""
+    out: Outbox
+    facts: Facts
     breaker: Breaker = field(default_factory=lambda: Breaker({}))
     _wake_at_ms: int | None = None
     _failed: dict[str, str] = field(default_factory=dict)
@@ -77,17 +76,17 @@ class Triage:
         """Act on the verdicts that were held back, and on later ones again, as an operator asked."""
         held = list(self.breaker.withheld.values())
         self.breaker.reset()
-        self.emit(Notice(text=f"the breaker is closed; {len(held)} verdicts were held back"))
+        self.out.emit(Notice(text=f"the breaker is closed; {len(held)} verdicts were held back"))
         for one in held:
             self._passed(TrayId(one.tray), one.verdict, at_ms)
 
-    def overdue(self, worker: str, at_ms: int) -> None:
+    def overdue(self, worker: str) -> None:
         """Fence the worker ``slot:incarnation`` if it has not ended by itself."""
         slot, _, incarnation = worker.rpartition(":")
         record = self.rack.occupants.get(SlotId(slot))
         because = self._failed.pop(worker, "")
         if because and record is not None and record.alive and str(record.worker.incarnation) == incarnation:
-            self.fence([record.worker.slot], because, at_ms)
+            self.facts.add(GpusFailed({record.worker.slot: because}))
 
     def checked(self, event: DeviceChecked) -> None:
         """Record whether a GPU is fit for use."""
@@ -98,15 +97,15 @@ class Triage:
         record = self.rack.occupants.get(slot)
         if record is None or record.rank is None:
             why = f"may not be used: {'; '.join(event.unfit)}" if event.unfit else "may be used now"
-            self.emit(Notice(text=f"{slot}{', a spare,' if record is not None else ''} {why}"))
-        self.changed(event.at_ms)
+            self.out.emit(Notice(text=f"{slot}{', a spare,' if record is not None else ''} {why}"))
+        self.facts.add(HardwareChanged())
 
     def awaits(self, what: str) -> None:
         """Notify people that only GPUs that are unfit now can help, and again when others are awaited."""
         text = f"{what}. Waiting for {self.rack.unfit()}"
         if text != self._awaited:
             self._awaited = text
-            self.emit(Notice(text=text))
+            self.out.emit(Notice(text=text))
 
     def _act(self, decisions: Sequence[Passed | Withheld | SwitchSuspected], at_ms: int) -> None:
         for decision in decisions:
@@ -114,13 +113,16 @@ class Triage:
                 case Passed():
                     self._passed(TrayId(decision.tray), decision.verdict, at_ms)
                 case Withheld():
-                    self.emit(Notice(text=f"{decision.tray}: {decision.verdict} Not acted on: {decision.reason}"))
+                    self.out.emit(Notice(text=f"{decision.tray}: {decision.verdict} Not acted on: {decision.reason}"))
                 case SwitchSuspected():
-                    self.emit(Notice(text=decision.reason))
+                    self.out.emit(Notice(text=decision.reason))
+
+    def set_timer(self) -> None:
+        """Request to be woken when the breaker has to look at a verdict again."""
         wake = self.breaker.wake_at_ms
         if wake is not None and wake != self._wake_at_ms:
             self._wake_at_ms = wake
-            self.emit(SetTimer(name="breaker", at_ms=wake))
+            self.out.emit(SetTimer(name="breaker", at_ms=wake))
 
     def _passed(self, tray: TrayId, verdict: Verdict, at_ms: int) -> None:
         if tray not in self.rack.trays:
@@ -128,18 +130,18 @@ class Triage:
         slot = slot_id(tray, verdict.index)
         devices = self.rack.devices
         devices.judged(tray, verdict)
-        self.emit(Notice(text=f"{tray}: {verdict}"))
+        self.out.emit(Notice(text=f"{tray}: {verdict}"))
         because = f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
         match verdict.response:
             case Response.RESTART:
                 if (record := self.rack.occupants.get(slot)) is not None and record.alive:
                     worker = f"{slot}:{record.worker.incarnation}"
                     self._failed[worker] = because
-                    self.emit(SetTimer(name=f"failed:{worker}", at_ms=at_ms + LAST_WORDS_MS))
+                    self.out.emit(SetTimer(name=f"failed:{worker}", at_ms=at_ms + LAST_WORDS_MS))
             case Response.FENCE:
                 whole_tray = verdict.scope == "tray"
                 slots = self.rack.slots_on(tray) if whole_tray else [slot]
-                self.fence(slots, because, at_ms)
+                self.facts.add(GpusFailed(dict.fromkeys(slots, because)))
             case Response.SWAP | Response.LEAVE:
                 pass
-        self.changed(at_ms)
+        self.facts.add(HardwareChanged())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from rackrun.core.generation.facts import Facts, PlanImpossible
 from rackrun.core.generation.snapshot_locations import Snapshots, upto
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
@@ -24,8 +25,7 @@ class Sources:
 
     world: World
     rack: RackMachine
-    plan_again: Callable[[str, int], None]
-    """Plans again because a member cannot be restored as planned, although no other rank is lost."""
+    facts: Facts
     snapshots: Snapshots = field(default_factory=Snapshots)
 
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
@@ -43,15 +43,6 @@ class Sources:
         steps = steps_in(self.world.layout, event.snapshots)
         steps = upto(steps, plan) if plan is not None and behind else steps
         self.snapshots.left(record.rank, event, address, steps)
-
-    def heard(self, record: WorkerRecord, event: SnapshotMirrored | SnapshotDamaged | SnapshotStriped) -> None:
-        match event:
-            case SnapshotMirrored():
-                self.mirrored(record, event)
-            case SnapshotDamaged():
-                self.damaged(record, event)
-            case SnapshotStriped():
-                self.striped(record, event)
 
     def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
         """Record that another tray has copies of a member's snapshots, which outlive the member's own tray."""
@@ -71,7 +62,7 @@ class Sources:
         if self.world.old is not None:
             self.world.old.snapshots.forget_tray(tray)
 
-    def tray_lost(self, tray: TrayId, address: str, at_ms: int) -> None:
+    def tray_lost(self, tray: TrayId, address: str) -> None:
         """Plan again at once if a member is about to restore a snapshot from the lost tray, rather than after the
         resume timeout."""
         plan, members = self.world.plan, self.world.members
@@ -86,7 +77,7 @@ class Sources:
         if plan.reshard is not None and any(image.startswith(f"{address}/") for image in plan.reshard.images):
             waiting = [rank for rank, record in sorted(members.items()) if record.state is WorkerState.RESUMING]
         if waiting:
-            self.plan_again(f"{tray} lost, with the snapshots that {named(waiting)} would have restored", at_ms)
+            self.facts.add(PlanImpossible(f"{tray} lost, with the snapshots that {named(waiting)} would have restored"))
 
     def damaged(self, record: WorkerRecord, event: SnapshotDamaged) -> None:
         """Record a damaged snapshot and plan again if a member was to be restored from it. A member's next report
@@ -98,7 +89,7 @@ class Sources:
             old.damaged(event.where, step)
         if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
             because = f"the snapshot of step {event.step if step is None else step} for rank {record.rank} cannot be used ({event.because})"
-            self.plan_again(because, event.at_ms)
+            self.facts.add(PlanImpossible(because))
 
 
 def _read_from(restore: Restore) -> list[str]:

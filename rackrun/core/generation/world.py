@@ -11,6 +11,7 @@ from rackrun.core.generation.old_world import OldWorld
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.core.policy.active_policy import Mandate
 from rackrun.protocol.commands import Member, Plan, Worker
+from rackrun.protocol.events import StopRequested
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
 
 __all__ = ["IN_PLACE", "Phase", "World"]
@@ -103,6 +104,10 @@ class World:
     """Changes whenever a member reports its abilities."""
     restarts: int = 0
     reason: str = ""
+    stopping: StopRequested | None = None
+    """The request to end the job at the next step boundary; None: there is none."""
+    pausing: Generation = Generation(0)
+    """The latest generation whose ranks were told to pause."""
     sizes: tuple[tuple[Step, int], ...] = ()
     """As `Plan.worlds`."""
     reached: Position = BEGIN
@@ -119,6 +124,17 @@ class World:
     def most(self) -> int:
         """Number of ranks up to which the world grows by itself."""
         return min(self.wanted or self.full, self.full)
+
+    @property
+    def generation_ends(self) -> bool:
+        """Whether the present generation or the job is about to end, because it was asked for."""
+        return self.pausing == self.generation != 0 or self.stopping is not None
+
+    def ending(self) -> str:
+        """Return why the job is about to end; "": it is not."""
+        if self.stopping is not None:
+            return self.stopping.because
+        return self.reason if self.phase is Phase.ENDING else ""
 
     def doubt(self) -> None:
         """Lower ``trusted`` to the last unit that members know to be good, if a newcomer found that its sources differ.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rackrun.protocol.commands import Command, Notice
+from rackrun.core.effects.outbox import Outbox
+from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import BatchChanged
 from rackrun.protocol.ids import Step
 
@@ -16,7 +16,7 @@ __all__ = ["BatchNotices"]
 class BatchNotices:
     """Gives one notice for each change of the global batch."""
 
-    emit: Callable[[Command], None]
+    out: Outbox
     _told: dict[tuple[Step, int], None] = field(default_factory=dict)
 
     def heard(self, event: BatchChanged) -> None:
@@ -25,7 +25,7 @@ class BatchNotices:
             return
         self._told[event.step, event.batch] = None
         rises = f", rising from {event.factor:g}" if event.factor < event.target else ""
-        self.emit(
+        self.out.emit(
             Notice(
                 text=f"from step {event.step} on the global batch is {event.batch} of {event.full_batch} samples, "
                 f"and learning rates are multiplied by {event.target:g} ({event.rule}){rises}"

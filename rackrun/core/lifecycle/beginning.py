@@ -4,19 +4,20 @@ train."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.facts import AllTrain, Facts, StartFailed, SwapDue
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import IN_PLACE, Phase, World
-from rackrun.core.lifecycle.restart import Stop
 from rackrun.core.lifecycle.shutdown import Finale
 from rackrun.core.members.rack import RackMachine
-from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState
+from rackrun.core.members.workers import Trigger, WorkerRecord, WorkerState
 from rackrun.core.placement.seating import Seating
 from rackrun.core.placement.snapshot_keepers import protect
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.core.stragglers.shifting import Shifting
-from rackrun.protocol.commands import Command, Notice, Plan, ResumeGeneration
+from rackrun.protocol.commands import Notice, Plan, ResumeGeneration
 from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
@@ -35,14 +36,9 @@ class Beginning:
     recovery: Recovery
     finale: Finale
     shifting: Shifting
-    emit: Callable[[Command], None]
-    early: Callable[[str, Sequence[Loss], int], None]
-    """Begins the world again before any rank has computed a step."""
-    look_at_swaps: Callable[[int], None]
-    """Called when a spare is ready."""
-    trained: Callable[[int], None]
-    """Called when all ranks compute."""
-    stop: Stop
+    out: Outbox
+    facts: Facts
+    end: JobEnd
     setup_ms: int = -1
     """Time of the slowest worker from the beginning of ``main`` to its first step, in milliseconds; -1: no worker has
     reached it."""
@@ -90,16 +86,16 @@ class Beginning:
         )
         self.recovery.snapshots.go_on(world.plan)
         self.rack.trains(member.slot for member in world.plan.members)
-        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
+        self.out.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
         for start in starts:
-            self.emit(start)
+            self.out.emit(start)
 
-    def elastic(self, at_ms: int) -> None:
+    def elastic(self) -> None:
         """Record that the script is not a plain one. The first `WorkerElastic` shows it."""
         self.world.elastic = True
         if self.world.phase is Phase.SETUP and self.finale.gone:
             told = named(list(self.finale.gone))
-            self.early(f"{told} exited with code 0 before the first step", (), at_ms)
+            self.facts.add(StartFailed(f"{told} exited with code 0 before the first step"))
 
     def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
         """Record that a worker has reached its first step. ``event`` is None for a rank that returned before its first
@@ -119,11 +115,11 @@ class Beginning:
         self.rack.ready(record)
         if record.rank is None:
             self.recovery.spare_ready(at_ms)
-            self.look_at_swaps(at_ms)
+            self.facts.add(SwapDue())
             return
-        self.elastic(at_ms)
+        self.elastic()
         if self.world.phase is Phase.SETUP and self.world.answered(record.rank):
-            self._all_ready(at_ms)
+            self._all_ready()
 
     def _adopt(self, axes: tuple[tuple[str, int], ...]) -> bool:
         """Use the mesh that the script has named. Return False, after stopping the job, if the job cannot go on with
@@ -134,23 +130,25 @@ class Beginning:
                 return True  # the report is from before the world changed its size
             shape = ",".join(f"{name}={size}" for name, size in axes)
             because = f"the script's mesh {shape} is not of {self.world.size} ranks"
-            self.stop(2, because, remedy="leave one axis open (-1), or give --mesh and as many slots as it has ranks.")
+            self.end.stop(
+                2, because, remedy="leave one axis open (-1), or give --mesh and as many slots as it has ranks."
+            )
             return False
         if known is not None and known.axes == axes:
             return True
         mesh, shape = Mesh.of(dict(axes)), ",".join(f"{name}={size}" for name, size in axes)
         broken = self.seating.adopt(mesh, self.world.seats)
         if broken and self.config.cross_clique:
-            self.emit(Notice(text=f"{broken}, and that is allowed"))
+            self.out.emit(Notice(text=f"{broken}, and that is allowed"))
         elif broken:
-            self.stop(2, broken, remedy=f"give --mesh {shape}: ranks are placed by it then; or --cross-clique.")
+            self.end.stop(2, broken, remedy=f"give --mesh {shape}: ranks are placed by it then; or --cross-clique.")
             return False
         return True
 
-    def _all_ready(self, at_ms: int) -> None:
+    def _all_ready(self) -> None:
         for record in self.world.members.values():
             record.move(Trigger.TRAIN)
             record.stateful = True
             record.resumed_in = self.world.generation
         self.world.train()
-        self.trained(at_ms)
+        self.facts.add(AllTrain())

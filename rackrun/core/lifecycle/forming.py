@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.triage import Triage
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import Phase, World
+from rackrun.core.lifecycle.beginning import Beginning
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating
-from rackrun.protocol.commands import Command, Notice, SetTimer
+from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import TrayJoined
 from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
@@ -19,10 +20,6 @@ from rackrun.topology.model.errors import DoesNotFit, TopologyError
 __all__ = ["Forming"]
 
 _REMEDY = "repair these GPUs, leave them out (CUDA_VISIBLE_DEVICES), or start more trays."
-
-
-class _Stop(Protocol):
-    def __call__(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
 
 
 @dataclass(slots=True)
@@ -34,9 +31,9 @@ class Forming:
     rack: RackMachine
     seating: Seating
     triage: Triage
-    emit: Callable[[Command], None]
-    launch: Callable[[str], None]
-    stop: _Stop
+    out: Outbox
+    beginning: Beginning
+    end: JobEnd
     _waits: str = ""
     """Why the ranks have no slots yet. GPUs that are unfit now may become fit and change that."""
 
@@ -46,7 +43,7 @@ class Forming:
         if joined >= self.config.trays_max:
             self._form(event.at_ms)
         elif joined >= self.config.trays_min:
-            self.emit(SetTimer(name=f"last-call:{joined}", at_ms=event.at_ms + self.config.last_call_ms))
+            self.out.emit(SetTimer(name=f"last-call:{joined}", at_ms=event.at_ms + self.config.last_call_ms))
 
     def joined_late(self, event: TrayJoined) -> None:
         """Handle a tray that joined after the world was formed. If its topology contradicts the known one, the tray is
@@ -54,7 +51,7 @@ class Forming:
         try:
             self._learn(event.at_ms, event)
         except TopologyError as error:
-            self.emit(Notice(text=f"{event.tray} is not used: {error}"))
+            self.out.emit(Notice(text=f"{event.tray} is not used: {error}"))
             self.rack.devices.refuse(event.tray, event.slots, error.what)
 
     def look(self, at_ms: int) -> None:
@@ -71,10 +68,10 @@ class Forming:
             self._form(at_ms)
         elif kind == "fit" and self._waits:
             because = f"{self._waits}; for {self.config.join_timeout_ms} ms not fit: {self.rack.unfit()}"
-            self.stop(3, because, remedy=_REMEDY)
+            self.end.stop(3, because, remedy=_REMEDY)
         elif kind == "join" and joined < wanted:  # otherwise the last call is running
             named = "".join(f"{', ' if number else ': '}{tray}" for number, tray in enumerate(sorted(self.rack.trays)))
-            self.stop(
+            self.end.stop(
                 3,
                 f"{wanted - joined} of {wanted} trays missing after {self.config.join_timeout_ms} ms ({joined} joined{named})",
                 remedy="start the missing agents, lower --nnodes, or raise join_timeout_ms.",
@@ -89,17 +86,19 @@ class Forming:
         try:
             self._learn(at_ms, *trays.values())
         except TopologyError as error:
-            self.stop(2, error.what, remedy=error.remedy)
+            self.end.stop(2, error.what, remedy=error.remedy)
             return
         slots = sum(joined.slots for joined in trays.values())
         size = self.seating.world_size(spares)
         if spares >= slots:
             because = f"{spares} spares, but only {slots} slots on {len(trays)} trays: nobody would train"
-            self.stop(2, because, remedy="hold back fewer spares (--spares), or start more workers a tray.")
+            self.end.stop(2, because, remedy="hold back fewer spares (--spares), or start more workers a tray.")
             return
         if size > slots - spares:
             because = f"the mesh has {size} ranks, but {slots} slots without {spares} spares are too few"
-            self.stop(2, because, remedy="make the mesh smaller (--mesh), hold back fewer spares, or start more trays.")
+            self.end.stop(
+                2, because, remedy="make the mesh smaller (--mesh), hold back fewer spares, or start more trays."
+            )
             return
         try:
             ranks = self.seating.first(spares)
@@ -107,13 +106,13 @@ class Forming:
             if self._may_fit(spares):
                 self._wait(error.what.rstrip("."), at_ms)
             else:
-                self.stop(2, error.what, remedy=error.remedy)
+                self.end.stop(2, error.what, remedy=error.remedy)
             return
         self.world.size = self.world.full = size
         self.world.spares = slots - size
         self.world.seats = {Rank(rank): slot for rank, slot in enumerate(ranks)}
         self._waits = ""
-        self.launch(f"{len(trays)} trays joined: {size} ranks, {self.world.spares} spares")
+        self.beginning.launch(f"{len(trays)} trays joined: {size} ranks, {self.world.spares} spares")
 
     def _may_fit(self, spares: int) -> bool:
         try:
@@ -124,6 +123,6 @@ class Forming:
 
     def _wait(self, what: str, at_ms: int) -> None:
         if not self._waits:
-            self.emit(SetTimer(name="fit", at_ms=at_ms + self.config.join_timeout_ms))
+            self.out.emit(SetTimer(name="fit", at_ms=at_ms + self.config.join_timeout_ms))
         self._waits = what
         self.triage.awaits(what)

@@ -5,10 +5,10 @@ Where such workers take part, equal bits are not promised. Nothing is stopped fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rackrun.protocol.commands import Command, Notice
+from rackrun.core.effects.outbox import Outbox
+from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.ids import SlotId
 
@@ -23,7 +23,7 @@ Numerics = tuple[tuple[str, str], ...]
 class NumericsNotices:
     """Compares the numerics of all workers with those of the first."""
 
-    emit: Callable[[Command], None]
+    out: Outbox
     _known: Numerics = ()
     """Numerics of the first worker that reported them."""
     _whose: SlotId | None = None
@@ -40,7 +40,7 @@ class NumericsNotices:
         if not different or different in self._told or len(self._told) >= _NOTICES_MAX:
             return
         self._told[different] = None
-        self.emit(
+        self.out.emit(
             Notice(
                 text=f"{event.slot} does not compute as {self._whose} does: {different}. Training goes on, but where such workers "
                 "compute together, or one after another, the same bits are not promised"

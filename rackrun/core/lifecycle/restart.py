@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.script_bug import is_scripts
+from rackrun.core.faults.triage import Triage
+from rackrun.core.generation.facts import Facts, SlotsNeeded
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import Phase, World
+from rackrun.core.lifecycle.beginning import Beginning
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.choice import only_answer
 from rackrun.core.recovery.view_builder import Outlook, Prospect, failure_of
-from rackrun.protocol.commands import Command, Decided, SetTimer
-from rackrun.protocol.events import Failure as Raised
-from rackrun.protocol.ids import BEGIN, Rank
+from rackrun.protocol.commands import Decided, SetTimer
+from rackrun.protocol.ids import BEGIN
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
 
-__all__ = ["Restart", "Stop"]
-
-
-class Stop(Protocol):
-    """Stops the job; see `StopJob`."""
-
-    def __call__(
-        self,
-        exit_code: int,
-        because: str,
-        *,
-        remedy: str = "",
-        failure: Raised | None = None,
-        rank: Rank | None = None,
-    ) -> None: ...
+__all__ = ["Restart"]
 
 
 @dataclass(slots=True)
@@ -45,14 +34,11 @@ class Restart:
     rack: RackMachine
     seating: Seating
     outlook: Outlook
-    emit: Callable[[Command], None]
-    launch: Callable[[str], None]
-    """Starts every rank in its slot, for this reason."""
-    await_fit: Callable[[str], None]
-    """Reports that the restart waits for GPUs that are unfit now."""
-    relent: Callable[[], bool]
-    """Makes slots that are being drained usable again; returns whether there were any."""
-    stop: Stop
+    out: Outbox
+    beginning: Beginning
+    triage: Triage
+    facts: Facts
+    end: JobEnd
 
     def begin(self, because: str, loss: Loss | None, at_ms: int) -> None:
         """Restart as soon as all workers have exited. If no restart is left, the job stops."""
@@ -65,8 +51,8 @@ class Restart:
         world.reason = because
         world.empty()
         for record in [record for record in self.rack.occupants.values() if record.alive]:
-            self.emit(self.rack.fence(record, "the world starts again", swept_along=True))
-        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+            self.out.emit(self.rack.fence(record, "the world starts again", swept_along=True))
+        self.out.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
         self.look()
 
     def early(self, because: str, losses: Sequence[Loss], at_ms: int) -> None:
@@ -82,16 +68,17 @@ class Restart:
             return
         world = self.world
         seats = self.seating.again(world.seats)
-        if seats is None and self.relent():
-            seats = self.seating.again(world.seats)
+        if seats is None and self.rack.revocable:
+            self.facts.add(SlotsNeeded())
+            return
         if seats is None and (self._returning() or self.seating.again(world.seats, hoping=True) is not None):
-            self.await_fit(f"{world.size} ranks need a slot")
+            self.triage.awaits(f"{world.size} ranks need a slot")
             return
         if seats is None:
             self.no_slots()
             return
         world.seats = seats
-        self.launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
+        self.beginning.launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
 
     def _returning(self) -> bool:
         """Return whether lost trays come back that could give enough slots."""
@@ -103,7 +90,7 @@ class Restart:
         world = self.world
         against = "; ".join(f"{slot}: {why}" for slot, why in self.rack.devices.against().items())
         left = f"{len(self.rack.slots())} are left on {len(self.rack.trays)} trays"
-        self.stop(
+        self.end.stop(
             3,
             f"{world.reason}; {world.size} ranks need a slot, {left}{f' ({against})' if against else ''}{self.rack.held_back()}",
             remedy="hold back more spares (--spares), or start with more trays.",
@@ -116,7 +103,7 @@ class Restart:
         if failure is not None and failure.type == "rackrun.errors.StateLost":  # it brings its own remedy
             what, _, remedy = failure.message.partition(" Remedy: ")
             because = f"{because}: {what.rstrip('.')}"
-        self.stop(
+        self.end.stop(
             1 if scripts else 3,
             f"{because}; restarted {self.world.restarts} of {self.config.max_restarts} times already",
             remedy=remedy,
@@ -143,4 +130,4 @@ class Restart:
             view = self.outlook.view(nothing, moved=(), waited_ms=0, absorbs=0)
         why = "nothing would be lost by it" if world.elastic else "a script without steps begins again"
         decision = only_answer(Rung.RESTART, why, failure, view)
-        self.emit(Decided(generation=world.generation, failure=failure, decision=decision))
+        self.out.emit(Decided(generation=world.generation, failure=failure, decision=decision))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.peer_times import PeerTimes, hangs
 from rackrun.core.faults.script_bug import is_scripts
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import Phase, World
-from rackrun.core.lifecycle.restart import Stop
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, Trigger, WorkerRecord
-from rackrun.protocol.commands import Command, DrainWorkers, Notice, ReleaseWorkers, SetTimer
+from rackrun.protocol.commands import DrainWorkers, Notice, ReleaseWorkers, SetTimer
 from rackrun.protocol.events import StopRequested, WorkerStalled
 from rackrun.protocol.ids import Rank, SlotId
 from rackrun.protocol.job_config import JobConfig
@@ -33,9 +34,8 @@ class Finale:
     config: JobConfig
     world: World
     rack: RackMachine
-    emit: Callable[[Command], None]
-    stop: Stop
-    stopping: StopRequested | None = None
+    out: Outbox
+    end: JobEnd
     _by_departure: bool = False
     """Whether the stop was caused by the departure of all trays. An operator's request then still counts as the
     first."""
@@ -58,14 +58,16 @@ class Finale:
         going = [*world.members.values(), *self.rack.spares()]
         for record in going:
             record.move(Trigger.RELEASE)
-        self.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
-        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + max(self.config.join_timeout_ms, EXITS_MS)))
+        self.out.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
+        self.out.emit(
+            SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + max(self.config.join_timeout_ms, EXITS_MS))
+        )
 
     def plain_ended(self, losses: Sequence[Loss]) -> None:
         """Handle ranks of a plain script that exited with code 0."""
         self._go(losses)
         if len(self.gone) == self.world.size:
-            self.stop(0, f"all {self.world.size} ranks exited with code 0")
+            self.end.stop(0, f"all {self.world.size} ranks exited with code 0")
 
     def ended(self, losses: Sequence[Loss]) -> None:
         """Handle released ranks that have exited."""
@@ -77,7 +79,7 @@ class Finale:
                 if loss.exit is None or not is_scripts(loss.exit):
                     self._tell_gone([loss])  # its work was done
                     continue
-                self.stop(
+                self.end.stop(
                     1,
                     f"rank {loss.record.rank} had finished training but did not exit well: {loss.because}",
                     remedy="look at what the script does after training.",
@@ -92,12 +94,11 @@ class Finale:
         record: WorkerRecord,
         event: WorkerStalled,
         because: str,
-        fence: Callable[[WorkerRecord, str], Command],
     ) -> None:
         """Fence a released worker that does not exit, if its limit or the times of the others show that it hangs."""
         if event.early and (record.rank is None or not self._hangs(record.rank, event)):
             return
-        self.emit(fence(record, because))
+        self.out.emit(self.rack.fence(record, because, fault=True))
         if record.rank is not None:
             loss = Loss(record=record, because=because)
             self._go([loss])
@@ -124,12 +125,12 @@ class Finale:
         if len(self.gone) + len(self.world.retired) < len(self.world.seats):
             return  # avoids a search over all ranks for each exit
         if self.world.phase is Phase.ENDING and not self.not_gone():
-            because = self.stopping.because if self.stopping else self.world.reason
-            self.stop(self.stopping.exit_code if self.stopping else 0, because)
+            because = self.world.stopping.because if self.world.stopping else self.world.reason
+            self.end.stop(self.world.stopping.exit_code if self.world.stopping else 0, because)
 
     def _tell_gone(self, losses: Sequence[Loss]) -> None:
         for loss in losses:
-            self.emit(Notice(text=f"rank {loss.record.rank} had finished training, and is gone: {loss.because}"))
+            self.out.emit(Notice(text=f"rank {loss.record.rank} had finished training, and is gone: {loss.because}"))
 
     def not_gone(self) -> list[SlotId]:
         """Return the slots of the ranks that have not exited."""
@@ -139,36 +140,38 @@ class Finale:
     # -- somebody wants it to stop ---------------------------------------------------------------------------------
     def departed(self, event: StopRequested, *, may_drain: bool) -> None:
         """Stop the job because all trays are told to leave."""
-        if self.stopping is None:
+        if self.world.stopping is None:
             self.requested(event, may_drain=may_drain)
             self._by_departure = True
 
     def requested(self, event: StopRequested, *, may_drain: bool) -> None:
         """Stop the job: at the next step boundary if ``may_drain``, and at once on a second request."""
         world = self.world
-        if self._by_departure and self.stopping is not None and world.phase is not Phase.ENDING:
-            self.stopping, self._by_departure = event, False
+        if self._by_departure and self.world.stopping is not None and world.phase is not Phase.ENDING:
+            self.world.stopping, self._by_departure = event, False
             return
-        if self.stopping is not None or not (may_drain or world.phase is Phase.ENDING):
-            self.stop(event.exit_code, event.because)
+        if self.world.stopping is not None or not (may_drain or world.phase is Phase.ENDING):
+            self.end.stop(event.exit_code, event.because)
             return
         if world.phase is Phase.ENDING:  # the job ends anyway
-            self.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
+            self.world.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
             return
-        self.stopping = event
-        self.emit(SetTimer(name="drain", at_ms=event.at_ms + DRAIN_MS))
+        self.world.stopping = event
+        self.out.emit(SetTimer(name="drain", at_ms=event.at_ms + DRAIN_MS))
         if world.phase is Phase.TRAINING:
             self.drain()
 
     def drain(self) -> None:
         """If a stop was requested, tell all workers to leave the step loop. Called when all train."""
-        if self.stopping is not None:
-            self.emit(DrainWorkers(workers=self.world.workers(), because=self.stopping.because))
+        if self.world.stopping is not None:
+            self.out.emit(DrainWorkers(workers=self.world.workers(), because=self.world.stopping.because))
 
     def overdue(self) -> None:
         """Stop without waiting for the step boundary any longer."""
-        if self.stopping is not None:
-            self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
+        if self.world.stopping is not None:
+            self.end.stop(
+                self.world.stopping.exit_code, f"{self.world.stopping.because}; not drained within {DRAIN_MS} ms"
+            )
 
     def _go(self, losses: Sequence[Loss]) -> None:
         for loss in losses:

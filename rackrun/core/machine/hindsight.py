@@ -14,8 +14,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.corruption import suspect, suspect_loss
 from rackrun.core.faults.triage import Triage
+from rackrun.core.generation.facts import Facts
 from rackrun.core.members.quarantine import QUARANTINE_LOSSES
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.slot_order import natural
@@ -109,6 +111,9 @@ class Hindsight:
     slowness: Slowness = field(init=False)
     said: list[Command] = field(default_factory=list)
     """Notices about the hardware that triage emits again."""
+    _out: Outbox = field(default_factory=Outbox)
+    _facts: Facts = field(default_factory=Facts)
+    """Facts that are found again. Nobody acts on them: what was done is in the commands."""
     generation: Generation = Generation(0)
     seats: dict[Rank, SlotId] = field(default_factory=dict)
     sat: dict[Rank, list[Sat]] = field(default_factory=dict)
@@ -129,8 +134,8 @@ class Hindsight:
 
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
-        self.triage = Triage(self.rack, self.said.append, lambda _slots, _because, _at: None, lambda _at: None)
-        self.slowness = Slowness(self.config, self.rack.devices, self.said.append, lambda _at: None)
+        self.triage = Triage(self.rack, self._out, self._facts)
+        self.slowness = Slowness(self.config, self.rack.devices, self._out, self._facts)
 
     # -- what happened
     def heard(self, event: Event) -> None:
@@ -138,6 +143,11 @@ class Hindsight:
         if self.over is not None:
             return
         self.rack.now_ms = event.at_ms
+        self._apply(event)
+        self.said += self._out.take()
+        self._facts.take()
+
+    def _apply(self, event: Event) -> None:
         match event:
             case TrayJoined():
                 self._tray_lost(event.tray, "it came back empty")
@@ -313,7 +323,7 @@ class Hindsight:
         try:
             self.seating.learn([event])
         except TopologyError as error:
-            self.said.append(Notice(text=f"{event.tray} is not used: {error}"))
+            self._out.emit(Notice(text=f"{event.tray} is not used: {error}"))
             self.rack.devices.refuse(event.tray, event.slots, error.what)
             return
         self.triage.learn(self.seating.cliques(), event.at_ms)

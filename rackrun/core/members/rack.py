@@ -40,6 +40,8 @@ class RackMachine:
     """Slots that are out of use until an operator returns them, each with the reason."""
     departing: dict[TrayId, str] = field(default_factory=dict)
     """Trays whose agents have been told to leave, each with the reason."""
+    revocable: dict[str, None] = field(default_factory=dict)
+    """Drains that can be called off so that their slots can be used, by their requests."""
     returning: dict[TrayId, int] = field(default_factory=dict)
     """Lost trays whose agents are being started again, each with its number of slots."""
     last_spare_loss: str = ""

@@ -8,14 +8,14 @@ answer is ignored. If there is no answer, or it is invalid or impossible, the de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.policy.active_policy import Mandate
 from rackrun.core.policy.choice import choose, one_line, refusal, settled
 from rackrun.core.policy.rungs import options
-from rackrun.protocol.commands import AskPolicy, Command, Decided, Notice, SetTimer
+from rackrun.protocol.commands import AskPolicy, Decided, Notice, SetTimer
 from rackrun.protocol.events import PolicyAnswered
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
 
@@ -33,7 +33,7 @@ class Council:
     """Asks the user's function, if there is one, and reports decisions."""
 
     policy: Mandate
-    emit: Callable[[Command], None]
+    out: Outbox
     _question: int = 0
     _asked: _Situation = ()
     _open: bool = False
@@ -82,8 +82,8 @@ class Council:
     def _ask(self, situation: _Situation, failure: Failure, view: ClusterView, at_ms: int) -> None:
         self._asked, self._open, self._answer = situation, True, None
         self._question += 1
-        self.emit(AskPolicy(question=self._question, function=self.policy.function, failure=failure, view=view))
-        self.emit(SetTimer(name=f"policy:{self._question}", at_ms=at_ms + ANSWER_MS))
+        self.out.emit(AskPolicy(question=self._question, function=self.policy.function, failure=failure, view=view))
+        self.out.emit(SetTimer(name=f"policy:{self._question}", at_ms=at_ms + ANSWER_MS))
 
     def _hear(self, failure: Failure, view: ClusterView) -> Decision | None:
         if self._answer is None:
@@ -95,7 +95,7 @@ class Council:
         return settled(self._answer, failure, view, self.policy.weights)
 
     def _complain(self, what: str) -> None:
-        self.emit(Notice(text=f"the policy {self.policy.function} {one_line(what)}; the default decides"))
+        self.out.emit(Notice(text=f"the policy {self.policy.function} {one_line(what)}; the default decides"))
 
     def _tell(self, failure: Failure, view: ClusterView, decision: Decision, at_ms: int) -> None:
         """Emit `Decided` if the decision has changed since the last call. If the user's function set a deadline for
@@ -104,11 +104,11 @@ class Council:
         decided = (view.generation, failure.ranks, decision.rung, answer, *sorted(decision.targets.items()))
         if decided != self._decided:
             self._decided = decided
-            self.emit(Decided(generation=view.generation, failure=failure, decision=decision))
+            self.out.emit(Decided(generation=view.generation, failure=failure, decision=decision))
             stands_still = decision.rung is Rung.WAIT or decision.meanwhile == "wait"
             if decision.by == "user" and stands_still:
                 due_ms = at_ms + math.ceil(decision.deadline_s * 1e3)
-                self.emit(SetTimer(name=f"repair:{view.generation}", at_ms=due_ms))
+                self.out.emit(SetTimer(name=f"repair:{view.generation}", at_ms=due_ms))
 
 
 def _situation(failure: Failure, view: ClusterView) -> _Situation:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.recovery.view_builder import Prospect
@@ -16,10 +16,6 @@ from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, 
 __all__ = ["Endings"]
 
 
-class _Stop(Protocol):
-    def __call__(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
-
-
 @dataclass(slots=True)
 class Endings:
     """Stops the job when a recovery cannot go on."""
@@ -27,13 +23,13 @@ class Endings:
     config: JobConfig
     world: World
     rack: RackMachine
-    stop: _Stop
+    end: JobEnd
 
     def decided(self, prospect: Prospect, decision: Decision, failure: Failure, view: ClusterView) -> None:
         """Stop because no other rung is possible, or the rules or the user's function do not want another."""
         others = [one.rung for one in decision.options if one.possible and one.rung is not Rung.STOP]
         if failure.whose is Whose.USER:
-            self.stop(
+            self.end.stop(
                 3,
                 f"the same step was done again {view.absorbs} times and failed again: {failure.what}",
                 remedy="look for a collective that not every rank enters, or for a broken fabric (rackctl report).",
@@ -41,9 +37,9 @@ class Endings:
         elif others:
             allowed = ", ".join(rung.value for rung in others)
             remedy = f"allow {allowed} (--policy)." if len(others) == 1 else f"allow one of {allowed} (--policy)."
-            self.stop(3, f"{failure.what}; {decision.reason}", remedy=remedy)
+            self.end.stop(3, f"{failure.what}; {decision.reason}", remedy=remedy)
         elif prospect.state is None:
-            self.stop(
+            self.end.stop(
                 3,
                 self.no_copy_left(failure.what, prospect.committed),
                 remedy="keep checkpoints on disk (--checkpoint-dir), or let it begin again from step 0 (--lost-state restart).",
@@ -57,13 +53,13 @@ class Endings:
                 if prospect.enough
                 else "hold back more spares (--spares), start with more trays, or wait for one (--wait-for-hardware)."
             )
-            self.stop(3, f"{failure.what}: {view.why_short}", remedy=remedy)
+            self.end.stop(3, f"{failure.what}: {view.why_short}", remedy=remedy)
 
     def not_in_time(self, told: str) -> None:
         """Stop because the lost ranks could not be replaced within `JobConfig.join_timeout_ms`."""
         lost, ready, unfit = self.world.lost(), len(self.rack.ready_spares()), self.rack.unfit()
         counted = f"{len(lost)} ranks to replace, {ready} spares are ready"
-        self.stop(
+        self.end.stop(
             3,
             f"generation {self.world.generation} was not recovered within {self.config.join_timeout_ms} ms: "
             f"{told}; {counted}{f'; not fit: {unfit}' if unfit else ''}",
@@ -74,7 +70,7 @@ class Endings:
 
     def no_progress(self, told: Sequence[str]) -> None:
         """Stop after too many recoveries without a committed step. ``told`` lists their reasons."""
-        self.stop(
+        self.end.stop(
             3,
             f"{self.config.no_progress_max} recoveries without one committed step: {'; '.join(dict.fromkeys(told))}",
             remedy="look at these ranks' output and at the health of their devices.",

@@ -12,15 +12,15 @@ Where no memory is shared, both commands go out together, the fence first: waiti
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord, WorkerState
-from rackrun.protocol.commands import Command, CondemnWorker, FenceWorker, SetTimer, Worker
+from rackrun.protocol.commands import CondemnWorker, FenceWorker, SetTimer, Worker
 from rackrun.protocol.ids import TrayId, tray_of
 from rackrun.topology.sources.partial_topology import PartialTopology
 
@@ -38,7 +38,7 @@ class Fencing:
 
     world: World
     rack: RackMachine
-    emit: Callable[[Command], None]
+    out: Outbox
     _held: dict[Worker, FenceWorker] = field(default_factory=dict)
     """Workers that are condemned and not killed yet, with the command that kills each."""
     _timed: dict[Worker, None] = field(default_factory=dict)
@@ -49,11 +49,11 @@ class Fencing:
         waits = self._shares_memory(record)
         command = self.rack.fence(record, because, fault=fault)
         if not waits:
-            self.emit(command)
+            self.out.emit(command)
             return
         worker = record.worker
         self._held[worker] = command
-        self.emit(CondemnWorker(slot=worker.slot, incarnation=worker.incarnation, because=because, fault=fault))
+        self.out.emit(CondemnWorker(slot=worker.slot, incarnation=worker.incarnation, because=because, fault=fault))
 
     def look(self, at_ms: int) -> None:
         """Kill condemned workers if the wait for the others is over, else set their timers. Called whenever a worker
@@ -67,7 +67,7 @@ class Fencing:
         for worker in self._held:
             if worker not in self._timed:
                 self._timed[worker] = None
-                self.emit(SetTimer(name=f"fence:{worker.slot}:{worker.incarnation}", at_ms=at_ms + FENCE_WAIT_MS))
+                self.out.emit(SetTimer(name=f"fence:{worker.slot}:{worker.incarnation}", at_ms=at_ms + FENCE_WAIT_MS))
 
     def overdue(self, name: str) -> None:
         """Kill the worker ``slot:incarnation``, whose wait is over."""
@@ -81,7 +81,7 @@ class Fencing:
         self._timed.pop(worker, None)
         record = self.rack.occupants.get(worker.slot)
         if record is not None and record.worker == worker and record.state is WorkerState.FENCED:
-            self.emit(command)
+            self.out.emit(command)
 
     def _shares_memory(self, record: WorkerRecord) -> bool:
         """Return whether the worker is one of several ranks in a generation whose collectives may run, on a tray with

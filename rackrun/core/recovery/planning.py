@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.partition import Rifts
 from rackrun.core.generation.old_world import OldWorld
 from rackrun.core.generation.restore_plan import StatePlan
@@ -15,7 +16,8 @@ from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Trigger, WorkerRecord
 from rackrun.core.placement.snapshot_keepers import protect
 from rackrun.core.recovery.view_builder import Prospect
-from rackrun.protocol.commands import Command, Plan, ResumeGeneration, SetTimer
+from rackrun.core.stragglers.shifting import Shifting
+from rackrun.protocol.commands import Plan, ResumeGeneration, SetTimer
 from rackrun.protocol.ids import Position, Rank, tray_of
 from rackrun.protocol.job_config import JobConfig
 
@@ -39,9 +41,8 @@ class Planner:
     world: World
     rack: RackMachine
     sources: Sources
-    shares: Callable[[], tuple[int, ...]]
-    """Returns the micro-batches of each rank with which the next generation begins."""
-    emit: Callable[[Command], None]
+    shifting: Shifting
+    out: Outbox
     rifts: Rifts
 
     def resume(self, prospect: Prospect, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
@@ -92,14 +93,14 @@ class Planner:
             reshard=reshard,
             full=world.full,
             worlds=world.go_on_after(prospect.committed),
-            shares=self.shares(),
+            shares=self.shifting.in_plan(),
         )
         self.sources.snapshots.go_on(world.plan)
         world.phase = Phase.RESUMING
         world.reason = because
         self.rack.trains(member.slot for member in world.plan.members)
-        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
-        self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.timeout_ms()))
+        self.out.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
+        self.out.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.timeout_ms()))
 
     def timeout_ms(self) -> int:
         """Return how long members may take to resume.

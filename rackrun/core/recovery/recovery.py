@@ -9,12 +9,23 @@ next plan starts from the reports of that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.partition import Rifts
 from rackrun.core.faults.stalls import Standstill
+from rackrun.core.faults.triage import Triage
+from rackrun.core.generation.facts import (
+    AllTrain,
+    Facts,
+    RanksRetired,
+    RestartDue,
+    ShrinkImpossible,
+    SlotFreed,
+    SlotsNeeded,
+)
+from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.restore_sources import Sources, named
 from rackrun.core.generation.snapshot_locations import Snapshots
 from rackrun.core.generation.world import Phase, World
@@ -29,37 +40,23 @@ from rackrun.core.recovery.no_progress import Progress
 from rackrun.core.recovery.parked_members import ParkedMembers
 from rackrun.core.recovery.planning import Planner, told_of
 from rackrun.core.recovery.view_builder import Outlook, Prospect, failure_of
+from rackrun.core.resize.acquiring import Acquiring
 from rackrun.core.resize.growth_backoff import Growth
 from rackrun.core.resize.resizing import Resizing
-from rackrun.protocol.commands import BreakGeneration, Command, SetTimer, StartWorker
+from rackrun.core.resize.spare_top_up import Background
+from rackrun.core.stragglers.shifting import Shifting
+from rackrun.protocol.commands import BreakGeneration, SetTimer
 from rackrun.protocol.events import PolicyAnswered, WorkerParked, WorkerResumed, WorkerSevered, WorkerUnbuilt
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import ClusterView, Decision, ProviderNow, Rung
+from rackrun.protocol.policy_types import ClusterView, Decision, Rung
 
-__all__ = ["ABSORBS_MAX", "Ladder", "Recovery", "named"]
+__all__ = ["ABSORBS_MAX", "Recovery", "named"]
 
 STATE_LOST = "rackrun.errors.StateLost"
 """Type of the error with which a newcomer exits when its sources differ from each other."""
 ABSORBS_MAX = 3
 """How many times in a row a step may be repeated in place without a committed step."""
-
-
-class Ladder(Protocol):
-    """Operations that recovery needs from the rest of the core."""
-
-    def trained(self, at_ms: int) -> None: ...
-    def retired(self, losses: Sequence[Loss], at_ms: int) -> None: ...
-    def restart(self, because: str, loss: Loss | None, at_ms: int) -> None: ...
-    def stop(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
-    def start_spare(self, slot: SlotId) -> StartWorker: ...
-    def await_fit(self, what: str) -> None: ...
-    def relent(self) -> bool: ...
-    def shares(self) -> tuple[int, ...]: ...
-    def acquire(self, at_ms: int) -> None: ...
-    def provider(self, at_ms: int) -> ProviderNow | None: ...
-    def acquires(self, at_ms: int) -> bool: ...
-    def shrink_refused(self, why: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -70,11 +67,16 @@ class Recovery:
     world: World
     rack: RackMachine
     seating: Seating
-    ladder: Ladder
-    emit: Callable[[Command], None]
+    out: Outbox
+    facts: Facts
+    end: JobEnd
     outlook: Outlook
     council: Council
-    endings: Endings
+    triage: Triage
+    shifting: Shifting
+    acquiring: Acquiring
+    background: Background
+    endings: Endings = field(init=False)
     fencing: Fencing = field(init=False)
     standstill: Standstill = field(init=False)
     classes: dict[Rank, str] = field(default_factory=dict)
@@ -109,14 +111,13 @@ class Recovery:
     _progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fencing = Fencing(self.world, self.rack, self.emit)
-        self.sources = Sources(self.world, self.rack, self.plan_again)
-        self.planner = Planner(
-            self.config, self.world, self.rack, self.sources, self.ladder.shares, self.emit, self.rifts
-        )
-        self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
+        self.fencing = Fencing(self.world, self.rack, self.out)
+        self.sources = Sources(self.world, self.rack, self.facts)
+        self.endings = Endings(self.config, self.world, self.rack, self.end)
+        self.planner = Planner(self.config, self.world, self.rack, self.sources, self.shifting, self.out, self.rifts)
+        self.standstill = Standstill(self.config, self.world, self.out, self.facts, self.end)
         self._progress = Progress(self.config.no_progress_max)
-        growth = Growth(self.emit)
+        growth = Growth(self.out)
         self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes, growth)
         self.parked_members = ParkedMembers(
             self.config, self.world, self.rack, self.sources, self.classes, self.resizing, self.outlook, self._losses
@@ -134,7 +135,7 @@ class Recovery:
         A rank that had finished training is not replaced as long as no other rank is lost.
         """
         if self.world.phase is Phase.TRAINING and all(loss.record.finished for loss in losses):
-            self._retire(losses, at_ms)
+            self._retire(losses)
             return
         for loss in losses:
             rank = loss.record.rank
@@ -158,14 +159,14 @@ class Recovery:
             if known.record is loss.record and known.exit is None:
                 self._losses[rank] = Loss(record=known.record, because=known.because, exit=loss.exit)
 
-    def _retire(self, losses: Sequence[Loss], at_ms: int) -> None:
+    def _retire(self, losses: Sequence[Loss]) -> None:
         for loss in losses:
             rank = loss.record.rank
             assert rank is not None
             self.world.retire(rank)
             self.standstill.window.forget(rank)
             self._retired[rank] = loss
-        self.ladder.retired(losses, at_ms)
+        self.facts.add(RanksRetired(losses))
 
     def plan_again(self, because: str, at_ms: int) -> None:
         """Break the generation although no rank is lost, because its plan cannot be carried out."""
@@ -219,12 +220,12 @@ class Recovery:
             record.parked = None
         world.await_all()
         if world.members:
-            self.emit(BreakGeneration(generation=generation, workers=world.workers(), because=because))
-        self.emit(SetTimer(name=f"gather:{generation}", at_ms=at_ms + self.config.gather_ms))
-        self.emit(SetTimer(name=f"park:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
-        self.emit(SetTimer(name=f"recover:{generation}", at_ms=at_ms + self.config.join_timeout_ms))
+            self.out.emit(BreakGeneration(generation=generation, workers=world.workers(), because=because))
+        self.out.emit(SetTimer(name=f"gather:{generation}", at_ms=at_ms + self.config.gather_ms))
+        self.out.emit(SetTimer(name=f"park:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
+        self.out.emit(SetTimer(name=f"recover:{generation}", at_ms=at_ms + self.config.join_timeout_ms))
         if self.config.repair_patience_ms:
-            self.emit(SetTimer(name=f"repair:{generation}", at_ms=at_ms + self.config.repair_patience_ms))
+            self.out.emit(SetTimer(name=f"repair:{generation}", at_ms=at_ms + self.config.repair_patience_ms))
 
     def parked(self, record: WorkerRecord, event: WorkerParked) -> None:
         """Record that a member has parked; decide if it was the last."""
@@ -273,7 +274,7 @@ class Recovery:
         elif kind == "park" and parking and self._wait_on(kind, WorkerState.BREAKING, at_ms):
             pass
         elif kind == "park" and parking:
-            self.emit(SetTimer(name=f"owed:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
+            self.out.emit(SetTimer(name=f"owed:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
             self._fence_late(WorkerState.BREAKING, "park", self.config.park_timeout_ms, at_ms)
         elif kind == "owed" and parking:
             self._owed = False
@@ -297,7 +298,7 @@ class Recovery:
         """
         waits = self._some_work(state, at_ms)
         if waits:
-            self.emit(SetTimer(name=f"{kind}:{self.world.generation}", at_ms=at_ms + self.config.park_timeout_ms))
+            self.out.emit(SetTimer(name=f"{kind}:{self.world.generation}", at_ms=at_ms + self.config.park_timeout_ms))
         return waits
 
     def _some_work(self, state: WorkerState, at_ms: int) -> bool:
@@ -315,11 +316,11 @@ class Recovery:
         if state is WorkerState.RESUMING and newcomers:
             late = newcomers  # the others wait for the newcomers, and may hold the only copies of their state
         if late:
-            self._condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
+            self.condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
         elif state is WorkerState.RESUMING:
             self._judge_rift(at_ms)
 
-    def _condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
+    def condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
         for record in records:
             self.fencing.fence(record, because, fault=fault)
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
@@ -330,9 +331,9 @@ class Recovery:
         self.decide(at_ms)
         if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
             # nothing could be decided yet; spares get the whole time once it can
-            self.emit(SetTimer(name=f"recover:{self.world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+            self.out.emit(SetTimer(name=f"recover:{self.world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
             return
-        waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.ladder.acquires(at_ms)
+        waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.acquiring.patient(at_ms)
         patient = self.council.asks or waits
         if self.world.phase is Phase.PARKING and not patient:
             self.endings.not_in_time(self._told())
@@ -351,8 +352,8 @@ class Recovery:
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
         enough = len(ready) >= len(lost)
         staff = self.seating.staff(world.seats, lost, ready, self.wishes) if state is not None and enough else None
-        if state is not None and staff is None and self.outlook.falls_short(enough=enough) and self.ladder.relent():
-            self.decide(at_ms)  # the slots that were being drained may be used again
+        if state is not None and staff is None and self.outlook.falls_short(enough=enough) and self.rack.revocable:
+            self.facts.add(SlotsNeeded())
             return
         prospect = replace(found, staff=staff, enough=enough)
         self.resizing.growth.broken(world.members.values(), found.committed, at_ms)
@@ -407,7 +408,7 @@ class Recovery:
             moved=tuple(sorted(self._moved)),
             waited_ms=at_ms - self._broken_ms,
             absorbs=self._progress.absorbs(prospect.committed),
-            provider=self.ladder.provider(at_ms),
+            provider=self.acquiring.now(at_ms),
         )
         decision = self.council.decide(failure, view, at_ms)
         if decision is None:
@@ -421,15 +422,15 @@ class Recovery:
                 asked_anew = self.world.policy.function or view.provider is not None or prospect.enough
                 self.parked_members.missing = 0 if asked_anew else view.short
             case Rung.RESTART:
-                self._start_over(prospect, decision, failure.what, at_ms)
+                self._start_over(prospect, decision, failure.what)
             case Rung.STOP if prospect.state is None and self._would_begin_again(prospect, decision):
-                self._start_over(prospect, decision, failure.what, at_ms)  # the restart reports what prevents it
+                self._start_over(prospect, decision, failure.what)  # the restart reports what prevents it
             case Rung.STOP:
                 self.endings.decided(prospect, decision, failure, view)
             case Rung.SHRINK:
                 self._shrink(prospect, at_ms)
             case Rung.ACQUIRE:
-                self.ladder.acquire(at_ms)
+                self.acquiring.ask(at_ms)
                 if decision.meanwhile == "train":
                     self._shrink(prospect, at_ms)
                 else:
@@ -448,12 +449,12 @@ class Recovery:
             for record in self.rack.condemned()
         )
 
-    def _start_over(self, prospect: Prospect, decision: Decision, what: str, at_ms: int) -> None:
+    def _start_over(self, prospect: Prospect, decision: Decision, what: str) -> None:
         first = next((loss for _, loss in sorted(self._losses.items())), None)
         because = f"{what}; {decision.reason}"
         if prospect.state is None:
             because = self.endings.no_copy_left(what, prospect.committed)
-        self.ladder.restart(because, first, at_ms)
+        self.facts.add(RestartDue(because, first))
 
     def _go_on(self, prospect: Prospect, staff: Staff, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
         """Let spares take over, or condemn ranks that have to move with their group first. Ready spares may join as
@@ -461,7 +462,7 @@ class Recovery:
         if staff.uprooted:
             self._moved.update(dict.fromkeys(staff.uprooted))
             moving = [self.world.members[rank] for rank in staff.uprooted]
-            self._condemn(moving, ", ".join(dict.fromkeys(staff.uprooted.values())), at_ms, fault=False)
+            self.condemn(moving, ", ".join(dict.fromkeys(staff.uprooted.values())), at_ms, fault=False)
         elif self._may_go_on(prospect.committed):
             chosen = {rank: ready[slot] for rank, slot in staff.seats.items()}
             taken = staff.seats.values()
@@ -485,8 +486,8 @@ class Recovery:
         if why := self.resizing.why_not_shrink(prospect.committed, prospect.gate, self.leaving):
             self.leaving = ()
             if self.world.trusted is None:  # otherwise all ranks roll back first, and the request is checked again
-                self.ladder.shrink_refused(why)
-            self.decide(at_ms)
+                self.facts.add(ShrinkImpossible(why))
+            self.facts.add(SlotFreed())
         else:
             self._shrink(prospect, at_ms)
 
@@ -505,7 +506,7 @@ class Recovery:
             slots = ", ".join(record.worker.slot for record in left_over)
             self._resized += f", {slots} will wait as {'a spare' if len(left_over) == 1 else 'spares'}"
         for record in left_over:
-            self.emit(self.rack.fence(record, why, swept_along=True))
+            self.out.emit(self.rack.fence(record, why, swept_along=True))
         self._resume(self._planned_anew(prospect), {}, at_ms)
 
     def _planned_anew(self, prospect: Prospect) -> Prospect:
@@ -519,9 +520,9 @@ class Recovery:
         elsewhere = [slot for slot in free if slot not in in_place]
         short = len(free) if prospect.enough else len(lost) - len(self.rack.fit_spares())
         for slot in (in_place + elsewhere)[: max(short, 0)]:
-            self.emit(self.ladder.start_spare(slot))
+            self.out.emit(self.background.start_spare(slot))
         if view.coming < view.short and view.comes_by_itself:
-            self.ladder.await_fit(f"{self._told()}: {len(lost)} ranks to replace")
+            self.triage.awaits(f"{self._told()}: {len(lost)} ranks to replace")
 
     def _may_go_on(self, committed: Position) -> bool:
         """Count this recovery. Stop the job and return False if there were too many without progress."""
@@ -551,8 +552,7 @@ class Recovery:
             self.world.old = None
             self.world.trust()
             self.rifts.forget()
-            self.ladder.trained(event.at_ms)
-            self.standstill.judge(event.at_ms)
+            self.facts.add(AllTrain())
 
     # -- nobody is lost --------------------------------------------------------------------------------------------
     def severed(self, record: WorkerRecord, event: WorkerSevered) -> None:
@@ -583,7 +583,7 @@ class Recovery:
         trays = {rank: tray_of(record.worker.slot) for rank, record in self.world.members.items()}
         if blamed := self.rifts.blame(trays, exchange, host):
             reached = f"did not reach the exchange on {host}, which others did"
-            self._condemn([self.world.members[rank] for rank in blamed], reached, at_ms)
+            self.condemn([self.world.members[rank] for rank in blamed], reached, at_ms)
         else:
             self.plan_again("not everybody reached everybody", at_ms)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rackrun.core.generation.world import Phase, World
@@ -30,13 +29,11 @@ class Admission:
     world: World
     rack: RackMachine
     recovery: Recovery
-    ending: Callable[[], str]
-    """Returns why the job is about to end; "": it is not."""
     under_way: list[Request]
 
     def check_not_over(self) -> None:
         """Check that the job is not about to end."""
-        if because := self.ending():
+        if because := self.world.ending():
             raise Refused("over", f"the job is about to end ({because})", "see rackctl status.")
 
     def check_may(self, rung: Rung, steps: int) -> None:

@@ -8,9 +8,11 @@ dismissed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.facts import Facts, SlotFreed
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating, Staff
@@ -20,7 +22,7 @@ from rackrun.core.requests.admission import Admission
 from rackrun.core.requests.pending_requests import Drain, Refused, Request, Swap
 from rackrun.core.requests.replies import Replies
 from rackrun.errors import UsageError
-from rackrun.protocol.commands import Command, DismissTray, Plan, SetTimer
+from rackrun.protocol.commands import DismissTray, Plan, SetTimer
 from rackrun.protocol.events import DepartureAnnounced, DrainRequested, PolicyRequested, ReturnRequested, SwapRequested
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
@@ -43,11 +45,8 @@ class Control:
     rack: RackMachine
     seating: Seating
     recovery: Recovery
-    emit: Callable[[Command], None]
-    ending: Callable[[], str]
-    """Returns why the job is about to end; "": it is not."""
-    changed: Callable[[int], None]
-    """Called when slots may have become free."""
+    out: Outbox
+    facts: Facts
     admission: Admission = field(init=False)
     replies: Replies = field(init=False)
     under_way: list[Request] = field(default_factory=list)
@@ -65,20 +64,10 @@ class Control:
     _keeping: Keeping | None = None
 
     def __post_init__(self) -> None:
-        self.replies = Replies(self.rack, self.emit)
-        self.admission = Admission(self.config, self.world, self.rack, self.recovery, self.ending, self.under_way)
+        self.replies = Replies(self.rack, self.out)
+        self.admission = Admission(self.config, self.world, self.rack, self.recovery, self.under_way)
 
     # -- what is asked
-    def ask(self, event: DrainRequested | ReturnRequested | SwapRequested) -> None:
-        """Carry out a drain, return or swap."""
-        match event:
-            case DrainRequested():
-                self.drain(event)
-            case ReturnRequested():
-                self.give_back(event)
-            case SwapRequested():
-                self.swap(event)
-
     def drain(self, event: DrainRequested) -> None:
         """Begin a drain (``rackctl drain``)."""
         try:
@@ -136,7 +125,7 @@ class Control:
         self.rack.give_back(slots)
         forgiven = tuple(slot for slot in slots if self.rack.forgive(slot))
         self.replies.say(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
-        self.changed(event.at_ms)
+        self.facts.add(SlotFreed())
 
     def change_policy(self, event: PolicyRequested) -> None:
         """Change the policy from the next decision on (``rackctl policy``). A decision that is being taken is taken
@@ -230,12 +219,11 @@ class Control:
         found = [one.target for one in self.under_way if isinstance(one, Drain) and one.empty and self._is_used(one)]
         return f"{', '.join(found)} is drained: snapshots are kept elsewhere from now on" if found else ""
 
-    def relent(self) -> bool:
-        """Call off all drains, because the job would end without these slots. Return whether there were any."""
+    def call_off_drains(self) -> None:
+        """Call off all drains, because the job would end without these slots."""
         drains = [one for one in self.under_way if isinstance(one, Drain) and one.added]
         for one in drains:
             self._call_off(one, Refused("spares", "the job needs its slots", "ask again when there are spares."))
-        return bool(drains)
 
     def timer(self, request: str) -> None:
         """Stop waiting for copies of what a drained tray keeps."""
@@ -268,15 +256,15 @@ class Control:
         for slot in one.slots:
             record = self.rack.occupants.get(slot)
             if record is not None and record.alive and record.rank is None:
-                self.emit(self.rack.fence(record, one.why))
+                self.out.emit(self.rack.fence(record, one.why))
         if not one.empty:
             one.empty = True
-            self.emit(SetTimer(name=f"copies:{one.request}", at_ms=at_ms + COPIES_MS))
+            self.out.emit(SetTimer(name=f"copies:{one.request}", at_ms=at_ms + COPIES_MS))
         if plain or not (any(slot in self.rack.occupants for slot in one.slots) or self._is_needed(one)):
             self._end(one)
             self.replies.say(one.request, "done", f"{one.target} is empty")
             if one.departing:
-                self.emit(DismissTray(tray=TrayId(one.target), because=one.why))
+                self.out.emit(DismissTray(tray=TrayId(one.target), because=one.why))
 
     def _is_needed(self, one: Drain) -> bool:
         """Return whether the tray may hold a rank's only copy: no other tray has received one since this tray stopped
@@ -356,6 +344,8 @@ class Control:
 
     def _add(self, one: Request) -> None:
         self.under_way.append(one)
+        if isinstance(one, Drain) and one.added:
+            self.rack.revocable[one.request] = None
         self._looked = ()
 
     def _begin(self, one: Request, text: str) -> None:
@@ -364,6 +354,7 @@ class Control:
 
     def _end(self, one: Request) -> None:
         self.under_way.remove(one)
+        self.rack.revocable.pop(one.request, None)
         self._looked = ()
         if isinstance(one, Swap):
             self.recovery.wishes.pop(one.rank, None)

@@ -9,18 +9,20 @@ train.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.facts import Facts, GpusFailed
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.choice import allows
+from rackrun.core.recovery.recovery import Recovery
 from rackrun.core.requests.operator_requests import Control
 from rackrun.core.requests.resize_requests import Sizes
-from rackrun.protocol.commands import Command, Notice, PauseWorkers, SetTimer
+from rackrun.protocol.commands import Notice, PauseWorkers, SetTimer
 from rackrun.protocol.events import WorkerPaused
 from rackrun.protocol.ids import Generation, Rank
 from rackrun.protocol.job_config import JobConfig
@@ -39,24 +41,15 @@ class PlannedSwap:
     seating: Seating
     control: Control
     sizes: Sizes
-    emit: Callable[[Command], None]
-    replace: Callable[[dict[Rank, str], int], None]
-    """Replaces these ranks now, for these reasons."""
-    call_off: Callable[[str, int], None]
-    """Ends a pause without any loss."""
-    shrink: Callable[[list[Rank], int], None]
-    """Goes on without these ranks."""
-    joining: Callable[[int], str]
-    """Returns, for people, the spares that can join as additional ranks; "": none."""
-    grow: Callable[[str, int], None]
-    _pausing: Generation = Generation(0)
-    """The generation whose ranks were told to pause."""
+    recovery: Recovery
+    out: Outbox
+    facts: Facts
     _paused: dict[Rank, None] = field(default_factory=dict)
 
     def look(self, at_ms: int) -> None:
         """Pause all ranks if one should be replaced and a spare is ready, or if spares can join."""
         world = self.world
-        if world.phase is not Phase.TRAINING or self._pausing == world.generation:
+        if world.phase is not Phase.TRAINING or self.world.pausing == world.generation:
             return
         if self._ends():
             return
@@ -64,11 +57,11 @@ class PlannedSwap:
         if not because:
             return
         told = f"{what}, at the next step boundary: {because}"
-        self._pausing = world.generation
+        self.world.pausing = world.generation
         self._paused.clear()
-        self.emit(Notice(text=told))
-        self.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
-        self.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
+        self.out.emit(Notice(text=told))
+        self.out.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
+        self.out.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
 
     def _due(self, at_ms: int) -> tuple[str, str]:
         """Return what all ranks should pause for, and why; two empty strings if for nothing."""
@@ -79,12 +72,7 @@ class PlannedSwap:
         because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items()) or self.control.regroup()
         if because:
             return "a planned swap", because
-        return "the world grows", self.joining(at_ms)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether this generation was told to pause, so that it ends soon."""
-        return self._pausing == self.world.generation != 0
+        return "the world grows", self.recovery.joining(at_ms)
 
     @property
     def all_paused(self) -> bool:
@@ -101,7 +89,7 @@ class PlannedSwap:
 
     def timer(self, generation: str, at_ms: int) -> None:
         """Make the change although some ranks have not paused: as after a loss, the step they are in is repeated."""
-        if generation == str(self._pausing) and self._is_on(self._pausing) and not self._ends():
+        if generation == str(self.world.pausing) and self._is_on(self.world.pausing) and not self._ends():
             self._swap(at_ms)
 
     def _ends(self) -> bool:
@@ -109,19 +97,24 @@ class PlannedSwap:
         return self.world.some_have_finished
 
     def _is_on(self, generation: Generation) -> bool:
-        return generation == self._pausing == self.world.generation and self.world.phase is Phase.TRAINING
+        return generation == self.world.pausing == self.world.generation and self.world.phase is Phase.TRAINING
 
     def _swap(self, at_ms: int) -> None:
         leaving = self._leaving()
+        recovery = self.recovery
         if going := self.sizes.leaving():
-            self.shrink(going, at_ms)
+            recovery.between_steps = self.all_paused
+            recovery.plan_again(f"{named(going)} leave (rackctl shrink)", at_ms)
+            recovery.leaving = tuple(going)
         elif leaving:
-            self.replace(leaving, at_ms)
-        elif self.joining(at_ms):
-            self.grow("all pause, and the world grows", at_ms)
+            recovery.between_steps = self.all_paused
+            self.facts.add(GpusFailed({self.world.seats[rank]: because for rank, because in leaving.items()}))
+        elif self.recovery.joining(at_ms):
+            recovery.growing, recovery.between_steps = True, self.all_paused
+            recovery.plan_again("all pause, and the world grows", at_ms)
         else:
             because = "a planned swap is called off: no better GPU is ready, or none is needed any more"
-            self.call_off(self.control.regroup() or because, at_ms)
+            recovery.absorb(self.control.regroup() or because, at_ms)
 
     def _leaving(self) -> dict[Rank, str]:
         if not self.control.under_way and self.rack.devices.all_usable:
@@ -140,7 +133,7 @@ class PlannedSwap:
     def _with_sources_left(self, leaving: dict[Rank, str]) -> dict[Rank, str]:
         """Keep one replica if all would leave, so that the others can be restored from it. It leaves, with its group,
         the next time."""
-        classes, mesh = self.control.recovery.classes, self.seating.mesh
+        classes, mesh = self.recovery.classes, self.seating.mesh
         staying: list[Rank] = []
         for rank in sorted(leaving, reverse=True):
             same = [one for one in self.world.ranks() if classes.get(one) and classes.get(one) == classes.get(rank)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.requests.pending_requests import Refused
-from rackrun.protocol.commands import Answer, Command
+from rackrun.protocol.commands import Answer
 from rackrun.protocol.ids import SlotId
 
 __all__ = ["Replies"]
@@ -19,13 +19,13 @@ class Replies:
     """Emits answers, each with the present drained slots and departing trays."""
 
     rack: RackMachine
-    emit: Callable[[Command], None]
+    out: Outbox
 
     def say(
         self, request: str, outcome: Literal["begun", "done"], text: str, forgiven: tuple[SlotId, ...] = ()
     ) -> None:
         """Report that a request has begun or is done."""
-        self.emit(
+        self.out.emit(
             Answer(
                 request=request,
                 outcome=outcome,
@@ -38,7 +38,7 @@ class Replies:
 
     def refuse(self, request: str, what: str, refused: Refused, *, called_off: bool = False) -> None:
         """Report that a request is refused or, with ``called_off``, called off after it had begun."""
-        self.emit(
+        self.out.emit(
             Answer(
                 request=request,
                 outcome="refused",

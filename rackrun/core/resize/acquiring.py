@@ -8,15 +8,17 @@ any more. Ranks leave a rack that goes by a planned swap, as they leave a draine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.facts import Facts, SlotFreed, TrayDeparts
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.core.policy.choice import allows, one_line
 from rackrun.core.resize.rented_rack import Rented, Stage
-from rackrun.protocol.commands import Command, Notice, ReleaseRack, RequestRack, SetTimer
+from rackrun.protocol.commands import Notice, ReleaseRack, RequestRack, SetTimer
 from rackrun.protocol.events import DepartureAnnounced, RackDelivered, RackPreempted, RackRefused
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
@@ -37,12 +39,8 @@ class Acquiring:
     config: JobConfig
     world: World
     rack: RackMachine
-    emit: Callable[[Command], None]
-    departs: Callable[[DepartureAnnounced], None]
-    """Handles a tray that has to leave."""
-    changed: Callable[[int], None]
-    """Called when another decision may be possible now."""
-    ending: Callable[[], str]
+    out: Outbox
+    facts: Facts
     rented: dict[int, Rented] = field(default_factory=dict)
     _asked: int = 0
     _failed: int = 0
@@ -97,7 +95,7 @@ class Acquiring:
         self.rented[one.request] = one
         trays = f"{one.trays} {'tray' if one.trays == 1 else 'trays'} of {slots} {'slot' if slots == 1 else 'slots'}"
         self._say(f"{one} is asked for, with {trays}")
-        self.emit(RequestRack(request=one.request, trays=one.trays, slots=slots, because=self.world.reason))
+        self.out.emit(RequestRack(request=one.request, trays=one.trays, slots=slots, because=self.world.reason))
         self._enter(one, Stage.ASKED, self.config.acquire_timeout_ms, at_ms)
 
     def settled(self) -> None:
@@ -116,7 +114,7 @@ class Acquiring:
             if (there := self._over.get(event.request)) is not None:
                 new = [tray for tray in event.trays if tray not in there and tray not in theirs]
                 self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
-                self.emit(ReleaseRack(request=event.request, because="it comes too late"))
+                self.out.emit(ReleaseRack(request=event.request, because="it comes too late"))
             return
         if one.stage is not Stage.ASKED:
             self._say(f"the provider says once more that {one} is there: that is ignored")
@@ -130,7 +128,7 @@ class Acquiring:
             one.named = trays
             self._enter(one, Stage.DELIVERED, self.config.rack_join_ms, event.at_ms)
             self._look_whether_joined(one, event.at_ms)
-        self.changed(event.at_ms)
+        self.facts.add(SlotFreed())
 
     def refused(self, event: RackRefused) -> None:
         """Handle a refusal, or a failure of the provider."""
@@ -141,7 +139,7 @@ class Acquiring:
         elif one.stage in (Stage.ASKED, Stage.DELIVERED):
             what = "the provider failed" if event.failed else "the provider refused it"
             self._fail(one, f"{what}: {because}", event.at_ms, release=event.failed)
-            self.changed(event.at_ms)
+            self.facts.add(SlotFreed())
         else:
             self._say(f"nobody looks after {one} any more: {because}")
 
@@ -162,7 +160,7 @@ class Acquiring:
             self._leave(one, because, event.at_ms, even_if_last=True)
         else:
             self._send_away(going, because, event.at_ms, even_if_last=True)
-        self.changed(event.at_ms)
+        self.facts.add(SlotFreed())
 
     # -- what happens besides --------------------------------------------------------------------------------------
     def tray_joined(self, tray: TrayId, at_ms: int) -> None:
@@ -202,7 +200,7 @@ class Acquiring:
             elif one.stage is Stage.JOINED:
                 start_s = self.config.join_timeout_ms / 1e3
                 self._fail(one, f"none of its workers was ready within {start_s:g} s", at_ms)
-        self.changed(at_ms)
+        self.facts.add(SlotFreed())
 
     def look(self, at_ms: int) -> None:
         """Advance rented racks to their next stage, and give back those that are not needed. Called after every
@@ -217,12 +215,12 @@ class Acquiring:
             if one.stage in (Stage.JOINED, Stage.SERVING) and self._is_useless(one):
                 self._failed = one.failed
                 self._fail(one, f"it is of no use: {self._against(one)}", at_ms)
-                self.changed(at_ms)
+                self.facts.add(SlotFreed())
             elif one.stage is Stage.JOINED and self._has_begun(one):
                 one.stage = Stage.SERVING
             if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
                 one.proved, self._failed = True, 0
-        if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.ending():
+        if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.world.ending():
             self._look_whether_needed(at_ms)
 
     def _now(self) -> tuple[object, ...]:
@@ -231,7 +229,15 @@ class Acquiring:
         world = self.world
         stages = [(one.request, one.stage, one.proved) for one in self.rented.values()]
         sizes = (world.size, world.most, world.spares)
-        return (self.rack.edition, world.generation, world.phase, *sizes, self.ending(), world.policy.rules, stages)
+        return (
+            self.rack.edition,
+            world.generation,
+            world.phase,
+            *sizes,
+            self.world.ending(),
+            world.policy.rules,
+            stages,
+        )
 
     # -- until it is given back ------------------------------------------------------------------------------------
     def own_first(self, slots: Sequence[SlotId]) -> list[SlotId]:
@@ -299,7 +305,7 @@ class Acquiring:
 
     def _enter(self, one: Rented, stage: Stage, for_ms: int, at_ms: int) -> None:
         one.stage, one.until_ms = stage, at_ms + for_ms
-        self.emit(SetTimer(name=f"rack:{one.request}:{stage.value}", at_ms=one.until_ms))
+        self.out.emit(SetTimer(name=f"rack:{one.request}:{stage.value}", at_ms=one.until_ms))
 
     def _look_whether_joined(self, one: Rented, at_ms: int) -> None:
         if all(tray in self.rack.trays for tray in one.named):
@@ -358,7 +364,7 @@ class Acquiring:
         del self.rented[one.request]
         self._over[one.request] = one.there
         if told:
-            self.emit(ReleaseRack(request=one.request, because=why))
+            self.out.emit(ReleaseRack(request=one.request, because=why))
         if not gone:
             self._send_away(one.named, f"{one} is given back ({why})", at_ms)
 
@@ -372,7 +378,8 @@ class Acquiring:
                 self._unwanted[tray] = because
                 continue
             self._unwanted.pop(tray, None)
-            self.departs(DepartureAnnounced(at_ms=at_ms, tray=tray, because=because, exit_code=_EXIT_CODE))
+            event = DepartureAnnounced(at_ms=at_ms, tray=tray, because=because, exit_code=_EXIT_CODE)
+            self.facts.add(TrayDeparts(event))
 
     def _say(self, text: str) -> None:
-        self.emit(Notice(text=text))
+        self.out.emit(Notice(text=text))

@@ -6,11 +6,12 @@ for it. Every attempt costs all ranks a pause, so each failed one doubles the ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.members.workers import WorkerRecord
-from rackrun.protocol.commands import Command, Notice, SetTimer, Worker
+from rackrun.protocol.commands import Notice, SetTimer, Worker
 from rackrun.protocol.ids import BEGIN, Position
 
 __all__ = ["PAUSE_MS", "PAUSE_MS_MAX", "PROVEN_STEPS", "Growth"]
@@ -25,7 +26,7 @@ PROVEN_STEPS = 3
 class Growth:
     """Counts failed attempts to grow."""
 
-    emit: Callable[[Command], None]
+    out: Outbox
     _failed: int = 0
     """Number of consecutive failed attempts."""
     _due_ms: int = 0
@@ -69,5 +70,5 @@ class Growth:
         pause_ms = min(PAUSE_MS << min(self._failed - 1, 16), PAUSE_MS_MAX)
         self._due_ms = at_ms + pause_ms
         times = f"{self._failed} times in a row" if self._failed > 1 else "once"
-        self.emit(Notice(text=f"growing has failed {times}: {why}; not again for {pause_ms // 1000} s"))
-        self.emit(SetTimer(name=f"grow:{self._due_ms}", at_ms=self._due_ms))
+        self.out.emit(Notice(text=f"growing has failed {times}: {why}; not again for {pause_ms // 1000} s"))
+        self.out.emit(SetTimer(name=f"grow:{self._due_ms}", at_ms=self._due_ms))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.policy.measured_costs import Meter
 from rackrun.core.resize.acquiring import Acquiring
-from rackrun.protocol.commands import Command, SetTimer, StartWorker
+from rackrun.protocol.commands import SetTimer, StartWorker
 from rackrun.protocol.ids import SlotId, tray_of
 
 __all__ = ["CALM_MS_MAX", "CALM_STEPS", "Background"]
@@ -26,7 +26,7 @@ class Background:
     rack: RackMachine
     acquiring: Acquiring
     meter: Meter
-    emit: Callable[[Command], None]
+    out: Outbox
     _calm_ms: int = 0
     """Time until which no spare starts."""
 
@@ -35,7 +35,7 @@ class Background:
         first_steps_ms = round((self.meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
         self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
         if self._calm_ms > at_ms:
-            self.emit(SetTimer(name=f"calm:{self.world.generation}", at_ms=self._calm_ms))
+            self.out.emit(SetTimer(name=f"calm:{self.world.generation}", at_ms=self._calm_ms))
 
     def top_up(self, at_ms: int) -> None:
         """Start spares in free slots, so that they are ready before they are needed.
@@ -48,7 +48,7 @@ class Background:
         wanted = self.world.spares + self.world.full - self.world.size
         short = max(wanted - len(self.rack.spares()), self.acquiring.spares_short(), 0)
         for slot in self.acquiring.own_first(self.rack.free_slots())[:short]:
-            self.emit(self.start_spare(slot))
+            self.out.emit(self.start_spare(slot))
 
     def start_spare(self, slot: SlotId) -> StartWorker:
         """Return the command that starts a spare.

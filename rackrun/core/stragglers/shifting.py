@@ -12,13 +12,13 @@ whatever is lost during a change, all ranks have the same shares: the old, the n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.placement.seating import Seating
 from rackrun.core.stragglers.shares import shared_out, sharing
-from rackrun.protocol.commands import Command, DealShards, Notice, Worker
+from rackrun.protocol.commands import DealShards, Notice, Worker
 from rackrun.protocol.events import SlowRanksChanged
 from rackrun.protocol.job_config import JobConfig
 
@@ -32,9 +32,7 @@ class Shifting:
     config: JobConfig
     world: World
     seating: Seating
-    emit: Callable[[Command], None]
-    ends: Callable[[], bool]
-    """Returns whether this generation or the job is about to end; then no deal is made."""
+    out: Outbox
     _times: dict[Worker, float] = field(default_factory=dict)
     """For each slow worker, its time divided by that of its peers."""
     _rest: float = 0.0
@@ -64,7 +62,7 @@ class Shifting:
     def look(self) -> None:
         """Deal new shares if they differ from the present ones."""
         world = self.world
-        if world.phase is not Phase.TRAINING or self.ends():
+        if world.phase is not Phase.TRAINING or self.world.generation_ends:
             return
         shares = self._wanted()
         self._say_who_keeps(shares)
@@ -73,8 +71,8 @@ class Shifting:
         self._shares = shares
         self._number += 1
         told = self._told(shares)
-        self.emit(Notice(text=told))
-        self.emit(
+        self.out.emit(Notice(text=told))
+        self.out.emit(
             DealShards(
                 generation=world.generation,
                 number=self._number,
@@ -142,4 +140,4 @@ class Shifting:
         kept = self._slow(), why
         if kept != self._kept:
             self._kept = kept
-            self.emit(Notice(text=f"{kept[0]} slow, with as many micro-batches as before: {why}"))
+            self.out.emit(Notice(text=f"{kept[0]} slow, with as many micro-batches as before: {why}"))

@@ -14,11 +14,13 @@ things prevent a swap, and each is reported:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.facts import Facts, HardwareChanged
 from rackrun.core.members.gpu_fitness import Devices
-from rackrun.protocol.commands import Command, Notice
+from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import SlowRank, SlowRanksChanged
 from rackrun.protocol.ids import Generation, Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
@@ -37,9 +39,8 @@ class Slowness:
 
     config: JobConfig
     devices: Devices
-    emit: Callable[[Command], None]
-    changed: Callable[[int], None]
-    """Called when something new is known about a slot."""
+    out: Outbox
+    facts: Facts
     _slow: dict[Rank, SlowRank] = field(default_factory=dict)
     _everybody: bool = False
     _sent: dict[Rank, int] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class Slowness:
                 waits = True
                 self._sent[one.rank] = at_ms
                 self.devices.put_on_probation(one.slot, f"slow: {_measured(one)}")
-                self.changed(at_ms)
+                self.facts.add(HardwareChanged())
 
     def _against(self, one: SlowRank, at_ms: int) -> str:
         """Return why a slow rank must not be replaced; "": it may be."""
@@ -106,27 +107,29 @@ class Slowness:
     def _hold(self, rank: Rank, why: str) -> None:
         if self._held.get(rank) != why:
             self._held[rank] = why
-            self.emit(Notice(text=f"rank {rank} is slow, and not replaced: {why}"))
+            self.out.emit(Notice(text=f"rank {rank} is slow, and not replaced: {why}"))
 
     # -- for people
     def _say(self, slow: Mapping[Rank, SlowRank], seats: Mapping[Rank, SlotId], everybody: float) -> None:
         for rank, one in slow.items():
             known = self._slow.get(rank)
             if known is None or known.slot != one.slot:
-                self.emit(Notice(text=f"rank {rank} on {one.slot} is slow: {_measured(one)}"))
+                self.out.emit(Notice(text=f"rank {rank} on {one.slot} is slow: {_measured(one)}"))
         for rank, one in self._slow.items():
             if rank not in slow and seats.get(rank) == one.slot:
-                self.emit(Notice(text=f"rank {rank} on {one.slot} is slow no more"))
+                self.out.emit(Notice(text=f"rank {rank} on {one.slot} is slow no more"))
         before = _whole_trays(self._slow, seats)
         for tray, ranks in _whole_trays(slow, seats).items():
             if tray not in before:
                 told = ", ".join(map(str, ranks))
-                self.emit(Notice(text=f"{tray} is slow as a whole (ranks {told}): look at the tray, not at its GPUs"))
+                self.out.emit(
+                    Notice(text=f"{tray} is slow as a whole (ranks {told}): look at the tray, not at its GPUs")
+                )
         if everybody and not self._everybody:
             text = f"all ranks take {everybody:g} times as long as they once did, each on its own: nobody is to blame"
-            self.emit(Notice(text=text))
+            self.out.emit(Notice(text=text))
         elif self._everybody and not everybody:
-            self.emit(Notice(text="the ranks are about as fast again as they once were"))
+            self.out.emit(Notice(text="the ranks are about as fast again as they once were"))
         self._everybody = bool(everybody)
 
 

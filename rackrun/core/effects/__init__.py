@@ -1,0 +1,1 @@
+"""What an event leads to: the commands that are to be carried out."""

@@ -1,0 +1,478 @@
+"""Apply: one table from each type of event to the function that takes it into the state.
+
+What is stale is rejected here: events of workers that are no more, or not the ones that they were. Nothing else looks
+at that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from rackrun.core.faults.peer_times import hangs
+from rackrun.core.faults.stalls import stands
+from rackrun.core.generation.facts import HardwareChanged, SlotFreed, StartFailed, SwapDue, TrayDeparts
+from rackrun.core.generation.world import IN_PLACE, Phase
+from rackrun.core.lifecycle.shutdown import EXITS_MS
+from rackrun.core.machine.job import Job
+from rackrun.core.machine.rules import settle
+from rackrun.core.members.workers import Loss, WorkerRecord, WorkerState
+from rackrun.protocol.events import (
+    BatchChanged,
+    BreakerClosed,
+    CostsMeasured,
+    DepartureAnnounced,
+    DeviceChecked,
+    DeviceJudged,
+    DrainRequested,
+    Event,
+    GrowRequested,
+    JournalFailed,
+    LossNotRepeated,
+    OfWorker,
+    PolicyAnswered,
+    PolicyRequested,
+    RackDelivered,
+    RackPreempted,
+    RackRefused,
+    ReplicasDiffer,
+    ReturnRequested,
+    ShrinkRequested,
+    SlowRanksChanged,
+    SnapshotDamaged,
+    SnapshotMirrored,
+    SnapshotStriped,
+    StopRequested,
+    SwapRequested,
+    TimerFired,
+    TrayDescribed,
+    TrayJoined,
+    TrayLost,
+    WorkerBusy,
+    WorkerElastic,
+    WorkerExited,
+    WorkerFinished,
+    WorkerParked,
+    WorkerPaused,
+    WorkerReady,
+    WorkerResumed,
+    WorkerSevered,
+    WorkerStalled,
+    WorkerUnbuilt,
+)
+from rackrun.protocol.ids import Position, SlotId, TrayId
+
+__all__ = ["APPLY", "APPLY_OF_WORKER", "apply"]
+
+E = TypeVar("E", bound=Event)
+W = TypeVar("W", bound=OfWorker)
+_OfJob = Callable[[Job, E], None]
+_OfWorker = Callable[[Job, WorkerRecord, W], None]
+
+APPLY: dict[type[Event], Callable[[Job, Event], None]] = {}
+"""For each type of event that no worker sends: the function that takes it into the state."""
+APPLY_OF_WORKER: dict[type[Event], Callable[[Job, WorkerRecord, Event], None]] = {}
+"""The same for the events of workers. The function is given the worker's record."""
+
+_OF_A_START = (WorkerReady, WorkerElastic)
+"""Events that a spare sends when it starts. They say nothing about the members."""
+_OUTLIVES = (SnapshotMirrored, SnapshotStriped)
+"""Events that count although their worker is condemned, because copies outlive it."""
+
+
+def apply(job: Job, event: Event) -> None:
+    """Take an event into the state, and act on the facts that it leaves."""
+    if not isinstance(event, OfWorker):
+        job.recovery.forget_members()
+        APPLY[type(event)](job, event)
+    else:
+        record = job.rack.current(event)
+        if record is None or not _counts(record, event):
+            return
+        if record.rank is None and isinstance(event, _OF_A_START):
+            APPLY_OF_WORKER[type(event)](job, record, event)
+            settle(job, event.at_ms)
+            return
+        job.recovery.forget_members()
+        APPLY_OF_WORKER[type(event)](job, record, event)
+    settle(job, event.at_ms)
+    job.recovery.forget_members()
+
+
+def _counts(record: WorkerRecord, event: OfWorker) -> bool:
+    """Return whether an event of a worker counts. Of a condemned worker, only its exit and its copies do."""
+    if record.alive or isinstance(event, WorkerExited):
+        return True
+    return isinstance(event, _OUTLIVES) and not record.lied
+
+
+def _on(kind: type[E]) -> Callable[[_OfJob[E]], _OfJob[E]]:
+    def add(function: _OfJob[E]) -> _OfJob[E]:
+        APPLY[kind] = function  # type: ignore[index, assignment]
+        return function
+
+    return add
+
+
+def _on_worker(kind: type[W]) -> Callable[[_OfWorker[W]], _OfWorker[W]]:
+    def add(function: _OfWorker[W]) -> _OfWorker[W]:
+        APPLY_OF_WORKER[kind] = function  # type: ignore[index, assignment]
+        return function
+
+    return add
+
+
+# -- members: what a generation hears from its ranks -------------------------------------------------------------------
+@_on_worker(WorkerParked)
+def _parked(job: Job, record: WorkerRecord, event: WorkerParked) -> None:
+    job.recovery.parked(record, event)
+
+
+@_on_worker(WorkerResumed)
+def _resumed(job: Job, record: WorkerRecord, event: WorkerResumed) -> None:
+    job.recovery.resumed(record, event)
+
+
+@_on_worker(WorkerSevered)
+def _severed(job: Job, record: WorkerRecord, event: WorkerSevered) -> None:
+    job.recovery.severed(record, event)
+
+
+@_on_worker(WorkerUnbuilt)
+def _unbuilt(job: Job, record: WorkerRecord, event: WorkerUnbuilt) -> None:
+    if job.world.phase is not Phase.SETUP:
+        job.recovery.unbuilt(record, event)
+    elif event.generation == job.world.generation and record.rank is not None:
+        # All ranks were there, and the others may wait for this rank in NCCL; only ending them ends that wait.
+        because = f"could not build its groups ({event.because})"
+        losses = [Loss(record=record, because=because)]
+        job.facts.add(StartFailed(f"rank {record.rank} {because}", losses))
+
+
+@_on_worker(WorkerPaused)
+def _paused(job: Job, record: WorkerRecord, event: WorkerPaused) -> None:
+    job.swap.paused(record, event)
+
+
+@_on_worker(WorkerReady)
+def _ready(job: Job, record: WorkerRecord, event: WorkerReady) -> None:
+    job.numerics.heard(event)
+    job.beginning.ready(record, event, event.at_ms)
+
+
+@_on_worker(WorkerElastic)
+def _elastic(job: Job, record: WorkerRecord, event: WorkerElastic) -> None:  # noqa: ARG001
+    job.beginning.elastic()
+
+
+@_on_worker(WorkerFinished)
+def _finished(job: Job, record: WorkerRecord, event: WorkerFinished) -> None:
+    """Record that ``main`` has returned on a rank."""
+    if record.rank is None or record.state is WorkerState.RELEASED:
+        return
+    record.finished, record.returned_in_ms = True, event.took_ms
+    if record.state is WorkerState.STARTING:  # its `main` returned before the first step
+        job.beginning.ready(record, None, event.at_ms)
+        settle(job, event.at_ms)
+    elif job.world.phase is Phase.TRAINING:
+        job.world.answered(record.rank)
+    job.finale.look(event.at_ms)
+
+
+@_on_worker(WorkerExited)
+def _exited(job: Job, record: WorkerRecord, event: WorkerExited) -> None:
+    condemned = not record.alive
+    job.world.reached = max(job.world.reached, Position(event.step))
+    loss = job.rack.exited(record, event)
+    job.recovery.sources.remember(record, event)
+    if condemned:  # it was counted as lost when it was fenced
+        job.recovery.seen_to_end(loss)
+        job.facts.add(SlotFreed())
+    else:
+        job.losses.lost([loss], event.at_ms)
+
+
+@_on_worker(WorkerStalled)
+def _stalled(job: Job, record: WorkerRecord, event: WorkerStalled) -> None:
+    """A worker makes no progress. A member's stall concerns the whole world, a spare's only itself."""
+    standstill, setup = job.recovery.standstill, job.world.phase is Phase.SETUP
+    because = f"silent for {event.for_ms} ms" if event.silent else f"stalled for {event.for_ms} ms"
+    because += f": {stands(event)}" if event.unit else f": {event.where}" if event.where else ""
+    if event.over:
+        if record.rank is not None:
+            standstill.stalled(record, event)
+    elif record.state is WorkerState.RELEASED:
+        job.finale.stands_still(record, event, because)
+    elif record.rank is None:
+        if not event.early or _hangs_in_setup(job, record, event):
+            job.out.emit(job.rack.fence(record, because, fault=True))
+    elif setup and event.early:
+        standstill.stalled(record, event)
+        if record.rank in standstill.hung(event.at_ms):
+            _lose_in_setup(job, record, because, event.at_ms)
+    elif setup:
+        if event.silent or not event.waiting:
+            _lose_in_setup(job, record, because, event.at_ms)
+    else:
+        standstill.stalled(record, event)
+
+
+def _lose_in_setup(job: Job, record: WorkerRecord, because: str, at_ms: int) -> None:
+    job.out.emit(job.rack.fence(record, because, fault=True))
+    job.losses.lost([Loss(record=record, because=because)], at_ms)
+
+
+def _hangs_in_setup(job: Job, record: WorkerRecord, event: WorkerStalled) -> bool:
+    """Return whether an idle spare hangs in its setup, by the setup times of other workers."""
+    known_ms = job.beginning.setup_ms
+    return record.state is WorkerState.STARTING and known_ms >= 0 and hangs(event.for_ms, [known_ms])
+
+
+@_on_worker(WorkerBusy)
+def _busy(job: Job, record: WorkerRecord, event: WorkerBusy) -> None:
+    if record.rank is not None:
+        job.recovery.standstill.works(record, event)
+
+
+@_on_worker(BatchChanged)
+def _batch_changed(job: Job, record: WorkerRecord, event: BatchChanged) -> None:  # noqa: ARG001
+    job.batches.heard(event)
+
+
+@_on_worker(ReplicasDiffer)
+def _replicas_differ(job: Job, record: WorkerRecord, event: ReplicasDiffer) -> None:
+    job.corruption.heard(event, record)
+
+
+@_on_worker(LossNotRepeated)
+def _loss_not_repeated(job: Job, record: WorkerRecord, event: LossNotRepeated) -> None:
+    job.corruption.heard(event, record)
+
+
+# -- snapshots ---------------------------------------------------------------------------------------------------------
+@_on_worker(SnapshotMirrored)
+def _mirrored(job: Job, record: WorkerRecord, event: SnapshotMirrored) -> None:
+    job.recovery.sources.mirrored(record, event)
+
+
+@_on_worker(SnapshotStriped)
+def _striped(job: Job, record: WorkerRecord, event: SnapshotStriped) -> None:
+    job.recovery.sources.striped(record, event)
+
+
+@_on_worker(SnapshotDamaged)
+def _damaged(job: Job, record: WorkerRecord, event: SnapshotDamaged) -> None:
+    job.recovery.sources.damaged(record, event)
+
+
+# -- trays -------------------------------------------------------------------------------------------------------------
+@_on(TrayJoined)
+def _tray_joined(job: Job, event: TrayJoined) -> None:
+    """A tray has joined: its slots are free."""
+    if event.tray in job.rack.trays:
+        _lose_tray(job, event.tray, f"{event.tray} came back empty", event.at_ms)
+        settle(job, event.at_ms)
+    if job.world.phase is Phase.STOPPED:
+        return
+    job.rack.join(event)
+    job.acquiring.tray_joined(event.tray, event.at_ms)
+    settle(job, event.at_ms)
+    if job.world.phase is Phase.FORMING:
+        job.forming.joined(event)
+    else:
+        job.forming.joined_late(event)
+        job.facts.add(SlotFreed())
+
+
+@_on(TrayDescribed)
+def _tray_described(job: Job, event: TrayDescribed) -> None:
+    """The topology of a tray that has already joined is known now."""
+    known = job.rack.trays.get(event.tray)
+    if known is None:
+        return
+    joined = msgspec.structs.replace(known, at_ms=event.at_ms, topology=event.topology)
+    job.rack.describe(joined)
+    if job.world.phase is not Phase.FORMING:
+        job.forming.joined_late(joined)
+        job.facts.add(HardwareChanged())
+
+
+@_on(TrayLost)
+def _tray_lost(job: Job, event: TrayLost) -> None:
+    _lose_tray(job, event.tray, f"{event.tray} lost: {event.because}", event.at_ms, returns=event.returns)
+
+
+def _lose_tray(job: Job, tray: TrayId, because: str, at_ms: int, *, returns: bool = False) -> None:
+    if tray not in job.rack.trays:
+        if job.rack.returning.pop(tray, None):
+            job.facts.add(SlotFreed())  # whatever waits for the tray has to be checked again
+        return
+    address = job.rack.trays[tray].snapshots
+    if (why := job.rack.departing.get(tray)) is not None:
+        because = f"{because}; {why}"
+    losses = job.rack.lose_tray(tray, because, returns=returns)
+    job.triage.forget(tray)
+    job.control.tray_lost(tray)
+    job.acquiring.tray_lost(tray, at_ms)
+    job.recovery.sources.forget_tray(tray)
+    job.losses.lost(losses, at_ms)
+    job.recovery.sources.tray_lost(tray, address)
+
+
+@_on(DepartureAnnounced)
+def _departs(job: Job, event: DepartureAnnounced) -> None:
+    job.facts.add(TrayDeparts(event))
+
+
+# -- hardware ----------------------------------------------------------------------------------------------------------
+@_on(DeviceJudged)
+def _device_judged(job: Job, event: DeviceJudged) -> None:
+    job.triage.judged(event)
+
+
+@_on(DeviceChecked)
+def _device_checked(job: Job, event: DeviceChecked) -> None:
+    job.triage.checked(event)
+
+
+@_on(BreakerClosed)
+def _breaker_closed(job: Job, event: BreakerClosed) -> None:
+    """Act on the verdicts that the circuit breaker holds back."""
+    job.triage.close_breaker(event.at_ms)
+    settle(job, event.at_ms)
+    if job.world.plan is not None:
+        job.slowness.close_breaker(job.world.seats, event.at_ms)
+
+
+@_on(SlowRanksChanged)
+def _slow_ranks_changed(job: Job, event: SlowRanksChanged) -> None:
+    if job.world.plan is not None:
+        job.slowness.heard(event, job.world.plan.generation, job.world.seats)
+        settle(job, event.at_ms)  # a swap that begins now ends the generation, and no shares are dealt
+        job.shifting.heard(event)
+
+
+# -- operators, policy and provider ------------------------------------------------------------------------------------
+@_on(DrainRequested)
+def _drain_requested(job: Job, event: DrainRequested) -> None:
+    job.control.drain(event)
+
+
+@_on(ReturnRequested)
+def _return_requested(job: Job, event: ReturnRequested) -> None:
+    job.control.give_back(event)
+
+
+@_on(SwapRequested)
+def _swap_requested(job: Job, event: SwapRequested) -> None:
+    job.control.swap(event)
+
+
+@_on(ShrinkRequested)
+def _shrink_requested(job: Job, event: ShrinkRequested) -> None:
+    job.sizes.ask(event)
+    job.facts.add(SwapDue())
+
+
+@_on(GrowRequested)
+def _grow_requested(job: Job, event: GrowRequested) -> None:
+    job.sizes.ask(event)
+    job.facts.add(SwapDue())
+
+
+@_on(PolicyRequested)
+def _policy_requested(job: Job, event: PolicyRequested) -> None:
+    job.control.change_policy(event)
+    job.facts.add(SwapDue())
+
+
+@_on(PolicyAnswered)
+def _policy_answered(job: Job, event: PolicyAnswered) -> None:
+    job.recovery.answered(event)
+
+
+@_on(RackDelivered)
+def _rack_delivered(job: Job, event: RackDelivered) -> None:
+    job.acquiring.delivered(event)
+
+
+@_on(RackRefused)
+def _rack_refused(job: Job, event: RackRefused) -> None:
+    job.acquiring.refused(event)
+
+
+@_on(RackPreempted)
+def _rack_preempted(job: Job, event: RackPreempted) -> None:
+    job.acquiring.preempted(event)
+
+
+@_on(StopRequested)
+def _stop_requested(job: Job, event: StopRequested) -> None:
+    job.finale.requested(event, may_drain=job.world.phase in IN_PLACE)
+
+
+# -- the coordinator itself --------------------------------------------------------------------------------------------
+@_on(CostsMeasured)
+def _costs_measured(job: Job, event: CostsMeasured) -> None:
+    """The meter has recorded them."""
+
+
+@_on(JournalFailed)
+def _journal_failed(job: Job, event: JournalFailed) -> None:
+    because = f"generation {job.world.generation} could not be persisted: {event.because}"
+    job.end.stop(3, because, remedy="free disk space where the journal is kept, and start again.")
+
+
+@_on(TimerFired)
+def _timer_fired(job: Job, event: TimerFired) -> None:
+    """Pass an expired timer to the part that set it, by the first part of its name."""
+    world, at_ms = job.world, event.at_ms
+    kind, _, number = event.name.partition(":")
+    if kind in ("join", "last-call", "fit"):
+        job.forming.timer(kind, at_ms)
+    elif kind == "drain":
+        job.finale.overdue()
+    elif kind == "breaker":
+        job.triage.tick(at_ms)
+    elif kind == "calm" and world.phase is Phase.TRAINING:
+        job.background.top_up(at_ms)
+    elif kind == "failed":
+        job.triage.overdue(number)
+    elif kind == "copies":
+        job.control.timer(number)
+    elif kind == "pause":
+        job.swap.timer(number, at_ms)
+    elif kind == "quarantine":
+        if job.rack.lift_quarantine(SlotId(number)):
+            job.facts.add(SlotFreed())
+    elif kind == "grow":
+        job.facts.add(SwapDue())
+    elif kind == "policy":
+        job.recovery.overdue(number, at_ms)
+    elif kind == "rack":
+        job.acquiring.timer(number, at_ms)
+    elif kind == "bugs" and number == str(world.generation):
+        job.losses.bugs_overdue(at_ms)
+    elif kind == "exits" and number == str(world.generation):
+        _exits_overdue(job)
+    else:
+        job.recovery.timer(event.name, at_ms)
+
+
+def _exits_overdue(job: Job) -> None:
+    """Stop the job if workers did not exit in time during a restart or at the end."""
+    world, restarting = job.world, job.world.phase is Phase.RESTARTING
+    if not restarting and world.phase is not Phase.ENDING:
+        return
+    if restarting and not job.rack.occupants:
+        job.restart.no_slots()
+        return
+    left = sorted(job.rack.occupants) if restarting else job.finale.not_gone()
+    within_ms = job.config.join_timeout_ms if restarting else max(job.config.join_timeout_ms, EXITS_MS)
+    job.end.stop(
+        3,
+        f"{', '.join(left)} did not exit within {within_ms} ms ({world.reason})",
+        remedy="look for processes that cannot be killed (state D): a device or a file system hangs.",
+    )

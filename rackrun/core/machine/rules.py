@@ -1,0 +1,223 @@
+"""Rules: who acts on the facts that an event has left, and what is looked at after every event.
+
+`settle` acts on each fact; the facts that follow from one are handled before the next. `advance` then goes through the
+rules of `RULES`, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from rackrun.core.generation.facts import (
+    AllTrain,
+    Fact,
+    GpusFailed,
+    HardwareChanged,
+    PlanImpossible,
+    RanksRetired,
+    RestartDue,
+    ShrinkImpossible,
+    SlotFreed,
+    SlotsNeeded,
+    StartFailed,
+    StateWrong,
+    StepRepeats,
+    SwapDue,
+    TrayDeparts,
+    WorkersStall,
+)
+from rackrun.core.generation.world import IN_PLACE, Phase
+from rackrun.core.machine.job import Job
+from rackrun.core.members.workers import Loss
+from rackrun.protocol.commands import SetTimer
+from rackrun.protocol.events import StopRequested
+
+__all__ = ["REACTIONS", "RULES", "advance", "settle"]
+
+F = TypeVar("F", bound=Fact)
+_Reaction = Callable[[Job, F, int], None]
+
+REACTIONS: dict[type[Fact], Callable[[Job, Fact, int], None]] = {}
+"""For each type of fact: who acts on it."""
+
+
+def advance(job: Job, at_ms: int) -> None:
+    """Look at what may have to go on after any event."""
+    for rule in RULES:
+        rule(job, at_ms)
+        settle(job, at_ms)
+
+
+def settle(job: Job, at_ms: int) -> None:
+    """Act on the facts that were found, and on those that follow from them, until there is none."""
+    waiting = job.facts.take()
+    waiting.reverse()
+    while waiting:
+        fact = waiting.pop()
+        REACTIONS[type(fact)](job, fact, at_ms)
+        found = job.facts.take()
+        found.reverse()
+        waiting += found
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+def _on(kind: type[F]) -> Callable[[_Reaction[F]], _Reaction[F]]:
+    def add(function: _Reaction[F]) -> _Reaction[F]:
+        REACTIONS[kind] = function  # type: ignore[index, assignment]
+        return function
+
+    return add
+
+
+@_on(SlotFreed)
+def _use_slots(job: Job, fact: SlotFreed, at_ms: int) -> None:  # noqa: ARG001
+    """Let whatever waits for a slot continue."""
+    match job.world.phase:
+        case Phase.FORMING:
+            job.forming.look(at_ms)
+        case Phase.TRAINING:
+            job.background.top_up(at_ms)
+        case Phase.PARKING:
+            job.recovery.decide(at_ms)
+        case Phase.RESTARTING:
+            job.restart.look()
+        case _:
+            pass
+
+
+@_on(HardwareChanged)
+def _look_again(job: Job, fact: HardwareChanged, at_ms: int) -> None:  # noqa: ARG001
+    job.facts.add(SlotFreed())
+    job.facts.add(SwapDue())
+
+
+@_on(SwapDue)
+def _begin_swap(job: Job, fact: SwapDue, at_ms: int) -> None:  # noqa: ARG001
+    if job.world.stopping is None:
+        job.swap.look(at_ms)
+
+
+@_on(SlotsNeeded)
+def _call_off_drains(job: Job, fact: SlotsNeeded, at_ms: int) -> None:  # noqa: ARG001
+    job.control.call_off_drains()
+    job.facts.add(SlotFreed())
+
+
+@_on(GpusFailed)
+def _fence(job: Job, fact: GpusFailed, at_ms: int) -> None:
+    if job.world.phase in (Phase.ENDING, Phase.STOPPED):
+        return  # all workers end anyway
+    occupants = [(job.rack.occupants.get(slot), why) for slot, why in fact.because.items()]
+    losses = [Loss(record=record, because=why) for record, why in occupants if record is not None and record.alive]
+    for loss in losses:
+        job.recovery.fencing.fence(loss.record, loss.because)
+    job.losses.lost(losses, at_ms)
+
+
+@_on(WorkersStall)
+def _condemn(job: Job, fact: WorkersStall, at_ms: int) -> None:
+    job.recovery.condemn(fact.records, fact.because, at_ms)
+
+
+@_on(StepRepeats)
+def _repeat_step(job: Job, fact: StepRepeats, at_ms: int) -> None:
+    job.recovery.absorb(fact.because, at_ms)
+
+
+@_on(PlanImpossible)
+def _plan_again(job: Job, fact: PlanImpossible, at_ms: int) -> None:
+    job.recovery.plan_again(fact.because, at_ms)
+
+
+@_on(ShrinkImpossible)
+def _refuse_shrink(job: Job, fact: ShrinkImpossible, at_ms: int) -> None:  # noqa: ARG001
+    job.sizes.called_off(fact.because)
+
+
+@_on(StartFailed)
+def _start_again(job: Job, fact: StartFailed, at_ms: int) -> None:
+    job.restart.early(fact.because, fact.losses, at_ms)
+
+
+@_on(RestartDue)
+def _restart(job: Job, fact: RestartDue, at_ms: int) -> None:
+    job.restart.begin(fact.because, fact.loss, at_ms)
+
+
+@_on(RanksRetired)
+def _retire(job: Job, fact: RanksRetired, at_ms: int) -> None:
+    job.finale.retired(fact.losses, at_ms)
+
+
+@_on(StateWrong)
+def _replace_wrong(job: Job, fact: StateWrong, at_ms: int) -> None:
+    """Fence workers whose state is wrong, and use nothing that they leave behind."""
+    for record in fact.records:
+        record.lied = True
+        job.recovery.fencing.fence(record, fact.because, fault=True)
+    job.losses.lost([Loss(record=record, because=fact.because) for record in fact.records], at_ms)
+
+
+@_on(AllTrain)
+def _train(job: Job, fact: AllTrain, at_ms: int) -> None:  # noqa: ARG001
+    """Begin what had to wait until all ranks compute."""
+    job.acquiring.settled()
+    job.background.rest(at_ms)
+    job.background.top_up(at_ms)
+    job.finale.drain()
+    job.finale.look(at_ms)
+    if job.world.stopping is None:
+        job.swap.look(at_ms)
+    job.shifting.look()
+    job.recovery.standstill.judge()
+
+
+@_on(TrayDeparts)
+def _depart(job: Job, fact: TrayDeparts, at_ms: int) -> None:  # noqa: ARG001
+    """Let a tray leave. If it is the last one, the job ends in order."""
+    event = fact.event
+    if not job.control.departs(event) and job.world.phase is not Phase.FORMING:
+        because = f"{event.because}, and no other tray stays"
+        stop = StopRequested(at_ms=event.at_ms, because=because, exit_code=event.exit_code)
+        job.finale.departed(stop, may_drain=job.world.phase in IN_PLACE)
+
+
+# -- after every event -------------------------------------------------------------------------------------------------
+def _wake_breaker(job: Job, at_ms: int) -> None:  # noqa: ARG001
+    job.triage.set_timer()
+
+
+def _follow_racks(job: Job, at_ms: int) -> None:
+    if job.acquiring.rented:
+        job.acquiring.look(at_ms)
+
+
+def _follow_requests(job: Job, at_ms: int) -> None:
+    if job.control.under_way and job.control.look(at_ms):
+        job.facts.add(SwapDue())
+
+
+def _follow_sizes(job: Job, at_ms: int) -> None:  # noqa: ARG001
+    if job.sizes.under_way is not None:
+        job.sizes.look()
+
+
+def _kill_condemned(job: Job, at_ms: int) -> None:
+    job.recovery.fencing.look(at_ms)
+
+
+def _lift_quarantines(job: Job, at_ms: int) -> None:  # noqa: ARG001
+    for slot, until_ms in job.rack.quarantine.take_new():
+        job.out.emit(SetTimer(name=f"quarantine:{slot}", at_ms=until_ms))
+
+
+RULES: tuple[Callable[[Job, int], None], ...] = (
+    _wake_breaker,
+    _follow_racks,
+    _follow_requests,
+    _follow_sizes,
+    _kill_condemned,
+    _lift_quarantines,
+)
+"""What is looked at after every event. Each costs nothing as long as it has nothing to do."""
