@@ -12,9 +12,9 @@ from core_told import Told, every, only, plan_in, stop_in
 from test_storms import KINDS, play
 
 from rackrun.core.machine.control_plane import ControlPlane
-from rackrun.core.policy.ask_policy import ANSWER_MS
 from rackrun.core.policy.choice import parse_rules
 from rackrun.core.policy.measured_costs import Meter
+from rackrun.core.recovery.ask_policy import ANSWER_MS
 from rackrun.protocol.commands import (
     Answer,
     AskPolicy,

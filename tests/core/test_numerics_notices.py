@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.lifecycle.numerics_notices import NumericsNotices, differences
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import WorkerReady

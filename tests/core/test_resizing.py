@@ -7,7 +7,7 @@ import pytest
 from core_followed import FollowedCore
 from core_told import Told, every, only, plan_in, ranks
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import World
 from rackrun.core.lifecycle.batch_notices import BatchNotices
 from rackrun.core.policy.choice import parse_rules

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.facts import Facts, HardwareChanged, PlanImpossible, StateWrong
 from rackrun.core.generation.job_end import JobEnd
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.gpu_fitness import Devices

@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.deadlock import is_deadlock
 from rackrun.core.faults.peer_times import PeerTimes
 from rackrun.core.generation.facts import Facts, StepRepeats, WorkersStall
 from rackrun.core.generation.job_end import JobEnd
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.members.workers import WorkerRecord, WorkerState

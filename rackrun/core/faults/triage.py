@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.facts import Facts, GpusFailed, HardwareChanged
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
 from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import DeviceChecked, DeviceJudged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.protocol.commands import StopJob
 from rackrun.protocol.events import Failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import BatchChanged
 from rackrun.protocol.ids import Step

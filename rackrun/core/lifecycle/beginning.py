@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.facts import AllTrain, Facts, StartFailed, SwapDue
 from rackrun.core.generation.job_end import JobEnd
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.lifecycle.shutdown import Finale
 from rackrun.core.members.rack import RackMachine

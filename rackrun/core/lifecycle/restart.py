@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.script_bug import is_scripts
 from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.facts import Facts, SlotsNeeded
 from rackrun.core.generation.job_end import JobEnd
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.lifecycle.beginning import Beginning
 from rackrun.core.members.rack import RackMachine

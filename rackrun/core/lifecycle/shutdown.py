@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.peer_times import PeerTimes, hangs
 from rackrun.core.faults.script_bug import is_scripts
 from rackrun.core.generation.job_end import JobEnd
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, Trigger, WorkerRecord

@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.corruption import suspect, suspect_loss
 from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.facts import Facts
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.quarantine import QUARANTINE_LOSSES
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.slot_order import natural

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.corruption import Corruption
 from rackrun.core.faults.start_bugs import StartBugs
 from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.facts import Facts
 from rackrun.core.generation.job_end import JobEnd
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import World
 from rackrun.core.lifecycle.batch_notices import BatchNotices
 from rackrun.core.lifecycle.beginning import Beginning
@@ -26,8 +26,8 @@ from rackrun.core.machine.losses import Losses
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.active_policy import Mandate
-from rackrun.core.policy.ask_policy import Council
 from rackrun.core.policy.measured_costs import Meter
+from rackrun.core.recovery.ask_policy import Council
 from rackrun.core.recovery.recovery import Recovery
 from rackrun.core.recovery.view_builder import Outlook
 from rackrun.core.requests.operator_requests import Control

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord, WorkerState

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.partition import Rifts
 from rackrun.core.generation.old_world import OldWorld
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_plan import StatePlan
 from rackrun.core.generation.restore_sources import Sources
 from rackrun.core.generation.snapshot_locations import Snapshots

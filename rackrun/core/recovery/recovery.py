@@ -2,7 +2,7 @@
 
 Survivors are broken at once. The gather window only delays the decision, so that faults that belong together (a tray
 has many workers) lead to one decision. It is taken when the window has closed, every survivor has parked, and every
-lost rank has a ready spare, or when the policy (`rackrun.core.policy.ask_policy`) wants something else. It depends on
+lost rank has a ready spare, or when the policy (`rackrun.core.recovery.ask_policy`) wants something else. It depends on
 fresh reports alone. So a loss during a recovery needs no special handling: the generation is broken once more, and the
 next plan starts from the reports of that time.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.faults.partition import Rifts
 from rackrun.core.faults.stalls import Standstill
 from rackrun.core.faults.triage import Triage
@@ -26,14 +25,15 @@ from rackrun.core.generation.facts import (
     SlotsNeeded,
 )
 from rackrun.core.generation.job_end import JobEnd
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import Sources, named
 from rackrun.core.generation.snapshot_locations import Snapshots
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.placement.seating import Seating, Staff
-from rackrun.core.policy.ask_policy import Council
 from rackrun.core.policy.choice import allows
+from rackrun.core.recovery.ask_policy import Council
 from rackrun.core.recovery.failed_recovery import Endings
 from rackrun.core.recovery.fencing import Fencing
 from rackrun.core.recovery.no_progress import Progress

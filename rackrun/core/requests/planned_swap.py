@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.facts import Facts, GpusFailed
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine

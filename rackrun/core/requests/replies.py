@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.requests.pending_requests import Refused
 from rackrun.protocol.commands import Answer

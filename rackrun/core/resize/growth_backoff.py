@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.protocol.commands import Notice, SetTimer, Worker
 from rackrun.protocol.ids import BEGIN, Position

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.placement.seating import Seating
 from rackrun.core.stragglers.shares import shared_out, sharing

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.effects.outbox import Outbox
 from rackrun.core.generation.facts import Facts, HardwareChanged
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.gpu_fitness import Devices
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import SlowRank, SlowRanksChanged

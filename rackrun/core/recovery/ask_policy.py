@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rackrun.core.effects.outbox import Outbox
+from rackrun.core.generation.outbox import Outbox
 from rackrun.core.policy.active_policy import Mandate
 from rackrun.core.policy.choice import choose, one_line, refusal, settled
 from rackrun.core.policy.rungs import options
