@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rackrun.coordinator.journal.journal_reader import open_journal
+from rackrun.coordinator.journal.journal_reader import as_of_today, open_journal
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.errors import UsageError
 from rackrun.protocol.events import Event
@@ -42,7 +42,7 @@ def replay(journal: Path) -> Replayed:
             if "config" not in meta:
                 return Replayed(unknown="the journal does not say how the job was configured")
             return _replay(connection, msgspec.json.decode(meta["config"], type=JobConfig), whole="ended_ms" in meta)
-    except (UsageError, msgspec.MsgspecError) as error:
+    except (UsageError, msgspec.MsgspecError, ValueError) as error:
         return Replayed(unknown=str(error))
 
 
@@ -50,7 +50,8 @@ def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool) -
     core, events, commands = ControlPlane(config), 0, 0
     expected: list[str] = []
     heard = "the beginning"
-    for cause, kind, body in connection.execute("SELECT cause, kind, body FROM events ORDER BY id"):
+    for cause, kind, stored in connection.execute("SELECT cause, kind, body FROM events ORDER BY id"):
+        body = as_of_today(stored)
         if kind == "command":
             if not cause:  # the launcher has ended the job without asking the core
                 break

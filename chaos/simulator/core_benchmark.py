@@ -11,8 +11,9 @@ import msgspec
 from rackrun.chaos.simulator.instant_workers import Crowd
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.events import DrainRequested, TimerFired, TrayLost, WorkerSevered
-from rackrun.protocol.ids import Step, tray_of
+from rackrun.protocol.ids import Generation, Step, tray_of
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import ResumeOver
 
 __all__ = ["STORIES", "Cost", "Story", "crowd_of", "measure", "play"]
 
@@ -160,7 +161,7 @@ def measure(ranks: int, *, repeats: int = 20_000, clock: Callable[[], float] = t
     crowd = min((crowd_of(ranks, clock=clock) for _ in range(TRIES)), key=lambda begun: begun.cpu_s)
     found = [Cost(f"{ranks} ranks begin", crowd.events, crowd.cpu_s)]
     crowd.forget_costs()
-    crowd.tell([TimerFired(name="resume:0")] * repeats)
+    crowd.tell([TimerFired(timer=ResumeOver(Generation(0)))] * repeats)
     found.append(Cost(f"{ranks} ranks, {_TIMER}", crowd.events, crowd.cpu_s))
     for name in STORIES:
         tries = [play(ranks, name, clock) for _ in range(TRIES)]

@@ -40,6 +40,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import Position, Rank, Step, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import GatherOver
 
 __all__ = ["Crowd"]
 
@@ -173,8 +174,8 @@ class Crowd:
         launch = any(isinstance(command, StartWorker) and not command.spare for command in commands)
         for command in commands:
             match command:
-                case SetTimer() if command.name.startswith("gather:"):
-                    first.append(TimerFired(at_ms=self.at_ms, name=command.name))
+                case SetTimer(timer=GatherOver()):
+                    first.append(TimerFired(at_ms=self.at_ms, timer=command.timer))
                 case StartWorker():
                     then += self._starts(command)
                 case FenceWorker():

@@ -14,6 +14,7 @@ import msgspec
 from rackrun.protocol import policy_types
 from rackrun.protocol.events import Failure
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+from rackrun.protocol.timers import Timer
 
 __all__ = [
     "Answer",
@@ -164,10 +165,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetTimer(_Command, frozen=True, kw_only=True):
-    """Request a `TimerFired` with this name at ``at_ms``. Timers are never cancelled; the core ignores one that is no
+    """Request a `TimerFired` with this timer at ``at_ms``. Timers are never cancelled; the core ignores one that is no
     longer needed."""
 
-    name: str
+    timer: Timer
     at_ms: int
 
 

@@ -14,6 +14,7 @@ import msgspec
 from rackrun.protocol.gpu_health import Verdict
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.protocol.policy_types import Decision
+from rackrun.protocol.timers import Timer
 
 __all__ = [
     "BatchChanged",
@@ -432,7 +433,7 @@ class SlowRanksChanged(_Event, frozen=True, kw_only=True):
 class TimerFired(_Event, frozen=True, kw_only=True):
     """A timer that the core set (`SetTimer`) has expired."""
 
-    name: str
+    timer: Timer
 
 
 class BreakerClosed(_Event, frozen=True, kw_only=True):

@@ -15,10 +15,11 @@ from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.protocol.events import Event, TimerFired, TrayJoined
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import timer_named
 
 CONFIG = JobConfig(trays_min=1, trays_max=1, spares=0)
 EVENTS: tuple[Event, ...] = (
-    TimerFired(name="begin", at_ms=1),
+    TimerFired(timer=timer_named("begin"), at_ms=1),
     TrayJoined(at_ms=5, tray=TrayId("tray-00"), host="here", slots=2, store="127.0.0.1:1", snapshots="127.0.0.1:2"),
 )
 

@@ -22,6 +22,7 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.protocol.timers import Begin, DrainOver, FitOver, GatherOver, JoinOver
 from tests.coordinator.fakes import (
     DONE,
     TOKEN,
@@ -44,6 +45,8 @@ BREAK = BreakGeneration(
 RESUME = ResumeGeneration(
     plan=plan(2, member(0, "tray-00/0", 1), member(1, "tray-01/1", 4, fresh=True)), because="swap"
 )
+
+LATE = GatherOver(Generation(1))
 
 
 def start(slot: str) -> StartWorker:
@@ -132,15 +135,17 @@ async def test_what_snapshots_survive_is_told_of_elastic_scripts_and_when_it_cha
         assert c.seen.told == ["copies", "parity", "one tray is left: snapshots are lost with it"]
 
 
-async def test_a_timer_comes_back_with_its_name_and_never_before_its_time(journal: Journal) -> None:
+async def test_a_timer_comes_back_as_it_was_set_and_never_before_its_time(journal: Journal) -> None:
+    early, past = FitOver(), DrainOver()
+    timers = {LATE: 60, early: 20, past: 0}
     core = ScriptedCore(
-        TrayJoined=(SetTimer(name="late", at_ms=60), SetTimer(name="early", at_ms=20), SetTimer(name="past", at_ms=0)),
-        TimerFired=lambda event: (DONE,) if isinstance(event, TimerFired) and event.name == "late" else (),
+        TrayJoined=tuple(SetTimer(timer=timer, at_ms=at_ms) for timer, at_ms in timers.items()),
+        TimerFired=lambda event: (DONE,) if isinstance(event, TimerFired) and event.timer == LATE else (),
     )
     async with coordinator(core, journal) as c, agent(c.url):
         await asyncio.wait_for(c.driver.finished, 100)
         fired = [event for event in core.heard if isinstance(event, TimerFired)]
-        assert [event.name for event in fired] == ["past", "early", "late"]
+        assert [event.timer for event in fired] == [past, early, LATE]
         assert all(event.at_ms >= due for event, due in zip(fired, (0, 20, 60), strict=True))
         assert [event.at_ms for event in core.heard] == sorted(event.at_ms for event in core.heard)
 
@@ -158,7 +163,7 @@ async def test_a_connection_that_ends_is_a_lost_tray(journal: Journal) -> None:
 async def test_a_coordinator_that_stood_still_hears_what_has_come_before_it_acts_on_its_clock(journal: Journal) -> None:
     now = [0.0]
     core = ScriptedCore(
-        TimerFired=lambda event: (SetTimer(name="late", at_ms=1),) if event.name == "begin" else (DONE,)
+        TimerFired=lambda event: (SetTimer(timer=LATE, at_ms=1),) if event.timer == Begin() else (DONE,)
     )
     driver = Driver(core, journal, run_id="job-1", observer=Onlooker(), clock=lambda: now[0])
     driver.begin()
@@ -210,7 +215,7 @@ async def test_telemetry_is_shown_and_journaled_but_is_not_for_the_core(journal:
 
 
 async def test_every_event_and_command_is_journaled_with_its_cause(journal: Journal) -> None:
-    core = ScriptedCore(TrayJoined=(SetTimer(name="x", at_ms=10**6), start("tray-00/0")))
+    core = ScriptedCore(TrayJoined=(SetTimer(timer=JoinOver(), at_ms=10**6), start("tray-00/0")))
     async with coordinator(core, journal) as c, agent(c.url) as a:
         await a.hear()
     assert journal.flush()

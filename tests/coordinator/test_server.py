@@ -24,6 +24,7 @@ from rackrun.protocol.events import (
     WorkerExited,
 )
 from rackrun.protocol.ids import Incarnation, SlotId, TrayId
+from rackrun.protocol.timers import timer_named
 from rackrun.protocol.versions import own_versions
 from rackrun.protocol.wire import PROTOCOL, Logged, UnitCommitted, Upward
 from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined, logged, unit
@@ -95,7 +96,7 @@ async def test_a_tray_that_was_given_up_cannot_resume(journal: Journal) -> None:
 @pytest.mark.parametrize(
     "breach",
     [
-        TimerFired(name="x"),
+        TimerFired(timer=timer_named("join")),
         JournalFailed(because="x"),
         WorkerExited(slot=SlotId("tray-07/0"), incarnation=Incarnation(1)),
         b"\x05\x00\x00\x00hello",

@@ -60,6 +60,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import timer_named
 from rackrun.worker.batch.share_changes import Deals
 
 Chain = tuple[tuple[int, int], ...]
@@ -191,7 +192,7 @@ class Cluster:
     def _carry_out(self, command: Command) -> None:
         match command:
             case SetTimer():
-                self.timers.append((command.at_ms, len(self.timers), command.name))
+                self.timers.append((command.at_ms, len(self.timers), str(command.timer)))
             case StartWorker():
                 self._start(command)
             case CondemnWorker():
@@ -779,7 +780,7 @@ class Cluster:
     def fire(self, timer: tuple[int, int, str]) -> None:
         self.timers[timer[1]] = (0, timer[1], "fired")
         self.now = max(self.now, timer[0])
-        self.tell(TimerFired(name=timer[2]))
+        self.tell(TimerFired(timer=timer_named(timer[2])))
 
     # -- what must hold --------------------------------------------------------------------------------------------
     def check(self) -> None:

@@ -36,6 +36,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Evidence, Health, Scope, Verdict, response_to
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import timer_named
 from rackrun.topology.model.racks import CliqueId
 from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology
 
@@ -232,7 +233,7 @@ class Told:
 
     def timer(self, kind: str) -> Sequence[Command]:
         """The timer of this kind for the present generation fires."""
-        return self.tell(TimerFired(name=f"{kind}:{self.view.generation}"))
+        return self.tell(TimerFired(timer=timer_named(f"{kind}:{self.view.generation}")))
 
     # -- several at once -------------------------------------------------------------------------------------------
     @property

@@ -38,6 +38,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
+from rackrun.protocol.timers import timer_named
 
 
 def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> Told:
@@ -76,9 +77,9 @@ def refuse(told: Told, request: int = 1, because: str = "no quota", *, failed: b
 def is_over(told: Told, stage: str, request: int = 1) -> Sequence[Command]:
     """The time of a stage; it comes when the core has said that it would."""
     name = f"rack:{request}:{stage}"
-    timer = [command for command in told.answers if isinstance(command, SetTimer) and command.name == name][-1]
+    timer = [command for command in told.answers if isinstance(command, SetTimer) and str(command.timer) == name][-1]
     told.now = max(told.now, timer.at_ms)
-    return told.tell(TimerFired(name=name))
+    return told.tell(TimerFired(timer=timer_named(name)))
 
 
 def said(commands: Sequence[Command]) -> str:

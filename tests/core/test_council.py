@@ -324,9 +324,9 @@ def test_the_last_moment_of_a_wait_is_a_moment_later(waited_ms: int) -> None:
 
 def test_no_answer_at_all_is_given_up_by_the_cores_own_clock() -> None:
     told = asked()
-    timer = [timer for timer in every(SetTimer, told.answers) if timer.name.startswith("policy:")][-1]
+    timer = [timer for timer in every(SetTimer, told.answers) if str(timer.timer).startswith("policy:")][-1]
     assert timer.at_ms == told.now + ANSWER_MS
-    answers = told.tell(TimerFired(name=timer.name))
+    answers = told.tell(TimerFired(timer=timer.timer))
     assert "gave no answer" in only(Notice, answers).text
     assert plan_in(answers)
     assert not answer(told, Rung.RESTART), "it comes too late"
@@ -346,7 +346,7 @@ def test_it_is_asked_again_when_a_wait_has_had_its_time() -> None:
     told.tray_lost("b")
     told.park_all()
     timers = every(SetTimer, answer(told, Rung.WAIT, deadline_s=30.0))
-    assert [(timer.name, timer.at_ms) for timer in timers] == [("repair:2", 30_000)]
+    assert [(str(timer.timer), timer.at_ms) for timer in timers] == [("repair:2", 30_000)]
     told.now = 30_000
     assert question_in(told.timer("repair")).view.waited_s == 30.0
     assert stop_in(answer(told, Rung.STOP, reason="enough")).because.count("enough") == 1

@@ -13,6 +13,7 @@ from rackrun.protocol.events import JournalFailed, ReplicasDiffer, StopRequested
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Position, Rank
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import FenceOver, timer_named
 
 
 def gpus(ranks: int = 4, spares: int = 2, *, clique: str = "x") -> Told:
@@ -37,7 +38,7 @@ def kinds(commands: Sequence[Command]) -> list[str]:
 
 
 def overdue(told: Told, slot: str) -> Sequence[Command]:
-    return told.tell(TimerFired(name=f"fence:{slot}:{told.incarnation[slot]}"))
+    return told.tell(TimerFired(timer=timer_named(f"fence:{slot}:{told.incarnation[slot]}")))
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def test_a_rank_whose_state_is_not_that_of_its_replicas_is_no_exception(four: To
 def test_without_gpus_the_fence_goes_first_as_there_is_nothing_to_wait_for() -> None:
     told = gpus(clique="")
     assert kinds(told.stalls("b/1", silent=True)) == ["FenceWorker", "BreakGeneration"]
-    assert not [t for t in every(SetTimer, told.answers) if t.name.startswith("fence")]
+    assert not [t for t in every(SetTimer, told.answers) if isinstance(t.timer, FenceOver)]
 
 
 def test_a_spare_shares_no_memory_and_goes_at_once(four: Told) -> None:
@@ -114,10 +115,10 @@ def test_a_spare_shares_no_memory_and_goes_at_once(four: Told) -> None:
 
 # -- how long --------------------------------------------------------------------------------------------------------
 def test_who_does_not_park_holds_the_kill_up_for_half_a_second_at_the_most(four: Told) -> None:
-    (timer,) = [t for t in every(SetTimer, four.stalls("b/1", silent=True)) if t.name.startswith("fence")]
+    (timer,) = [t for t in every(SetTimer, four.stalls("b/1", silent=True)) if isinstance(t.timer, FenceOver)]
     assert timer.at_ms == four.now + FENCE_WAIT_MS == four.now + 500
     four.parks("a/0", 4)
-    assert only(FenceWorker, four.tell(TimerFired(name=timer.name))).slot == "b/1"
+    assert only(FenceWorker, four.tell(TimerFired(timer=timer.timer))).slot == "b/1"
     assert not every(FenceWorker, four.park_all()), "once"
 
 
@@ -132,7 +133,7 @@ def test_the_timer_of_one_culprit_leaves_another_alone(four: Told) -> None:
     four.now += 100
     second = four.stalls("b/0", silent=True)
     assert kinds(second) == ["CondemnWorker"]
-    assert [t.at_ms for t in every(SetTimer, second) if t.name.startswith("fence")] == [four.now + FENCE_WAIT_MS]
+    assert [t.at_ms for t in every(SetTimer, second) if isinstance(t.timer, FenceOver)] == [four.now + FENCE_WAIT_MS]
     assert [one.slot for one in every(FenceWorker, overdue(four, "b/1"))] == ["b/1"]
     assert [one.slot for one in every(FenceWorker, four.park_all())] == ["b/0"]
 

@@ -18,6 +18,7 @@ from rackrun.protocol.commands import (
 from rackrun.protocol.events import Failure, JournalFailed, StopRequested, TimerFired
 from rackrun.protocol.ids import BEGIN
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import timer_named
 
 
 def config(**fields: int) -> JobConfig:
@@ -46,16 +47,16 @@ def test_the_world_forms_when_all_trays_have_joined_and_the_plan_goes_first() ->
 
 def test_with_enough_trays_the_last_call_is_waited_for() -> None:
     told = Told(config(trays_min=1, trays_max=3, last_call_ms=500))
-    called = [timer for timer in every(SetTimer, told.join("a")) if timer.name.startswith("last-call")]
+    called = [timer for timer in every(SetTimer, told.join("a")) if str(timer.timer).startswith("last-call")]
     assert [timer.at_ms for timer in called] == [500]
-    assert plan_in(told.tell(TimerFired(name=called[0].name))).world_size == 4
+    assert plan_in(told.tell(TimerFired(timer=called[0].timer))).world_size == 4
 
 
 def test_missing_trays_end_the_job_with_their_number() -> None:
     told = Told(config(trays_min=3, trays_max=3, join_timeout_ms=1000))
     assert only(SetTimer, told.core.begin(0)).at_ms == 1000
     told.join("a")
-    stop = stop_in(told.tell(TimerFired(name="join")))
+    stop = stop_in(told.tell(TimerFired(timer=timer_named("join"))))
     assert (stop.exit_code, stop.because) == (3, "2 of 3 trays missing after 1000 ms (1 joined: a)")
 
 
@@ -63,10 +64,10 @@ def test_while_trays_are_missing_no_other_timer_ends_the_job_and_the_last_one_no
     told = Told(config(trays_min=2, trays_max=3, join_timeout_ms=1000, last_call_ms=500))
     told.join("a")
     for name in ("last-call", "fit", "breaker"):
-        assert not every(StopJob, told.tell(TimerFired(name=name)))
+        assert not every(StopJob, told.tell(TimerFired(timer=timer_named(name))))
     told.join("b")
-    assert not told.tell(TimerFired(name="join")), "the last call is under way"
-    assert plan_in(told.tell(TimerFired(name="last-call"))).world_size == 8
+    assert not told.tell(TimerFired(timer=timer_named("join"))), "the last call is under way"
+    assert plan_in(told.tell(TimerFired(timer=timer_named("last-call")))).world_size == 8
 
 
 def test_a_tray_lost_before_the_world_forms_is_not_counted() -> None:
@@ -285,7 +286,9 @@ def test_a_request_before_training_does_not_wait(rack: Told) -> None:
 
 def test_a_drain_that_takes_too_long_ends_the_job(training: Told) -> None:
     training.tell(stop_request())
-    assert stop_in(training.tell(TimerFired(name="drain"))).because == "Ctrl-C; not drained within 60000 ms"
+    assert (
+        stop_in(training.tell(TimerFired(timer=timer_named("drain")))).because == "Ctrl-C; not drained within 60000 ms"
+    )
 
 
 def test_a_request_during_a_recovery_drains_after_it(training: Told) -> None:

@@ -13,6 +13,7 @@ from rackrun.protocol.events import CollectiveWait, Failure, SlowRank
 from rackrun.protocol.gpu_health import Evidence, Health, Response, Verdict
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.protocol.policy_types import Decision, Option, Rung
+from rackrun.protocol.timers import FenceOver, Timer, timer_named
 from rackrun.protocol.wire import decode_command, decode_upward, encode
 
 SAMPLES: dict[object, object] = {
@@ -55,6 +56,7 @@ SAMPLES: dict[object, object] = {
     SlowRank: SlowRank(rank=Rank(3), slot=SlotId("b/1"), times=1.5, own_ms=40.5, past=1.25, rows=16, window=20),
     CollectiveWait: CollectiveWait(generation=Generation(2), group=7, number=3, called=((7, 3), (2**52, 1))),
     Worker: Worker(SlotId("a/0"), Incarnation(3)),
+    Timer: FenceOver(SlotId("a/0"), Incarnation(3)),
 }
 
 
@@ -92,3 +94,16 @@ def test_a_command_survives_the_wire(kind: type[msgspec.Struct]) -> None:
 def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_upward(msgspec.msgpack.encode({"event": "NoSuchThing"}))
+
+
+@pytest.mark.parametrize("kind", typing.get_args(Timer), ids=lambda kind: kind.__name__)
+def test_a_timer_survives_the_journal_and_is_found_by_its_text(kind: type[msgspec.Struct]) -> None:
+    timer = filled(kind)
+    assert msgspec.json.decode(msgspec.json.encode(timer), type=Timer) == timer
+    assert timer_named(str(timer)) == timer
+
+
+@pytest.mark.parametrize("name", ["", "x", "gather:soon", "gather", "fence:a/0"])
+def test_a_text_that_names_no_timer_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is no timer"):
+        timer_named(name)

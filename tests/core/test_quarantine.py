@@ -19,21 +19,21 @@ def lost(training: Told, times: int, slot: str = "a/2") -> list[SetTimer]:
 
 
 def test_a_slot_that_is_left_out_is_tried_again(training: Told) -> None:
-    timer = next(timer for timer in lost(training, 3) if timer.name == f"quarantine:{SLOT}")
+    timer = next(timer for timer in lost(training, 3) if str(timer.timer) == f"quarantine:{SLOT}")
     assert timer.at_ms == training.now + PAUSE_MS
     assert training.view.trays[0].quarantined == (SLOT,)
     training.now = timer.at_ms
-    assert only(StartWorker, training.tell(TimerFired(name=timer.name))).slot == SLOT
+    assert only(StartWorker, training.tell(TimerFired(timer=timer.timer))).slot == SLOT
     assert not training.view.trays[0].quarantined
 
 
 def test_each_further_loss_doubles_the_pause_up_to_an_hour(training: Told) -> None:
     lost(training, 2)
     for number in range(9):
-        timer = next(timer for timer in lost(training, 1) if timer.name == f"quarantine:{SLOT}")
+        timer = next(timer for timer in lost(training, 1) if str(timer.timer) == f"quarantine:{SLOT}")
         assert timer.at_ms - training.now == min(PAUSE_MS << number, PAUSE_MS_MAX)
         training.now = timer.at_ms
-        training.tell(TimerFired(name=timer.name))
+        training.tell(TimerFired(timer=timer.timer))
 
 
 def test_a_timer_of_a_former_pause_lifts_nothing() -> None:
@@ -59,7 +59,7 @@ def test_a_pause_is_told_once_and_one_that_was_forgiven_before_it_was_told_never
 
 def test_the_timer_of_a_pause_is_set_once_however_much_happens_in_it(training: Told) -> None:
     lost(training, 3)
-    later = [timer for timer in lost(training, 1, "a/1") if timer.name == f"quarantine:{SLOT}"]
+    later = [timer for timer in lost(training, 1, "a/1") if str(timer.timer) == f"quarantine:{SLOT}"]
     assert later == []
 
 
@@ -98,7 +98,7 @@ def test_a_job_whose_healthy_slots_have_all_lost_workers_waits_for_them_and_goes
     assert told.view.trays[0].quarantined == ("a/1", "a/2")
     assert not every(StopJob, [*commands, *told.timer("repair")])
     assert "a/2 (it has lost 3 workers, and is tried again in 30 s)" in only(Notice, commands).text
-    lifts = next(timer for timer in timers if timer.name == "quarantine:a/2")
+    lifts = next(timer for timer in timers if str(timer.timer) == "quarantine:a/2")
     told.now = lifts.at_ms
-    assert only(StartWorker, told.tell(TimerFired(name=lifts.name))).slot == "a/2"
+    assert only(StartWorker, told.tell(TimerFired(timer=lifts.timer))).slot == "a/2"
     assert ranks(plan_in(told.ready("a/2"))) == {0: "a/0", 1: "a/2"}

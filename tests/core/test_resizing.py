@@ -134,7 +134,7 @@ def patience_ms(told: Told, *slots: str, layout: int) -> int:
     for slot in slots:
         told.exits(slot, snapshots=[snapshot_id(Generation(layout), Step(4))])
     timers = every(SetTimer, told.park_all(snapshots=[4], layout=layout))
-    return next(timer.at_ms - told.now for timer in timers if timer.name.startswith("resume"))
+    return next(timer.at_ms - told.now for timer in timers if str(timer.timer).startswith("resume"))
 
 
 def test_a_spare_that_has_to_enter_main_again_for_its_place_has_the_time_of_a_start() -> None:

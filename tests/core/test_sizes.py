@@ -26,6 +26,7 @@ from rackrun.protocol.events import GrowRequested, ShrinkRequested, StopRequeste
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Position, Rank, SlotId, Step, snapshot_id
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import timer_named
 
 IN_PLACE, AGAIN = "in place", "entering main again"
 BOTH = pytest.mark.parametrize("how", [IN_PLACE, AGAIN])
@@ -301,15 +302,15 @@ def test_a_newcomer_that_dies_each_time_is_let_in_after_a_pause_that_doubles() -
     assert notice == "growing has failed once: a/3 joined, and was lost before 3 steps were done; not again for 10 s"
     assert not every(PauseWorkers, told.ready("a/3"))
     told.now += PAUSE_MS
-    due = [timer for timer in every(SetTimer, out) if timer.name.startswith("grow")]
+    due = [timer for timer in every(SetTimer, out) if str(timer.timer).startswith("grow")]
     assert [timer.at_ms for timer in due] == [told.now]
-    assert every(PauseWorkers, told.tell(TimerFired(name=due[0].name)))
+    assert every(PauseWorkers, told.tell(TimerFired(timer=due[0].timer)))
     told.pause_all()
     out = [*told.park_all(), *told.exits("a/3"), *told.park_all(), *told.resume_all()]
     assert "growing has failed 2 times in a row" in " ".join(one.text for one in every(Notice, out))
     told.ready("a/3")
     told.now += PAUSE_MS
-    assert not every(PauseWorkers, told.tell(TimerFired(name="grow:0")))
+    assert not every(PauseWorkers, told.tell(TimerFired(timer=timer_named("grow:0"))))
     assert every(PauseWorkers, told.grow()), "a person need not wait"
 
 
@@ -342,7 +343,7 @@ def test_a_pause_for_nothing_is_not_repeated_at_once() -> None:
     assert "growing has failed once: nobody was ready any more" in " ".join(one.text for one in every(Notice, out))
     assert not every(PauseWorkers, told.ready("a/3"))
     told.now += PAUSE_MS
-    assert every(PauseWorkers, told.tell(TimerFired(name="grow:0")))
+    assert every(PauseWorkers, told.tell(TimerFired(timer=timer_named("grow:0"))))
 
 
 def test_who_pauses_can_seal_what_it_has_so_growing_never_fails_for_want_of_state() -> None:

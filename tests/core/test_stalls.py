@@ -123,7 +123,7 @@ def test_who_works_is_waited_for_and_the_successor_of_the_lost_rank_stays(traini
     assert "all wait for rank 1" in only(Notice, training.works("a/1", awaited=True)).text
     answers = training.timer("resume")
     assert not every(FenceWorker, answers)
-    assert [timer.name for timer in every(SetTimer, answers)] == ["resume:2"]
+    assert [str(timer.timer) for timer in every(SetTimer, answers)] == ["resume:2"]
     training.now += BUSY_HOLDS_MS + 1
     assert [fenced.slot for fenced in every(FenceWorker, training.timer("resume"))] == ["b/2"], "nothing is heard of it"
 
@@ -156,7 +156,7 @@ def test_who_works_for_longer_than_hardware_may_take_to_come_ends_nothing(traini
     training.works("a/1", awaited=True)
     answers = training.timer("recover")
     assert not every(StopJob, answers)
-    assert [timer.name for timer in every(SetTimer, answers)] == ["recover:2"]
+    assert [str(timer.timer) for timer in every(SetTimer, answers)] == ["recover:2"]
     assert plan_in(training.parks("a/1")).generation == 2
 
 

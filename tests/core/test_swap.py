@@ -25,7 +25,7 @@ def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told
     announced = only(BreakGeneration, broken)
     assert (announced.generation, [w.slot for w in announced.workers]) == (2, ["a/0", "b/0", "b/1"])
     assert announced.because == "rank 1 lost (SIGKILL)"
-    assert {timer.name for timer in every(SetTimer, broken)} == {"gather:2", "park:2", "recover:2"}
+    assert {str(timer.timer) for timer in every(SetTimer, broken)} == {"gather:2", "park:2", "recover:2"}
 
 
 def test_the_spare_of_the_same_tray_takes_over_and_the_reason_has_the_figures(training: Told) -> None:
@@ -557,7 +557,7 @@ def test_a_silent_worker_is_fenced_at_once(training: Told) -> None:
 def test_the_lowest_collective_is_to_blame_once_all_have_reported(training: Told) -> None:
     for slot in ("a/0", "a/1", "b/1"):
         training.stalls(slot, 11)
-    assert [timer.name for timer in every(SetTimer, training.timer("stalled"))] == ["judge:1"]
+    assert [str(timer.timer) for timer in every(SetTimer, training.timer("stalled"))] == ["judge:1"]
     fenced = only(FenceWorker, training.stalls("b/0", 10))
     assert (fenced.slot, fenced.because) == (
         "b/0",

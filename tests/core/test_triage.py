@@ -19,6 +19,7 @@ from rackrun.protocol.events import BreakerClosed, TimerFired
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Position
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import timer_named
 
 
 @pytest.fixture
@@ -70,15 +71,15 @@ def test_a_spare_on_a_gpu_beyond_use_goes_quietly(one_clique: Told) -> None:
 def test_a_process_that_lost_its_context_has_a_moment_to_say_so_itself(one_clique: Told) -> None:
     answers = one_clique.judges("a/0", Health.APP)
     assert not condemned(answers)
-    timer = next(timer for timer in every(SetTimer, answers) if timer.name.startswith("failed:a/0:"))
+    timer = next(timer for timer in every(SetTimer, answers) if str(timer.timer).startswith("failed:a/0:"))
     assert timer.at_ms == one_clique.now + LAST_WORDS_MS
     one_clique.exits("a/0", bug="train.py:3")
-    assert not one_clique.tell(TimerFired(name=timer.name))
+    assert not one_clique.tell(TimerFired(timer=timer.timer))
 
 
 def test_a_process_that_lost_its_context_is_replaced_and_its_gpu_waits_as_a_spare(one_clique: Told) -> None:
     (timer,) = every(SetTimer, one_clique.judges("a/0", Health.APP))
-    assert only_condemned(one_clique.tell(TimerFired(name=timer.name))).slot == "a/0"
+    assert only_condemned(one_clique.tell(TimerFired(timer=timer.timer))).slot == "a/0"
     one_clique.park_all()
     one_clique.exits("a/0")
     assert only(StartWorker, one_clique.resume_all()).slot == "a/0"
@@ -186,7 +187,7 @@ def test_fabric_trouble_waits_a_moment_and_then_costs_its_rank(one_clique: Told)
     waiting = one_clique.judges("b/1", Health.FABRIC, fabric=True)
     assert not condemned(waiting)
     one_clique.now += 10_000
-    assert only_condemned(one_clique.tell(TimerFired(name="breaker"))).slot == "b/1"
+    assert only_condemned(one_clique.tell(TimerFired(timer=timer_named("breaker")))).slot == "b/1"
 
 
 def test_fabric_trouble_on_several_trays_is_the_switch_and_nobody_is_taken_out(one_clique: Told) -> None:
@@ -195,7 +196,7 @@ def test_fabric_trouble_on_several_trays_is_the_switch_and_nobody_is_taken_out(o
     assert not condemned(answers)
     assert any("a switch or the fabric manager" in notice.text for notice in every(Notice, answers))
     one_clique.now += 10_000
-    assert not condemned(one_clique.tell(TimerFired(name="breaker")))
+    assert not condemned(one_clique.tell(TimerFired(timer=timer_named("breaker"))))
 
 
 def test_more_than_half_of_the_trays_are_never_taken_out_at_once(one_clique: Told) -> None:
@@ -308,7 +309,7 @@ def test_a_job_begins_when_its_gpus_have_become_fit() -> None:
 def test_a_job_whose_gpus_never_become_fit_ends_with_the_reason() -> None:
     told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
     told.join("a", 2, clique="x", unfit={1: "its fabric registration is in progress"})
-    stop = stop_in(told.tell(TimerFired(name="fit")))
+    stop = stop_in(told.tell(TimerFired(timer=timer_named("fit"))))
     assert (stop.exit_code, "a/1 (its fabric registration is in progress)" in stop.because) == (3, True)
 
 
@@ -348,7 +349,7 @@ def test_a_verdict_that_waits_is_forgotten_with_its_tray(one_clique: Told) -> No
     one_clique.tray_lost("d")
     one_clique.join("d", 2, clique="x")
     one_clique.now += 10_000
-    one_clique.tell(TimerFired(name="breaker"))
+    one_clique.tell(TimerFired(timer=timer_named("breaker")))
     assert [spare.slot for spare in one_clique.view.spares] == ["d/0", "d/1"]
 
 

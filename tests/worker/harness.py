@@ -83,6 +83,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import Generation, Position, Rank, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import timer_named
 from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, decode_upward
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
@@ -346,7 +347,7 @@ class TinyCluster:
             if fd in exits and exits[fd].worker in self._children:
                 self._exited(exits[fd])
         while self._timers and self._timers[0][0] <= self._now_ms():
-            self._event(TimerFired(name=heapq.heappop(self._timers)[1]))
+            self._event(TimerFired(timer=timer_named(heapq.heappop(self._timers)[1])))
 
     def _now_ms(self) -> int:
         return int((time.monotonic() - self._began) * 1000)
@@ -367,7 +368,7 @@ class TinyCluster:
     def _carry_out(self, command: Command) -> None:
         match command:
             case SetTimer():
-                heapq.heappush(self._timers, (command.at_ms, command.name))
+                heapq.heappush(self._timers, (command.at_ms, str(command.timer)))
             case StartWorker():
                 self._fork(command)
             case FenceWorker():

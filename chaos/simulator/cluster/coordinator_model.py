@@ -55,6 +55,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import SlotId, Step, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import QuarantineOver
 
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.agent_model import Agent
@@ -299,12 +300,12 @@ class Coordinator:
 
     def _set(self, timer: SetTimer) -> None:
         sim = self.sim
-        if timer.name.startswith("quarantine:"):
-            self._left_out[SlotId(timer.name.partition(":")[2])] = None
+        if isinstance(timer.timer, QuarantineOver):
+            self._left_out[timer.timer.slot] = None
             sim.marks.sometimes("a slot was left out for a while")
         late_s = 0.2 * sim.draw["timers"].random() if sim.buggify("coordinator: a late timer") else 0.0
         at_ns = timer.at_ms * 1_000_000 + round(late_s * 1e9)
-        sim.engine.at(at_ns, self.submit, TimerFired(name=timer.name, at_ms=timer.at_ms))
+        sim.engine.at(at_ns, self.submit, TimerFired(timer=timer.timer, at_ms=timer.at_ms))
 
     def _may_start(self, slot: SlotId) -> None:
         if slot in self._left_out:

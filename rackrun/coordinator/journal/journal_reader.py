@@ -10,11 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.coordinator.journal.schema import FORMAT
+from rackrun.coordinator.journal.schema import READABLE
 from rackrun.errors import UsageError
-from rackrun.protocol.commands import ResumeGeneration
+from rackrun.protocol.commands import ResumeGeneration, SetTimer
+from rackrun.protocol.events import TimerFired
+from rackrun.protocol.timers import timer_named
 
-__all__ = ["open_journal", "resume_of"]
+__all__ = ["as_of_today", "open_journal", "resume_of"]
 
 
 @contextmanager
@@ -26,9 +28,10 @@ def open_journal(path: Path) -> Iterator[tuple[sqlite3.Connection, dict[str, str
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
     try:
         meta = dict(connection.execute("SELECT key, value FROM meta"))
-        if meta.get("format") != str(FORMAT):
+        if meta.get("format") not in [str(one) for one in READABLE]:
+            readable = " and ".join(map(str, READABLE))
             raise UsageError(
-                f"{path} has format {meta.get('format')}, this rackrun reads format {FORMAT}.",
+                f"{path} has format {meta.get('format')}, this rackrun reads the formats {readable}.",
                 remedy="use the version of rackrun that wrote it.",
             )
         yield connection, meta
@@ -38,6 +41,19 @@ def open_journal(path: Path) -> Iterator[tuple[sqlite3.Connection, dict[str, str
         ) from error
     finally:
         connection.close()
+
+
+def as_of_today(body: str) -> str:
+    """Return the JSON of an event or a command in today's form: in format 3, timers are texts.
+
+    Raises ValueError if the text names no timer.
+    """
+    kind = TimerFired if '"TimerFired"' in body else SetTimer if '"SetTimer"' in body else None
+    if kind is None or '"name":' not in body:
+        return body
+    raw = msgspec.json.decode(body)
+    raw["timer"] = msgspec.to_builtins(timer_named(raw.pop("name")))
+    return msgspec.json.encode(msgspec.convert(raw, kind)).decode()
 
 
 def resume_of(body: str) -> ResumeGeneration:

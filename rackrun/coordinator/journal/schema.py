@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["FORMAT", "SCHEMA"]
+__all__ = ["FORMAT", "READABLE", "SCHEMA"]
 
-FORMAT = 3
+FORMAT = 4
+READABLE = (3, FORMAT)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
+from rackrun.coordinator.journal.journal_reader import as_of_today, open_journal, resume_of
 from rackrun.coordinator.observe.recoveries import Recovery
 from rackrun.core.machine.hindsight import COMMANDS, EVENTS, Hindsight, Sat, Standing, Trouble
 from rackrun.errors import UsageError
@@ -199,7 +199,7 @@ def read_whereabouts(path: Path) -> Whereabouts:
             names,
         ):
             if kind == "event":
-                past.heard(_events.decode(body))
+                past.heard(_events.decode(as_of_today(body)))
             elif name == "ResumeGeneration":
                 resume = resume_of(body)
                 whys[resume.plan.generation] = resume.because

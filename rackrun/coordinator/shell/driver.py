@@ -59,6 +59,7 @@ from rackrun.protocol.events import (
     WorkerElastic,
 )
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
+from rackrun.protocol.timers import Begin
 from rackrun.protocol.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 
 __all__ = ["Core", "Driver", "Link", "Observer", "Status"]
@@ -207,7 +208,7 @@ class Driver:
     # -- what happens
     def begin(self) -> None:
         """Start the job's time: the core waits for trays from now on."""
-        self.submit(TimerFired(name="begin"))
+        self.submit(TimerFired(timer=Begin()))
 
     def submit(self, event: Event) -> None:
         """Handle ``event`` and everything that follows from it, now. Does nothing once the job is over."""
@@ -419,7 +420,7 @@ class Driver:
             if not again and self.now_ms() - max(at_ms, now_ms) > _STOOD_STILL_MS:
                 self._set_timer(command, again=True)
             else:
-                self.submit(TimerFired(name=command.name, at_ms=command.at_ms))
+                self.submit(TimerFired(timer=command.timer, at_ms=command.at_ms))
 
         # One that is due already has its place in the order of all that are.
         timer = asyncio.get_running_loop().call_later((at_ms - now_ms) / 1e3, fire)

@@ -36,6 +36,7 @@ from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
 from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import PatienceOver, StallsGathered
 
 __all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Standstill"]
 
@@ -240,7 +241,7 @@ class Standstill:
         elif self.world.phase in IN_PLACE:
             if self.window.add(record.rank, event):
                 window_ms = max(self.config.gather_ms, STALL_GATHER_MS)
-                self.out.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window_ms))
+                self.out.emit(SetTimer(timer=StallsGathered(self.world.generation), at_ms=event.at_ms + window_ms))
             self.judge()
 
     def _is_deadlock(self, rank: Rank, event: WorkerStalled) -> bool:
@@ -279,13 +280,13 @@ class Standstill:
         others = [rank for rank in members if rank not in returned]
         return self.peers.judge(self.window.reports, returned, others, at_ms)
 
-    def window_closed(self, kind: str, at_ms: int) -> None:
+    def window_closed(self, number: int, at_ms: int) -> None:
         """Judge after the end of a window; after the first one, begin the second."""
         if not self.window.reports:
             return
-        self.window.closed = 1 if kind == "stalled" else 2
-        if kind == "stalled":
-            self.out.emit(SetTimer(name=f"judge:{self.world.generation}", at_ms=at_ms + STALL_PATIENCE_MS))
+        self.window.closed = number
+        if number == 1:
+            self.out.emit(SetTimer(timer=PatienceOver(self.world.generation), at_ms=at_ms + STALL_PATIENCE_MS))
         self.judge()
 
     def judge(self) -> None:

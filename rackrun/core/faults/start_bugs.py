@@ -15,6 +15,7 @@ from rackrun.core.generation.world import World
 from rackrun.core.members.workers import Loss, WorkerState
 from rackrun.protocol.commands import SetTimer
 from rackrun.protocol.ids import Rank
+from rackrun.protocol.timers import StartsGathered
 
 __all__ = ["StartBugs"]
 
@@ -51,7 +52,7 @@ class StartBugs:
         if any(other.state is not WorkerState.STARTING for other in others):
             return False
         if others and first:
-            self.out.emit(SetTimer(name=f"bugs:{self.world.generation}", at_ms=at_ms + START_GATHER_MS))
+            self.out.emit(SetTimer(timer=StartsGathered(self.world.generation), at_ms=at_ms + START_GATHER_MS))
         return bool(others)
 
     @property

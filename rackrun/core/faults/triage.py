@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from rackrun.core.generation.facts import Facts, GpusFailed, HardwareChanged
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
-from rackrun.protocol.commands import Notice, SetTimer
+from rackrun.protocol.commands import Notice, SetTimer, Worker
 from rackrun.protocol.events import DeviceChecked, DeviceJudged
 from rackrun.protocol.gpu_health import Response, Verdict
-from rackrun.protocol.ids import SlotId, TrayId, slot_id
+from rackrun.protocol.ids import TrayId, slot_id
+from rackrun.protocol.timers import BreakerWakes, LastWordsOver
 from rackrun.topology.health.circuit_breaker import Breaker, Passed, SwitchSuspected, Withheld
 from rackrun.topology.model.racks import CliqueId
 
@@ -36,7 +37,7 @@ class Triage:
     facts: Facts
     breaker: Breaker = field(default_factory=lambda: Breaker({}))
     _wake_at_ms: int | None = None
-    _failed: dict[str, str] = field(default_factory=dict)
+    _failed: dict[Worker, str] = field(default_factory=dict)
     """Workers that have a moment to end by themselves, each with the reason from its GPU's verdict."""
     _awaited: str = ""
     _early: list[DeviceJudged] | None = field(default_factory=list)
@@ -80,12 +81,11 @@ class Triage:
         for one in held:
             self._passed(TrayId(one.tray), one.verdict, at_ms)
 
-    def overdue(self, worker: str) -> None:
-        """Fence the worker ``slot:incarnation`` if it has not ended by itself."""
-        slot, _, incarnation = worker.rpartition(":")
-        record = self.rack.occupants.get(SlotId(slot))
+    def overdue(self, worker: Worker) -> None:
+        """Fence a worker if it has not ended by itself."""
+        record = self.rack.occupants.get(worker.slot)
         because = self._failed.pop(worker, "")
-        if because and record is not None and record.alive and str(record.worker.incarnation) == incarnation:
+        if because and record is not None and record.alive and record.worker == worker:
             self.facts.add(GpusFailed({record.worker.slot: because}))
 
     def checked(self, event: DeviceChecked) -> None:
@@ -122,7 +122,7 @@ class Triage:
         wake = self.breaker.wake_at_ms
         if wake is not None and wake != self._wake_at_ms:
             self._wake_at_ms = wake
-            self.out.emit(SetTimer(name="breaker", at_ms=wake))
+            self.out.emit(SetTimer(timer=BreakerWakes(), at_ms=wake))
 
     def _passed(self, tray: TrayId, verdict: Verdict, at_ms: int) -> None:
         if tray not in self.rack.trays:
@@ -135,9 +135,11 @@ class Triage:
         match verdict.response:
             case Response.RESTART:
                 if (record := self.rack.occupants.get(slot)) is not None and record.alive:
-                    worker = f"{slot}:{record.worker.incarnation}"
+                    worker = record.worker
                     self._failed[worker] = because
-                    self.out.emit(SetTimer(name=f"failed:{worker}", at_ms=at_ms + LAST_WORDS_MS))
+                    self.out.emit(
+                        SetTimer(timer=LastWordsOver(worker.slot, worker.incarnation), at_ms=at_ms + LAST_WORDS_MS)
+                    )
             case Response.FENCE:
                 whole_tray = verdict.scope == "tray"
                 slots = self.rack.slots_on(tray) if whole_tray else [slot]

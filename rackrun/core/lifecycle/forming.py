@@ -15,6 +15,7 @@ from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import TrayJoined
 from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import FitOver, LastCallOver
 from rackrun.topology.model.errors import DoesNotFit, TopologyError
 
 __all__ = ["Forming"]
@@ -43,7 +44,7 @@ class Forming:
         if joined >= self.config.trays_max:
             self._form(event.at_ms)
         elif joined >= self.config.trays_min:
-            self.out.emit(SetTimer(name=f"last-call:{joined}", at_ms=event.at_ms + self.config.last_call_ms))
+            self.out.emit(SetTimer(timer=LastCallOver(joined), at_ms=event.at_ms + self.config.last_call_ms))
 
     def joined_late(self, event: TrayJoined) -> None:
         """Handle a tray that joined after the world was formed. If its topology contradicts the known one, the tray is
@@ -59,17 +60,21 @@ class Forming:
         if self._waits:
             self._form(at_ms)
 
-    def timer(self, kind: str, at_ms: int) -> None:
-        """Form the world, or stop the job, when a time limit is over."""
-        if self.world.phase is not Phase.FORMING:
-            return
-        wanted, joined = self.config.trays_min, len(self.rack.trays)
-        if kind == "last-call" and joined >= wanted:
+    def last_call_over(self, at_ms: int) -> None:
+        """Form the world without waiting for further trays."""
+        if self.world.phase is Phase.FORMING and len(self.rack.trays) >= self.config.trays_min:
             self._form(at_ms)
-        elif kind == "fit" and self._waits:
+
+    def fit_over(self) -> None:
+        """Stop the job, because too many GPUs are still unfit."""
+        if self.world.phase is Phase.FORMING and self._waits:
             because = f"{self._waits}; for {self.config.join_timeout_ms} ms not fit: {self.rack.unfit()}"
             self.end.stop(3, because, remedy=_REMEDY)
-        elif kind == "join" and joined < wanted:  # otherwise the last call is running
+
+    def join_over(self) -> None:
+        """Stop the job if trays are missing. Otherwise the last call is running."""
+        wanted, joined = self.config.trays_min, len(self.rack.trays)
+        if self.world.phase is Phase.FORMING and joined < wanted:
             named = "".join(f"{', ' if number else ': '}{tray}" for number, tray in enumerate(sorted(self.rack.trays)))
             self.end.stop(
                 3,
@@ -123,6 +128,6 @@ class Forming:
 
     def _wait(self, what: str, at_ms: int) -> None:
         if not self._waits:
-            self.out.emit(SetTimer(name="fit", at_ms=at_ms + self.config.join_timeout_ms))
+            self.out.emit(SetTimer(timer=FitOver(), at_ms=at_ms + self.config.join_timeout_ms))
         self._waits = what
         self.triage.awaits(what)

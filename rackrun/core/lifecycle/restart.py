@@ -21,6 +21,7 @@ from rackrun.protocol.commands import Decided, SetTimer
 from rackrun.protocol.ids import BEGIN
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
+from rackrun.protocol.timers import ExitsOver
 
 __all__ = ["Restart"]
 
@@ -52,7 +53,7 @@ class Restart:
         world.empty()
         for record in [record for record in self.rack.occupants.values() if record.alive]:
             self.out.emit(self.rack.fence(record, "the world starts again", swept_along=True))
-        self.out.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+        self.out.emit(SetTimer(timer=ExitsOver(world.generation), at_ms=at_ms + self.config.join_timeout_ms))
         self.look()
 
     def early(self, because: str, losses: Sequence[Loss], at_ms: int) -> None:

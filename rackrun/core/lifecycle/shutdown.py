@@ -16,6 +16,7 @@ from rackrun.protocol.commands import DrainWorkers, Notice, ReleaseWorkers, SetT
 from rackrun.protocol.events import StopRequested, WorkerStalled
 from rackrun.protocol.ids import Rank, SlotId
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import DrainOver, ExitsOver
 
 __all__ = ["DRAIN_MS", "EXITS_MS", "Finale", "ended_well"]
 
@@ -60,7 +61,7 @@ class Finale:
             record.move(Trigger.RELEASE)
         self.out.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
         self.out.emit(
-            SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + max(self.config.join_timeout_ms, EXITS_MS))
+            SetTimer(timer=ExitsOver(world.generation), at_ms=at_ms + max(self.config.join_timeout_ms, EXITS_MS))
         )
 
     def plain_ended(self, losses: Sequence[Loss]) -> None:
@@ -157,7 +158,7 @@ class Finale:
             self.world.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
             return
         self.world.stopping = event
-        self.out.emit(SetTimer(name="drain", at_ms=event.at_ms + DRAIN_MS))
+        self.out.emit(SetTimer(timer=DrainOver(), at_ms=event.at_ms + DRAIN_MS))
         if world.phase is Phase.TRAINING:
             self.drain()
 

@@ -15,9 +15,9 @@ from rackrun.core.faults.peer_times import hangs
 from rackrun.core.faults.stalls import stands
 from rackrun.core.generation.facts import HardwareChanged, SlotFreed, StartFailed, SwapDue, TrayDeparts
 from rackrun.core.generation.world import IN_PLACE, Phase
-from rackrun.core.lifecycle.shutdown import EXITS_MS
 from rackrun.core.machine.job import Job
 from rackrun.core.machine.rules import settle
+from rackrun.core.machine.timers import fire
 from rackrun.core.members.workers import Loss, WorkerRecord, WorkerState
 from rackrun.protocol.events import (
     BatchChanged,
@@ -62,7 +62,7 @@ from rackrun.protocol.events import (
     WorkerStalled,
     WorkerUnbuilt,
 )
-from rackrun.protocol.ids import Position, SlotId, TrayId
+from rackrun.protocol.ids import Position, TrayId
 
 __all__ = ["APPLY", "APPLY_OF_WORKER", "apply"]
 
@@ -427,52 +427,4 @@ def _journal_failed(job: Job, event: JournalFailed) -> None:
 
 @_on(TimerFired)
 def _timer_fired(job: Job, event: TimerFired) -> None:
-    """Pass an expired timer to the part that set it, by the first part of its name."""
-    world, at_ms = job.world, event.at_ms
-    kind, _, number = event.name.partition(":")
-    if kind in ("join", "last-call", "fit"):
-        job.forming.timer(kind, at_ms)
-    elif kind == "drain":
-        job.finale.overdue()
-    elif kind == "breaker":
-        job.triage.tick(at_ms)
-    elif kind == "calm" and world.phase is Phase.TRAINING:
-        job.background.top_up(at_ms)
-    elif kind == "failed":
-        job.triage.overdue(number)
-    elif kind == "copies":
-        job.control.timer(number)
-    elif kind == "pause":
-        job.swap.timer(number, at_ms)
-    elif kind == "quarantine":
-        if job.rack.lift_quarantine(SlotId(number)):
-            job.facts.add(SlotFreed())
-    elif kind == "grow":
-        job.facts.add(SwapDue())
-    elif kind == "policy":
-        job.recovery.overdue(number, at_ms)
-    elif kind == "rack":
-        job.acquiring.timer(number, at_ms)
-    elif kind == "bugs" and number == str(world.generation):
-        job.losses.bugs_overdue(at_ms)
-    elif kind == "exits" and number == str(world.generation):
-        _exits_overdue(job)
-    else:
-        job.recovery.timer(event.name, at_ms)
-
-
-def _exits_overdue(job: Job) -> None:
-    """Stop the job if workers did not exit in time during a restart or at the end."""
-    world, restarting = job.world, job.world.phase is Phase.RESTARTING
-    if not restarting and world.phase is not Phase.ENDING:
-        return
-    if restarting and not job.rack.occupants:
-        job.restart.no_slots()
-        return
-    left = sorted(job.rack.occupants) if restarting else job.finale.not_gone()
-    within_ms = job.config.join_timeout_ms if restarting else max(job.config.join_timeout_ms, EXITS_MS)
-    job.end.stop(
-        3,
-        f"{', '.join(left)} did not exit within {within_ms} ms ({world.reason})",
-        remedy="look for processes that cannot be killed (state D): a device or a file system hangs.",
-    )
+    fire(job, event.timer, event.at_ms)

@@ -15,6 +15,7 @@ from rackrun.core.machine.view import RankView, SpareView, TrayView, View, view_
 from rackrun.protocol.commands import Command, SetTimer
 from rackrun.protocol.events import Event, TimerFired
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import Begin, JoinOver
 
 __all__ = ["ControlPlane", "RankView", "SpareView", "TrayView", "View"]
 
@@ -30,7 +31,7 @@ class ControlPlane:
 
     def begin(self, at_ms: int) -> Sequence[Command]:
         """Start the job's time: trays may join from now on. Without this call, the first event does it."""
-        return self.handle(TimerFired(name="begin", at_ms=at_ms))
+        return self.handle(TimerFired(timer=Begin(), at_ms=at_ms))
 
     def handle(self, event: Event) -> Sequence[Command]:
         """Return the commands that follow from ``event``, in order. Events that are too early or too late are
@@ -38,7 +39,7 @@ class ControlPlane:
         job = self._job
         if not self._began:
             self._began = True
-            job.out.emit(SetTimer(name="join", at_ms=event.at_ms + self._config.join_timeout_ms))
+            job.out.emit(SetTimer(timer=JoinOver(), at_ms=event.at_ms + self._config.join_timeout_ms))
         job.rack.now_ms = event.at_ms
         job.meter.heard(event)
         if job.world.phase is not Phase.STOPPED:

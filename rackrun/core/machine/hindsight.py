@@ -58,6 +58,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Response
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import BreakerWakes, LastCallOver, QuarantineOver
 from rackrun.topology.model.errors import TopologyError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Gpu, Rack, Topology, Tray
@@ -166,11 +167,11 @@ class Hindsight:
                 self._suspect(event)
             case TrayDescribed():
                 self._described(event)
-            case TimerFired() if event.name == "breaker":
+            case TimerFired(timer=BreakerWakes()):
                 self.triage.tick(event.at_ms)
-            case TimerFired() if event.name.startswith("quarantine:"):
-                self.rack.lift_quarantine(SlotId(event.name.partition(":")[2]))
-            case TimerFired() if event.name.startswith("last-call") and not self.generation:
+            case TimerFired(timer=QuarantineOver(slot=slot)):
+                self.rack.lift_quarantine(slot)
+            case TimerFired(timer=LastCallOver()) if not self.generation:
                 if len(self.rack.trays) >= self.config.trays_min:
                     self._learn(list(self.rack.trays.values()), event.at_ms)
             case WorkerElastic() | WorkerReady() | WorkerFinished() | WorkerExited():

@@ -32,6 +32,7 @@ from rackrun.core.machine.job import Job
 from rackrun.core.members.workers import Loss
 from rackrun.protocol.commands import SetTimer
 from rackrun.protocol.events import StopRequested
+from rackrun.protocol.timers import QuarantineOver
 
 __all__ = ["REACTIONS", "RULES", "advance", "settle"]
 
@@ -209,7 +210,7 @@ def _kill_condemned(job: Job, at_ms: int) -> None:
 
 def _lift_quarantines(job: Job, at_ms: int) -> None:  # noqa: ARG001
     for slot, until_ms in job.rack.quarantine.take_new():
-        job.out.emit(SetTimer(name=f"quarantine:{slot}", at_ms=until_ms))
+        job.out.emit(SetTimer(timer=QuarantineOver(slot), at_ms=until_ms))
 
 
 RULES: tuple[Callable[[Job, int], None], ...] = (

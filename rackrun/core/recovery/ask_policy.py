@@ -18,6 +18,7 @@ from rackrun.core.policy.rungs import options
 from rackrun.protocol.commands import AskPolicy, Decided, Notice, SetTimer
 from rackrun.protocol.events import PolicyAnswered
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
+from rackrun.protocol.timers import PolicyOver, RepairOver
 
 __all__ = ["ANSWER_MS", "Council"]
 
@@ -71,9 +72,9 @@ class Council:
             self._complain(event.trouble)
         return True
 
-    def overdue(self, question: str) -> bool:
+    def overdue(self, question: int) -> bool:
         """Give up waiting for the answer to this question; return whether it was awaited."""
-        return self.answered(PolicyAnswered(question=int(question), trouble=f"gave no answer within {ANSWER_MS} ms"))
+        return self.answered(PolicyAnswered(question=question, trouble=f"gave no answer within {ANSWER_MS} ms"))
 
     def forget(self) -> None:
         """Forget the answer, so that the function is asked again."""
@@ -83,7 +84,7 @@ class Council:
         self._asked, self._open, self._answer = situation, True, None
         self._question += 1
         self.out.emit(AskPolicy(question=self._question, function=self.policy.function, failure=failure, view=view))
-        self.out.emit(SetTimer(name=f"policy:{self._question}", at_ms=at_ms + ANSWER_MS))
+        self.out.emit(SetTimer(timer=PolicyOver(self._question), at_ms=at_ms + ANSWER_MS))
 
     def _hear(self, failure: Failure, view: ClusterView) -> Decision | None:
         if self._answer is None:
@@ -108,7 +109,7 @@ class Council:
             stands_still = decision.rung is Rung.WAIT or decision.meanwhile == "wait"
             if decision.by == "user" and stands_still:
                 due_ms = at_ms + math.ceil(decision.deadline_s * 1e3)
-                self.out.emit(SetTimer(name=f"repair:{view.generation}", at_ms=due_ms))
+                self.out.emit(SetTimer(timer=RepairOver(view.generation), at_ms=due_ms))
 
 
 def _situation(failure: Failure, view: ClusterView) -> _Situation:

@@ -22,6 +22,7 @@ from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.protocol.commands import CondemnWorker, FenceWorker, SetTimer, Worker
 from rackrun.protocol.ids import TrayId, tray_of
+from rackrun.protocol.timers import FenceOver
 from rackrun.topology.sources.partial_topology import PartialTopology
 
 __all__ = ["FENCE_WAIT_MS", "Fencing"]
@@ -67,13 +68,12 @@ class Fencing:
         for worker in self._held:
             if worker not in self._timed:
                 self._timed[worker] = None
-                self.out.emit(SetTimer(name=f"fence:{worker.slot}:{worker.incarnation}", at_ms=at_ms + FENCE_WAIT_MS))
+                self.out.emit(SetTimer(timer=FenceOver(worker.slot, worker.incarnation), at_ms=at_ms + FENCE_WAIT_MS))
 
-    def overdue(self, name: str) -> None:
-        """Kill the worker ``slot:incarnation``, whose wait is over."""
-        for worker in tuple(self._held):
-            if f"{worker.slot}:{worker.incarnation}" == name:
-                self._kill(worker)
+    def overdue(self, worker: Worker) -> None:
+        """Kill a worker whose wait is over."""
+        if worker in self._held:
+            self._kill(worker)
 
     def _kill(self, worker: Worker) -> None:
         """Emit the held `FenceWorker`, unless the worker has exited by itself or its tray is lost."""

@@ -20,6 +20,7 @@ from rackrun.core.stragglers.shifting import Shifting
 from rackrun.protocol.commands import Plan, ResumeGeneration, SetTimer
 from rackrun.protocol.ids import Position, Rank, tray_of
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import ResumeOver
 
 __all__ = ["Planner", "told_of"]
 
@@ -100,7 +101,7 @@ class Planner:
         world.reason = because
         self.rack.trains(member.slot for member in world.plan.members)
         self.out.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
-        self.out.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.timeout_ms()))
+        self.out.emit(SetTimer(timer=ResumeOver(world.generation), at_ms=at_ms + self.timeout_ms()))
 
     def timeout_ms(self) -> int:
         """Return how long members may take to resume.

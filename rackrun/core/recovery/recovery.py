@@ -50,6 +50,7 @@ from rackrun.protocol.events import PolicyAnswered, WorkerParked, WorkerResumed,
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ClusterView, Decision, Rung
+from rackrun.protocol.timers import GatherOver, OwedOver, ParkOver, RecoverOver, RepairOver, ResumeOver
 
 __all__ = ["ABSORBS_MAX", "Recovery", "named"]
 
@@ -221,11 +222,11 @@ class Recovery:
         world.await_all()
         if world.members:
             self.out.emit(BreakGeneration(generation=generation, workers=world.workers(), because=because))
-        self.out.emit(SetTimer(name=f"gather:{generation}", at_ms=at_ms + self.config.gather_ms))
-        self.out.emit(SetTimer(name=f"park:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
-        self.out.emit(SetTimer(name=f"recover:{generation}", at_ms=at_ms + self.config.join_timeout_ms))
+        self.out.emit(SetTimer(timer=GatherOver(generation), at_ms=at_ms + self.config.gather_ms))
+        self.out.emit(SetTimer(timer=ParkOver(generation), at_ms=at_ms + self.config.park_timeout_ms))
+        self.out.emit(SetTimer(timer=RecoverOver(generation), at_ms=at_ms + self.config.join_timeout_ms))
         if self.config.repair_patience_ms:
-            self.out.emit(SetTimer(name=f"repair:{generation}", at_ms=at_ms + self.config.repair_patience_ms))
+            self.out.emit(SetTimer(timer=RepairOver(generation), at_ms=at_ms + self.config.repair_patience_ms))
 
     def parked(self, record: WorkerRecord, event: WorkerParked) -> None:
         """Record that a member has parked; decide if it was the last."""
@@ -258,50 +259,55 @@ class Recovery:
         if record.rank is not None and replica_class:
             self.classes[record.rank] = replica_class
 
-    def timer(self, name: str, at_ms: int) -> None:
-        """Handle a timer named ``kind:generation``. Timers of older generations are ignored; ``fence:slot:incarnation``
-        has no generation."""
-        kind, _, generation = name.partition(":")
-        if kind == "fence":
-            self.fencing.overdue(generation)
-            return
-        if generation != str(self.world.generation):
-            return
-        parking, resuming = self.world.phase is Phase.PARKING, self.world.phase is Phase.RESUMING
-        if kind == "gather" and parking:
+    def gather_over(self, at_ms: int) -> None:
+        """Decide, because the losses that belong together have arrived."""
+        if self.world.phase is Phase.PARKING:
             self._gathering = False
             self.decide(at_ms)
-        elif kind == "park" and parking and self._wait_on(kind, WorkerState.BREAKING, at_ms):
-            pass
-        elif kind == "park" and parking:
-            self.out.emit(SetTimer(name=f"owed:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
-            self._fence_late(WorkerState.BREAKING, "park", self.config.park_timeout_ms, at_ms)
-        elif kind == "owed" and parking:
+
+    def park_over(self, at_ms: int) -> None:
+        """Condemn the members that have not parked, and wait for what they leave."""
+        generation, timeout_ms = self.world.generation, self.config.park_timeout_ms
+        if self.world.phase is not Phase.PARKING:
+            return
+        if self._some_work(WorkerState.BREAKING, at_ms):
+            self.out.emit(SetTimer(timer=ParkOver(generation), at_ms=at_ms + timeout_ms))
+            return
+        self.out.emit(SetTimer(timer=OwedOver(generation), at_ms=at_ms + timeout_ms))
+        self._fence_late(WorkerState.BREAKING, "park", timeout_ms, at_ms)
+
+    def owed_over(self, at_ms: int) -> None:
+        """Decide without the snapshots that condemned workers may still leave."""
+        if self.world.phase is Phase.PARKING:
             self._owed = False
             self.decide(at_ms)
-        elif kind == "resume" and resuming and self._wait_on(kind, WorkerState.RESUMING, at_ms):
-            pass
-        elif kind == "resume" and resuming:
-            self._fence_late(WorkerState.RESUMING, "resume", self.planner.timeout_ms(), at_ms)
-        elif kind == "recover" and parking:
+
+    def resume_over(self, at_ms: int) -> None:
+        """Condemn the members that have not resumed."""
+        if self.world.phase is not Phase.RESUMING:
+            return
+        if self._some_work(WorkerState.RESUMING, at_ms):
+            timer = ResumeOver(self.world.generation)
+            self.out.emit(SetTimer(timer=timer, at_ms=at_ms + self.config.park_timeout_ms))
+            return
+        self._fence_late(WorkerState.RESUMING, "resume", self.planner.timeout_ms(), at_ms)
+
+    def recover_over(self, at_ms: int) -> None:
+        """Give up, unless something can still come."""
+        if self.world.phase is Phase.PARKING:
             self._give_up(at_ms)
-        elif kind == "repair" and parking:
+
+    def repair_over(self, at_ms: int) -> None:
+        """Decide again, because hardware has been waited for long enough."""
+        if self.world.phase is Phase.PARKING:
             self.council.forget()
             self.decide(at_ms)
-        elif kind in ("stalled", "judge"):
-            self.standstill.window_closed(kind, at_ms)
 
-    def _wait_on(self, kind: str, state: WorkerState, at_ms: int) -> bool:
-        """Extend a deadline if a member is late because it works in its own code. Return whether it was extended.
+    def _some_work(self, state: WorkerState, at_ms: int) -> bool:
+        """Return whether a member is late because it works in its own code.
 
         All other members wait for it, and none is to blame. Its agent decides how long it may work (`WorkerStalled`).
         """
-        waits = self._some_work(state, at_ms)
-        if waits:
-            self.out.emit(SetTimer(name=f"{kind}:{self.world.generation}", at_ms=at_ms + self.config.park_timeout_ms))
-        return waits
-
-    def _some_work(self, state: WorkerState, at_ms: int) -> bool:
         members = self.world.members
         return any(rank in members and members[rank].state is state for rank in self.standstill.awaited(at_ms))
 
@@ -331,7 +337,7 @@ class Recovery:
         self.decide(at_ms)
         if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
             # nothing could be decided yet; spares get the whole time once it can
-            self.out.emit(SetTimer(name=f"recover:{self.world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+            self.out.emit(SetTimer(timer=RecoverOver(self.world.generation), at_ms=at_ms + self.config.join_timeout_ms))
             return
         waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.acquiring.patient(at_ms)
         patient = self.council.asks or waits
@@ -389,7 +395,7 @@ class Recovery:
         if self.council.answered(event):
             self.decide(event.at_ms)
 
-    def overdue(self, question: str, at_ms: int) -> None:
+    def overdue(self, question: int, at_ms: int) -> None:
         """Decide without the policy function's answer, if it is overdue."""
         if self.council.overdue(question):
             self.decide(at_ms)

@@ -27,6 +27,7 @@ from rackrun.protocol.events import DepartureAnnounced, DrainRequested, PolicyRe
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
+from rackrun.protocol.timers import CopiesOver
 
 __all__ = ["COPIES_MS", "Control"]
 
@@ -225,7 +226,7 @@ class Control:
         for one in drains:
             self._call_off(one, Refused("spares", "the job needs its slots", "ask again when there are spares."))
 
-    def timer(self, request: str) -> None:
+    def copies_over(self, request: str) -> None:
         """Stop waiting for copies of what a drained tray keeps."""
         for one in self.under_way:
             if isinstance(one, Drain) and one.request == request:
@@ -259,7 +260,7 @@ class Control:
                 self.out.emit(self.rack.fence(record, one.why))
         if not one.empty:
             one.empty = True
-            self.out.emit(SetTimer(name=f"copies:{one.request}", at_ms=at_ms + COPIES_MS))
+            self.out.emit(SetTimer(timer=CopiesOver(one.request), at_ms=at_ms + COPIES_MS))
         if plain or not (any(slot in self.rack.occupants for slot in one.slots) or self._is_needed(one)):
             self._end(one)
             self.replies.say(one.request, "done", f"{one.target} is empty")

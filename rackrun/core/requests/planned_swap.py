@@ -27,6 +27,7 @@ from rackrun.protocol.events import WorkerPaused
 from rackrun.protocol.ids import Generation, Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
+from rackrun.protocol.timers import PauseOver
 
 __all__ = ["PlannedSwap"]
 
@@ -61,7 +62,7 @@ class PlannedSwap:
         self._paused.clear()
         self.out.emit(Notice(text=told))
         self.out.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
-        self.out.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
+        self.out.emit(SetTimer(timer=PauseOver(world.generation), at_ms=at_ms + self.config.pause_timeout_ms))
 
     def _due(self, at_ms: int) -> tuple[str, str]:
         """Return what all ranks should pause for, and why; two empty strings if for nothing."""
@@ -87,9 +88,9 @@ class PlannedSwap:
         if self.all_paused:
             self._swap(event.at_ms)
 
-    def timer(self, generation: str, at_ms: int) -> None:
+    def pause_over(self, at_ms: int) -> None:
         """Make the change although some ranks have not paused: as after a loss, the step they are in is repeated."""
-        if generation == str(self.world.pausing) and self._is_on(self.world.pausing) and not self._ends():
+        if self._is_on(self.world.pausing) and not self._ends():
             self._swap(at_ms)
 
     def _ends(self) -> bool:

@@ -23,6 +23,7 @@ from rackrun.protocol.events import DepartureAnnounced, RackDelivered, RackPreem
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ProviderNow, Rung
+from rackrun.protocol.timers import RackStageOver
 
 __all__ = ["FAILURES_MAX", "Acquiring"]
 
@@ -181,10 +182,9 @@ class Acquiring:
             else:
                 self._fail(one, "it was lost before it was of use", at_ms)
 
-    def timer(self, name: str, at_ms: int) -> None:
-        """Handle the end of a stage's time limit, ``request:stage``, if the rack is still in that stage."""
-        number, _, stage = name.partition(":")
-        one = self.rented.get(int(number))
+    def stage_over(self, request: int, stage: str, at_ms: int) -> None:
+        """Handle the end of a stage's time limit, if the rack is still in that stage."""
+        one = self.rented.get(request)
         if one is None or self.world.phase is Phase.ENDING:
             return
         if one.stage.value == stage:
@@ -305,7 +305,7 @@ class Acquiring:
 
     def _enter(self, one: Rented, stage: Stage, for_ms: int, at_ms: int) -> None:
         one.stage, one.until_ms = stage, at_ms + for_ms
-        self.out.emit(SetTimer(name=f"rack:{one.request}:{stage.value}", at_ms=one.until_ms))
+        self.out.emit(SetTimer(timer=RackStageOver(one.request, stage.value), at_ms=one.until_ms))
 
     def _look_whether_joined(self, one: Rented, at_ms: int) -> None:
         if all(tray in self.rack.trays for tray in one.named):

@@ -13,6 +13,7 @@ from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.protocol.commands import Notice, SetTimer, Worker
 from rackrun.protocol.ids import BEGIN, Position
+from rackrun.protocol.timers import GrowthDue
 
 __all__ = ["PAUSE_MS", "PAUSE_MS_MAX", "PROVEN_STEPS", "Growth"]
 
@@ -71,4 +72,4 @@ class Growth:
         self._due_ms = at_ms + pause_ms
         times = f"{self._failed} times in a row" if self._failed > 1 else "once"
         self.out.emit(Notice(text=f"growing has failed {times}: {why}; not again for {pause_ms // 1000} s"))
-        self.out.emit(SetTimer(name=f"grow:{self._due_ms}", at_ms=self._due_ms))
+        self.out.emit(SetTimer(timer=GrowthDue(self._due_ms), at_ms=self._due_ms))

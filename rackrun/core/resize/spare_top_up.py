@@ -11,6 +11,7 @@ from rackrun.core.policy.measured_costs import Meter
 from rackrun.core.resize.acquiring import Acquiring
 from rackrun.protocol.commands import SetTimer, StartWorker
 from rackrun.protocol.ids import SlotId, tray_of
+from rackrun.protocol.timers import CalmOver
 
 __all__ = ["CALM_MS_MAX", "CALM_STEPS", "Background"]
 
@@ -35,7 +36,7 @@ class Background:
         first_steps_ms = round((self.meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
         self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
         if self._calm_ms > at_ms:
-            self.out.emit(SetTimer(name=f"calm:{self.world.generation}", at_ms=self._calm_ms))
+            self.out.emit(SetTimer(timer=CalmOver(self.world.generation), at_ms=self._calm_ms))
 
     def top_up(self, at_ms: int) -> None:
         """Start spares in free slots, so that they are ready before they are needed.
