@@ -92,8 +92,7 @@ class Corruption:
 
     def _differ(self, event: ReplicasDiffer) -> None:
         world = self.world
-        current = world.plan is not None and event.generation == world.plan.generation
-        if not current or event.generation == self._heard:
+        if event.generation == self._heard:
             return
         if world.phase not in (Phase.TRAINING, Phase.RESUMING, Phase.PARKING):
             return

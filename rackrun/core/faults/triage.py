@@ -62,7 +62,7 @@ class Triage:
     def judged(self, event: DeviceJudged) -> None:
         """Handle a verdict."""
         if event.tray not in self.rack.trays:
-            return
+            return  # it was lost before the verdicts of the beginning were acted on
         if self._early is not None:
             self._early.append(event)
         else:

@@ -1,7 +1,7 @@
 """Apply: one table from each type of event to the function that takes it into the state.
 
-What is stale is rejected here: events of workers that are no more, or not the ones that they were. Nothing else looks
-at that.
+What is stale is rejected here, once: what a former worker or generation says, and what is said of a tray that is not
+there. A stale event changes nothing. Whether an event fits the phase is up to who handles it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from rackrun.protocol.events import (
     WorkerUnbuilt,
 )
 from rackrun.protocol.ids import Position, TrayId
+from rackrun.protocol.timers import OfGeneration
 
 __all__ = ["APPLY", "APPLY_OF_WORKER", "apply"]
 
@@ -82,23 +83,48 @@ _OUTLIVES = (SnapshotMirrored, SnapshotStriped)
 """Events that count although their worker is condemned, because copies outlive it."""
 
 
-def apply(job: Job, event: Event) -> None:
-    """Take an event into the state, and act on the facts that it leaves."""
-    if not isinstance(event, OfWorker):
+def apply(job: Job, event: Event) -> bool:
+    """Take an event into the state, and act on the facts that it leaves. Return False, with nothing changed, if the
+    event is stale."""
+    record = job.rack.current(event) if isinstance(event, OfWorker) else None
+    if _is_stale(job, event, record):
+        return False
+    job.meter.heard(event)
+    if record is None:
         job.recovery.forget_members()
         APPLY[type(event)](job, event)
+    elif record.rank is None and isinstance(event, _OF_A_START):
+        APPLY_OF_WORKER[type(event)](job, record, event)
+        settle(job, event.at_ms)
+        return True
     else:
-        record = job.rack.current(event)
-        if record is None or not _counts(record, event):
-            return
-        if record.rank is None and isinstance(event, _OF_A_START):
-            APPLY_OF_WORKER[type(event)](job, record, event)
-            settle(job, event.at_ms)
-            return
         job.recovery.forget_members()
         APPLY_OF_WORKER[type(event)](job, record, event)
     settle(job, event.at_ms)
     job.recovery.forget_members()
+    return True
+
+
+def _is_stale(job: Job, event: Event, record: WorkerRecord | None) -> bool:
+    """Return whether an event comes from a worker, a generation, or about a tray that is no more."""
+    world = job.world
+    if world.phase is Phase.STOPPED:
+        return True
+    match event:
+        case OfWorker() if record is None or not _counts(record, event):
+            return True
+        case WorkerParked() | WorkerResumed() | WorkerPaused() | WorkerSevered() | WorkerUnbuilt():
+            return event.generation != world.generation
+        case ReplicasDiffer() | SlowRanksChanged():
+            return world.plan is None or event.generation != world.plan.generation
+        case TrayLost():
+            return event.tray not in job.rack.trays and event.tray not in job.rack.returning
+        case DeviceJudged() | DeviceChecked() | TrayDescribed():
+            return event.tray not in job.rack.trays
+        case TimerFired(timer=OfGeneration(generation=generation)):
+            return generation != world.generation
+        case _:
+            return False
 
 
 def _counts(record: WorkerRecord, event: OfWorker) -> bool:
@@ -144,7 +170,7 @@ def _severed(job: Job, record: WorkerRecord, event: WorkerSevered) -> None:
 def _unbuilt(job: Job, record: WorkerRecord, event: WorkerUnbuilt) -> None:
     if job.world.phase is not Phase.SETUP:
         job.recovery.unbuilt(record, event)
-    elif event.generation == job.world.generation and record.rank is not None:
+    elif record.rank is not None:
         # All ranks were there, and the others may wait for this rank in NCCL; only ending them ends that wait.
         because = f"could not build its groups ({event.because})"
         losses = [Loss(record=record, because=because)]
@@ -289,10 +315,7 @@ def _tray_joined(job: Job, event: TrayJoined) -> None:
 @_on(TrayDescribed)
 def _tray_described(job: Job, event: TrayDescribed) -> None:
     """The topology of a tray that has already joined is known now."""
-    known = job.rack.trays.get(event.tray)
-    if known is None:
-        return
-    joined = msgspec.structs.replace(known, at_ms=event.at_ms, topology=event.topology)
+    joined = msgspec.structs.replace(job.rack.trays[event.tray], at_ms=event.at_ms, topology=event.topology)
     job.rack.describe(joined)
     if job.world.phase is not Phase.FORMING:
         job.forming.joined_late(joined)
@@ -348,10 +371,9 @@ def _breaker_closed(job: Job, event: BreakerClosed) -> None:
 
 @_on(SlowRanksChanged)
 def _slow_ranks_changed(job: Job, event: SlowRanksChanged) -> None:
-    if job.world.plan is not None:
-        job.slowness.heard(event, job.world.plan.generation, job.world.seats)
-        settle(job, event.at_ms)  # a swap that begins now ends the generation, and no shares are dealt
-        job.shifting.heard(event)
+    job.slowness.heard(event, job.world.seats)
+    settle(job, event.at_ms)  # a swap that begins now ends the generation, and no shares are dealt
+    job.shifting.heard(event)
 
 
 # -- operators, policy and provider ------------------------------------------------------------------------------------

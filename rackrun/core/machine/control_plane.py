@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rackrun.core.generation.world import Phase
 from rackrun.core.machine.apply import apply
 from rackrun.core.machine.job import Job
 from rackrun.core.machine.rules import advance
@@ -41,9 +40,7 @@ class ControlPlane:
             self._began = True
             job.out.emit(SetTimer(timer=JoinOver(), at_ms=event.at_ms + self._config.join_timeout_ms))
         job.rack.now_ms = event.at_ms
-        job.meter.heard(event)
-        if job.world.phase is not Phase.STOPPED:
-            apply(job, event)
+        if apply(job, event):
             advance(job, event.at_ms)
         commands = job.out.take()
         if commands:

@@ -190,8 +190,10 @@ class Hindsight:
             case BreakerClosed():
                 self.triage.close_breaker(event.at_ms)
                 self.slowness.close_breaker(self.seats, event.at_ms)
+            case SlowRanksChanged() if event.generation == self.generation:
+                self.slowness.heard(event, self.seats)
             case SlowRanksChanged():
-                self.slowness.heard(event, self.generation, self.seats)
+                pass
 
     def _suspect(self, event: ReplicasDiffer | LossNotRepeated) -> None:
         teller = self._occupant(event.slot, event.incarnation)

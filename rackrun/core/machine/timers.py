@@ -26,7 +26,6 @@ from rackrun.protocol.timers import (
     JoinOver,
     LastCallOver,
     LastWordsOver,
-    OfGeneration,
     OwedOver,
     ParkOver,
     PatienceOver,
@@ -52,9 +51,8 @@ TIMERS: dict[type[Timer], Callable[[Job, Timer, int], None]] = {}
 
 
 def fire(job: Job, timer: Timer, at_ms: int) -> None:
-    """Handle an expired timer. One of another generation is ignored."""
-    if not isinstance(timer, OfGeneration) or timer.generation == job.world.generation:
-        TIMERS[type(timer)](job, timer, at_ms)
+    """Handle an expired timer."""
+    TIMERS[type(timer)](job, timer, at_ms)
 
 
 def _on(kind: type[T]) -> Callable[[_Expiry[T]], _Expiry[T]]:

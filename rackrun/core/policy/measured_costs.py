@@ -69,7 +69,7 @@ class Meter:
             case CostsMeasured():
                 self._told = event
             case TrayLost():
-                self._lost_ms[event.tray] = event.at_ms
+                self._lost_ms.setdefault(event.tray, event.at_ms)
             case TrayJoined():
                 if event.tray in self._lost_ms:
                     self._repair_s.append((event.at_ms - self._lost_ms.pop(event.tray)) / 1e3)

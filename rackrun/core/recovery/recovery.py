@@ -230,7 +230,7 @@ class Recovery:
 
     def parked(self, record: WorkerRecord, event: WorkerParked) -> None:
         """Record that a member has parked; decide if it was the last."""
-        if event.generation != self.world.generation or record.state is not WorkerState.BREAKING:
+        if record.state is not WorkerState.BREAKING:
             return
         world = self.world
         assert record.rank is not None, "only members are told to park"
@@ -546,7 +546,7 @@ class Recovery:
 
     def resumed(self, record: WorkerRecord, event: WorkerResumed) -> None:
         """Record that a member has resumed; training begins when it was the last."""
-        if event.generation != self.world.generation or record.state is not WorkerState.RESUMING:
+        if record.state is not WorkerState.RESUMING:
             return
         record.move(Trigger.RESUMED)
         record.stateful = True
@@ -567,13 +567,13 @@ class Recovery:
         A member that is lost is found because it does not park.
         """
         running = self.world.phase in (Phase.TRAINING, Phase.RESUMING)
-        if not running or record.rank is None or event.generation != self.world.generation:
+        if not running or record.rank is None:
             return
         self.absorb(f"a collective broke on rank {record.rank} ({event.because})", event.at_ms)
 
     def unbuilt(self, record: WorkerRecord, event: WorkerUnbuilt) -> None:
         """Record that a member could not build its groups. A timer finds members that report nothing."""
-        if event.generation != self.world.generation or record.rank is None or record.state is not WorkerState.RESUMING:
+        if record.rank is None or record.state is not WorkerState.RESUMING:
             return
         self.rifts.add(record.rank, cut_off=event.cut_off)
         members = self.world.members.items()

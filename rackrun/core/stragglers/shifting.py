@@ -49,7 +49,7 @@ class Shifting:
     def heard(self, event: SlowRanksChanged) -> None:
         """Handle a report of slow ranks."""
         world = self.world
-        if "shift" not in self.config.slow_ranks or world.plan is None or event.generation != world.plan.generation:
+        if "shift" not in self.config.slow_ranks:
             return
         self._times = {
             world.members[one.rank].worker: one.times

@@ -22,7 +22,7 @@ from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.gpu_fitness import Devices
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import SlowRank, SlowRanksChanged
-from rackrun.protocol.ids import Generation, Rank, SlotId, TrayId, tray_of
+from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 
 __all__ = ["SWAPS_MAX", "WITHIN_MS", "Slowness"]
@@ -50,9 +50,9 @@ class Slowness:
     _open: bool = False
     """Whether the circuit breaker is open."""
 
-    def heard(self, event: SlowRanksChanged, generation: Generation, seats: Mapping[Rank, SlotId]) -> None:
-        """Handle a report of slow ranks. ``generation`` and ``seats`` are those of the latest plan."""
-        if event.generation != generation or self.config.slow_ranks == "off":
+    def heard(self, event: SlowRanksChanged, seats: Mapping[Rank, SlotId]) -> None:
+        """Handle a report of slow ranks in the generation of the latest plan, with its ``seats``."""
+        if self.config.slow_ranks == "off":
             return
         slow = {one.rank: one for one in event.slow if seats.get(one.rank) == one.slot}
         self._say(slow, seats, event.everybody)
