@@ -213,6 +213,11 @@ def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
     assert (violation(Import(importer, imported, "x.py:1")) is None) == allowed
 
 
+def test_the_page_of_state_machines_is_that_of_the_code() -> None:
+    check = [sys.executable, ROOT / "tools" / "state_machines.py", "--check"]
+    assert subprocess.run(check, check=False).returncode == 0
+
+
 def test_the_page_of_rooms_is_that_of_the_code() -> None:
     assert subprocess.run([sys.executable, ROOT / "tools" / "rooms.py", "--check"], check=False).returncode == 0
 

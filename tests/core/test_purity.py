@@ -21,6 +21,7 @@ PURE = [
     "rackrun.protocol.ids",
     "rackrun.protocol.job_config",
     "rackrun.protocol.policy_types",
+    "rackrun.protocol.timers",
     "rackrun.protocol.wire",
     "rackrun.topology.gpu_driver.readings",
     "rackrun.topology.health.circuit_breaker",

@@ -31,8 +31,7 @@ class JobEnd:
     ) -> None:
         """Stop the job with an exit code and a reason. Everything that is emitted afterwards is dropped."""
         world = self.world
-        world.phase = Phase.STOPPED
-        world.reason = because
+        world.enter(Phase.STOPPED, because)
         for held in [held for held, record in world.members.items() if not record.alive]:
             world.lose(held)
         self.out.emit(StopJob(exit_code=exit_code, because=because, remedy=remedy, failure=failure, rank=rank))

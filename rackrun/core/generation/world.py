@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import itemgetter
 
 from rackrun.core.generation.old_world import OldWorld
+from rackrun.core.members.transitions import STORY_MAX, check_transition
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.core.policy.active_policy import Mandate
 from rackrun.protocol.commands import Member, Plan, Worker
 from rackrun.protocol.events import StopRequested
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
 
-__all__ = ["IN_PLACE", "Phase", "World"]
+__all__ = ["IN_PLACE", "PHASES", "Phase", "World"]
 
 
 class Phase(Enum):
-    """The phase that the job is in.
-
-    ::
-
-        FORMING --> SETUP --> TRAINING --> PARKING --> RESUMING --> TRAINING --> ENDING --> STOPPED
-                      ^           |           ^ |          |
-                      |           |           | +----------+  (a loss while resuming breaks again)
-                      +-- RESTARTING <--------+
-    """
+    """The phase that the job is in. `PHASES` says which may follow which."""
 
     FORMING = "forming"
     SETUP = "setup"
@@ -41,6 +35,18 @@ class Phase(Enum):
     """All ranks have finished, are released, and exit."""
     STOPPED = "stopped"
 
+
+PHASES: Mapping[Phase, tuple[Phase, ...]] = {
+    Phase.FORMING: (Phase.SETUP, Phase.STOPPED),
+    Phase.SETUP: (Phase.TRAINING, Phase.RESTARTING, Phase.STOPPED),
+    Phase.TRAINING: (Phase.PARKING, Phase.ENDING, Phase.STOPPED),
+    Phase.PARKING: (Phase.RESUMING, Phase.RESTARTING, Phase.STOPPED),
+    Phase.RESUMING: (Phase.TRAINING, Phase.PARKING, Phase.STOPPED),
+    Phase.RESTARTING: (Phase.SETUP, Phase.STOPPED),
+    Phase.ENDING: (Phase.STOPPED,),
+    Phase.STOPPED: (Phase.STOPPED,),
+}
+"""The transition table: which phase may follow which. One event may give two reasons to stop."""
 
 _TO_ANSWER = {
     Phase.SETUP: WorkerState.STARTING,
@@ -112,8 +118,16 @@ class World:
     """As `Plan.worlds`."""
     reached: Position = BEGIN
     """The last step that a worker was in when its exit was seen. As far as a restart knows, it may be committed."""
+    _story: deque[str] = field(default_factory=lambda: deque([Phase.FORMING.value], STORY_MAX))
+    """The latest phases."""
     _committed: int = -1
     """The last step that any plan has declared committed. Neither a rollback nor a restart takes it back."""
+
+    def enter(self, phase: Phase, because: str) -> None:
+        """Enter a phase, for a reason. Raises `InvalidTransition` if it cannot follow the present one."""
+        check_transition("the job", self.phase, phase, PHASES, [*self._story])
+        self.phase, self.reason = phase, because
+        self._story.append(phase.value)
 
     def next_generation(self) -> Generation:
         """Advance to the next generation and return it."""
@@ -244,7 +258,7 @@ class World:
 
     def train(self) -> None:
         """Begin the training phase, because all ranks compute."""
-        self.phase = Phase.TRAINING
+        self.enter(Phase.TRAINING, self.reason)
         self.awaited = {rank: None for rank, record in self.members.items() if not record.finished}
 
     @property

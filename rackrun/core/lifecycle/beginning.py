@@ -48,8 +48,7 @@ class Beginning:
         worker runs."""
         world = self.world
         generation = world.next_generation()
-        world.phase = Phase.SETUP
-        world.reason = because
+        world.enter(Phase.SETUP, because)
         world.elastic = False
         world.empty()
         self.finale.gone.clear()

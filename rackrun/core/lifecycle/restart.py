@@ -48,8 +48,7 @@ class Restart:
             self._none_left(because, loss)
             return
         world.restarts += 1
-        world.phase = Phase.RESTARTING
-        world.reason = because
+        world.enter(Phase.RESTARTING, because)
         world.empty()
         for record in [record for record in self.rack.occupants.values() if record.alive]:
             self.out.emit(self.rack.fence(record, "the world starts again", swept_along=True))

@@ -53,9 +53,8 @@ class Finale:
         world = self.world
         if world.phase is not Phase.TRAINING or world.awaited:
             return
-        world.phase = Phase.ENDING
+        world.enter(Phase.ENDING, f"all {world.size} ranks have finished")
         self._released_ms = at_ms
-        world.reason = f"all {world.size} ranks have finished"
         going = [*world.members.values(), *self.rack.spares()]
         for record in going:
             record.move(Trigger.RELEASE)

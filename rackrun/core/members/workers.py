@@ -1,16 +1,4 @@
-"""One worker as the core sees it: its state, and the allowed transitions.
-
-::
-
-    STARTING --ready--> READY --train--> TRAINING --break--> BREAKING --parked--> PARKED --resume--> RESUMING
-                          |                 ^                   ^                                     |   |
-                          +----resume-------|-------------------|---------------> RESUMING            |   |
-                                            +-------------------|--------------resumed----------------+   |
-                                                                +-----------------break-------------------+
-
-In addition ``fence`` leads from every living state to FENCED, ``exit`` from every state to EXITED, and ``release`` (the
-job is done) from STARTING, READY and TRAINING to RELEASED.
-"""
+"""One worker as the core sees it: its state, and the transitions of its table."""
 
 from __future__ import annotations
 
@@ -18,20 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rackrun.errors import InternalError
+from rackrun.core.members.transitions import STORY_MAX, InvalidTransition
 from rackrun.protocol.commands import Worker
 from rackrun.protocol.events import Failure, WorkerExited, WorkerParked
 from rackrun.protocol.ids import Generation, Rank
 
-__all__ = ["TRANSITIONS", "InvalidTransition", "Loss", "Trigger", "WorkerRecord", "WorkerState", "why_exited"]
-
-STORY_MAX = 32
-"""Number of transitions that a worker's story keeps: enough to explain an invalid one, and bounded in a run of
-months."""
+__all__ = ["TRANSITIONS", "Loss", "Trigger", "WorkerRecord", "WorkerState", "why_exited"]
 
 
 class WorkerState(StrEnum):
-    """State of a worker; the module's docstring draws the transitions."""
+    """State of a worker; `TRANSITIONS` says what leads from one to the next."""
 
     STARTING = "starting"
     READY = "ready"
@@ -76,21 +60,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[Trigger, WorkerState]] = {
     WorkerState.FENCED: {Trigger.EXIT: WorkerState.EXITED},
     WorkerState.EXITED: {},
 }
-"""The transition table. The diagram in the documentation is drawn from it."""
-
-
-class InvalidTransition(InternalError):
-    """A worker was given a trigger that its state has no transition for. ``story`` lists the transitions that led
-    there."""
-
-    def __init__(self, record: WorkerRecord, trigger: Trigger) -> None:
-        worker = record.worker
-        story = " > ".join(record.story)
-        super().__init__(
-            f"{worker.slot} incarnation {worker.incarnation} is {record.state.value} and cannot {trigger.value} ({story})",
-            remedy="please report this, with the journal.",
-        )
-        self.story = tuple(record.story)
+"""The transition table. `docs/state_machines.md` draws it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +101,9 @@ class WorkerRecord:
         try:
             state = TRANSITIONS[self.state][trigger]
         except KeyError:
-            raise InvalidTransition(self, trigger) from None
+            worker = self.worker
+            what = f"{worker.slot} incarnation {worker.incarnation}"
+            raise InvalidTransition(what, self.state.value, trigger.value, self.story) from None
         self.state = state
         steps = self._steps
         steps.append(f"{trigger} ({note})" if note else trigger)

@@ -97,8 +97,7 @@ class Planner:
             shares=self.shifting.in_plan(),
         )
         self.sources.snapshots.go_on(world.plan)
-        world.phase = Phase.RESUMING
-        world.reason = because
+        world.enter(Phase.RESUMING, because)
         self.rack.trains(member.slot for member in world.plan.members)
         self.out.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
         self.out.emit(SetTimer(timer=ResumeOver(world.generation), at_ms=at_ms + self.timeout_ms()))

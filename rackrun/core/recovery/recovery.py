@@ -209,8 +209,7 @@ class Recovery:
         world.miss_retired()
         self.forget_members()
         generation = world.next_generation()
-        world.phase = Phase.PARKING
-        world.reason = because
+        world.enter(Phase.PARKING, because)
         self.standstill.forget()
         self.rifts.attempt()
         self._gathering = self._owed = True

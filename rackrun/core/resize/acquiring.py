@@ -97,7 +97,7 @@ class Acquiring:
         trays = f"{one.trays} {'tray' if one.trays == 1 else 'trays'} of {slots} {'slot' if slots == 1 else 'slots'}"
         self._say(f"{one} is asked for, with {trays}")
         self.out.emit(RequestRack(request=one.request, trays=one.trays, slots=slots, because=self.world.reason))
-        self._enter(one, Stage.ASKED, self.config.acquire_timeout_ms, at_ms)
+        self._set_limit(one, self.config.acquire_timeout_ms, at_ms)
 
     def settled(self) -> None:
         """Allow requests again, because all train and the next failure is a new one."""
@@ -217,7 +217,7 @@ class Acquiring:
                 self._fail(one, f"it is of no use: {self._against(one)}", at_ms)
                 self.facts.add(SlotFreed())
             elif one.stage is Stage.JOINED and self._has_begun(one):
-                one.stage = Stage.SERVING
+                one.enter(Stage.SERVING)
             if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
                 one.proved, self._failed = True, 0
         if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.world.ending():
@@ -304,8 +304,12 @@ class Acquiring:
         return None
 
     def _enter(self, one: Rented, stage: Stage, for_ms: int, at_ms: int) -> None:
-        one.stage, one.until_ms = stage, at_ms + for_ms
-        self.out.emit(SetTimer(timer=RackStageOver(one.request, stage.value), at_ms=one.until_ms))
+        one.enter(stage)
+        self._set_limit(one, for_ms, at_ms)
+
+    def _set_limit(self, one: Rented, for_ms: int, at_ms: int) -> None:
+        one.until_ms = at_ms + for_ms
+        self.out.emit(SetTimer(timer=RackStageOver(one.request, one.stage.value), at_ms=one.until_ms))
 
     def _look_whether_joined(self, one: Rented, at_ms: int) -> None:
         if all(tray in self.rack.trays for tray in one.named):
@@ -354,7 +358,7 @@ class Acquiring:
 
     def _leave(self, one: Rented, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
         """Let ranks leave a rack; then its trays leave, and it is released."""
-        one.stage = Stage.LEAVING
+        one.enter(Stage.LEAVING)
         self._send_away(one.named, because, at_ms, even_if_last=even_if_last)
         if not self._living(one):
             self._release(one, "its trays are gone", at_ms, gone=True)

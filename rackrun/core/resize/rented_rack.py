@@ -1,29 +1,36 @@
-"""One rack requested from a provider, and its stage.
-
-::
-
-    ASKED --delivered--> DELIVERED --its trays join--> JOINED --a worker is ready--> SERVING --not needed--> LEAVING --> (released)
-      +----------------------+-----------------------------+---- nothing comes of it --> (released) <-- unusable ---+
-"""
+"""One rack requested from a provider, and its stage."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from rackrun.core.members.transitions import check_transition
 from rackrun.protocol.ids import TrayId
 
-__all__ = ["Rented", "Stage"]
+__all__ = ["STAGES", "Rented", "Stage"]
 
 
 class Stage(Enum):
-    """Stage of a rack; the module's docstring draws the transitions."""
+    """Stage of a rack. `STAGES` says which may follow which; from each the rack may also be released."""
 
     ASKED = "asked"
     DELIVERED = "delivered"
     JOINED = "joined"
     SERVING = "serving"
     LEAVING = "leaving"
+
+
+STAGES: Mapping[Stage, tuple[Stage, ...]] = {
+    Stage.ASKED: (Stage.DELIVERED,),
+    Stage.DELIVERED: (Stage.JOINED,),
+    Stage.JOINED: (Stage.SERVING, Stage.LEAVING),
+    Stage.SERVING: (Stage.LEAVING,),
+    Stage.LEAVING: (),
+}
+"""The transition table of a rack: it is asked for, delivered, its trays join, one of its workers is ready, and it is
+given back."""
 
 
 @dataclass(slots=True)
@@ -43,6 +50,11 @@ class Rented:
     named: tuple[TrayId, ...] = ()
     proved: bool = False
     """Whether one of its workers was ready while all trained, or trained with them."""
+
+    def enter(self, stage: Stage) -> None:
+        """Enter a stage. Raises `InvalidTransition` if it cannot follow the present one."""
+        check_transition(str(self), self.stage, stage, STAGES)
+        self.stage = stage
 
     def __str__(self) -> str:
         return f"rack {self.request}"

@@ -1,0 +1,65 @@
+"""Write docs/state_machines.md from the transition tables of the code: ``python tools/state_machines.py [--check]``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rackrun.core.generation import world  # noqa: E402
+from rackrun.core.members import workers  # noqa: E402
+from rackrun.core.resize import rented_rack  # noqa: E402
+
+PAGE = ROOT / "docs" / "state_machines.md"
+HEAD = """# State machines
+
+Each state machine has a transition table in the code. These diagrams are drawn from the tables by
+`python tools/state_machines.py`; a test holds them. A transition that is not in a table raises `InvalidTransition`,
+with the latest states that led there.
+"""
+
+
+def _diagram(arrows: Iterable[tuple[str, str, str]], first: str, last: Iterable[str]) -> str:
+    lines = [f"    [*] --> {first}"]
+    lines += [f"    {before} --> {after}{f': {label}' if label else ''}" for before, after, label in arrows]
+    lines += [f"    {state} --> [*]" for state in last]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
+
+
+def _plain(table: Mapping[Enum, tuple[Enum, ...]]) -> list[tuple[str, str, str]]:
+    return [(now.value, after.value, "") for now, follow in table.items() for after in follow if after is not now]
+
+
+def page() -> str:
+    """Return the whole page."""
+    phases, stages = _plain(world.PHASES), _plain(rented_rack.STAGES)
+    triggers = [
+        (now.value, after.value, trigger.value)
+        for now, follow in workers.TRANSITIONS.items()
+        for trigger, after in follow.items()
+    ]
+    every = [arrow for arrow in triggers if arrow[2] not in ("fence", "exit")]
+    parts = [
+        HEAD,
+        "## The job",
+        "`PHASES` in `rackrun.core.generation.world`. From each phase the job may also be stopped.",
+        _diagram([arrow for arrow in phases if arrow[1] != "stopped"], "forming", ["ending"]),
+        "## A worker, as the core sees it",
+        "`TRANSITIONS` in `rackrun.core.members.workers`. In addition `fence` leads from every living state to fenced, "
+        "and\n`exit` from every state to exited.",
+        _diagram(every, "starting", ["released"]),
+        "## A rack from a provider",
+        "`STAGES` in `rackrun.core.resize.rented_rack`. From each stage the rack may also be released.",
+        _diagram(stages, "asked", ["leaving"]),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page() else f"{PAGE} is not up to date")
+    PAGE.write_text(page(), encoding="utf-8")
