@@ -148,7 +148,7 @@ class Sizes:
             raise Refused("size", "the number of ranks is fixed (--min-ranks 0)", "start the job with --min-ranks.")
         if fixed := next((one.fixed for _, one in sorted(self.world.members.items()) if one.fixed), ""):
             raise Refused(
-                "size", f"the number of ranks is fixed: {fixed}", "see docs/architecture.md, shrink and grow."
+                "size", f"the number of ranks is fixed: {fixed}", "see docs/shrink_and_grow.md."
             )
         if not self.resizing.replica():
             raise Refused("size", "the script's mesh has no axis of data parallelism", "name one dp, or dp_shard.")
