@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.site_hook import on_site
+
 ROOT = Path(__file__).resolve().parents[1]
 AT_THE_TOP = ("README.md", "GLOSSARY.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in AT_THE_TOP)])
@@ -127,6 +129,23 @@ def test_the_index_and_the_menu_of_the_site_have_every_page() -> None:
     pages = {page for page in PAGES if page.name != "README.md" or page.parent.name == "decisions"}
     assert {page for page in pages if str(page.relative_to(ROOT)).removeprefix("docs/") not in menu} == set()
     assert {page for page in pages if page.parent.name != "decisions"} - linked <= {index}
+
+
+@pytest.mark.parametrize(
+    ("target", "page", "place"),
+    [
+        ("../GLOSSARY.md", "state.md", "GLOSSARY.md"),
+        ("docs/state.md", "GLOSSARY.md", "state.md"),
+        ("../scale.md", "decisions/README.md", "scale.md"),
+        ("README.md", "CONTRIBUTING.md", "index.md"),
+        ("../examples/policy.py", "write_a_policy.md", "source/examples/policy.py.txt"),
+        ("../examples/racks", "rack.md", "source/examples/racks/index.md"),
+        ("../examples/nothing.py", "rack.md", ""),
+        ("https://example.org/docs/state.md", "rack.md", ""),
+    ],
+)
+def test_a_link_leads_to_its_place_on_the_site(target: str, page: str, place: str) -> None:
+    assert on_site(target, page) == place
 
 
 def test_what_does_not_exist_is_found() -> None:

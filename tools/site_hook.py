@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+__all__ = ["on_files", "on_page_markdown", "on_site"]
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("GLOSSARY.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 """Pages at the top of the repository. On the site they lie beside those of docs/."""
@@ -55,16 +57,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _places(markdown: str, uri: str) -> list[str]:
     """Return the places on the site to which the links of a page lead."""
-    return [_on_site(match[2], uri) for part in _FENCED.split(markdown)[::2] for match in _LINK.finditer(part)]
+    return [on_site(match[2], uri) for part in _FENCED.split(markdown)[::2] for match in _LINK.finditer(part)]
 
 
 def _moved(target: str, uri: str) -> str:
     """Return the link as it is on the site, relative to the page ``uri``."""
-    place = _on_site(target, uri)
+    place = on_site(target, uri)
     return posixpath.relpath(place, posixpath.dirname(uri) or ".") if place else target
 
 
-def _on_site(target: str, uri: str) -> str:
+def on_site(target: str, uri: str) -> str:
     """Return where a link leads on the site; "": it is no relative link to a file of the repository."""
     if re.match(r"[a-z]+:", target):
         return ""
