@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.site_hook import on_site
+from tools.site_hook import site_place
 
 ROOT = Path(__file__).resolve().parents[1]
 AT_THE_TOP = ("README.md", "GLOSSARY.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
@@ -145,7 +145,7 @@ def test_the_index_and_the_menu_of_the_site_have_every_page() -> None:
     ],
 )
 def test_a_link_leads_to_its_place_on_the_site(target: str, page: str, place: str) -> None:
-    assert on_site(target, page) == place
+    assert site_place(target, page) == place
 
 
 def test_what_does_not_exist_is_found() -> None:

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["on_files", "on_page_markdown", "on_site"]
+__all__ = ["on_files", "on_page_markdown", "site_place"]  # mkdocs calls every function on_*
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("GLOSSARY.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -57,16 +57,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _places(markdown: str, uri: str) -> list[str]:
     """Return the places on the site to which the links of a page lead."""
-    return [on_site(match[2], uri) for part in _FENCED.split(markdown)[::2] for match in _LINK.finditer(part)]
+    return [site_place(match[2], uri) for part in _FENCED.split(markdown)[::2] for match in _LINK.finditer(part)]
 
 
 def _moved(target: str, uri: str) -> str:
     """Return the link as it is on the site, relative to the page ``uri``."""
-    place = on_site(target, uri)
+    place = site_place(target, uri)
     return posixpath.relpath(place, posixpath.dirname(uri) or ".") if place else target
 
 
-def on_site(target: str, uri: str) -> str:
+def site_place(target: str, uri: str) -> str:
     """Return where a link leads on the site; "": it is no relative link to a file of the repository."""
     if re.match(r"[a-z]+:", target):
         return ""
