@@ -1,6 +1,6 @@
 """Recovery from a lost rank, and the price of being able to: rackrun beside torchrun, in one run on one machine.
 
-    python benchmarks/recovery.py            the numbers of the README (about 25 minutes on 2 cores)
+    python benchmarks/recovery.py            the numbers of docs/measured.md (about 25 minutes on 2 cores)
     python benchmarks/recovery.py --quick    one of each with a small model: does it still work (about 2 minutes)
 
 The workload is a residual MLP of 25.2 M fp32 parameters with fused AdamW, 4 ranks, batch 4 a rank. torchrun writes a

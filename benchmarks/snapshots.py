@@ -1,6 +1,6 @@
 """What snapshots of sharded state cost, and what they buy: FSDP2 under rackrun, with and without them.
 
-    python benchmarks/snapshots.py            the numbers of the README (about 20 minutes on 2 cores)
+    python benchmarks/snapshots.py            the numbers of docs/measured.md (about 20 minutes on 2 cores)
     python benchmarks/snapshots.py --quick    one of each with a small model
 
 The workload is that of ``recovery.py``, sharded: 25.2 M parameters, fused AdamW, 4 ranks and a spare. **Cost** compares the mean step

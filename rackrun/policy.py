@@ -1,6 +1,6 @@
 """Types and functions for policies, which decide what to do after a failure.
 
-Importable without torch; `docs/policies.md` explains policies.
+Importable without torch; `docs/write_a_policy.md` explains policies.
 
 ``rackrun --policy module:function`` calls ``function(failure, view)`` with a `Failure` and a `ClusterView`, in a
 process of its own. The function returns a `Decision`, or None to leave the decision to the default, within one second.

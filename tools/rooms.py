@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -30,8 +32,9 @@ PACKAGES = (
 )
 INTRODUCTION = """# Where things live
 
-Made by `python tools/rooms.py` from the first line of every module; a test holds it. Packages stand in the order in which they may import: each from those above it, and
-`coordinator`, `agent` and `worker` not from each other. `tests/test_layers.py` has the order, and that of the rooms in each package.
+Made by `python tools/rooms.py` from the first line of every module; a test holds it. Packages stand in the order in
+which they may import: each from those above it, and `coordinator`, `agent` and `worker` not from each other.
+`tests/test_layers.py` has the order, and that of the rooms in each package.
 
 | if you look for | begin with |
 |---|---|
@@ -58,12 +61,18 @@ def page() -> str:
         for folder, _, names in os.walk(ROOT / "rackrun" / package, followlinks=True):
             rooms[Path(folder)] += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
         top = ROOT / "rackrun" / package
-        found.append(f"\n## rackrun.{package}\n\n{_first_line(top / '__init__.py')}\n")
+        found.append(f"\n## rackrun.{package}\n\n{_wrapped(_first_line(top / '__init__.py'))}\n")
         for room in sorted(room for room, modules in rooms.items() if modules):
             modules = [path for path in rooms[room] if path.name not in ("__init__.py", "__main__.py")]
             if room != top:
-                found.append(f"\n### {'.'.join(room.relative_to(ROOT).parts)}\n\n{_first_line(room / '__init__.py')}\n")
-            found += ["\n", *(f"- `{path.stem}`: {_first_line(path)}\n" for path in modules)] if modules else []
+                found.append(
+                    f"\n### {'.'.join(room.relative_to(ROOT).parts)}\n\n{_wrapped(_first_line(room / '__init__.py'))}\n"
+                )
+            found += (
+                ["\n", *(f"{_wrapped(f'- `{path.stem}`: {_first_line(path)}', '  ')}\n" for path in modules)]
+                if modules
+                else []
+            )
     return "".join(found)
 
 
@@ -71,6 +80,13 @@ def _first_line(path: Path) -> str:
     """Of its docstring; the whole first paragraph, in one line."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Lines of at most 120 characters; code in backticks stays on one line."""
+    whole = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(whole, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ __all__ = ["chaos"]
 
 chaos = typer.Typer(
     name="chaos",
-    help="Break a job on purpose, and see whether anything was lost.",
+    help="Run jobs with faults on purpose. Then check that nothing is lost.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
@@ -70,7 +70,7 @@ class _OfAJob(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @chaos.command(
@@ -78,22 +78,28 @@ Json = Annotated[bool, typer.Option("--json", help="For machines.")]
     epilog="Example: rackctl chaos run examples/chaos/rank_killed.yaml -- --nproc-per-node 5 --spares 1 train.py",
 )
 def run(  # noqa: PLR0913, PLR0917 - one for each option
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="YAML or JSON; see examples/chaos.")],
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="Plan with faults, as YAML or JSON; examples/chaos has some.")
+    ],
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="-- COMMAND...", help="rackrun's options, the script, its arguments. {out}: the folder of the run."
+            metavar="-- COMMAND...",
+            help="Options of rackrun, the script, and its arguments. {out} becomes the folder of the run.",
         ),
     ],
-    seed: Annotated[int | None, typer.Option(help="Instead of the plan's.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed. Default: the plan's.", show_default=False)] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: a new one in ./chaos-report.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder of the results. Default: a new one in ./chaos-report.", show_default=False
+        ),
     ] = None,
     reference: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="The reference/ of an earlier run, instead of a new run without faults.",
+            help="Folder reference/ of an earlier run. Default: a new run without faults.",
             show_default=False,
         ),
     ] = None,
@@ -102,21 +108,22 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         typer.Option(
             min=1,
             metavar="SECONDS",
-            help="It hangs when it takes longer. Default: from the reference.",
+            help="A longer run counts as a hang. Default: one minute and ten times the run without faults.",
             show_default=False,
         ),
     ] = None,
     launcher: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="rackrun, or torchrun: then COMMAND is torchrun's, and the script tells its steps."
+            metavar="NAME",
+            help="rackrun or torchrun. With torchrun, COMMAND is torchrun's, and the script reports its steps.",
         ),
     ] = "rackrun",
     step_by_step: Annotated[
         bool,
         typer.Option(
             "--step-by-step",
-            help="Strike exactly at steps, and say what the first difference is: ranks write down what they hold, and wait for the harness. Slower.",
+            help="Inject exactly at steps and name the first difference. Ranks record their state and wait for the harness: slower.",
         ),
     ] = False,
     may_differ: Annotated[
@@ -124,16 +131,16 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         typer.Option(
             "--may-differ",
             metavar="NAME",
-            help="Not tracked, and goes into no training: a list for a plot, a cache. More than once; * stands for anything.",
+            help="Untracked variable that does not affect training, such as a list for a plot. Repeatable; * matches anything.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the job without faults, and with those of PLAN, and compare: losses, samples and weights bit for bit, the ending, what is left.
+    """Compare a job with and without faults. It runs twice; losses, samples, weights and leftovers are compared.
 
-    Exit codes: 0 it is as the plan expects; 1 it is not; 2 bad usage; 3 unknown: a strike was not done, took no effect, or came too late; 70 rackctl itself
-    has failed; 130 interrupted.
+    Exit codes: 0 as the plan expects; 1 not as it expects; 2 bad usage; 3 unknown: a fault was not injected, had no
+    effect, or came too late; 70 rackctl itself failed; 130 interrupted.
     """
     told = Console(stderr=True, markup=False, emoji=False)
     folder = out or _new(plan.stem)
@@ -183,27 +190,37 @@ def campaign(
         list[str],
         typer.Argument(
             metavar="-- COMMAND...",
-            help="The script, its arguments. {wrap}: ddp or fsdp; {reduction}: fast or exact; {flags}: what it has besides; {out}: the folder of the run.",
+            help="The script and its arguments. {wrap} becomes ddp or fsdp, {reduction} fast or exact, {flags} further features, {out} the folder of the run.",
         ),
     ],
-    seeds: Annotated[str, typer.Option(metavar="A:B", help="From A up to, but without, B.")],
-    tally: Annotated[Path, typer.Option(metavar="FILE", help="A line for each seed. What is in it is not run again.")],
+    seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds from A to B-1.")],
+    tally: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="File with a line for each seed. Seeds that it already has are not run again."
+        ),
+    ],
     limit: Annotated[
-        float | None, typer.Option(min=0, metavar="MINUTES", help="Begin no seed after that.", show_default=False)
+        float | None,
+        typer.Option(
+            min=0, metavar="MINUTES", help="Start no new seed after this time. Default: no limit.", show_default=False
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="So many runs side by side.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of runs at the same time.")] = 2,
     flags: Annotated[
         str,
         typer.Option(
-            metavar="A,B", help=f"{{flags}} is drawn from these. Default: {','.join(FLAGS)}.", show_default=False
+            metavar="A,B",
+            help=f"Features from which {{flags}} is drawn. Default: {','.join(FLAGS)}.",
+            show_default=False,
         ),
     ] = ",".join(FLAGS),
     as_json: Json = False,
 ) -> None:
-    """Many runs: each seed draws a job and a plan over all faults that this machine can inject, which the job can survive or not.
+    """Do many random runs. Each seed draws a job and a plan from all faults that this machine can inject.
 
-    Runs that are not as they must be keep their folders in FILE.runs. Exit codes: 0 all are as they must; 1 one is not; 2 bad usage; 3 one is unknown;
-    70 rackctl itself has failed; 130 interrupted.
+    Runs that fail keep their folders in FILE.runs. Exit codes: 0 all are right; 1 one is wrong; 2 bad usage; 3 one is
+    unknown; 70 rackctl itself failed; 130 interrupted.
     """
     told, sums, interrupted = Console(stderr=True, markup=False, emoji=False), Sums(), False
     try:
@@ -251,27 +268,37 @@ def soak(
         list[str],
         typer.Argument(
             metavar="-- COMMAND...",
-            help="rackrun's options, a script that trains for longer than the soak, its arguments.",
+            help="Options of rackrun, a script that trains for longer than the soak, and its arguments.",
         ),
     ],
-    minutes: Annotated[float, typer.Option(min=0.1)] = 30.0,
-    per_minute: Annotated[float, typer.Option("--faults-per-minute", min=0.01)] = 2.0,
-    faults: Annotated[str, typer.Option(help=f"Some of {', '.join(FAULTS)}.")] = "kill",
-    seed: Annotated[int, typer.Option()] = 0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Length of the soak in minutes.")] = 30.0,
+    per_minute: Annotated[
+        float, typer.Option("--faults-per-minute", min=0.01, help="Mean number of faults per minute.")
+    ] = 2.0,
+    faults: Annotated[str, typer.Option(help=f"Kinds of faults, separated by commas: {', '.join(FAULTS)}.")] = "kill",
+    seed: Annotated[int, typer.Option(help="Seed of the random moments.")] = 0,
     at_least: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, metavar="SHARE", help="Fail below this share, for example 0.98.", show_default=False
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="Fail if less than this share of the throughput is kept, for example 0.98. Default: no limit.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: a new one in ./chaos-report.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder of the results. Default: a new one in ./chaos-report.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Faults at so many a minute: what share of the throughput without them is kept, and where the rest went.
+    """Inject faults at a steady rate. Report the share of the throughput that is kept, and where the rest went.
 
-    Exit codes: 0 it ran to its end, lost nothing and kept enough; 1 it did not; 2 bad usage; 3 unknown: there was too little time without faults.
+    Exit codes: 0 nothing was lost and enough was kept; 1 otherwise; 2 bad usage; 3 unknown: too little time without
+    faults.
     """
     told = Console(stderr=True, markup=False, emoji=False)
     found = run_soak(
@@ -297,16 +324,17 @@ def soak(
 
 @chaos.command(epilog="Example: rackctl chaos report chaos-report/rank_killed-20260131-120000 --open")
 def report(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The --out of a run, or the tally of a campaign.")],
-    show: Annotated[bool, typer.Option("--open", help="In a browser.")] = False,
-    line: Annotated[bool, typer.Option("--line", help="One line, for a log.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="For a build's summary page.")] = False,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The --out folder of a run, or the tally of a campaign.")],
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    line: Annotated[bool, typer.Option("--line", help="Print one line, for a log.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, for the summary page of a build.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make the reports of a run again, from what it has left: report.html, report.md, trace.json (for https://ui.perfetto.dev).
-    Of a tally: one page of all its runs, beside it.
+    """Write the reports of a run again. These are report.html, report.md, and trace.json for https://ui.perfetto.dev.
 
-    The exit code is 0 whatever its verdict; 2: OUT holds no run with faults.
+    For a tally: one page of all its runs, beside it. Exit code 0 whatever the verdict; 2: OUT holds no run with faults.
     """
     if out.is_file():
         page = out.with_name(f"{out.name}.html")
@@ -329,32 +357,32 @@ def report(
 
 @chaos.command(cls=_OfAJob, epilog="Example: rackctl chaos reduce chaos-report/hang/resolved.json --repeats 5")
 def reduce(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="resolved.json of a run that failed.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="File resolved.json of a run that failed.")],
     command: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[-- COMMAND...]",
-            help="As it was run. Default: that of summary.json beside PLAN.",
+            help="Command of the run. Default: that of summary.json beside PLAN.",
             show_default=False,
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="So often is a smaller plan tried, before it is said to be right.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Number of runs after which a smaller plan counts as right.")] = 3,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Default: reduced/ beside PLAN. What was tried there already is not tried again.",
+            help="Folder of the results. Default: reduced/ beside PLAN. Plans that were tried there are not tried again.",
             show_default=False,
         ),
     ] = None,
     limit: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="As of run.", show_default=False)
+        float | None, typer.Option(min=1, metavar="SECONDS", help="As rackctl chaos run --limit.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The smallest plan that still fails: in the simulator first, where the job has a counterpart there, then with real runs.
+    """Find the smallest plan that still fails. First in the simulator if it can play the job, then with real runs.
 
-    Exit codes: 0 it was reduced; 2 bad usage; 3 it does not fail in so many runs.
+    Exit codes: 0 a smaller plan was found; 2 bad usage; 3 the plan did not fail in --repeats runs.
     """
     told = Console(stderr=True, markup=False, emoji=False)
     found, beside = read_plan(plan), read_json(plan.resolve().parent / "summary.json", Summary)
@@ -393,13 +421,13 @@ def _command_of(found: Summary | None, plan: Path) -> list[str]:
 
 @chaos.command(epilog="Example: rackctl chaos schema > plan.schema.json")
 def schema() -> None:
-    """The JSON Schema of plans, for editors and other programs."""
+    """Print the JSON Schema of plans. Editors and other programs can use it."""
     print(msgspec.json.format(msgspec.json.encode(schema_of_plans()), indent=1).decode())
 
 
 @chaos.command(epilog="Example: rackctl chaos doctor --json")
 def doctor(as_json: Json = False) -> None:
-    """What this machine can inject, and what not, and why."""
+    """Show which faults can be injected here. And why the others cannot."""
     found = examine()
     if as_json:
         print(msgspec.json.encode(found).decode())

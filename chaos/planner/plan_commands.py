@@ -39,10 +39,12 @@ plan = typer.Typer(
     rich_markup_mode=None,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Costs = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="What everything takes: of rackctl plan calibrate.", show_default=False),
+    typer.Option(
+        metavar="FILE", help="File with costs, from rackctl plan calibrate. Default: guesses.", show_default=False
+    ),
 ]
 
 
@@ -56,83 +58,102 @@ def _text(metavar: str, text: str) -> typer.models.OptionInfo:
 )
 def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
     ctx: typer.Context,
-    gpus: Annotated[int, typer.Option(help="That are paid for; whole racks of them are used.", show_default=False)] = 0,
-    trays_per_rack: Annotated[int, typer.Option(help="Compute trays of a rack.")] = 18,
-    gpus_per_tray: Annotated[int, typer.Option(help="GPUs of a tray.")] = 4,
-    tray_mtbf: Annotated[str | None, _text("TIME", "Between failures of one tray, such as 8000h.")] = None,
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs that are paid for; whole racks of them are used.", show_default=False)
+    ] = 0,
+    trays_per_rack: Annotated[int, typer.Option(help="Compute trays in a rack.")] = 18,
+    gpus_per_tray: Annotated[int, typer.Option(help="GPUs in a tray.")] = 4,
+    tray_mtbf: Annotated[str | None, _text("TIME", "Mean time between failures of one tray, such as 8000h.")] = None,
     from_preset: Annotated[
         str | None,
         typer.Option(
-            "--preset", metavar="NAME", help=f"A published rate instead: {', '.join(PRESETS)}.", show_default=False
+            "--preset", metavar="NAME", help=f"Use a published failure rate: {', '.join(PRESETS)}.", show_default=False
         ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Failures as they were: CSV of hours,where,kind,repair_hours.", show_default=False
+            metavar="FILE", help="Replay failures from a CSV file: hours,where,kind,repair_hours.", show_default=False
         ),
     ] = None,
-    repair: Annotated[str, typer.Option(metavar="TIME", help="Of a tray, in the mean, once a crew is there.")] = "4h",
+    repair: Annotated[
+        str, typer.Option(metavar="TIME", help="Mean repair time of a tray, once a crew has begun.")
+    ] = "4h",
     repair_law: Annotated[
-        Literal["exponential", "fixed"], typer.Option(help="How repairs are spread.")
+        Literal["exponential", "fixed"], typer.Option(help="Distribution of repair times.")
     ] = "exponential",
     crews: Annotated[
-        int | None, typer.Option(help="Repairs at a time. Default: any number.", show_default=False)
+        int | None, typer.Option(help="Number of repairs at the same time. Default: no limit.", show_default=False)
     ] = None,
     rack_mtbf: Annotated[
-        str | None, _text("TIME", "Between failures that take a whole rack: power, switches. Default: there are none.")
+        str | None, _text("TIME", "Mean time between failures of a whole rack (power, switches). Default: never.")
     ] = None,
-    rack_repair: Annotated[str, typer.Option(metavar="TIME", help="Of a rack, in the mean.")] = "8h",
+    rack_repair: Annotated[str, typer.Option(metavar="TIME", help="Mean repair time of a rack.")] = "8h",
     process_mtbf: Annotated[
         str | None,
-        _text("TIME", "Between deaths of a process of one GPU that needs no repair. Default: there are none."),
+        _text("TIME", "Mean time between deaths of one GPU's process that need no repair. Default: never."),
     ] = None,
     stall_mtbf: Annotated[
-        str | None, _text("TIME", "Between steps of the job that break without a loss. Default: there are none.")
+        str | None, _text("TIME", "Mean time between broken steps of the job without a loss. Default: never.")
     ] = None,
-    weibull: Annotated[float, typer.Option(metavar="SHAPE", help="Of trays: below 1 the young fail more often.")] = 1.0,
-    lemons: Annotated[str | None, _text("SHARE:FACTOR", "So many trays fail so much more often: 0.02:10.")] = None,
+    weibull: Annotated[
+        float, typer.Option(metavar="SHAPE", help="Weibull shape of tray failures; below 1, new trays fail more often.")
+    ] = 1.0,
+    lemons: Annotated[
+        str | None, _text("SHARE:FACTOR", "A share of the trays fails FACTOR times as often: 0.02:10. Default: none.")
+    ] = None,
     burn_in: Annotated[
-        str | None, _text("TIME:FACTOR", "New and repaired trays fail so much more often: 100h:5.")
+        str | None,
+        _text("TIME:FACTOR", "New and repaired trays fail FACTOR times as often for TIME: 100h:5. Default: no."),
     ] = None,
     spares_per_rack: Annotated[
-        str, typer.Option(metavar="N,..", help="GPUs held back in each rack, to be tried.")
+        str, typer.Option(metavar="N,..", help="Numbers of spare GPUs per rack to try.")
     ] = "0,8",
-    spare_racks: Annotated[
-        str, typer.Option(metavar="N,..", help="Racks' worth of ranks less, to be tried.")
-    ] = "0,1,2",
-    group: Annotated[int, typer.Option(help="Ranks that share a rack (tp, ep).")] = 8,
-    replica: Annotated[int, typer.Option(help="Ranks of one whole model; the world shrinks by these.")] = 64,
-    micro_batches: Annotated[int, typer.Option(help="Of a replica in a step; 0: divided without a rest.")] = 16,
+    spare_racks: Annotated[str, typer.Option(metavar="N,..", help="Numbers of whole spare racks to try.")] = "0,1,2",
+    group: Annotated[int, typer.Option(help="Ranks of a tp or ep group, which share a rack.")] = 8,
+    replica: Annotated[int, typer.Option(help="Ranks of one model replica; the world shrinks by whole replicas.")] = 64,
+    micro_batches: Annotated[
+        int, typer.Option(help="Micro-batches of a replica in a step; 0: work always divides evenly.")
+    ] = 16,
     state: Annotated[
         Literal["replicas", "mirror", "disk"],
         typer.Option(
-            help="Where a lost rank's state is: on live replicas; in snapshots and their copies; only on disk."
+            help="Where the state of a lost rank comes from: live replicas, copies of snapshots, or only the disk."
         ),
     ] = "replicas",
-    reduction: Annotated[Literal["fast", "exact"], typer.Option(help="As the script's.")] = "fast",
-    min_ranks: Annotated[int, typer.Option(help="As rackrun's; 0: the world never shrinks.")] = 1,
-    wait_for_hardware: Annotated[float, typer.Option(metavar="SECONDS", help="As rackrun's.")] = 0.0,
-    policy: Annotated[str, typer.Option(metavar="WHAT", help="As rackrun's: rungs, no-RUNG, or MODULE:FUNCTION.")] = "",
-    policy_weights: Annotated[str, typer.Option(metavar="WHAT=N,..", help="As rackrun's.")] = "",
+    reduction: Annotated[Literal["fast", "exact"], typer.Option(help="The script's reduction.")] = "fast",
+    min_ranks: Annotated[int, typer.Option(help="As rackrun --min-ranks; 0: the world never shrinks.")] = 1,
+    wait_for_hardware: Annotated[float, typer.Option(metavar="SECONDS", help="As rackrun --wait-for-hardware.")] = 0.0,
+    policy: Annotated[
+        str, typer.Option(metavar="WHAT", help="As rackrun --policy: RUNG,.., no-RUNG,.. or MODULE:FUNCTION.")
+    ] = "",
+    policy_weights: Annotated[str, typer.Option(metavar="NAME=N,..", help="As rackrun --policy-weights.")] = "",
     costs: Costs = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Default: chosen, see docs/planning.md.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Steps between checkpoints on disk. Default: chosen, see docs/planning.md.",
+            show_default=False,
+        ),
     ] = None,
     snapshot_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="With --state mirror. Default: chosen.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="STEPS", help="Steps between snapshots, with --state mirror. Default: chosen.", show_default=False
+        ),
     ] = None,
-    days: Annotated[float, typer.Option(help="That are simulated.")] = 30.0,
-    seeds: Annotated[int, typer.Option(help="Runs of each plan.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the first run.")] = 0,
+    days: Annotated[float, typer.Option(help="Days to simulate.")] = 30.0,
+    seeds: Annotated[int, typer.Option(help="Number of runs of each plan, each with its own seed.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the first run.")] = 0,
     jobs: Annotated[
-        int | None, typer.Option(help="Processes that simulate. Default: one for each processor.", show_default=False)
+        int | None, typer.Option(help="Number of processes. Default: one per processor.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate days of a job with the core's own policy and placement, and say how many spares, which policy, how often to save.
+    """Recommend how many spares to have. Also which policy, and how often to save, by simulating a job on a fleet.
 
-    docs/planning.md says how to read it, and what is not modelled.
+    The decisions come from the code that decides in real jobs. docs/planning.md explains the output and its limits.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -227,10 +248,12 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
 def calibrate(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="The out-dir of a run, its journal, or what rackctl report --json wrote."),
+        typer.Argument(
+            metavar="RUN", help="The --out-dir of a run, its journal, or the output of rackctl report --json."
+        ),
     ],
 ) -> None:
-    """Write the costs that a real run shows, each with where it is from. What the run does not show is left a guess."""
+    """Print the costs that a real run shows. Each has its origin. What the run does not show stays a guess."""
     print(write_costs(calibrated(read_run(run))), end="")
 
 
@@ -238,16 +261,16 @@ def calibrate(
     epilog="Example: rackctl plan predict --costs costs.json --ranks 4 --spares 2 --faults-per-minute 2 --minutes 30"
 )
 def predict(
-    ranks: Annotated[int, typer.Option(help="That train; each is a whole replica.")],
-    spares: Annotated[int, typer.Option(help="That wait.")],
-    faults_per_minute: Annotated[float, typer.Option(help="Ranks that are killed.")],
-    minutes: Annotated[float, typer.Option(help="That the job trains.")] = 30.0,
+    ranks: Annotated[int, typer.Option(help="Number of ranks; each is a whole replica.")],
+    spares: Annotated[int, typer.Option(help="Number of spares.")],
+    faults_per_minute: Annotated[float, typer.Option(help="Ranks killed per minute.")],
+    minutes: Annotated[float, typer.Option(help="Length of the job in minutes.")] = 30.0,
     costs: Costs = None,
-    policy: Annotated[str, typer.Option(metavar="RUNG,..", help="As rackrun's.")] = "",
-    seeds: Annotated[int, typer.Option(help="Runs.")] = 10,
+    policy: Annotated[str, typer.Option(metavar="RUNG,..", help="As rackrun --policy.")] = "",
+    seeds: Annotated[int, typer.Option(help="Number of runs.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """How much of its throughput a small job keeps while its ranks are killed: to be held against a real run."""
+    """Predict the throughput under faults. How much of it a small job keeps while its ranks are killed."""
     if not 0 < faults_per_minute < float("inf") or seeds < 1:
         raise PlannerError(
             f"--faults-per-minute {faults_per_minute}, --seeds {seeds}.",
@@ -270,25 +293,35 @@ def predict(
 
 @plan.command(epilog="Example: rackctl plan swap --ranks 1024 --groups tp:8,dp:128 --state 12.7GB")
 def swap(  # noqa: PLR0913, PLR0917 - one argument for each option
-    ranks: Annotated[int, typer.Option(help="Of the world.")],
-    groups: Annotated[str, _text("AXIS:SIZE,..", "Of the mesh: tp:8,dp:128. Default: one data-parallel group.")] = "",
-    state_of_rank: Annotated[str, typer.Option("--state", metavar="BYTES", help="Of one rank: 12.7GB.")] = "5GB",
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
+    groups: Annotated[
+        str, _text("AXIS:SIZE,..", "Axes of the mesh: tp:8,dp:128. Default: one data-parallel group.")
+    ] = "",
+    state_of_rank: Annotated[str, typer.Option("--state", metavar="BYTES", help="State of one rank: 12.7GB.")] = "5GB",
     link: Annotated[
         Literal["nvlink", "host", "network"],
-        typer.Option(help="What a newcomer is restored over: a replica's GPU, a snapshot on its host, another host."),
+        typer.Option(
+            help="Source of the new rank's state: a replica's GPU over NVLink, a snapshot on its host, or another host."
+        ),
     ] = "nvlink",
     gate: Annotated[
-        Literal["host", "gpu"], typer.Option(help="gpu: a communicator as large as the world is built, too.")
+        Literal["host", "gpu"], typer.Option(help="gpu: also build a communicator as large as the world.")
     ] = "host",
-    at_once: Annotated[bool, typer.Option(help="A rank's groups are built at the same time.")] = False,
+    at_once: Annotated[bool, typer.Option(help="Build all groups of a rank at the same time.")] = False,
     kit: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What the GPU kit measured: its document, or its lines.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Result of the GPU kit: its document or its checks.jsonl. Default: not calibrated.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
-    as_costs: Annotated[bool, typer.Option(help="A file for --costs, with takeover_s from here.")] = False,
+    as_costs: Annotated[
+        bool, typer.Option(help="Print a file for --costs, with takeover_s from this prediction.")
+    ] = False,
 ) -> None:
-    """How long a swap takes on GPUs, stage by stage, and what of that is measured and what predicted."""
+    """Predict how long a swap takes on GPUs. Each stage says whether it is measured or predicted."""
     measured = read_kit(kit) if kit else None
     figures, told = (
         fitted(measured)

@@ -15,10 +15,14 @@ __all__ = ["RequestRefused", "add_control"]
 
 _Run = Annotated[
     str | None,
-    typer.Option("--run", metavar="RUN", help="Directory or id of a run. Default: the newest.", show_default=False),
+    typer.Option(
+        "--run", metavar="RUN", help="Directory or id of the run. Default: the newest run.", show_default=False
+    ),
 ]
-_Target = Annotated[str, typer.Argument(metavar="TARGET", help="A tray, or a slot (TRAY/INDEX); see rackctl status.")]
-_NoWait = Annotated[bool, typer.Option("--no-wait", help="Return when it is begun.")]
+_Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A tray, or a slot as TRAY/INDEX; rackctl status lists them.")
+]
+_NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as the job has begun it.")]
 _answers = msgspec.json.Decoder(Answer)
 _YOURS = ("unknown", "over", "plain", "policy", "early", "size")
 _LOAD_S = 70.0
@@ -42,45 +46,52 @@ def add_control(app: typer.Typer) -> None:
 def drain(
     target: _Target,
     run: _Run = None,
-    because: Annotated[str, typer.Option(metavar="TEXT", help="For the journal, and for who looks on.")] = "",
+    because: Annotated[str, typer.Option(metavar="TEXT", help="Reason, which the journal keeps.")] = "",
     wait_for_spares: Annotated[
-        bool, typer.Option("--wait-for-spares", help="Begin when there are enough, instead of being refused.")
+        bool, typer.Option("--wait-for-spares", help="Without enough spares: wait for them instead of refusing.")
     ] = False,
     no_wait: _NoWait = False,
 ) -> None:
-    """Take a tray or a slot out of use: its ranks go to spares between two steps, and nobody comes there until it is returned.
+    """Take a tray or a slot out of use. Its ranks move to spares between two steps, so no step is repeated.
 
-    Prints what becomes of it, until nobody is there any more. Exit code 1 when it is refused or called off.
+    No worker starts there until rackctl return. The command prints the progress until the target is empty. Exit code 1:
+    the drain was refused or called off.
     """
     _control(run, "drain", {"target": target, "because": because, "wait": wait_for_spares}, wait=not no_wait)
 
 
 def give_back(target: _Target, run: _Run = None) -> None:
-    """Let a drained tray or slot be used again: spares are started there. A slot that lost too many workers is forgiven."""
+    """Use a drained tray or slot again: spares start there. This also clears a slot that lost too many workers."""
     _control(run, "return", {"target": target}, wait=True)
 
 
 def swap(
-    rank: Annotated[int, typer.Argument(metavar="RANK")],
+    rank: Annotated[int, typer.Argument(metavar="RANK", help="The rank to move.")],
     run: _Run = None,
     to: Annotated[
-        str, typer.Option("--with", metavar="SLOT", help="A spare. Default: the best one.", show_default=False)
+        str,
+        typer.Option(
+            "--with", metavar="SLOT", help="The slot of the spare to use. Default: the best spare.", show_default=False
+        ),
     ] = "",
     no_wait: _NoWait = False,
 ) -> None:
-    """Move a rank to a spare between two steps: no step is done again. A new spare starts where it was."""
+    """Move a rank to a spare. This happens between two steps, so no step is repeated. A new spare starts in the old slot."""
     _control(run, "swap", {"rank": rank, "to": to}, wait=not no_wait)
 
 
 def shrink(
-    ranks: Annotated[list[int] | None, typer.Argument(metavar="[RANK]...", show_default=False)] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Argument(metavar="[RANK]...", help="Ranks that leave.", show_default=False)
+    ] = None,
     run: _Run = None,
-    to: Annotated[int, typer.Option("--to", metavar="N", help="So many ranks stay.", show_default=False)] = 0,
+    to: Annotated[int, typer.Option("--to", metavar="N", help="Number of ranks that stay.", show_default=False)] = 0,
     no_wait: _NoWait = False,
 ) -> None:
-    """Go on with fewer ranks, from the next step boundary on: those named, and who has to go with them, or all but N. No step is done again.
+    """Continue with fewer ranks. This begins at the next step boundary, so no step is repeated.
 
-    Who leaves waits as a spare. The world does not grow beyond what is left until rackctl grow.
+    Name the ranks that leave, or the number that stays (--to). With a rank its whole model replica leaves. The slots
+    become spares, and the world stays at that size until rackctl grow.
     """
     _control(run, "shrink", {"ranks": ranks or [], "to": to}, wait=not no_wait)
 
@@ -88,25 +99,28 @@ def shrink(
 def grow(
     run: _Run = None,
     to: Annotated[
-        int, typer.Option("--to", metavar="N", help="Default: as many ranks as it began with.", show_default=False)
+        int,
+        typer.Option(
+            "--to", metavar="N", help="Number of ranks. Default: as many as the job started with.", show_default=False
+        ),
     ] = 0,
     no_wait: _NoWait = False,
 ) -> None:
-    """Let the world grow again after rackctl shrink, or try at once where growing has failed."""
+    """Let the world grow again. Use it after rackctl shrink, or to try at once after growing has failed."""
     _control(run, "grow", {"to": to}, wait=not no_wait)
 
 
 def policy(
     spec: Annotated[
         str | None,
-        typer.Argument(metavar="[SPEC]", help="As --policy of rackrun; cheapest: the default.", show_default=False),
+        typer.Argument(metavar="[SPEC]", help="As rackrun --policy; cheapest: the default policy.", show_default=False),
     ] = None,
     run: _Run = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="WHAT=N,..", help="As --policy-weights of rackrun.", show_default=False)
+        str | None, typer.Option(metavar="WHAT=N,..", help="As rackrun --policy-weights.", show_default=False)
     ] = None,
 ) -> None:
-    """Show by which policy failures are answered, or change it. What is not named stays as it is."""
+    """Show or change the policy. It decides what is done after a failure. What you do not give stays as it is."""
     if spec is None and weights is None:
         print(msgspec.json.decode(ask(running(run), "/api/status"))["core"]["policy"])
         return

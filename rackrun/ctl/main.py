@@ -28,7 +28,7 @@ __all__ = ["CRASHED", "app", "main"]
 app = typer.Typer(
     name="rackctl",
     cls=WithPlugins,
-    help="Look at a run of rackrun, stop it, look after its checkpoints, and at the rack.",
+    help="Inspect and control runs of rackrun, their checkpoints, and racks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app.add_typer(ckpt)
 add_control(app)
@@ -98,7 +98,7 @@ def _refuse_remote(words: list[str]) -> None:
 
 @app.command(epilog="Example: rackctl status out/ --json")
 def status(run: Run = None, as_json: Json = False) -> None:
-    """Ranks, spares, trays, generation, progress; of a run that has ended, how it did."""
+    """Show the state of a run. Ranks, spares, trays, generation and progress, or how it ended."""
     place = find_run(run)
     result = read_json(place / "result.json", Result)
     if result is not None:
@@ -116,9 +116,9 @@ def status(run: Run = None, as_json: Json = False) -> None:
 
 @app.command(epilog="Example: rackctl report 20260131-120000-ab12 --json")
 def report(run: Run = None, as_json: Json = False) -> None:
-    """Recoveries stage by stage, goodput (ETTR), where the time went, and the check of the ledger.
+    """Show what happened in a run. Recoveries stage by stage, goodput (ETTR), where the time went, and the check of the ledger.
 
-    The exit code is 1 when a sample was counted twice or rows are missing.
+    Exit code 1: a sample was counted twice, or rows are missing.
     """
     found = read_report(find_run(run) / "journal.sqlite")
     if as_json:
@@ -139,9 +139,9 @@ def stop(run: Run = None) -> None:
 
 @app.command("close-breaker", epilog="Example: rackctl close-breaker out/")
 def close_breaker(run: Run = None) -> None:
-    """Act on the verdicts on GPUs that the circuit breaker holds back: you have looked, and it is not the switch.
+    """Act on GPU verdicts held back. The circuit breaker holds them; use this after you have ruled out the switch.
 
-    See them with rackctl topology check --run.
+    rackctl topology check --run lists these verdicts.
     """
     place = running(run)
     ask(place, "/api/close-breaker", data=b"{}")

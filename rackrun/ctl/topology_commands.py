@@ -39,27 +39,32 @@ __all__ = ["topology"]
 
 topology = typer.Typer(
     name="topology",
-    help="The rack: NVLink domains, health, which rank sits where and why.",
+    help="Show and check racks. NVLink domains, GPU health, and which rank sits where.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 _FILE = typer.Argument(
     metavar="[FILE | RUN]",
-    help="A rack file (default: this machine, as its driver tells); with --run the directory or id of a run (default: the newest).",
+    help="A rack file. Default: this machine, as its GPU driver reports it. With --run: directory or id of a run; default: the newest run.",
     show_default=False,
 )
 File = Annotated[Path | None, _FILE]
 MeshOption = Annotated[
-    str, typer.Option("--mesh", metavar="AXIS=SIZE,..", help="Such as pp=2,dp=-1,tp=4; the last axis is the fastest.")
+    str,
+    typer.Option(
+        "--mesh", metavar="AXIS=SIZE,..", help="Mesh, the fastest axis last: pp=2,dp=-1,tp=4. -1: as many as fit."
+    ),
 ]
-Spares = Annotated[int, typer.Option("--spares", min=0, help="Slots that are held back, in all, as of rackrun.")]
+Spares = Annotated[int, typer.Option("--spares", min=0, help="Number of spare slots in the whole job.")]
 Bound = Annotated[
     str | None,
-    typer.Option("--bound", metavar="AXIS,..", help=f"Axes that stay in one clique. Default: {', '.join(BOUND)}."),
+    typer.Option(
+        "--bound", metavar="AXIS,..", help=f"Axes that stay in one NVLink clique. Default: {', '.join(BOUND)}."
+    ),
 ]
-OfRun = Annotated[bool, typer.Option("--run", help="A run, while it lasts and after, as its journal tells.")]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+OfRun = Annotated[bool, typer.Option("--run", help="Read a running or ended run from its journal.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(-1|\d{1,7})", re.ASCII)
 
 
@@ -71,11 +76,13 @@ def show(
     mesh: MeshOption = "",
     spares: Spares = 0,
     bound: Bound = None,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="OUT", help="Write the picture there instead.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="OUT", help="Write an SVG file instead of printing.")
+    ] = None,
     run: OfRun = False,
     as_json: Json = False,
 ) -> None:
-    """The racks as a picture. With a mesh: which rank would sit where. With --run: which sits where, and what is known of GPUs."""
+    """Draw racks. With --mesh: where each rank would sit. With --run: where each rank sits, and GPU health."""
     if run:
         job = _job(file, mesh, spares, bound)
         if as_json:
@@ -107,7 +114,10 @@ def check(
     run: OfRun = False,
     as_json: Json = False,
 ) -> None:
-    """Whether the rack can be, the mesh fits, and, on this machine, whether every GPU may be used. With --run: what is wrong with the job's."""
+    """Check a rack and a mesh. Is the rack possible, and does the mesh fit? Without FILE: may every GPU here be used?
+
+    With --run: list what is wrong with the job's rack. Exit code 1: there are problems.
+    """
     if run:
         job = _job(file, mesh, spares, bound)
         if not as_json:
@@ -133,7 +143,7 @@ def check(
     epilog="Examples: rackctl topology explain 17 --run; rackctl topology explain 17 rack.yaml --mesh dp=-1,tp=8 --spares 8"
 )
 def explain(
-    rank: Annotated[int, typer.Argument(min=0)],
+    rank: Annotated[int, typer.Argument(min=0, help="The rank to explain.")],
     file: File = None,
     mesh: MeshOption = "",
     spares: Spares = 0,
@@ -141,7 +151,7 @@ def explain(
     run: OfRun = False,
     as_json: Json = False,
 ) -> None:
-    """Why a rank sits where it sits, and who would take over. With --run: since when, too."""
+    """Explain the place of a rank. Why it sits there, and which spare would take over; with --run also since when."""
     if run:
         lines = _job(file, mesh, spares, bound).explain(rank)
     else:

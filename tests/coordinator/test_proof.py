@@ -1,6 +1,6 @@
 """The ledger's proof, over histories of deaths at each place: what was right is called right, and a lost or doubled sample is found.
 
-The histories are made by the rules of `docs/architecture.md`: a unit is committed when some rank saw its gate pass, and counts for all if
+The histories are made by the rules of `docs/gate.md`: a unit is committed when some rank saw its gate pass, and counts for all if
 one of them lives to tell; a rank tells of it some time later, or never.
 """
 

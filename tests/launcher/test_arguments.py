@@ -202,8 +202,8 @@ def test_workers_are_told_of_all_options_whatever_stands_in_the_environment_of_t
     assert (none["RACKRUN_CHECK_REPLICAS"], none["RACKRUN_NAN_PROBATION"]) == ("0", "0")
 
 
-def test_all_our_options_are_in_the_users_contract() -> None:
-    told = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+def test_all_our_options_are_on_the_launcher_s_page() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "launcher.md").read_text()
     assert not [option for option in sorted(OURS) if "_" not in option and f"`{option}" not in told]
 
 

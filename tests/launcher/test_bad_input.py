@@ -236,7 +236,7 @@ def test_a_token_that_others_can_read_is_refused(here: Path, capsys: pytest.Capt
 def test_help_works_and_names_both_groups_and_the_exit_codes() -> None:
     ran = subprocess.run([sys.executable, "-m", "rackrun", "--help"], capture_output=True, text=True, env=_env())
     assert ran.returncode == 0
-    for part in ("--nproc-per-node", "--spares", "exit codes", "default is 3"):
+    for part in ("--nproc-per-node", "--spares", "exit codes", "Default: 3"):
         assert part in ran.stdout
 
 
@@ -256,7 +256,7 @@ def test_the_version_may_come_after_other_options(capsys: pytest.CaptureFixture[
 def test_help_tells_words_with_commas_from_lists_of_words() -> None:
     told = make_parser().format_help()
     assert "{notice" not in told
-    assert "--slow-ranks WHAT" in told
+    assert "--slow-ranks ACTION" in told
 
 
 def _free_port() -> int:

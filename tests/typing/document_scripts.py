@@ -12,7 +12,7 @@ __all__ = ["Block", "blocks", "whole"]
 _OPENS, _CLOSES = "```python", "```"
 
 _BEFORE = {
-    "README.md: import rackrun, torch": """
+    "convert_a_script.md: import rackrun, torch": """
         from typing import Any
         from torch import Tensor, nn
         from torch.utils.data import TensorDataset
@@ -42,16 +42,16 @@ _BEFORE = {
         class SummaryWriter:
             def __init__(self, folder: str) -> None: ...
         """,
-    'api.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, reduction="exact")': "import rackrun",
-    "api.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, batch=rackrun.ScaleLR": "import rackrun",
-    "chaos.md: from rackrun.chaos import": "",
+    'exact_reduction.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, reduction="exact")': "import rackrun",
+    "scale_lr.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, batch=rackrun.ScaleLR": "import rackrun",
+    "test_your_script.md: from rackrun.chaos import": "",
     "checkpoint.md: import torch": "",
     "checkpoint_cli.md: import json": """
         import torch
         model = torch.nn.Linear(1, 1)
         """,
     'gpu_kit.md: @check("B12"': "from benchmarks.gpu.registry import Context, Found, check",
-    "policies.md: from rackrun.policy import": "",
+    "write_a_policy.md: from rackrun.policy import": "",
     "providers.md: from rackrun.provider import": "",
     "topology.md: rack = FakeRack.create": """
         from pathlib import Path

@@ -14,7 +14,8 @@ Every request except ``/healthz`` must carry the job's token.
 ``POST /api/drain``, ``/api/return``, ``/api/swap``  the fields of `DrainRequested` (``target``, ``because``, ``wait``),
                     `ReturnRequested` (``target``), `SwapRequested` (``rank``, ``to``); the first `Answer`
 ``POST /api/shrink``, ``/api/grow``  those of `ShrinkRequested` (``ranks`` or ``to``), `GrowRequested` (``to``); the same
-``POST /api/policy``  those of `PolicyRequested` (``policy``, ``weights``); the same. A function is loaded once before
+``POST /api/policy``  those of `PolicyRequested` (``policy``, ``weights``); the same. A function is loaded and checked in a child
+                    process before it becomes the policy
 ``GET /api/answer``  ``?request=NAME``: answers with the last `Answer`, when it is known
 ``GET /api/end``    answers with the `StopJob` when the job is over, for launchers on other hosts
 ==================  =============================================================================================

@@ -24,7 +24,7 @@ ANSWER_S = 1.0
 _CHILD = "rackrun.coordinator.user_code.policy_child"
 _REMEDY = (
     "name a function of (failure, view) as MODULE:FUNCTION, with the module in this directory or in PYTHONPATH; "
-    "see docs/policies.md."
+    "see docs/write_a_policy.md."
 )
 
 

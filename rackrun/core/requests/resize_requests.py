@@ -147,9 +147,7 @@ class Sizes:
         if not self.config.min_ranks:
             raise Refused("size", "the number of ranks is fixed (--min-ranks 0)", "start the job with --min-ranks.")
         if fixed := next((one.fixed for _, one in sorted(self.world.members.items()) if one.fixed), ""):
-            raise Refused(
-                "size", f"the number of ranks is fixed: {fixed}", "see docs/architecture.md, shrink and grow."
-            )
+            raise Refused("size", f"the number of ranks is fixed: {fixed}", "see docs/shrink_and_grow.md.")
         if not self.resizing.replica():
             raise Refused("size", "the script's mesh has no axis of data parallelism", "name one dp, or dp_shard.")
 

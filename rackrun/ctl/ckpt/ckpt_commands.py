@@ -42,23 +42,25 @@ __all__ = ["ckpt"]
 
 ckpt = typer.Typer(
     name="ckpt",
-    help="Checkpoints on disk: list, verify, export, delete, rebuild from memory. And memory for snapshots: plan, clean.",
+    help="Inspect and repair checkpoints. Also: plan and clean up memory for snapshots.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="What --checkpoint-dir said, or one job's directory in it.")
+    Path, typer.Argument(metavar="DIR", help="The --checkpoint-dir of a job, or one job's directory in it.")
 ]
-Job = Annotated[str | None, typer.Option("--job", metavar="NAME", help="Which job, when DIR has several.")]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
-_Number = typer.Argument(metavar="[GENERATION]", help="Default: the newest.", show_default=False, min=0)
+Job = Annotated[str | None, typer.Option("--job", metavar="NAME", help="The job, if DIR has several.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Number = typer.Argument(
+    metavar="[GENERATION]", help="Number of the checkpoint. Default: the newest.", show_default=False, min=0
+)
 _HOUR_S = 3600.0
 
 
 @ckpt.command(name="ls", epilog="Example: rackctl ckpt ls checkpoints/ --json")
 def list_generations(directory: Directory, job: Job = None, as_json: Json = False) -> None:
-    """Generations, newest first; what is unfinished, and what is waste. The exit code is 1 when one is not whole."""
+    """List the checkpoints. Newest first, with unfinished ones and waste. Exit code 1: a checkpoint is not complete."""
     found = [survey(store) for store in stores_in(directory, job)]
     if as_json:
         print_json({"jobs": [surveyed(one, time.time()) for one in found]})
@@ -72,13 +74,13 @@ def list_generations(directory: Directory, job: Job = None, as_json: Json = Fals
 def verify(
     directory: Directory,
     generation: Annotated[int | None, _Number] = None,
-    every: Annotated[bool, typer.Option("--all", help="All generations.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Verify all checkpoints.")] = False,
     job: Job = None,
     as_json: Json = False,
 ) -> None:
-    """Read all bytes of a generation, and compare them with their checksums. Whole ones are marked as verified.
+    """Compare a checkpoint with its checksums. Every byte is read. Intact checkpoints are marked as verified.
 
-    Says which rank and chunk are damaged, and which tensors lie there. The exit code is 1 when any is.
+    Names the damaged rank, chunk and tensors. Exit code 1: something is damaged or missing.
     """
     if generation is not None and every:
         raise UsageError("a generation and --all are given.", remedy="give one of them.")
@@ -98,7 +100,7 @@ def verify(
 
 @ckpt.command(epilog="Example: rackctl ckpt scrub checkpoints/")
 def scrub(directory: Directory, job: Job = None, as_json: Json = False) -> None:
-    """Verify all generations that are not marked as verified. The exit code is 1 when one is damaged."""
+    """Verify what is not verified yet. Exit code 1: a checkpoint is damaged."""
     wanted = []
     for store in stores_in(directory, job):
         found = survey(store)
@@ -110,21 +112,28 @@ def scrub(directory: Directory, job: Job = None, as_json: Json = False) -> None:
 @ckpt.command(epilog="Example: rackctl ckpt export checkpoints/ model/ --generation 1000")
 def export(
     directory: Directory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     generation: Annotated[
-        int | None, typer.Option("--generation", metavar="G", min=0, help="Default: the newest.", show_default=False)
+        int | None,
+        typer.Option(
+            "--generation",
+            metavar="G",
+            min=0,
+            help="Number of the checkpoint. Default: the newest.",
+            show_default=False,
+        ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All tensors, under the names they have on disk.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Export all tensors, with their names on disk.")] = False,
     module: Annotated[
-        str | None, typer.Option("--module", metavar="NAME", help="Which tracked module, when there are several.")
+        str | None, typer.Option("--module", metavar="NAME", help="The tracked module, if there are several.")
     ] = None,
-    file_gb: Annotated[float, typer.Option("--file-gb", min=0.001, help="Size of the files, at most.")] = 5.0,
+    file_gb: Annotated[float, typer.Option("--file-gb", min=0.001, help="Largest size of a file, in GB.")] = 5.0,
     job: Job = None,
     as_json: Json = False,
 ) -> None:
-    """One consolidated set of safetensors files with an index: parameters and buffers, named as load_state_dict takes them.
+    """Write one safetensors set with an index. Parameters and buffers get the names that load_state_dict expects.
 
-    Every byte that is read is compared with its checksum. The set is there whole, or not at all.
+    Every byte that is read is compared with its checksum. The set is complete, or it is not there.
     """
     from rackrun.checkpoint.offline.export import export as write_set
     from rackrun.checkpoint.offline.export import tensor_names
@@ -172,20 +181,26 @@ def export(
 @ckpt.command(epilog="Example: rackctl ckpt gc checkpoints/ --keep-last 3 --keep-every 1000 --dry-run")
 def gc(
     directory: Directory,
-    keep_last: Annotated[int, typer.Option("--keep-last", metavar="N", min=1, help="The newest N.")],
+    keep_last: Annotated[
+        int, typer.Option("--keep-last", metavar="N", min=1, help="Number of newest checkpoints to keep.")
+    ],
     keep_every: Annotated[
-        int, typer.Option("--keep-every", metavar="N", min=0, help="The first of every N steps too; 0: none for that.")
+        int,
+        typer.Option(
+            "--keep-every", metavar="N", min=0, help="Also keep the first checkpoint of every N steps; 0: no."
+        ),
     ] = 0,
     orphan_hours: Annotated[
-        float, typer.Option("--orphan-hours", min=0, help="Age at which what dead writers left goes.")
+        float,
+        typer.Option("--orphan-hours", min=0, help="Age in hours from which leftovers of ended writers are deleted."),
     ] = 24.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
     job: Job = None,
     as_json: Json = False,
 ) -> None:
-    """Delete old generations, what writers of earlier starts left unfinished, and waste. The newest verified one always stays.
+    """Delete old checkpoints. Unfinished ones of earlier starts and waste go too. The newest verified one always stays.
 
-    When none is marked as verified, the newest is read and compared first. A job may run meanwhile.
+    If none is marked as verified, the newest is verified first. The job may run meanwhile.
     """
     store, retention = one_store(directory, job), Retention(keep_last, keep_every)
     found = survey(store)
@@ -220,13 +235,15 @@ def gc(
 @ckpt.command(epilog="Example: rackctl ckpt quarantine checkpoints/ 299 --reason 'the loss is not a number after it'")
 def quarantine(
     directory: Directory,
-    generation: Annotated[int, typer.Argument(metavar="GENERATION", min=0)],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept, and shown by ls.")] = "",
-    lift: Annotated[bool, typer.Option("--lift", help="It may be taken again, also when it was passed over.")] = False,
+    generation: Annotated[int, typer.Argument(metavar="GENERATION", min=0, help="Number of the checkpoint.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, which ls shows.")] = "",
+    lift: Annotated[
+        bool, typer.Option("--lift", help="End the quarantine, or allow a checkpoint that was passed over.")
+    ] = False,
     job: Job = None,
     as_json: Json = False,
 ) -> None:
-    """No start of the job takes this generation again, because it turned out bad. Nothing is deleted."""
+    """Keep a job from using a bad checkpoint. No start resumes from it again. Nothing is deleted."""
     store = one_store(directory, job)
     if bool(reason) == lift:
         raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")

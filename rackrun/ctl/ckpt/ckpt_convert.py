@@ -22,25 +22,38 @@ _LAYOUTS = ("rackrun", "dcp", "hf")
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SOURCE", help="A job's directory or a generation; a plain DCP; a safetensors set."),
+        typer.Argument(
+            metavar="SOURCE", help="A job's directory or one checkpoint of it, a plain DCP, or a safetensors set."
+        ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new directory; with --to rackrun a job's.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Directory to create; with --to rackrun, a job's directory.")
+    ],
     to: Annotated[
-        str, typer.Option("--to", metavar="LAYOUT", help="rackrun, dcp (torch's own) or hf (Hugging Face's).")
+        str,
+        typer.Option(
+            "--to", metavar="LAYOUT", help="Layout to write: rackrun, dcp (torch's own) or hf (Hugging Face's)."
+        ),
     ],
-    everything: Annotated[bool, typer.Option("--all", help="All tensors, under the names they have.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Convert all tensors, with their names.")] = False,
     module: Annotated[
-        str | None, typer.Option("--module", metavar="NAME", help="Which module: its name, or that of a part of it.")
+        str | None,
+        typer.Option(
+            "--module", metavar="NAME", help="The module to convert: its name, or NAME.PART for a part of it."
+        ),
     ] = None,
-    file_gb: Annotated[float, typer.Option("--file-gb", min=0.001, help="Size of the files of a set, at most.")] = 5.0,
+    file_gb: Annotated[
+        float, typer.Option("--file-gb", min=0.001, help="Largest size of a file of a set, in GB.")
+    ] = 5.0,
     unsafe_pickle: Annotated[
-        bool, typer.Option("--unsafe-pickle", help="Read pickles: whoever wrote them can run any code.")
+        bool, typer.Option("--unsafe-pickle", help="Read pickles. Whoever wrote them can run any code as you.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """From one layout to another, bit for bit; what was written is read again and compared. All of it is in memory meanwhile.
+    """Convert a checkpoint to another layout, bit for bit. The result is read back and compared.
 
-    Parameters and buffers are named as load_state_dict takes them. What a plain DCP or a set has is all taken, unless --module chooses.
+    Parameters and buffers get the names that load_state_dict expects. A plain DCP or a set is converted as a whole, unless
+    --module selects a part. The whole checkpoint is held in memory.
     """
     from rackrun.checkpoint.offline.convert import Layout, layout_of
     from rackrun.checkpoint.offline.convert import convert as carry_out

@@ -43,29 +43,33 @@ class _Planned:
 
 
 def plan(
-    world_size: Annotated[int, typer.Option("--world-size", metavar="N", min=1, help="Ranks.")],
+    world_size: Annotated[int, typer.Option("--world-size", metavar="N", min=1, help="Number of ranks.")],
     bytes_per_rank: Annotated[
-        str, typer.Option("--bytes-per-rank", metavar="SIZE", help="Of the largest shard: 12GB, 800MiB, 1000000.")
+        str, typer.Option("--bytes-per-rank", metavar="SIZE", help="Size of the largest shard: 12GB, 800MiB, 1000000.")
     ],
-    trays: Annotated[int, typer.Option("--trays", metavar="N", min=1, help="The ranks are spread over them evenly.")],
-    racks: Annotated[int, typer.Option("--racks", metavar="N", min=1, help="The trays, over them.")] = 1,
+    trays: Annotated[
+        int, typer.Option("--trays", metavar="N", min=1, help="Number of trays; the ranks are spread evenly over them.")
+    ],
+    racks: Annotated[
+        int, typer.Option("--racks", metavar="N", min=1, help="Number of racks; the trays are spread evenly over them.")
+    ] = 1,
     replicas: Annotated[
-        int, typer.Option("--replicas", metavar="N", min=1, help="Ranks that hold each shard already (HSDP).")
+        int, typer.Option("--replicas", metavar="N", min=1, help="Number of ranks that hold each shard (HSDP).")
     ] = 1,
     preset: Annotated[
         str | None,
         typer.Option(
             "--preset",
-            help="mirror:tray, mirror:3@rack, xor:8@tray, rs:8+2@tray, local. Default: several, compared.",
+            help="Redundancy: mirror:tray, mirror:3@rack, xor:8@tray, rs:8+2@tray or local. Default: compare several.",
             show_default=False,
         ),
     ] = None,
     here: Annotated[
-        bool, typer.Option("--here", help="Does a tray's share fit into this host's memory? Exit code 1 if not.")
+        bool, typer.Option("--here", help="Check that a tray's share fits into this host's memory; exit code 1 if not.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Which losses a redundancy survives, and what it costs in memory."""
+    """Compare redundancies of snapshots. Which losses each survives, and how much memory it needs."""
     shard_bytes, labels = _bytes_in(bytes_per_rank), even_labels(world_size, trays, racks)
     shards = _replicas(world_size, replicas)
     wanted = _COMPARED if preset is None else (preset,)
@@ -93,14 +97,14 @@ def plan(
 
 
 def clean(
-    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="The tmpfs where arenas are.")] = SHARED_MEMORY,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are only listed.")] = False,
-    closed: Annotated[bool, typer.Option("--closed", help="Those too that their writer has closed properly.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="The tmpfs with the arenas.")] = SHARED_MEMORY,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the arenas. Without it they are only listed.")] = False,
+    closed: Annotated[bool, typer.Option("--closed", help="Also remove arenas that their writer has closed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Arenas of dead jobs in shared memory: nobody that is named in them lives, and nobody has them open.
+    """Remove arenas that dead jobs left. They lie in shared memory, and no process of theirs lives or has them open.
 
-    The exit code is 1 when one could not be removed.
+    Exit code 1: an arena could not be removed.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no directory.", remedy="give the tmpfs where the arenas are.")

@@ -34,27 +34,34 @@ def rebuild(
         typer.Option(
             "--arenas",
             metavar="FOLDER",
-            help="The folder of MemoryTier, or arenas of other hosts, brought here. May be given again. Default: /dev/shm.",
+            help="Folder of a MemoryTier, or with arenas copied from other hosts. Repeatable; /dev/shm is always searched.",
             show_default=False,
         ),
     ] = None,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="Write it there. Default: beside the others in DIR.")
+        Path | None, typer.Option("--into", metavar="DIR", help="Directory to write to. Default: DIR.")
     ] = None,
     generation: Annotated[
-        int | None, typer.Option("--generation", metavar="G", min=0, help="Default: the newest.", show_default=False)
+        int | None,
+        typer.Option(
+            "--generation",
+            metavar="G",
+            min=0,
+            help="Number of the checkpoint. Default: the newest.",
+            show_default=False,
+        ),
     ] = None,
     gone: Annotated[
-        bool, typer.Option("--gone", help="The job is, even if processes of other containers are named in its arenas.")
+        bool, typer.Option("--gone", help="The job has ended, though its arenas name processes of other containers.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be taken.")] = False,
-    job: Annotated[str | None, typer.Option("--job", metavar="NAME", help="Which job, when there are several.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which sources would be used.")] = False,
+    job: Annotated[str | None, typer.Option("--job", metavar="NAME", help="The job, if there are several.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Of a job that is gone: make the newest generation whole on disk of which every byte has a verified source, in its arenas
-    on this host, in FOLDERs, or in what is on disk of it.
+    """Write a checkpoint from memory to disk. It is the newest recoverable one of an ended CheckpointManager job.
 
-    What is whole and right stays as it is. The exit code is 1 when bytes are missing, and says which.
+    Every byte needs a verified source: arenas on this host or in FOLDER, or files on disk. Intact files stay as they are.
+    Exit code 1: bytes are missing; the command names them.
     """
     from rackrun.checkpoint.offline.rebuilding import rebuild_generation
 

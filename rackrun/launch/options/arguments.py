@@ -46,14 +46,15 @@ MAX_RESTARTS = 3
 DEFAULT_PORT = 29400
 
 _DESCRIPTION = """\
-rackrun runs a PyTorch training script on every GPU and keeps it running while the hardware fails: a lost rank is
-replaced by a warm spare within seconds. It takes every argument of torchrun, with the same meaning.
+rackrun runs a PyTorch training script on every GPU and keeps it running when hardware fails: a warm spare replaces a
+lost rank within seconds. It takes every argument of torchrun, with the same meaning.
 
   rackrun --standalone --nproc-per-node 5 --spares 1 train.py --lr 3e-4
   rackrun --nnodes 18 --nproc-per-node 4 --spares 8 --rdzv-endpoint head:29400 --rdzv-id job7 \\
           --token-file /shared/job7.token train.py
 
-exit codes: 0 done; 1 the script failed; 2 bad usage; 3 stopped beyond what is survivable; 128+N ended by signal N
+exit codes: 0 done; 1 the script failed; 2 bad usage, nothing was started; 3 the job cannot survive the failure; 128+N
+ended by signal N
 """
 
 
@@ -210,8 +211,8 @@ def make_parser() -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.dest == "max_restarts":
             action.help = (
-                f"Maximum number of restarts of the whole world. Here the default is {MAX_RESTARTS}; torchrun's is 0. "
-                f"A rank that a spare takes over is no restart."
+                f"Maximum number of restarts of the whole world. Default: {MAX_RESTARTS} (torchrun: 0). "
+                f"A spare that takes a lost rank over does not count as a restart."
             )
             if action.default == 0:  # not given by PET_MAX_RESTARTS, which would be a string
                 action.default = MAX_RESTARTS
@@ -224,7 +225,7 @@ def make_parser() -> argparse.ArgumentParser:
             action=env,
             type=int,
             default=None,
-            help="Seconds from SIGTERM to SIGKILL, as newer versions of torchrun have it.",
+            help="Seconds between SIGTERM and SIGKILL when workers are stopped. Default: 30.",
         )
         since.ours = True  # type: ignore[attr-defined]  # see _Parser
     if not any(action.dest == "log_line_prefix_template" for action in parser._actions):  # torch before 2.14
@@ -234,7 +235,8 @@ def make_parser() -> argparse.ArgumentParser:
             action=env,
             type=str,
             default=None,
-            help="Prefix of teed lines: ${role_name}, ${rank}, ${local_rank} and ${hostname} are filled in.",
+            help="Prefix of teed lines, in which ${role_name}, ${rank}, ${local_rank} and ${hostname} are replaced. "
+            "Default: torchrun's prefix.",
         )
         setattr(added, "ours", True)  # noqa: B010 - an abbreviation means what it means there
     add_own_options(parser)

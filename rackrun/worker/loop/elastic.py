@@ -33,24 +33,25 @@ def elastic(
 ) -> Callable[[Callable[Concatenate[Run, P], T]], Callable[P, T]]:
     """Make ``main(run, ...)`` the main function of an elastic run.
 
-    global_batch_size: samples in one optimizer step, over all ranks. It stays fixed for the whole run when ranks are
-        lost or join, unless ``batch`` says otherwise.
-    micro_batch_size: samples in one forward and backward pass. It divides the global batch into its logical shards.
-    seed: seeds the parameters (the generators are seeded before ``main``), the data order, and the random numbers of
-        every step.
-    mesh: axes and sizes of ``run.mesh``, at most one of them -1, such as ``{"dp": -1, "tp": 4}``. Axes named ``dp``,
-        ``dp_replicate``, ``dp_shard``, ``fsdp``, ``replicate`` or ``shard`` split the data; ranks along the other axes
-        share it. The default is the mesh of ``rackrun --mesh``; where both are given they must be the same.
-    snapshot_every: steps between two snapshots of shards that have no live copy. The default is Young's interval, from
-        the cost of a snapshot and the rate at which ranks are lost, with snapshots taking at most 1 % of the time.
-    reduction: how gradients are added over micro-batches and ranks. ``"fast"``: as floats, by DDP and FSDP2 themselves.
-        ``"exact"``: as 32-bit integers, so that losses and weights have the same bits on any number of data-parallel
-        ranks. ``"exact64"``: as 64-bit integers, for twice the traffic, with room for any number of micro-batches.
-        ``"none"``: gradients are not added; each rank trains a model of its own, as in local SGD, and the script
-        averages what it wants averaged.
-    batch: what happens to the global batch in a world with fewer ranks. ``"constant"``: it stays, and each rank
-        computes more. ``"scale_lr"``, short for ``ScaleLR("linear")``, or a `ScaleLR`: each rank keeps its
-        micro-batches, so the global batch shrinks, and the learning rates with it.
+    - ``global_batch_size``: samples in one optimizer step, over all ranks. It stays fixed for the whole run when ranks
+      are lost or join, unless ``batch`` says otherwise.
+    - ``micro_batch_size``: samples in one forward and backward pass. It divides the global batch into its logical
+      shards.
+    - ``seed``: seeds the parameters (the generators are seeded before ``main``), the data order, and the random numbers
+      of every step.
+    - ``mesh``: axes and sizes of ``run.mesh``, at most one of them -1, such as ``{"dp": -1, "tp": 4}``. Axes named
+      ``dp``, ``dp_replicate``, ``dp_shard``, ``fsdp``, ``replicate`` or ``shard`` split the data; ranks along the other
+      axes share it. The default is the mesh of ``rackrun --mesh``; where both are given they must be the same.
+    - ``snapshot_every``: steps between two snapshots of shards that have no live copy. The default is Young's interval,
+      from the cost of a snapshot and the rate at which ranks are lost, with snapshots taking at most 1 % of the time.
+    - ``reduction``: how gradients are added over micro-batches and ranks. ``"fast"``: as floats, by DDP and FSDP2
+      themselves. ``"exact"``: as 32-bit integers, so that losses and weights have the same bits on any number of
+      data-parallel ranks. ``"exact64"``: as 64-bit integers, for twice the traffic, with room for any number of
+      micro-batches. ``"none"``: gradients are not added; each rank trains a model of its own, as in local SGD, and the
+      script averages what it wants averaged.
+    - ``batch``: what happens to the global batch in a world with fewer ranks. ``"constant"``: it stays, and each rank
+      computes more. ``"scale_lr"``, short for ``ScaleLR("linear")``, or a `ScaleLR`: each rank keeps its micro-batches,
+      so the global batch shrinks, and the learning rates with it.
 
     Raises `UsageError` when the sizes do not divide, when ``batch`` is none of these, when more than one axis of
     ``mesh`` is -1, when the sizes leave an exact reduction too few bits, or when ``main`` takes no argument. Under

@@ -1,4 +1,4 @@
-"""The README's script with everything that it leaves out, and what a checker makes of the important names."""
+"""The script of docs/convert_a_script.md with everything that it leaves out, and what a checker makes of the important names."""
 
 from __future__ import annotations
 
