@@ -47,6 +47,7 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 | slow ranks | `rackrun.core.stragglers.straggler_detection` |
 | which state a rank has, and how it is copied | `rackrun.worker.state.tracked_state`, `rackrun.worker.snapshots.shard_snapshots` |
 | checkpoints on disk | `rackrun.worker.snapshots.durable_checkpoints`, `rackrun.checkpoint.durable.durable_store` |
+| what an event does, and who acts on it | `rackrun.core.machine.apply`, `rackrun.core.machine.rules` |
 | every message | `rackrun.protocol.events`, `rackrun.protocol.commands` |
 | options of the launcher | `rackrun.launch.options.arguments` |
 | a fault of the chaos suite | `rackrun.chaos.faults.fault_types`, `rackrun.chaos.injectors` |

@@ -49,8 +49,10 @@ def page() -> str:
         "`PHASES` in `rackrun.core.generation.world`. From each phase the job may also be stopped.",
         _diagram([arrow for arrow in phases if arrow[1] != "stopped"], "forming", ["ending"]),
         "## A worker, as the core sees it",
-        "`TRANSITIONS` in `rackrun.core.members.workers`. In addition `fence` leads from every living state to fenced, "
-        "and\n`exit` from every state to exited.",
+        (
+            "`TRANSITIONS` in `rackrun.core.members.workers`. In addition `fence` leads from every living state to fenced, "
+            "and\n`exit` from every state to exited."
+        ),
         _diagram(every, "starting", ["released"]),
         "## A rack from a provider",
         "`STAGES` in `rackrun.core.resize.rented_rack`. From each stage the rack may also be released.",
