@@ -19,7 +19,7 @@ from rackrun.chaos.plan.definition import Plan
 from rackrun.chaos.testbed.job_under_test import Ended
 from rackrun.coordinator.journal.committed_units import Eras
 from rackrun.coordinator.journal.journal_reader import resume_of
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import Goodput, read_report
 from rackrun.errors import UsageError
 from rackrun.launch.run.run_directory import Result, read_json
@@ -54,7 +54,7 @@ class Trace:
     """The state of the ranks before every step, by step and rank, if the run went step by step."""
     ends: dict[int, End] = field(default_factory=dict)
     """Rank -> the untracked state that its script reached at its end."""
-    recoveries: list[Recovery] = field(default_factory=list)
+    recoveries: list[RecoveryRecord] = field(default_factory=list)
     plans: list[WorldPlan] = field(default_factory=list)
     """The plans of the generations, in the order in which they were written to disk."""
     result: Result | None = None
@@ -255,4 +255,4 @@ def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
             known = trace.samples.setdefault(step, {}).setdefault(rank, ids)
             again(f"samples of rank {rank} in step {step}", known, ids)
     bodies = journal.execute("SELECT body FROM recoveries ORDER BY generation")
-    trace.recoveries = [msgspec.json.decode(body, type=Recovery) for (body,) in bodies]
+    trace.recoveries = [msgspec.json.decode(body, type=RecoveryRecord) for (body,) in bodies]

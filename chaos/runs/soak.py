@@ -28,7 +28,7 @@ from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import Budget, Every, Inject, Par, Plan, Quiet, Seq
 from rackrun.chaos.runs.run_plan import Performance, check_run
 from rackrun.chaos.testbed.job_under_test import Ended
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import read_report
 from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
@@ -311,7 +311,7 @@ def _inside(gap: tuple[float, float], stretches: Sequence[tuple[float, float]]) 
 
 
 def waterfall(
-    recoveries: Sequence[Recovery],
+    recoveries: Sequence[RecoveryRecord],
     struck_ms: Sequence[float],
     commits_ms: Sequence[float],
     grouped_ms: Sequence[float],

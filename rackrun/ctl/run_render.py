@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rackrun.coordinator.observe.filler_usage import FillerUse
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import LedgerCheck, OwnTime, RecoveryReport, Report
 from rackrun.launch.run.run_directory import Result
 
@@ -105,7 +105,7 @@ def _waterfall(console: Console, one: RecoveryReport) -> None:
         _say(console, f"  state of {restore}")
 
 
-def _decisions(console: Console, recovery: Recovery) -> None:
+def _decisions(console: Console, recovery: RecoveryRecord) -> None:
     for reason in recovery.reasons:
         _say(console, f"  decided: {reason}")
     if recovery.rungs:

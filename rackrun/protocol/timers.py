@@ -12,7 +12,7 @@ import msgspec
 from rackrun.protocol.ids import Generation, Incarnation, SlotId
 
 __all__ = [
-    "Begin",
+    "JobBegins",
     "BreakerWakes",
     "CalmOver",
     "CopiesOver",
@@ -57,7 +57,7 @@ class OfGeneration(_Timer, frozen=True, gc=False):
 
 
 # -- forming, and the end ----------------------------------------------------------------------------------------------
-class Begin(_Timer, frozen=True, tag="begin", gc=False):
+class JobBegins(_Timer, frozen=True, tag="begin", gc=False):
     """The job's time begins."""
 
 
@@ -181,7 +181,7 @@ class RackStageOver(_Timer, frozen=True, tag="rack", gc=False):
 
 
 Timer: TypeAlias = (
-    Begin
+    JobBegins
     | JoinOver
     | LastCallOver
     | FitOver

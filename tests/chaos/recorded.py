@@ -20,7 +20,7 @@ from rackrun.chaos.faults.fault_types import Kill
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan, write_plan
 from rackrun.coordinator.journal.journal_writer import Journal
-from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.protocol.commands import Decided, Member, Notice, ResumeGeneration, StartWorker
 from rackrun.protocol.commands import Plan as WorldPlan
 from rackrun.protocol.events import TrayJoined, WorkerExited
@@ -160,7 +160,7 @@ class _Job:
         self.spare[tray] = slot, self.incarnation
         ended = at_ms + 1e3 * RECOVERY_S + 1e3 * STEP_S
         journal.recovery(
-            Recovery(
+            RecoveryRecord(
                 generation=self.generation,
                 kind="swap",
                 because=what,

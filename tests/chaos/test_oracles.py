@@ -19,7 +19,7 @@ from rackrun.chaos.oracles import judge, overall
 from rackrun.chaos.plan.conductor import Record, Strike
 from rackrun.chaos.plan.definition import Every, Inject, Plan
 from rackrun.chaos.testbed.job_under_test import Ended
-from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.coordinator.report.run_report import Goodput
 from rackrun.launch.run.run_directory import Result
 from rackrun.protocol.commands import Plan as WorldPlan
@@ -74,12 +74,12 @@ def world(generation: int, committed: int, rollback: int | None = None) -> World
     )
 
 
-def recovery(slot: str = "tray-00/1", **changes: Any) -> Recovery:
+def recovery(slot: str = "tray-00/1", **changes: Any) -> RecoveryRecord:
     """Of a rank that was killed 4 s after the start, which is 3.5 s after the coordinator's."""
     lost = LostRank(rank=Rank(1), slot=SlotId(slot), how="SIGKILL")
     times = {"fault_ms": 3510.0, "break_ms": 3511.0, "plan_ms": 3520.0, "resumed_ms": 3600.0, "committed_ms": 3700.0}
     told: dict[str, Any] = {"generation": 2, "kind": "swap", "because": "", "rungs": ("swap",), "lost": (lost,)}
-    return Recovery(**{**told, **times, **changes})
+    return RecoveryRecord(**{**told, **times, **changes})
 
 
 def evidence(plan: Plan = PLAN, **changes: Any) -> Evidence:

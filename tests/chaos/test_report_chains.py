@@ -10,7 +10,7 @@ from rackrun.chaos.evidence.history import Committed, Confirmed, Entry, Noticed,
 from rackrun.chaos.inprocess.restore_times import Restored
 from rackrun.chaos.report.analysis.journal_timeline import Happened, Recorded
 from rackrun.chaos.report.analysis.recovery_chains import Chain, chains_of, entries_of, stages_of
-from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.protocol.ids import Rank, SlotId
 
 RANK_2 = ("t0/2", 3)
@@ -33,12 +33,12 @@ def exited(number: int, at_s: float, slot: str, incarnation: int, **how: Any) ->
     return event(number, at_s, "WorkerExited", slot=slot, incarnation=incarnation, **(how or {"signal": 9}))
 
 
-def recovery(generation: int, fault_s: float, *lost: tuple[int, str], **more: Any) -> Recovery:
+def recovery(generation: int, fault_s: float, *lost: tuple[int, str], **more: Any) -> RecoveryRecord:
     """Planned 20 ms after the fault, resumed after 100 ms, committed after 300 ms."""
     ms = 1e3 * fault_s
     times: dict[str, Any] = {"parked_ms": ms + 10, "plan_ms": ms + 20, "resumed_ms": ms + 100, "committed_ms": ms + 300}
     ranks = tuple(LostRank(rank=Rank(rank), slot=SlotId(slot), how="SIGKILL", to=SlotId("t0/4")) for rank, slot in lost)
-    return Recovery(
+    return RecoveryRecord(
         generation=generation,
         kind="swap",
         because="",
@@ -51,7 +51,7 @@ def recovery(generation: int, fault_s: float, *lost: tuple[int, str], **more: An
     )
 
 
-def job(seen: Sequence[Happened], recoveries: Sequence[Recovery] = ()) -> Recorded:
+def job(seen: Sequence[Happened], recoveries: Sequence[RecoveryRecord] = ()) -> Recorded:
     return Recorded(Path("nowhere"), end_s=100.0, seen=list(seen), recoveries=list(recoveries))
 
 

@@ -17,7 +17,7 @@ from rackrun.chaos.simulator.fuzzing.fuzz import play, reduce
 from rackrun.core.faults import divergence
 from rackrun.core.faults.corruption import Corruption
 from rackrun.core.generation import restore_plan
-from rackrun.core.generation.restore_sources import Sources
+from rackrun.core.generation.restore_sources import RestoreSources
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.members.quarantine import Quarantine
@@ -104,7 +104,7 @@ def test_a_core_that_gives_a_spare_to_two_ranks_is_found(monkeypatch: pytest.Mon
 
 
 def test_a_core_that_counts_on_snapshots_of_lost_trays_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sources, "forget_tray", lambda _self, _tray: None)
+    monkeypatch.setattr(RestoreSources, "forget_tray", lambda _self, _tray: None)
     assert found_by() < SEEDS
 
 

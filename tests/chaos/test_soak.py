@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from rackrun.chaos.runs.soak import Waterfall, run_soak, waterfall
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.errors import UsageError
 
 SMALL = Path(__file__).resolve().parents[2] / "examples" / "chaos" / "small.py"
 
 
-def recovery(fault_ms: float) -> Recovery:
+def recovery(fault_ms: float) -> RecoveryRecord:
     """Decided in 20 ms, groups in 30, state in 50; its first step is there 150 ms later."""
     times = {"plan_ms": fault_ms + 20, "resumed_ms": fault_ms + 100, "committed_ms": fault_ms + 250}
-    return Recovery(generation=2, kind="swap", because="", fault_ms=fault_ms, **times)
+    return RecoveryRecord(generation=2, kind="swap", because="", fault_ms=fault_ms, **times)
 
 
 def test_each_lost_second_is_counted_once() -> None:

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from rackrun.coordinator.journal.journal_writer import Journal
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.server.http_server import Server
 from rackrun.coordinator.shell.driver import Driver
 from rackrun.launch.run.rendezvous import listen
@@ -52,7 +52,7 @@ class ScriptedCore:
 class Onlooker:
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.recoveries: list[Recovery] = []
+        self.recoveries: list[RecoveryRecord] = []
         self.told: list[str] = []
         self.notices: list[str] = []
 
@@ -65,7 +65,7 @@ class Onlooker:
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
-    def recovered(self, recovery: Recovery) -> None:
+    def recovered(self, recovery: RecoveryRecord) -> None:
         self.recoveries.append(recovery)
 
 

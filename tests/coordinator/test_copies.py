@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rackrun.coordinator.observe.metrics import Metrics
-from rackrun.coordinator.observe.recoveries import Recovery, RecoveryWatch
+from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.protocol.commands import BreakGeneration, Plan, Restore, ResumeGeneration
 from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, TrayJoined
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_several_ranks_have_finished_counts_once(metrics: Metr
 
 
 def test_restores_are_counted_by_where_the_state_came_from(metrics: Metrics) -> None:
-    told: list[Recovery] = []
+    told: list[RecoveryRecord] = []
     watch = RecoveryWatch(told.append)
     for tray, address in (("tray-00", "a:1"), ("tray-01", "b:1")):
         joined = TrayJoined(tray=TrayId(tray), host=tray, slots=2, store="s:1", snapshots=address)

@@ -22,7 +22,7 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.protocol.timers import Begin, DrainOver, FitOver, GatherOver, JoinOver
+from rackrun.protocol.timers import DrainOver, FitOver, GatherOver, JobBegins, JoinOver
 from tests.coordinator.fakes import (
     DONE,
     TOKEN,
@@ -163,7 +163,7 @@ async def test_a_connection_that_ends_is_a_lost_tray(journal: Journal) -> None:
 async def test_a_coordinator_that_stood_still_hears_what_has_come_before_it_acts_on_its_clock(journal: Journal) -> None:
     now = [0.0]
     core = ScriptedCore(
-        TimerFired=lambda event: (SetTimer(timer=LATE, at_ms=1),) if event.timer == Begin() else (DONE,)
+        TimerFired=lambda event: (SetTimer(timer=LATE, at_ms=1),) if event.timer == JobBegins() else (DONE,)
     )
     driver = Driver(core, journal, run_id="job-1", observer=Onlooker(), clock=lambda: now[0])
     driver.begin()

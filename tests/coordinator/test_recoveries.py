@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.coordinator.observe.recoveries import Recovery, RecoveryWatch
+from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.protocol.commands import (
     BreakGeneration,
     CondemnWorker,
@@ -34,7 +34,7 @@ class Story(RecoveryWatch):
     """Time goes by 10 ms with each thing that happens."""
 
     def __init__(self) -> None:
-        self.told_of: list[Recovery] = []
+        self.told_of: list[RecoveryRecord] = []
         self.now = 0.0
         super().__init__(self.told_of.append)
 
@@ -301,7 +301,7 @@ def test_what_was_predicted_is_held_against_what_it_took(story: Story) -> None:
 
 
 def test_after_a_rollback_the_steps_nobody_has_done_yet_count_as_undisturbed_ones() -> None:
-    back = Recovery(
+    back = RecoveryRecord(
         generation=2,
         kind="swap",
         because="",

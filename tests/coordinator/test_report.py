@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rackrun.coordinator.journal.journal_writer import Journal
-from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.coordinator.report.run_report import Report, read_report
 from rackrun.ctl.run_render import render_report
 from rackrun.errors import UsageError
@@ -22,7 +22,7 @@ from rackrun.protocol.ids import Incarnation, Position, Rank, SlotId
 from tests.coordinator.fakes import member, plan, unit
 
 WORLD = (member(0, "tray-00/0", 1), member(1, "tray-00/1", 2))
-RECOVERY = Recovery(
+RECOVERY = RecoveryRecord(
     generation=2,
     kind="swap",
     because="swap",

@@ -14,7 +14,7 @@ from core_told import topology_of
 
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.recovery.fencing import FENCE_WAIT_MS
-from rackrun.core.resize.rented_rack import Stage
+from rackrun.core.resize.rented_rack import RackStage
 from rackrun.core.stragglers.shares import sharing
 from rackrun.protocol.commands import (
     Answer,
@@ -265,7 +265,7 @@ class Cluster:
         """Nobody pays for what nobody needs."""
         view, racks = self.core.view(), self.core._job.acquiring
         if view.phase == "training" and view.world_size >= view.most and not self.core._job.world.ending():
-            waits = [one for one in racks.rented.values() if one.stage in (Stage.ASKED, Stage.DELIVERED)]
+            waits = [one for one in racks.rented.values() if one.stage in (RackStage.ASKED, RackStage.DELIVERED)]
             assert not waits, "a rack is waited for, and every rank that is wanted has a worker"
 
     def _check_plan(self, command: ResumeGeneration) -> None:

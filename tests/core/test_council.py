@@ -13,7 +13,7 @@ from test_storms import KINDS, play
 
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
-from rackrun.core.policy.measured_costs import Meter
+from rackrun.core.policy.measured_costs import CostMeter
 from rackrun.core.recovery.ask_policy import ANSWER_MS
 from rackrun.protocol.commands import (
     Answer,
@@ -409,7 +409,7 @@ def test_costs_are_measured_from_what_the_core_sees_and_what_it_is_told() -> Non
 
 
 def test_a_repair_is_from_the_loss_of_a_tray_until_it_is_back() -> None:
-    meter = Meter()
+    meter = CostMeter()
     joined = TrayJoined(tray=TrayId("a"), host="a", slots=3, store="a:1", snapshots="a:2")
     for event in (
         msgspec.structs.replace(joined, at_ms=5),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in
 
-from rackrun.core.faults.partition import Rifts
+from rackrun.core.faults.partition import PartitionReports
 from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, Plan, StopJob
 from rackrun.protocol.ids import Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
@@ -109,7 +109,7 @@ def test_an_older_generations_report_changes_nothing(apart: Told) -> None:
     ],
 )
 def test_a_witness_is_on_another_tray_than_the_exchange(told: dict[int, bool], blamed: tuple[int, ...]) -> None:
-    rifts = Rifts()
+    rifts = PartitionReports()
     for rank, cut_off in told.items():
         rifts.add(Rank(rank), cut_off=cut_off)
     assert rifts.blame(TRAYS, "a:1", TrayId("a")) == blamed

@@ -97,4 +97,4 @@ def test_a_tray_that_is_lost_twice_is_repaired_from_its_first_loss_on(second_gen
     told.tray_lost("c")
     told.now = 41_000
     told.join("c", 2)
-    assert told.core._job.meter.costs(0).repair_s == 40.0
+    assert told.core._job.cost_meter.costs(0).repair_s == 40.0

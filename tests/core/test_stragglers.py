@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.core.stragglers.straggler_detection import Limits, Seat, Stragglers, Verdict
+from rackrun.core.stragglers.straggler_detection import Limits, RankPlace, Stragglers, StragglerVerdict
 from rackrun.protocol.ids import Rank, SlotId
 
 WINDOW = Limits().window
@@ -19,11 +19,11 @@ Own = Callable[[random.Random, int], Sequence[float]]
 """Of a step: each rank's own seconds."""
 
 
-def seats(ranks: int, *, group: Callable[[int], int] = lambda _rank: 0) -> list[Seat]:
-    return [Seat(SlotId(f"t{rank // 4}/{rank % 4}"), rank, group(rank)) for rank in range(ranks)]
+def seats(ranks: int, *, group: Callable[[int], int] = lambda _rank: 0) -> list[RankPlace]:
+    return [RankPlace(SlotId(f"t{rank // 4}/{rank % 4}"), rank, group(rank)) for rank in range(ranks)]
 
 
-def judged(own: Own, ranks: int, steps: int, seed: int = 0) -> list[tuple[int, Verdict]]:
+def judged(own: Own, ranks: int, steps: int, seed: int = 0) -> list[tuple[int, StragglerVerdict]]:
     """(step, verdict), steps counted from the first that is looked at."""
     rng, stragglers = random.Random(seed), Stragglers()
     stragglers.world(seats(ranks))
@@ -43,7 +43,7 @@ def noisy(ranks: int, sigma: float, slower: dict[int, float] | None = None, sinc
     return own
 
 
-def who(verdict: Verdict) -> list[int]:
+def who(verdict: StragglerVerdict) -> list[int]:
     return [one.rank for one in verdict.slow]
 
 
@@ -158,7 +158,7 @@ def test_tiny_steps_are_added_up_until_they_are_worth_a_look() -> None:
     stragglers = Stragglers()
     stragglers.world(seats(4))
 
-    def steps(count: int, own: Sequence[float]) -> list[Verdict]:
+    def steps(count: int, own: Sequence[float]) -> list[StragglerVerdict]:
         return [verdict for _ in range(count) if (verdict := stragglers.step(own, 0.001)) is not None]
 
     assert not steps(12_000, [0.0006] * 4)
@@ -229,7 +229,7 @@ def test_whoever_takes_over_is_judged_anew_and_the_others_keep_what_is_known_of_
     stragglers.world(here)
     for _ in range(SETTLE + 2 * WINDOW):
         stragglers.step([0.5, 1.0, 0.5, 0.5], STEP_S)
-    stragglers.world([here[0], Seat(SlotId("t9/0"), 9, 0), *here[2:]])
+    stragglers.world([here[0], RankPlace(SlotId("t9/0"), 9, 0), *here[2:]])
     found = [stragglers.step([0.5, 0.5, 0.5, 0.5], STEP_S) for _ in range(SETTLE + 2 * WINDOW)]
     assert [who(verdict) for verdict in found if verdict] == [[]]
     assert found[SETTLE] is not None, "at the first row: it is slow no more, for it is gone"
@@ -253,7 +253,7 @@ def test_a_world_of_another_size_begins_with_no_past() -> None:
 
 
 def test_the_same_steps_give_the_same_verdicts() -> None:
-    def play() -> list[tuple[int, Verdict]]:
+    def play() -> list[tuple[int, StragglerVerdict]]:
         return judged(noisy(8, 0.1, {3: 1.7}, 30), 8, 90, seed=7)
 
     assert play() == play()

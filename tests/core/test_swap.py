@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_told import Told, every, only, plan_in, ranks, stop_in
 
-from rackrun.core.generation.snapshot_locations import Snapshots
+from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.protocol.commands import (
     BreakGeneration,
     FenceWorker,
@@ -413,7 +413,7 @@ def test_copies_that_are_told_of_when_their_worker_is_condemned_already_count() 
 
 
 def test_a_slots_last_two_workers_leave_snapshots_and_older_ones_are_forgotten_as_the_agent_forgets_them() -> None:
-    kept = Snapshots()
+    kept = SnapshotLocations()
     for incarnation in (1, 2, 3):
         event = WorkerExited(
             slot=SlotId("a/0"),

@@ -6,13 +6,13 @@ from itertools import product
 
 import pytest
 
-from rackrun.core.generation.restore_plan import Kept, Report, StatePlan, committed, state_plan
+from rackrun.core.generation.restore_plan import Kept, ParkReport, StatePlan, committed, state_plan
 from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 
-def report(passed: int, *snapshots: int, entered: int | None = None) -> Report:
+def report(passed: int, *snapshots: int, entered: int | None = None) -> ParkReport:
     steps = tuple(Step(step) for step in snapshots)
-    return Report(
+    return ParkReport(
         passed=Position(passed),
         entered=Position(passed if entered is None else entered),
         gate=(float(passed),),
@@ -33,7 +33,7 @@ def kept(*steps: int) -> list[Kept]:
 
 
 def plan(
-    reports: dict[int, Report],
+    reports: dict[int, ParkReport],
     lost: dict[int, list[Kept]] | None = None,
     *,
     classes: str = "",
@@ -63,7 +63,7 @@ def test_what_the_last_plan_committed_stays_committed() -> None:
 
 
 def test_a_phase_is_later_than_its_step() -> None:
-    late = Report(passed=Position(5, 1), gate=(1.0,))
+    late = ParkReport(passed=Position(5, 1), gate=(1.0,))
     assert committed({Rank(0): report(5), Rank(1): late}, BEGIN)[0] == Position(5, 1)
 
 

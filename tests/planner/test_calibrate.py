@@ -12,7 +12,7 @@ from rackrun.chaos.planner.inputs.calibrate import Measured, calibrated, read_ru
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts, read_costs, write_costs
 from rackrun.chaos.planner.predict import predict
 from rackrun.coordinator.journal.journal_writer import Journal
-from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.coordinator.report.run_report import Goodput, LedgerCheck, RecoveryReport, Report
 from rackrun.protocol.commands import ResumeGeneration, StartWorker
 from rackrun.protocol.events import WorkerReady
@@ -25,7 +25,7 @@ SPARE = SlotId("tray-00/2")
 def recovery(
     kind: str, seconds: float, *, first_s: float = 0.6, how: str = "SIGKILL", **more: object
 ) -> RecoveryReport:
-    found = Recovery(
+    found = RecoveryRecord(
         generation=2,
         kind=kind,
         because=kind,

@@ -6,7 +6,7 @@ from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
 from rackrun.chaos.faults.fault_types import Family, Kill, Subjects
 from rackrun.chaos.oracles.behaviour.restraint import BUSY_S
 from rackrun.chaos.plan.conductor import Record
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 
 __all__ = ["DECIDE_CUT_OFF_S", "DECIDE_S", "DETECT_S", "GOOD_STEP_S", "judge"]
 
@@ -44,7 +44,7 @@ def judge(evidence: Evidence) -> Verdict:
     )
 
 
-def _too_long(recovery: Recovery, decide_s: float) -> str:
+def _too_long(recovery: RecoveryRecord, decide_s: float) -> str:
     """Return which stage of a recovery took too long, or ""."""
     name = f"generation {recovery.generation}"
     waits = {"wait", "acquire", "restart"} & set(recovery.rungs) or recovery.planned

@@ -11,7 +11,7 @@ import msgspec
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.coordinator.journal.journal_reader import open_journal
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import Report, read_report
 
 __all__ = ["calibrated", "read_run"]
@@ -90,7 +90,7 @@ def calibrated(run: Measured) -> PlanCosts:
     return PlanCosts(**found, origin=origin)
 
 
-def _seconds(done: Iterable[Recovery], kind: str) -> Iterable[float]:
+def _seconds(done: Iterable[RecoveryRecord], kind: str) -> Iterable[float]:
     """Yield the seconds of the recoveries of this kind that did not wait for a worker or a rack."""
     for one in done:
         if one.kind == kind and "wait" not in one.rungs and "acquire" not in one.rungs and one.seconds is not None:

@@ -19,7 +19,7 @@ from rackrun.chaos.evidence.run_evidence import gate_of
 from rackrun.chaos.inprocess.restore_times import Restored, read_restores
 from rackrun.coordinator.journal.committed_units import Eras
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
-from rackrun.coordinator.observe.recoveries import Recovery, describe_exit
+from rackrun.coordinator.observe.recoveries import RecoveryRecord, describe_exit
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import Plan
 from rackrun.protocol.events import WorkerExited
@@ -137,7 +137,7 @@ class Recorded:
     hosts: dict[str, str] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
     plans: list[Planned] = field(default_factory=list)
-    recoveries: list[Recovery] = field(default_factory=list)
+    recoveries: list[RecoveryRecord] = field(default_factory=list)
     seen: list[Happened] = field(default_factory=list)
     said: list[Happened] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
@@ -172,7 +172,7 @@ def read_recorded(folder: Path, started_s: float | None) -> Recorded:
         _read_events(journal, found)
         _read_units(journal, found)
         found.recoveries = [
-            msgspec.json.decode(body, type=Recovery)
+            msgspec.json.decode(body, type=RecoveryRecord)
             for (body,) in journal.execute("SELECT body FROM recoveries ORDER BY generation")
         ]
         last_ms = journal.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0

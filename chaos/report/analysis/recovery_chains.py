@@ -26,7 +26,7 @@ from rackrun.chaos.evidence.history import (
     Told,
 )
 from rackrun.chaos.report.analysis.journal_timeline import SEEN, Happened, Recorded
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 
 __all__ = ["Chain", "Stage", "chains_of", "entries_of", "stages_of"]
 
@@ -52,9 +52,9 @@ class Chain:
     back_s: float | None = None
     seen: Happened | None = None
     inferred: bool = False
-    recovery: Recovery | None = None
+    recovery: RecoveryRecord | None = None
     """The recovery from the strike, or the last one that the job began."""
-    overtaken: tuple[Recovery, ...] = ()
+    overtaken: tuple[RecoveryRecord, ...] = ()
     """The recoveries before it, which were overtaken."""
     noticed_s: float | None = None
     decided_s: float | None = None
@@ -161,7 +161,9 @@ def entries_of(chains: Sequence[Chain], job: Recorded) -> list[Entry]:
     return found
 
 
-def _tell_recovery(recovery: Recovery, cause: str, chain: Chain, job: Recorded, add: Callable[[Entry], str]) -> str:
+def _tell_recovery(
+    recovery: RecoveryRecord, cause: str, chain: Chain, job: Recorded, add: Callable[[Entry], str]
+) -> str:
     generation = recovery.generation
     for one in job.said:
         if one.name == "Decided" and one.body["generation"] == generation:
@@ -282,7 +284,7 @@ def _followed(chain: Chain, owned: tuple[Happened, bool] | None, job: Recorded) 
     return replace(chain, resumed_s=_moment(job, recovery.resumed_ms), recovered_s=recovered_s, first_step=first_step)
 
 
-def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> Recovery | None:
+def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> RecoveryRecord | None:
     """Return the recovery that the event led to.
 
     Either a worker that was struck is among those lost in that recovery, or the event lies in it, before its plan.
@@ -298,7 +300,7 @@ def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> Recovery | Non
     return None
 
 
-def _first_step(recovery: Recovery, job: Recorded) -> int | None:
+def _first_step(recovery: RecoveryRecord, job: Recorded) -> int | None:
     """Return the first step of the new world."""
     if recovery.redone:
         return int(recovery.redone[0])

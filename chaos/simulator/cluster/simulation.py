@@ -38,7 +38,7 @@ from rackrun.protocol.commands import Plan, StopJob
 from rackrun.protocol.events import TimerFired
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import Begin
+from rackrun.protocol.timers import JobBegins
 from rackrun.topology.model.racks import CliqueId
 from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology
 
@@ -163,7 +163,7 @@ class Simulation:
         )
 
     def _run(self) -> None:
-        self.coordinator.submit(TimerFired(timer=Begin()))
+        self.coordinator.submit(TimerFired(timer=JobBegins()))
         for number in range(self.job.trays):
             self.engine.after(0.5 * self.draw["joins"].random(), self.switch_on, TrayId(f"tray-{number}"))
         People(self).begin()

@@ -22,7 +22,7 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
                name, at_ms, wall, body: every core event and command, in the order in which they were handled
 ``generations``  id, generation, stage (``break``, ``resume``), at_ms, wall, body (the whole command): on disk *before*
                it is announced
-``recoveries``  generation, fault_ms, body (`rackrun.coordinator.observe.recoveries.Recovery`)
+``recoveries``  generation, fault_ms, body (`rackrun.coordinator.observe.recoveries.RecoveryRecord`)
 ``units``      step, phase, rank, generation, attempt, committed_at_ms, seconds, gate (float64, little endian), own_s (of the
                seconds; 0: not known)
 ``ledger``     step, phase, rank, generation, count, digest (BLAKE2b, 16 bytes), ids (int64, little endian; NULL with
@@ -57,7 +57,7 @@ import msgspec
 from rackrun.coordinator.journal.file_systems import is_shared
 from rackrun.coordinator.journal.folding import KEEP_ROWS, Folding
 from rackrun.coordinator.journal.schema import FORMAT, SCHEMA
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.errors import RackrunError
 from rackrun.protocol.commands import BreakGeneration, Command, ResumeGeneration
 from rackrun.protocol.encodable import INT_MAX, clean, encodable, json_of
@@ -172,7 +172,7 @@ class Journal:
     def command(self, command: Command, at_ms: int, cause: int) -> None:
         self._entry("command", command, at_ms, cause)
 
-    def recovery(self, recovery: Recovery) -> None:
+    def recovery(self, recovery: RecoveryRecord) -> None:
         self._put(_RECOVERY, (recovery.generation, recovery.fault_ms, recovery))
 
     def unit(self, unit: UnitCommitted, at_ms: float) -> None:

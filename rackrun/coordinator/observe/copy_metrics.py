@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.protocol.commands import Plan
 from rackrun.protocol.events import Event, SnapshotDamaged, SnapshotMirrored, SnapshotStriped
 from rackrun.protocol.ids import Rank, Step, step_in
@@ -96,7 +96,7 @@ class CopyMetrics:
             case _:
                 pass  # from a newer worker
 
-    def recovered(self, recovery: Recovery) -> None:
+    def recovered(self, recovery: RecoveryRecord) -> None:
         if not recovery.overtaken:
             for source in recovery.sources:
                 self.restores.labels(source).inc()

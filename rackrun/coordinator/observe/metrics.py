@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from rackrun.coordinator.observe.copy_metrics import CopyMetrics
 from rackrun.coordinator.observe.filler_usage import FillerMetrics
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.observe.slow_ranks import SlowMetrics
 from rackrun.protocol.commands import Plan
 from rackrun.protocol.events import Event, ReplicasDiffer
@@ -58,7 +58,7 @@ class Metrics:
         self.slow = SlowMetrics()
         self.registry.register(self.slow)
 
-    def recovered(self, recovery: Recovery) -> None:
+    def recovered(self, recovery: RecoveryRecord) -> None:
         self.recoveries.labels(recovery.kind).inc()
         self.steps_redone.inc(len(recovery.redone))
         self.copies.recovered(recovery)

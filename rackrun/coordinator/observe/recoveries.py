@@ -37,7 +37,7 @@ from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Tra
 from rackrun.protocol.policy_types import Rung
 from rackrun.protocol.wire import StateCopied, UnitCommitted
 
-__all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
+__all__ = ["LostRank", "RecoveryRecord", "RecoveryWatch", "describe_exit"]
 
 _STALLED = "stalled for"
 _GONE = "gone"
@@ -54,7 +54,7 @@ class LostRank(msgspec.Struct, frozen=True, kw_only=True):
     """Slot of the worker that took over; None if the world shrank."""
 
 
-class Recovery(msgspec.Struct, kw_only=True):
+class RecoveryRecord(msgspec.Struct, kw_only=True):
     """One answer to a failure. Times are milliseconds of the coordinator's clock; None: the stage was never reached."""
 
     generation: int
@@ -166,9 +166,9 @@ class RecoveryWatch:
     """Follows the generations. ``on_done`` receives each recovery once: when it is complete or overtaken, or the job
     has ended."""
 
-    def __init__(self, on_done: Callable[[Recovery], None]) -> None:
+    def __init__(self, on_done: Callable[[RecoveryRecord], None]) -> None:
         self._on_done = on_done
-        self._open: Recovery | None = None
+        self._open: RecoveryRecord | None = None
         self._plan: Plan | None = None
         self._how: dict[SlotId, str] = {}
         self._fault_ms: float | None = None
@@ -182,7 +182,7 @@ class RecoveryWatch:
         self._fenced: set[SlotId] = set()  # ended by rackrun, without a fault of their own
         self._paused: set[SlotId] = set()
         self._trays: dict[str, TrayId] = {}  # by the address of their snapshots
-        self.last: Recovery | None = None
+        self.last: RecoveryRecord | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -306,7 +306,9 @@ class RecoveryWatch:
         elif self._fault_ms is not None and self._fault_ms < fault_ms:
             fault_ms = self._fault_ms  # such as the first exit of several, before all start again
         planned = self._plan is not None and self._paused == {member.slot for member in self._plan.members}
-        self._open = Recovery(generation=generation, kind=kind, because=because, fault_ms=fault_ms, planned=planned)
+        self._open = RecoveryRecord(
+            generation=generation, kind=kind, because=because, fault_ms=fault_ms, planned=planned
+        )
 
     def _decided(self, command: Decided, cause_ms: float, now_ms: float) -> None:
         decision = command.decision

@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rackrun.core.placement.mesh_resize import fitted
-from rackrun.core.stragglers.straggler_detection import Limits, Seat, Stragglers
+from rackrun.core.stragglers.straggler_detection import Limits, RankPlace, Stragglers
 from rackrun.protocol.commands import BreakGeneration, Command, Plan, ResumeGeneration
 from rackrun.protocol.events import Event, SlowRanksChanged, WorkerReady
 from rackrun.protocol.ids import Position, Rank
@@ -115,7 +115,7 @@ class SlowWatch:
         if self._stragglers is not None and self._plan is not None:
             groups = _groups(self._axes, self._plan.world_size)
             members = zip(self._plan.members, groups, strict=True)
-            self._stragglers.world([Seat(member.slot, member.incarnation, group) for member, group in members])
+            self._stragglers.world([RankPlace(member.slot, member.incarnation, group) for member, group in members])
 
 
 def _for_equal_work(units: Sequence[UnitCommitted]) -> list[float]:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from rackrun.coordinator.journal.journal_reader import as_of_today, open_journal, resume_of
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.core.machine.hindsight import COMMANDS, EVENTS, Hindsight, Sat, Standing, Trouble
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import Answer, CondemnWorker, FenceWorker, ReleaseWorkers, StartWorker, StopJob
@@ -208,7 +208,7 @@ def read_whereabouts(path: Path) -> Whereabouts:
                 past.told(_commands.decode(body), at_ms)
         past.finish()
         for (body,) in connection.execute("SELECT body FROM recoveries ORDER BY generation"):
-            recovery = msgspec.json.decode(body, type=Recovery)
+            recovery = msgspec.json.decode(body, type=RecoveryRecord)
             whys[Generation(recovery.generation)] = recovery.line()
     over = past.over
     exit_code = int(meta["exit_code"]) if meta.get("exit_code") else over.exit_code if over else None

@@ -17,7 +17,7 @@ from rackrun.coordinator.journal.job_mesh import mesh_of
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
 from rackrun.coordinator.journal.ledger_check import FINDINGS, LedgerCheck, Row, check_ledger, samples_in
 from rackrun.coordinator.observe.filler_usage import FillerUse, filler_uses
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.protocol.commands import Plan
 from rackrun.protocol.ids import Position
 
@@ -44,7 +44,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     """One recovery, with its stages."""
 
     line: str
-    recovery: Recovery
+    recovery: RecoveryRecord
     seconds: float | None
     """Seconds from the fault until every rank computed again."""
     stages: tuple[Stage, ...]
@@ -186,9 +186,9 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     )
 
 
-def _recoveries(connection: sqlite3.Connection) -> list[Recovery]:
+def _recoveries(connection: sqlite3.Connection) -> list[RecoveryRecord]:
     return [
-        msgspec.json.decode(body, type=Recovery)
+        msgspec.json.decode(body, type=RecoveryRecord)
         for (body,) in connection.execute("SELECT body FROM recoveries ORDER BY generation")
     ]
 
@@ -198,7 +198,7 @@ def _first_resume_ms(connection: sqlite3.Connection) -> int | None:
     return found
 
 
-def _stages(recovery: Recovery) -> tuple[Stage, ...]:
+def _stages(recovery: RecoveryRecord) -> tuple[Stage, ...]:
     """Return consecutive stages. A skipped stage (no member to break, or none to park) takes no time."""
     stages = []
     reached = recovery.fault_ms

@@ -19,7 +19,7 @@ import msgspec
 from rackrun.coordinator.journal.journal_writer import Journal, JournalError
 from rackrun.coordinator.observe.job_progress import LastWords, Ledger, Progress
 from rackrun.coordinator.observe.metrics import Metrics
-from rackrun.coordinator.observe.recoveries import Recovery, RecoveryWatch
+from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.coordinator.observe.slow_ranks import SlowWatch
 from rackrun.coordinator.observe.speed_measurements import Pace
 from rackrun.coordinator.observe.step_log import StepLog
@@ -59,7 +59,7 @@ from rackrun.protocol.events import (
     WorkerElastic,
 )
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
-from rackrun.protocol.timers import Begin
+from rackrun.protocol.timers import JobBegins
 from rackrun.protocol.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 
 __all__ = ["Core", "Driver", "Link", "Observer", "Status"]
@@ -93,7 +93,7 @@ class Observer(Protocol):
 
     def line(self, text: str, logged: Logged) -> None: ...
 
-    def recovered(self, recovery: Recovery) -> None: ...
+    def recovered(self, recovery: RecoveryRecord) -> None: ...
 
     def protected(self, text: str) -> None:
         """Show which losses the snapshots survive from now on."""
@@ -136,7 +136,7 @@ class Driver:
         self.watch = RecoveryWatch(self._recovered)
         self.metrics = Metrics(run_id, lambda: self.watch.plan)
         self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.slow)
-        self.recoveries: list[Recovery] = []
+        self.recoveries: list[RecoveryRecord] = []
         self.requests = Requests(self.finished)
         self._last_words = LastWords()
         self._core = core
@@ -208,7 +208,7 @@ class Driver:
     # -- what happens
     def begin(self) -> None:
         """Start the job's time: the core waits for trays from now on."""
-        self.submit(TimerFired(timer=Begin()))
+        self.submit(TimerFired(timer=JobBegins()))
 
     def submit(self, event: Event) -> None:
         """Handle ``event`` and everything that follows from it, now. Does nothing once the job is over."""
@@ -437,7 +437,7 @@ class Driver:
         self.ledger.logged(logged)
         self._observer.line(text, logged)
 
-    def _recovered(self, recovery: Recovery) -> None:
+    def _recovered(self, recovery: RecoveryRecord) -> None:
         recovery.measure(self._pace.step_s)
         self.recoveries.append(recovery)
         self.metrics.recovered(recovery)

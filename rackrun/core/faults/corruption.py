@@ -30,7 +30,7 @@ from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
-from rackrun.core.members.gpu_fitness import Devices
+from rackrun.core.members.gpu_fitness import GpuFitness
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.core.placement.seating import Seating
@@ -50,7 +50,7 @@ WITHIN_MS = 3_600_000
 """A rank that was wrong on another slot within this many milliseconds is wrong by itself."""
 
 
-def suspect(event: ReplicasDiffer, devices: Devices, seats: Mapping[Rank, SlotId]) -> None:
+def suspect(event: ReplicasDiffer, devices: GpuFitness, seats: Mapping[Rank, SlotId]) -> None:
     """Put the culprits' slots on probation; if the culprits are unknown for the second time, the slots of all ranks
     that may be wrong."""
     for rank in event.culprits or event.differing:
@@ -58,7 +58,7 @@ def suspect(event: ReplicasDiffer, devices: Devices, seats: Mapping[Rank, SlotId
             devices.put_on_probation(seats[rank], _why(event))
 
 
-def suspect_loss(event: LossNotRepeated, devices: Devices) -> bool:
+def suspect_loss(event: LossNotRepeated, devices: GpuFitness) -> bool:
     """Record a loss that did not repeat; return whether the slot is on probation because of it."""
     return devices.did_not_repeat(event.slot, "its loss was not finite, and was when computed once more, twice")
 

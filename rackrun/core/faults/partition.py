@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from rackrun.protocol.ids import Rank, TrayId
 
-__all__ = ["Rifts"]
+__all__ = ["PartitionReports"]
 
 
 @dataclass(slots=True)
-class Rifts:
+class PartitionReports:
     """What members reported about the attempts to build a generation's groups."""
 
     tried: dict[str, None] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from rackrun.core.members.workers import why_exited
 from rackrun.protocol.events import WorkerExited
 from rackrun.protocol.ids import Incarnation, Rank, Step
 
-__all__ = ["Culprit", "fingerprint", "is_crash", "is_scripts", "remedy_for"]
+__all__ = ["ScriptBugs", "fingerprint", "is_crash", "is_scripts", "remedy_for"]
 
 CRASHES = ("SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV")
 """Signals that a process causes by its own actions. SIGKILL comes from outside: from the hardware, or from the
@@ -83,7 +83,7 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Culprit:
+class ScriptBugs:
     """Remembers the failures of this job and recognizes those of the script."""
 
     window_ms: int

@@ -38,7 +38,7 @@ from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import PatienceOver, StallsGathered
 
-__all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Standstill"]
+__all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Stalls"]
 
 STALL_GATHER_MS = 50
 """Milliseconds for which stall reports are gathered after the first."""
@@ -173,7 +173,7 @@ def _seconds(milliseconds: int) -> str:
 
 
 @dataclass(slots=True)
-class Standstill:
+class Stalls:
     """Handles reports of stalls, and ends them by fencing the ranks to blame or by repeating the step."""
 
     config: JobConfig

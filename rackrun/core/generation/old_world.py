@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rackrun.core.generation import restore_plan
-from rackrun.core.generation.restore_plan import Kept, Report, StatePlan
-from rackrun.core.generation.snapshot_locations import Snapshots
+from rackrun.core.generation.restore_plan import Kept, ParkReport, StatePlan
+from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.protocol.commands import Reshard, Worker
@@ -33,7 +33,7 @@ class OldWorld:
     ranks: Mapping[Worker, Rank]
     """The rank of each worker that had state in the old world."""
     classes: Mapping[Rank, str]
-    snapshots: Snapshots
+    snapshots: SnapshotLocations
     gone_back: bool = False
     """Whether no worker has the state of ``committed`` in memory any more, so that only snapshots have it."""
     _damaged: dict[tuple[str, Step], None] = field(default_factory=dict)
@@ -57,13 +57,13 @@ class OldWorld:
             if rank is not None and record.parked is not None:
                 where = _where(record.worker, rack)
                 has = self._sealed(record) if record.worker in going else self._has(record)
-                reports[rank] = Report(snapshots=tuple(step for step in has if (where, step) not in self._damaged))
+                reports[rank] = ParkReport(snapshots=tuple(step for step in has if (where, step) not in self._damaged))
         kept = self._kept()
         plans = [self._state(reports, of, trusted) for of in (kept, self._of_replicas(kept))]
         return max((plan for plan in plans if plan is not None), key=lambda plan: plan.rollback or 0, default=None)
 
     def _state(
-        self, reports: Mapping[Rank, Report], kept: Mapping[Rank, Sequence[Kept]], trusted: Position | None
+        self, reports: Mapping[Rank, ParkReport], kept: Mapping[Rank, Sequence[Kept]], trusted: Position | None
     ) -> StatePlan | None:
         return restore_plan.state_plan(
             reports=reports,

@@ -22,13 +22,13 @@ import msgspec
 from rackrun.protocol.commands import Restore
 from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
-__all__ = ["Kept", "Rebuild", "Report", "StatePlan", "committed", "state_plan"]
+__all__ = ["Kept", "Rebuild", "ParkReport", "StatePlan", "committed", "state_plan"]
 
 Rebuild: TypeAlias = Callable[[Rank, Step], Restore | None]
 """Returns how a rank's snapshot of a step can be rebuilt; None if it cannot."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ParkReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a parked member with state reports about itself."""
 
     passed: Position = BEGIN
@@ -60,7 +60,7 @@ class StatePlan:
 
 
 def committed(
-    reports: Mapping[Rank, Report], floor: Position, floor_gate: tuple[float, ...] = ()
+    reports: Mapping[Rank, ParkReport], floor: Position, floor_gate: tuple[float, ...] = ()
 ) -> tuple[Position, tuple[float, ...]]:
     """Return the last committed unit and the reduced values of its gate. ``floor`` was committed before."""
     position = max((report.passed for report in reports.values()), default=floor)
@@ -72,7 +72,7 @@ def committed(
 
 def state_plan(
     *,
-    reports: Mapping[Rank, Report],
+    reports: Mapping[Rank, ParkReport],
     kept: Mapping[Rank, Sequence[Kept]],
     classes: Mapping[Rank, str],
     world_size: int,
@@ -134,7 +134,7 @@ def _kept(rank: Rank, step: Step, kept: Mapping[Rank, Sequence[Kept]]) -> str:
     return next((holder.where for holder in kept.get(rank, ()) if step in holder.steps), "")
 
 
-def _by_class(holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> dict[str, tuple[Rank, ...]]:
+def _by_class(holders: Mapping[Rank, ParkReport], classes: Mapping[Rank, str]) -> dict[str, tuple[Rank, ...]]:
     """Group ranks by replica class. Done once for all missing ranks, because each may have as many sources as there are
     ranks."""
     found: dict[str, list[Rank]] = {}
@@ -145,7 +145,7 @@ def _by_class(holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> di
 
 
 def _candidates(
-    reports: Mapping[Rank, Report], kept: Mapping[Rank, Sequence[Kept]], upto: Position
+    reports: Mapping[Rank, ParkReport], kept: Mapping[Rank, Sequence[Kept]], upto: Position
 ) -> tuple[Step, ...]:
     """Return the steps of which any snapshot exists, newest first.
 
@@ -160,7 +160,7 @@ def _candidates(
 
 def _go_back(
     step: Step,
-    reports: Mapping[Rank, Report],
+    reports: Mapping[Rank, ParkReport],
     kept: Mapping[Rank, Sequence[Kept]],
     classes: Mapping[Rank, str],
     world_size: int,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rackrun.core.generation.facts import Facts, PlanImpossible
-from rackrun.core.generation.snapshot_locations import Snapshots, upto
+from rackrun.core.generation.snapshot_locations import SnapshotLocations, upto
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord, WorkerState
@@ -16,17 +16,17 @@ from rackrun.protocol.commands import Restore
 from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, SnapshotStriped, WorkerExited
 from rackrun.protocol.ids import Rank, Step, TrayId, step_in, steps_in, tray_of
 
-__all__ = ["Sources", "named"]
+__all__ = ["RestoreSources", "named"]
 
 
 @dataclass(slots=True)
-class Sources:
+class RestoreSources:
     """Keeps track of where snapshots are."""
 
     world: World
     rack: RackMachine
     facts: Facts
-    snapshots: Snapshots = field(default_factory=Snapshots)
+    snapshots: SnapshotLocations = field(default_factory=SnapshotLocations)
 
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
         """Record the snapshots that a member leaves when it exits. They may be the only copies of its shard. At the end

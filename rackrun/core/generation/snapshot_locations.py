@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from rackrun.core.generation.restore_plan import Kept, Rebuild
-from rackrun.core.generation.stripes import Rows
+from rackrun.core.generation.stripes import ParityRows
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.protocol.commands import Plan, Worker
 from rackrun.protocol.events import SnapshotMirrored, SnapshotStriped, TrayJoined, WorkerExited
 from rackrun.protocol.ids import Generation, Position, Rank, SlotId, Step, TrayId, steps_in, tray_of
 
-__all__ = ["Snapshots", "upto"]
+__all__ = ["SnapshotLocations", "upto"]
 
 LEFT_IN_SLOT_MAX = 2
 """Number of former workers whose snapshots an agent keeps in one slot."""
@@ -25,7 +25,7 @@ KEPT_MAX = 3
 
 
 @dataclass(slots=True)
-class Snapshots:
+class SnapshotLocations:
     """The known locations of snapshots, by rank."""
 
     _left: dict[Rank, list[Kept]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Snapshots:
     taken."""
     behind: dict[Rank, None] = field(default_factory=dict)
     """The ranks of ``told`` of which no other tray has a snapshot of the last plan's generation yet."""
-    _rows: Rows = field(default_factory=Rows)
+    _rows: ParityRows = field(default_factory=ParityRows)
     _there: dict[TrayId, dict[Rank, None]] = field(default_factory=dict)
     """For each tray, the ranks of which it may hold something. Only these are looked at when something happens to the
     tray."""

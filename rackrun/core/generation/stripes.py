@@ -11,7 +11,7 @@ from rackrun.protocol.commands import Keeper, Plan, Restore, Stripes
 from rackrun.protocol.events import SnapshotStriped
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step
 
-__all__ = ["Rows"]
+__all__ = ["ParityRows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Given:
 
 
 @dataclass(slots=True)
-class Rows:
+class ParityRows:
     """The parity rows of recent generations."""
 
     _sets: dict[Generation, dict[Rank, tuple[Rank, ...]]] = field(default_factory=dict)

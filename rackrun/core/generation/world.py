@@ -11,7 +11,7 @@ from operator import itemgetter
 from rackrun.core.generation.old_world import OldWorld
 from rackrun.core.members.transitions import STORY_MAX, check_transition
 from rackrun.core.members.workers import WorkerRecord, WorkerState
-from rackrun.core.policy.active_policy import Mandate
+from rackrun.core.policy.active_policy import ActivePolicy
 from rackrun.protocol.commands import Member, Plan, Worker
 from rackrun.protocol.events import StopRequested
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
@@ -72,7 +72,7 @@ class World:
     """World size with which the job began, and up to which it grows again."""
     wanted: int = 0
     """Largest number of ranks that an operator asked for; 0: no operator asked for fewer."""
-    policy: Mandate = field(default_factory=Mandate)
+    policy: ActivePolicy = field(default_factory=ActivePolicy)
     spares: int = 0
     """Number of slots that are held back as spares, if there are that many."""
     seats: dict[Rank, SlotId] = field(default_factory=dict)

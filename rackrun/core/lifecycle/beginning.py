@@ -10,7 +10,7 @@ from rackrun.core.generation.facts import AllTrain, Facts, StartFailed, SwapDue
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import IN_PLACE, Phase, World
-from rackrun.core.lifecycle.shutdown import Finale
+from rackrun.core.lifecycle.shutdown import Shutdown
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Trigger, WorkerRecord, WorkerState
 from rackrun.core.placement.seating import Seating
@@ -22,11 +22,11 @@ from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
 
-__all__ = ["Beginning"]
+__all__ = ["WorldStart"]
 
 
 @dataclass(slots=True)
-class Beginning:
+class WorldStart:
     """Starts all ranks, and lets them train when all have reached their first step."""
 
     config: JobConfig
@@ -34,7 +34,7 @@ class Beginning:
     rack: RackMachine
     seating: Seating
     recovery: Recovery
-    finale: Finale
+    shutdown: Shutdown
     shifting: Shifting
     out: Outbox
     facts: Facts
@@ -51,7 +51,7 @@ class Beginning:
         world.enter(Phase.SETUP, because)
         world.elastic = False
         world.empty()
-        self.finale.gone.clear()
+        self.shutdown.gone.clear()
         self.recovery.forget_all()
         self.shifting.forget()
         store = self.rack.store(world.plan.store if world.plan else "")
@@ -92,8 +92,8 @@ class Beginning:
     def elastic(self) -> None:
         """Record that the script is not a plain one. The first `WorkerElastic` shows it."""
         self.world.elastic = True
-        if self.world.phase is Phase.SETUP and self.finale.gone:
-            told = named(list(self.finale.gone))
+        if self.world.phase is Phase.SETUP and self.shutdown.gone:
+            told = named(list(self.shutdown.gone))
             self.facts.add(StartFailed(f"{told} exited with code 0 before the first step"))
 
     def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:

@@ -8,7 +8,7 @@ from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
-from rackrun.core.lifecycle.beginning import Beginning
+from rackrun.core.lifecycle.beginning import WorldStart
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating
 from rackrun.protocol.commands import Notice, SetTimer
@@ -18,13 +18,13 @@ from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import FitOver, LastCallOver
 from rackrun.topology.model.errors import DoesNotFit, TopologyError
 
-__all__ = ["Forming"]
+__all__ = ["WorldForming"]
 
 _REMEDY = "repair these GPUs, leave them out (CUDA_VISIBLE_DEVICES), or start more trays."
 
 
 @dataclass(slots=True)
-class Forming:
+class WorldForming:
     """Waits for trays, and launches the world when there are enough."""
 
     config: JobConfig
@@ -33,7 +33,7 @@ class Forming:
     seating: Seating
     triage: Triage
     out: Outbox
-    beginning: Beginning
+    beginning: WorldStart
     end: JobEnd
     _waits: str = ""
     """Why the ranks have no slots yet. GPUs that are unfit now may become fit and change that."""

@@ -11,12 +11,12 @@ from rackrun.core.generation.facts import Facts, SlotsNeeded
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
-from rackrun.core.lifecycle.beginning import Beginning
+from rackrun.core.lifecycle.beginning import WorldStart
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.choice import only_answer
-from rackrun.core.recovery.view_builder import Outlook, Prospect, failure_of
+from rackrun.core.recovery.view_builder import Prospect, ViewBuilder, failure_of
 from rackrun.protocol.commands import Decided, SetTimer
 from rackrun.protocol.ids import BEGIN
 from rackrun.protocol.job_config import JobConfig
@@ -34,9 +34,9 @@ class Restart:
     world: World
     rack: RackMachine
     seating: Seating
-    outlook: Outlook
+    view_builder: ViewBuilder
     out: Outbox
-    beginning: Beginning
+    beginning: WorldStart
     triage: Triage
     facts: Facts
     end: JobEnd
@@ -123,11 +123,11 @@ class Restart:
                 gate=(),
                 state=None,
                 lost=world.lost(),
-                ranks=self.outlook.ranks(),
-                exact=self.outlook.exact(),
+                ranks=self.view_builder.ranks(),
+                exact=self.view_builder.exact(),
                 may_begin_again=True,
             )
-            view = self.outlook.view(nothing, moved=(), waited_ms=0, absorbs=0)
+            view = self.view_builder.view(nothing, moved=(), waited_ms=0, absorbs=0)
         why = "nothing would be lost by it" if world.elastic else "a script without steps begins again"
         decision = only_answer(Rung.RESTART, why, failure, view)
         self.out.emit(Decided(generation=world.generation, failure=failure, decision=decision))

@@ -18,7 +18,7 @@ from rackrun.protocol.ids import Rank, SlotId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import DrainOver, ExitsOver
 
-__all__ = ["DRAIN_MS", "EXITS_MS", "Finale", "ended_well"]
+__all__ = ["DRAIN_MS", "EXITS_MS", "Shutdown", "ended_well"]
 
 DRAIN_MS = 60_000
 """Milliseconds from a request to stop until the job is ended without further waiting."""
@@ -29,7 +29,7 @@ before (`rackrun.agent.tray.worker_liveness`)."""
 
 
 @dataclass(slots=True)
-class Finale:
+class Shutdown:
     """Ends the job."""
 
     config: JobConfig

@@ -15,7 +15,7 @@ from rackrun.core.faults.peer_times import hangs
 from rackrun.core.faults.stalls import stands
 from rackrun.core.generation.facts import HardwareChanged, SlotFreed, StartFailed, SwapDue, TrayDeparts
 from rackrun.core.generation.world import IN_PLACE, Phase
-from rackrun.core.machine.job import Job
+from rackrun.core.machine.job import CoreParts
 from rackrun.core.machine.rules import settle
 from rackrun.core.machine.timers import fire
 from rackrun.core.members.workers import Loss, WorkerRecord, WorkerState
@@ -69,12 +69,12 @@ __all__ = ["APPLY", "APPLY_OF_WORKER", "apply"]
 
 E = TypeVar("E", bound=Event)
 W = TypeVar("W", bound=OfWorker)
-_OfJob = Callable[[Job, E], None]
-_OfWorker = Callable[[Job, WorkerRecord, W], None]
+_OfJob = Callable[[CoreParts, E], None]
+_OfWorker = Callable[[CoreParts, WorkerRecord, W], None]
 
-APPLY: dict[type[Event], Callable[[Job, Event], None]] = {}
+APPLY: dict[type[Event], Callable[[CoreParts, Event], None]] = {}
 """For each type of event that no worker sends: the function that takes it into the state."""
-APPLY_OF_WORKER: dict[type[Event], Callable[[Job, WorkerRecord, Event], None]] = {}
+APPLY_OF_WORKER: dict[type[Event], Callable[[CoreParts, WorkerRecord, Event], None]] = {}
 """The same for the events of workers. The function is given the worker's record."""
 
 _OF_A_START = (WorkerReady, WorkerElastic)
@@ -83,13 +83,13 @@ _OUTLIVES = (SnapshotMirrored, SnapshotStriped)
 """Events that count although their worker is condemned, because copies outlive it."""
 
 
-def apply(job: Job, event: Event) -> bool:
+def apply(job: CoreParts, event: Event) -> bool:
     """Take an event into the state, and act on the facts that it leaves. Return False, with nothing changed, if the
     event is stale."""
     record = job.rack.current(event) if isinstance(event, OfWorker) else None
     if _is_stale(job, event, record):
         return False
-    job.meter.heard(event)
+    job.cost_meter.heard(event)
     if record is None:
         job.recovery.forget_members()
         APPLY[type(event)](job, event)
@@ -105,7 +105,7 @@ def apply(job: Job, event: Event) -> bool:
     return True
 
 
-def _is_stale(job: Job, event: Event, record: WorkerRecord | None) -> bool:
+def _is_stale(job: CoreParts, event: Event, record: WorkerRecord | None) -> bool:
     """Return whether an event comes from a worker, a generation, or about a tray that is no more."""
     world = job.world
     if world.phase is Phase.STOPPED:
@@ -152,22 +152,22 @@ def _on_worker(kind: type[W]) -> Callable[[_OfWorker[W]], _OfWorker[W]]:
 
 # -- members: what a generation hears from its ranks -------------------------------------------------------------------
 @_on_worker(WorkerParked)
-def _parked(job: Job, record: WorkerRecord, event: WorkerParked) -> None:
+def _parked(job: CoreParts, record: WorkerRecord, event: WorkerParked) -> None:
     job.recovery.parked(record, event)
 
 
 @_on_worker(WorkerResumed)
-def _resumed(job: Job, record: WorkerRecord, event: WorkerResumed) -> None:
+def _resumed(job: CoreParts, record: WorkerRecord, event: WorkerResumed) -> None:
     job.recovery.resumed(record, event)
 
 
 @_on_worker(WorkerSevered)
-def _severed(job: Job, record: WorkerRecord, event: WorkerSevered) -> None:
+def _severed(job: CoreParts, record: WorkerRecord, event: WorkerSevered) -> None:
     job.recovery.severed(record, event)
 
 
 @_on_worker(WorkerUnbuilt)
-def _unbuilt(job: Job, record: WorkerRecord, event: WorkerUnbuilt) -> None:
+def _unbuilt(job: CoreParts, record: WorkerRecord, event: WorkerUnbuilt) -> None:
     if job.world.phase is not Phase.SETUP:
         job.recovery.unbuilt(record, event)
     elif record.rank is not None:
@@ -178,23 +178,23 @@ def _unbuilt(job: Job, record: WorkerRecord, event: WorkerUnbuilt) -> None:
 
 
 @_on_worker(WorkerPaused)
-def _paused(job: Job, record: WorkerRecord, event: WorkerPaused) -> None:
+def _paused(job: CoreParts, record: WorkerRecord, event: WorkerPaused) -> None:
     job.swap.paused(record, event)
 
 
 @_on_worker(WorkerReady)
-def _ready(job: Job, record: WorkerRecord, event: WorkerReady) -> None:
+def _ready(job: CoreParts, record: WorkerRecord, event: WorkerReady) -> None:
     job.numerics.heard(event)
     job.beginning.ready(record, event, event.at_ms)
 
 
 @_on_worker(WorkerElastic)
-def _elastic(job: Job, record: WorkerRecord, event: WorkerElastic) -> None:  # noqa: ARG001
+def _elastic(job: CoreParts, record: WorkerRecord, event: WorkerElastic) -> None:  # noqa: ARG001
     job.beginning.elastic()
 
 
 @_on_worker(WorkerFinished)
-def _finished(job: Job, record: WorkerRecord, event: WorkerFinished) -> None:
+def _finished(job: CoreParts, record: WorkerRecord, event: WorkerFinished) -> None:
     """Record that ``main`` has returned on a rank."""
     if record.rank is None or record.state is WorkerState.RELEASED:
         return
@@ -204,11 +204,11 @@ def _finished(job: Job, record: WorkerRecord, event: WorkerFinished) -> None:
         settle(job, event.at_ms)
     elif job.world.phase is Phase.TRAINING:
         job.world.answered(record.rank)
-    job.finale.look(event.at_ms)
+    job.shutdown.look(event.at_ms)
 
 
 @_on_worker(WorkerExited)
-def _exited(job: Job, record: WorkerRecord, event: WorkerExited) -> None:
+def _exited(job: CoreParts, record: WorkerRecord, event: WorkerExited) -> None:
     condemned = not record.alive
     job.world.reached = max(job.world.reached, Position(event.step))
     loss = job.rack.exited(record, event)
@@ -221,16 +221,16 @@ def _exited(job: Job, record: WorkerRecord, event: WorkerExited) -> None:
 
 
 @_on_worker(WorkerStalled)
-def _stalled(job: Job, record: WorkerRecord, event: WorkerStalled) -> None:
+def _stalled(job: CoreParts, record: WorkerRecord, event: WorkerStalled) -> None:
     """A worker makes no progress. A member's stall concerns the whole world, a spare's only itself."""
-    standstill, setup = job.recovery.standstill, job.world.phase is Phase.SETUP
+    standstill, setup = job.recovery.stalls, job.world.phase is Phase.SETUP
     because = f"silent for {event.for_ms} ms" if event.silent else f"stalled for {event.for_ms} ms"
     because += f": {stands(event)}" if event.unit else f": {event.where}" if event.where else ""
     if event.over:
         if record.rank is not None:
             standstill.stalled(record, event)
     elif record.state is WorkerState.RELEASED:
-        job.finale.stands_still(record, event, because)
+        job.shutdown.stands_still(record, event, because)
     elif record.rank is None:
         if not event.early or _hangs_in_setup(job, record, event):
             job.out.emit(job.rack.fence(record, because, fault=True))
@@ -245,57 +245,57 @@ def _stalled(job: Job, record: WorkerRecord, event: WorkerStalled) -> None:
         standstill.stalled(record, event)
 
 
-def _lose_in_setup(job: Job, record: WorkerRecord, because: str, at_ms: int) -> None:
+def _lose_in_setup(job: CoreParts, record: WorkerRecord, because: str, at_ms: int) -> None:
     job.out.emit(job.rack.fence(record, because, fault=True))
     job.losses.lost([Loss(record=record, because=because)], at_ms)
 
 
-def _hangs_in_setup(job: Job, record: WorkerRecord, event: WorkerStalled) -> bool:
+def _hangs_in_setup(job: CoreParts, record: WorkerRecord, event: WorkerStalled) -> bool:
     """Return whether an idle spare hangs in its setup, by the setup times of other workers."""
     known_ms = job.beginning.setup_ms
     return record.state is WorkerState.STARTING and known_ms >= 0 and hangs(event.for_ms, [known_ms])
 
 
 @_on_worker(WorkerBusy)
-def _busy(job: Job, record: WorkerRecord, event: WorkerBusy) -> None:
+def _busy(job: CoreParts, record: WorkerRecord, event: WorkerBusy) -> None:
     if record.rank is not None:
-        job.recovery.standstill.works(record, event)
+        job.recovery.stalls.works(record, event)
 
 
 @_on_worker(BatchChanged)
-def _batch_changed(job: Job, record: WorkerRecord, event: BatchChanged) -> None:  # noqa: ARG001
+def _batch_changed(job: CoreParts, record: WorkerRecord, event: BatchChanged) -> None:  # noqa: ARG001
     job.batches.heard(event)
 
 
 @_on_worker(ReplicasDiffer)
-def _replicas_differ(job: Job, record: WorkerRecord, event: ReplicasDiffer) -> None:
+def _replicas_differ(job: CoreParts, record: WorkerRecord, event: ReplicasDiffer) -> None:
     job.corruption.heard(event, record)
 
 
 @_on_worker(LossNotRepeated)
-def _loss_not_repeated(job: Job, record: WorkerRecord, event: LossNotRepeated) -> None:
+def _loss_not_repeated(job: CoreParts, record: WorkerRecord, event: LossNotRepeated) -> None:
     job.corruption.heard(event, record)
 
 
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 @_on_worker(SnapshotMirrored)
-def _mirrored(job: Job, record: WorkerRecord, event: SnapshotMirrored) -> None:
+def _mirrored(job: CoreParts, record: WorkerRecord, event: SnapshotMirrored) -> None:
     job.recovery.sources.mirrored(record, event)
 
 
 @_on_worker(SnapshotStriped)
-def _striped(job: Job, record: WorkerRecord, event: SnapshotStriped) -> None:
+def _striped(job: CoreParts, record: WorkerRecord, event: SnapshotStriped) -> None:
     job.recovery.sources.striped(record, event)
 
 
 @_on_worker(SnapshotDamaged)
-def _damaged(job: Job, record: WorkerRecord, event: SnapshotDamaged) -> None:
+def _damaged(job: CoreParts, record: WorkerRecord, event: SnapshotDamaged) -> None:
     job.recovery.sources.damaged(record, event)
 
 
 # -- trays -------------------------------------------------------------------------------------------------------------
 @_on(TrayJoined)
-def _tray_joined(job: Job, event: TrayJoined) -> None:
+def _tray_joined(job: CoreParts, event: TrayJoined) -> None:
     """A tray has joined: its slots are free."""
     if event.tray in job.rack.trays:
         _lose_tray(job, event.tray, f"{event.tray} came back empty", event.at_ms)
@@ -313,7 +313,7 @@ def _tray_joined(job: Job, event: TrayJoined) -> None:
 
 
 @_on(TrayDescribed)
-def _tray_described(job: Job, event: TrayDescribed) -> None:
+def _tray_described(job: CoreParts, event: TrayDescribed) -> None:
     """The topology of a tray that has already joined is known now."""
     joined = msgspec.structs.replace(job.rack.trays[event.tray], at_ms=event.at_ms, topology=event.topology)
     job.rack.describe(joined)
@@ -323,11 +323,11 @@ def _tray_described(job: Job, event: TrayDescribed) -> None:
 
 
 @_on(TrayLost)
-def _tray_lost(job: Job, event: TrayLost) -> None:
+def _tray_lost(job: CoreParts, event: TrayLost) -> None:
     _lose_tray(job, event.tray, f"{event.tray} lost: {event.because}", event.at_ms, returns=event.returns)
 
 
-def _lose_tray(job: Job, tray: TrayId, because: str, at_ms: int, *, returns: bool = False) -> None:
+def _lose_tray(job: CoreParts, tray: TrayId, because: str, at_ms: int, *, returns: bool = False) -> None:
     if tray not in job.rack.trays:
         if job.rack.returning.pop(tray, None):
             job.facts.add(SlotFreed())  # whatever waits for the tray has to be checked again
@@ -337,7 +337,7 @@ def _lose_tray(job: Job, tray: TrayId, because: str, at_ms: int, *, returns: boo
         because = f"{because}; {why}"
     losses = job.rack.lose_tray(tray, because, returns=returns)
     job.triage.forget(tray)
-    job.control.tray_lost(tray)
+    job.operator_requests.tray_lost(tray)
     job.acquiring.tray_lost(tray, at_ms)
     job.recovery.sources.forget_tray(tray)
     job.losses.lost(losses, at_ms)
@@ -345,108 +345,108 @@ def _lose_tray(job: Job, tray: TrayId, because: str, at_ms: int, *, returns: boo
 
 
 @_on(DepartureAnnounced)
-def _departs(job: Job, event: DepartureAnnounced) -> None:
+def _departs(job: CoreParts, event: DepartureAnnounced) -> None:
     job.facts.add(TrayDeparts(event))
 
 
 # -- hardware ----------------------------------------------------------------------------------------------------------
 @_on(DeviceJudged)
-def _device_judged(job: Job, event: DeviceJudged) -> None:
+def _device_judged(job: CoreParts, event: DeviceJudged) -> None:
     job.triage.judged(event)
 
 
 @_on(DeviceChecked)
-def _device_checked(job: Job, event: DeviceChecked) -> None:
+def _device_checked(job: CoreParts, event: DeviceChecked) -> None:
     job.triage.checked(event)
 
 
 @_on(BreakerClosed)
-def _breaker_closed(job: Job, event: BreakerClosed) -> None:
+def _breaker_closed(job: CoreParts, event: BreakerClosed) -> None:
     """Act on the verdicts that the circuit breaker holds back."""
     job.triage.close_breaker(event.at_ms)
     settle(job, event.at_ms)
     if job.world.plan is not None:
-        job.slowness.close_breaker(job.world.seats, event.at_ms)
+        job.straggler_response.close_breaker(job.world.seats, event.at_ms)
 
 
 @_on(SlowRanksChanged)
-def _slow_ranks_changed(job: Job, event: SlowRanksChanged) -> None:
-    job.slowness.heard(event, job.world.seats)
+def _slow_ranks_changed(job: CoreParts, event: SlowRanksChanged) -> None:
+    job.straggler_response.heard(event, job.world.seats)
     settle(job, event.at_ms)  # a swap that begins now ends the generation, and no shares are dealt
     job.shifting.heard(event)
 
 
 # -- operators, policy and provider ------------------------------------------------------------------------------------
 @_on(DrainRequested)
-def _drain_requested(job: Job, event: DrainRequested) -> None:
-    job.control.drain(event)
+def _drain_requested(job: CoreParts, event: DrainRequested) -> None:
+    job.operator_requests.drain(event)
 
 
 @_on(ReturnRequested)
-def _return_requested(job: Job, event: ReturnRequested) -> None:
-    job.control.give_back(event)
+def _return_requested(job: CoreParts, event: ReturnRequested) -> None:
+    job.operator_requests.give_back(event)
 
 
 @_on(SwapRequested)
-def _swap_requested(job: Job, event: SwapRequested) -> None:
-    job.control.swap(event)
+def _swap_requested(job: CoreParts, event: SwapRequested) -> None:
+    job.operator_requests.swap(event)
 
 
 @_on(ShrinkRequested)
-def _shrink_requested(job: Job, event: ShrinkRequested) -> None:
-    job.sizes.ask(event)
+def _shrink_requested(job: CoreParts, event: ShrinkRequested) -> None:
+    job.resize_requests.ask(event)
     job.facts.add(SwapDue())
 
 
 @_on(GrowRequested)
-def _grow_requested(job: Job, event: GrowRequested) -> None:
-    job.sizes.ask(event)
+def _grow_requested(job: CoreParts, event: GrowRequested) -> None:
+    job.resize_requests.ask(event)
     job.facts.add(SwapDue())
 
 
 @_on(PolicyRequested)
-def _policy_requested(job: Job, event: PolicyRequested) -> None:
-    job.control.change_policy(event)
+def _policy_requested(job: CoreParts, event: PolicyRequested) -> None:
+    job.operator_requests.change_policy(event)
     job.facts.add(SwapDue())
 
 
 @_on(PolicyAnswered)
-def _policy_answered(job: Job, event: PolicyAnswered) -> None:
+def _policy_answered(job: CoreParts, event: PolicyAnswered) -> None:
     job.recovery.answered(event)
 
 
 @_on(RackDelivered)
-def _rack_delivered(job: Job, event: RackDelivered) -> None:
+def _rack_delivered(job: CoreParts, event: RackDelivered) -> None:
     job.acquiring.delivered(event)
 
 
 @_on(RackRefused)
-def _rack_refused(job: Job, event: RackRefused) -> None:
+def _rack_refused(job: CoreParts, event: RackRefused) -> None:
     job.acquiring.refused(event)
 
 
 @_on(RackPreempted)
-def _rack_preempted(job: Job, event: RackPreempted) -> None:
+def _rack_preempted(job: CoreParts, event: RackPreempted) -> None:
     job.acquiring.preempted(event)
 
 
 @_on(StopRequested)
-def _stop_requested(job: Job, event: StopRequested) -> None:
-    job.finale.requested(event, may_drain=job.world.phase in IN_PLACE)
+def _stop_requested(job: CoreParts, event: StopRequested) -> None:
+    job.shutdown.requested(event, may_drain=job.world.phase in IN_PLACE)
 
 
 # -- the coordinator itself --------------------------------------------------------------------------------------------
 @_on(CostsMeasured)
-def _costs_measured(job: Job, event: CostsMeasured) -> None:
+def _costs_measured(job: CoreParts, event: CostsMeasured) -> None:
     """The meter has recorded them."""
 
 
 @_on(JournalFailed)
-def _journal_failed(job: Job, event: JournalFailed) -> None:
+def _journal_failed(job: CoreParts, event: JournalFailed) -> None:
     because = f"generation {job.world.generation} could not be persisted: {event.because}"
     job.end.stop(3, because, remedy="free disk space where the journal is kept, and start again.")
 
 
 @_on(TimerFired)
-def _timer_fired(job: Job, event: TimerFired) -> None:
+def _timer_fired(job: CoreParts, event: TimerFired) -> None:
     fire(job, event.timer, event.at_ms)

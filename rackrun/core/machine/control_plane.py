@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rackrun.core.machine.apply import apply
-from rackrun.core.machine.job import Job
+from rackrun.core.machine.job import CoreParts
 from rackrun.core.machine.rules import advance
 from rackrun.core.machine.view import RankView, SpareView, TrayView, View, view_of
 from rackrun.protocol.commands import Command, SetTimer
 from rackrun.protocol.events import Event, TimerFired
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import Begin, JoinOver
+from rackrun.protocol.timers import JobBegins, JoinOver
 
 __all__ = ["ControlPlane", "RankView", "SpareView", "TrayView", "View"]
 
@@ -25,12 +25,12 @@ class ControlPlane:
     def __init__(self, config: JobConfig) -> None:
         self._began = False
         self._config = config
-        self._job = Job(config)
+        self._job = CoreParts(config)
         self._rack = self._job.rack
 
     def begin(self, at_ms: int) -> Sequence[Command]:
         """Start the job's time: trays may join from now on. Without this call, the first event does it."""
-        return self.handle(TimerFired(timer=Begin(), at_ms=at_ms))
+        return self.handle(TimerFired(timer=JobBegins(), at_ms=at_ms))
 
     def handle(self, event: Event) -> Sequence[Command]:
         """Return the commands that follow from ``event``, in order. Events that are too early or too late are
@@ -44,7 +44,7 @@ class ControlPlane:
             advance(job, event.at_ms)
         commands = job.out.take()
         if commands:
-            job.meter.told(commands, event.at_ms)
+            job.cost_meter.told(commands, event.at_ms)
         return commands
 
     def view(self) -> View:

@@ -23,8 +23,8 @@ from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.slot_order import natural
 from rackrun.core.members.workers import Trigger, WorkerRecord, WorkerState
 from rackrun.core.placement import mesh_resize
-from rackrun.core.placement.seating import Seating, Staff
-from rackrun.core.stragglers.straggler_response import Slowness
+from rackrun.core.placement.seating import Seating, Takeovers
+from rackrun.core.stragglers.straggler_response import StragglerResponse
 from rackrun.protocol.commands import (
     Answer,
     Command,
@@ -109,7 +109,7 @@ class Hindsight:
     rack: RackMachine = field(default_factory=RackMachine)
     seating: Seating = field(init=False)
     triage: Triage = field(init=False)
-    slowness: Slowness = field(init=False)
+    straggler_response: StragglerResponse = field(init=False)
     said: list[Command] = field(default_factory=list)
     """Notices about the hardware that triage emits again."""
     _out: Outbox = field(default_factory=Outbox)
@@ -136,7 +136,7 @@ class Hindsight:
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
         self.triage = Triage(self.rack, self._out, self._facts)
-        self.slowness = Slowness(self.config, self.rack.devices, self._out, self._facts)
+        self.straggler_response = StragglerResponse(self.config, self.rack.devices, self._out, self._facts)
 
     # -- what happened
     def heard(self, event: Event) -> None:
@@ -189,9 +189,9 @@ class Hindsight:
                 self.triage.checked(event)
             case BreakerClosed():
                 self.triage.close_breaker(event.at_ms)
-                self.slowness.close_breaker(self.seats, event.at_ms)
+                self.straggler_response.close_breaker(self.seats, event.at_ms)
             case SlowRanksChanged() if event.generation == self.generation:
-                self.slowness.heard(event, self.seats)
+                self.straggler_response.heard(event, self.seats)
             case SlowRanksChanged():
                 pass
 
@@ -413,13 +413,13 @@ class Hindsight:
         """Return the slots of ready spares."""
         return [record.worker.slot for record in self.rack.ready_spares()]
 
-    def successors(self, rank: Rank, most: int = 4) -> list[Staff]:
+    def successors(self, rank: Rank, most: int = 4) -> list[Takeovers]:
         """Return who would take over if ``rank`` were lost now, in addition to all lost ranks; then who would if that
         spare were lost too, and so on."""
         standings = self.standings()
         lost = [one for one, slot in self.seats.items() if standings[slot].trouble == "lost" and one != rank]
         ready = self.ready()
-        found: list[Staff] = []
+        found: list[Takeovers] = []
         while len(found) < most:
             staff = self.seating.staff(self.seats, [*lost, rank], ready)
             if staff is None:

@@ -17,77 +17,77 @@ from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import World
 from rackrun.core.lifecycle.batch_notices import BatchNotices
-from rackrun.core.lifecycle.beginning import Beginning
-from rackrun.core.lifecycle.forming import Forming
+from rackrun.core.lifecycle.beginning import WorldStart
+from rackrun.core.lifecycle.forming import WorldForming
 from rackrun.core.lifecycle.numerics_notices import NumericsNotices
 from rackrun.core.lifecycle.restart import Restart
-from rackrun.core.lifecycle.shutdown import Finale
+from rackrun.core.lifecycle.shutdown import Shutdown
 from rackrun.core.machine.losses import Losses
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating
-from rackrun.core.policy.active_policy import Mandate
-from rackrun.core.policy.measured_costs import Meter
-from rackrun.core.recovery.ask_policy import Council
+from rackrun.core.policy.active_policy import ActivePolicy
+from rackrun.core.policy.measured_costs import CostMeter
+from rackrun.core.recovery.ask_policy import DecisionMaker
 from rackrun.core.recovery.recovery import Recovery
-from rackrun.core.recovery.view_builder import Outlook
-from rackrun.core.requests.operator_requests import Control
+from rackrun.core.recovery.view_builder import ViewBuilder
+from rackrun.core.requests.operator_requests import OperatorRequests
 from rackrun.core.requests.planned_swap import PlannedSwap
-from rackrun.core.requests.resize_requests import Sizes
-from rackrun.core.resize.acquiring import Acquiring
-from rackrun.core.resize.spare_top_up import Background
+from rackrun.core.requests.resize_requests import ResizeRequests
+from rackrun.core.resize.acquiring import RackAcquisition
+from rackrun.core.resize.spare_top_up import SpareTopUp
 from rackrun.core.stragglers.shifting import Shifting
-from rackrun.core.stragglers.straggler_response import Slowness
+from rackrun.core.stragglers.straggler_response import StragglerResponse
 from rackrun.protocol.job_config import JobConfig
 
-__all__ = ["Job"]
+__all__ = ["CoreParts"]
 
 
 @dataclass(slots=True)
-class Job:
+class CoreParts:
     """All parts of one job. A part is given the parts below it, and never calls one above it."""
 
     config: JobConfig
     rack: RackMachine = field(default_factory=RackMachine)
     out: Outbox = field(default_factory=Outbox)
     facts: Facts = field(default_factory=Facts)
-    meter: Meter = field(default_factory=Meter)
+    cost_meter: CostMeter = field(default_factory=CostMeter)
     world: World = field(default_factory=World)
     end: JobEnd = field(init=False)
     seating: Seating = field(init=False)
     recovery: Recovery = field(init=False)
-    control: Control = field(init=False)
-    sizes: Sizes = field(init=False)
+    operator_requests: OperatorRequests = field(init=False)
+    resize_requests: ResizeRequests = field(init=False)
     swap: PlannedSwap = field(init=False)
     triage: Triage = field(init=False)
-    slowness: Slowness = field(init=False)
+    straggler_response: StragglerResponse = field(init=False)
     batches: BatchNotices = field(init=False)
     numerics: NumericsNotices = field(init=False)
     shifting: Shifting = field(init=False)
     corruption: Corruption = field(init=False)
-    beginning: Beginning = field(init=False)
-    forming: Forming = field(init=False)
+    beginning: WorldStart = field(init=False)
+    forming: WorldForming = field(init=False)
     start_bugs: StartBugs = field(init=False)
-    finale: Finale = field(init=False)
-    acquiring: Acquiring = field(init=False)
-    background: Background = field(init=False)
+    shutdown: Shutdown = field(init=False)
+    acquiring: RackAcquisition = field(init=False)
+    spare_top_up: SpareTopUp = field(init=False)
     restart: Restart = field(init=False)
     losses: Losses = field(init=False)
 
     def __post_init__(self) -> None:
         config, world, rack, out, facts = self.config, self.world, self.rack, self.out, self.facts
-        world.policy = Mandate.of(config)
+        world.policy = ActivePolicy.of(config)
         self.seating = seating = Seating(config, rack)
         self.end = end = JobEnd(world, out)
-        outlook = Outlook(config, world, rack, seating, self.meter)
+        outlook = ViewBuilder(config, world, rack, seating, self.cost_meter)
         self.triage = Triage(rack, out, facts)
         self.batches = BatchNotices(out)
         self.numerics = NumericsNotices(out)
         self.start_bugs = StartBugs(world, out)
         self.corruption = Corruption(config, world, rack, seating, out, facts, end)
-        self.slowness = Slowness(config, rack.devices, out, facts)
+        self.straggler_response = StragglerResponse(config, rack.devices, out, facts)
         self.shifting = Shifting(config, world, seating, out)
-        self.acquiring = Acquiring(config, world, rack, out, facts)
-        self.background = Background(world, rack, self.acquiring, self.meter, out)
+        self.acquiring = RackAcquisition(config, world, rack, out, facts)
+        self.spare_top_up = SpareTopUp(world, rack, self.acquiring, self.cost_meter, out)
         self.recovery = Recovery(
             config,
             world,
@@ -97,22 +97,31 @@ class Job:
             facts,
             end,
             outlook,
-            Council(world.policy, out),
+            DecisionMaker(world.policy, out),
             self.triage,
             self.shifting,
             self.acquiring,
-            self.background,
+            self.spare_top_up,
         )
-        self.control = Control(config, world, rack, seating, self.recovery, out, facts)
-        self.sizes = Sizes(config, world, rack, self.recovery.resizing, self.control.admission, self.control.replies)
-        self.swap = PlannedSwap(config, world, rack, seating, self.control, self.sizes, self.recovery, out, facts)
-        self.finale = Finale(config, world, rack, out, end)
-        self.beginning = Beginning(
-            config, world, rack, seating, self.recovery, self.finale, self.shifting, out, facts, end
+        self.operator_requests = OperatorRequests(config, world, rack, seating, self.recovery, out, facts)
+        self.resize_requests = ResizeRequests(
+            config,
+            world,
+            rack,
+            self.recovery.resizing,
+            self.operator_requests.admission,
+            self.operator_requests.replies,
         )
-        self.forming = Forming(config, world, rack, seating, self.triage, out, self.beginning, end)
+        self.swap = PlannedSwap(
+            config, world, rack, seating, self.operator_requests, self.resize_requests, self.recovery, out, facts
+        )
+        self.shutdown = Shutdown(config, world, rack, out, end)
+        self.beginning = WorldStart(
+            config, world, rack, seating, self.recovery, self.shutdown, self.shifting, out, facts, end
+        )
+        self.forming = WorldForming(config, world, rack, seating, self.triage, out, self.beginning, end)
         self.restart = Restart(config, world, rack, seating, outlook, out, self.beginning, self.triage, facts, end)
-        self.losses = Losses(config, world, facts, end, self.recovery, self.restart, self.finale, self.start_bugs)
+        self.losses = Losses(config, world, facts, end, self.recovery, self.restart, self.shutdown, self.start_bugs)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the core contradicts itself."""

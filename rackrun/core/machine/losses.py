@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.faults.script_bug import MISUSES, Culprit, remedy_for
+from rackrun.core.faults.script_bug import MISUSES, ScriptBugs, remedy_for
 from rackrun.core.faults.start_bugs import StartBugs
 from rackrun.core.generation.facts import Facts, SlotFreed
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.lifecycle.restart import Restart
-from rackrun.core.lifecycle.shutdown import Finale, ended_well
+from rackrun.core.lifecycle.shutdown import Shutdown, ended_well
 from rackrun.core.members.workers import Loss
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.protocol.job_config import JobConfig
@@ -29,12 +29,12 @@ class Losses:
     end: JobEnd
     recovery: Recovery
     restart: Restart
-    finale: Finale
+    shutdown: Shutdown
     start_bugs: StartBugs
-    culprit: Culprit = field(init=False)
+    script_bugs: ScriptBugs = field(init=False)
 
     def __post_init__(self) -> None:
-        self.culprit = Culprit(self.config.gather_ms)
+        self.script_bugs = ScriptBugs(self.config.gather_ms)
 
     def lost(self, losses: Sequence[Loss], at_ms: int) -> None:
         """Handle workers that were lost without having been condemned. They belong together: one event reported
@@ -47,11 +47,11 @@ class Losses:
     def _members_lost(self, losses: Sequence[Loss], at_ms: int) -> None:
         phase = self.world.phase
         if phase is Phase.SETUP and not self.world.elastic and all(ended_well(loss) for loss in losses):
-            self.finale.plain_ended(losses)
+            self.shutdown.plain_ended(losses)
         elif phase is Phase.SETUP:
             self._lost_before_steps(losses, at_ms)
         elif phase is Phase.ENDING:
-            self.finale.ended(losses)
+            self.shutdown.ended(losses)
         elif phase in IN_PLACE and not any(self._convicted(loss) for loss in losses):
             self.recovery.lose([_told_better(loss) for loss in losses], at_ms)
 
@@ -102,10 +102,10 @@ class Losses:
         rank = loss.record.rank
         if loss.exit is None or rank is None:
             return False
-        if because := self.culprit.cannot_be_restored(loss.exit, rank):
+        if because := self.script_bugs.cannot_be_restored(loss.exit, rank):
             self.end.stop(3, because, failure=loss.failure, rank=rank)
             return True
-        because = self.culprit.convict(loss.exit, rank)
+        because = self.script_bugs.convict(loss.exit, rank)
         if not because:
             return False
         if ended_well(loss):

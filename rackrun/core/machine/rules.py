@@ -28,7 +28,7 @@ from rackrun.core.generation.facts import (
     WorkersStall,
 )
 from rackrun.core.generation.world import IN_PLACE, Phase
-from rackrun.core.machine.job import Job
+from rackrun.core.machine.job import CoreParts
 from rackrun.core.members.workers import Loss
 from rackrun.protocol.commands import SetTimer
 from rackrun.protocol.events import StopRequested
@@ -37,20 +37,20 @@ from rackrun.protocol.timers import QuarantineOver
 __all__ = ["REACTIONS", "RULES", "advance", "settle"]
 
 F = TypeVar("F", bound=Fact)
-_Reaction = Callable[[Job, F, int], None]
+_Reaction = Callable[[CoreParts, F, int], None]
 
-REACTIONS: dict[type[Fact], Callable[[Job, Fact, int], None]] = {}
+REACTIONS: dict[type[Fact], Callable[[CoreParts, Fact, int], None]] = {}
 """For each type of fact: who acts on it."""
 
 
-def advance(job: Job, at_ms: int) -> None:
+def advance(job: CoreParts, at_ms: int) -> None:
     """Look at what may have to go on after any event."""
     for rule in RULES:
         rule(job, at_ms)
         settle(job, at_ms)
 
 
-def settle(job: Job, at_ms: int) -> None:
+def settle(job: CoreParts, at_ms: int) -> None:
     """Act on the facts that were found, and on those that follow from them, until there is none."""
     waiting = job.facts.take()
     waiting.reverse()
@@ -72,13 +72,13 @@ def _on(kind: type[F]) -> Callable[[_Reaction[F]], _Reaction[F]]:
 
 
 @_on(SlotFreed)
-def _use_slots(job: Job, fact: SlotFreed, at_ms: int) -> None:  # noqa: ARG001
+def _use_slots(job: CoreParts, fact: SlotFreed, at_ms: int) -> None:  # noqa: ARG001
     """Let whatever waits for a slot continue."""
     match job.world.phase:
         case Phase.FORMING:
             job.forming.look(at_ms)
         case Phase.TRAINING:
-            job.background.top_up(at_ms)
+            job.spare_top_up.top_up(at_ms)
         case Phase.PARKING:
             job.recovery.decide(at_ms)
         case Phase.RESTARTING:
@@ -88,25 +88,25 @@ def _use_slots(job: Job, fact: SlotFreed, at_ms: int) -> None:  # noqa: ARG001
 
 
 @_on(HardwareChanged)
-def _look_again(job: Job, fact: HardwareChanged, at_ms: int) -> None:  # noqa: ARG001
+def _look_again(job: CoreParts, fact: HardwareChanged, at_ms: int) -> None:  # noqa: ARG001
     job.facts.add(SlotFreed())
     job.facts.add(SwapDue())
 
 
 @_on(SwapDue)
-def _begin_swap(job: Job, fact: SwapDue, at_ms: int) -> None:  # noqa: ARG001
+def _begin_swap(job: CoreParts, fact: SwapDue, at_ms: int) -> None:  # noqa: ARG001
     if job.world.stopping is None:
         job.swap.look(at_ms)
 
 
 @_on(SlotsNeeded)
-def _call_off_drains(job: Job, fact: SlotsNeeded, at_ms: int) -> None:  # noqa: ARG001
-    job.control.call_off_drains()
+def _call_off_drains(job: CoreParts, fact: SlotsNeeded, at_ms: int) -> None:  # noqa: ARG001
+    job.operator_requests.call_off_drains()
     job.facts.add(SlotFreed())
 
 
 @_on(GpusFailed)
-def _fence(job: Job, fact: GpusFailed, at_ms: int) -> None:
+def _fence(job: CoreParts, fact: GpusFailed, at_ms: int) -> None:
     if job.world.phase in (Phase.ENDING, Phase.STOPPED):
         return  # all workers end anyway
     occupants = [(job.rack.occupants.get(slot), why) for slot, why in fact.because.items()]
@@ -117,42 +117,42 @@ def _fence(job: Job, fact: GpusFailed, at_ms: int) -> None:
 
 
 @_on(WorkersStall)
-def _condemn(job: Job, fact: WorkersStall, at_ms: int) -> None:
+def _condemn(job: CoreParts, fact: WorkersStall, at_ms: int) -> None:
     job.recovery.condemn(fact.records, fact.because, at_ms)
 
 
 @_on(StepRepeats)
-def _repeat_step(job: Job, fact: StepRepeats, at_ms: int) -> None:
+def _repeat_step(job: CoreParts, fact: StepRepeats, at_ms: int) -> None:
     job.recovery.absorb(fact.because, at_ms)
 
 
 @_on(PlanImpossible)
-def _plan_again(job: Job, fact: PlanImpossible, at_ms: int) -> None:
+def _plan_again(job: CoreParts, fact: PlanImpossible, at_ms: int) -> None:
     job.recovery.plan_again(fact.because, at_ms)
 
 
 @_on(ShrinkImpossible)
-def _refuse_shrink(job: Job, fact: ShrinkImpossible, at_ms: int) -> None:  # noqa: ARG001
-    job.sizes.called_off(fact.because)
+def _refuse_shrink(job: CoreParts, fact: ShrinkImpossible, at_ms: int) -> None:  # noqa: ARG001
+    job.resize_requests.called_off(fact.because)
 
 
 @_on(StartFailed)
-def _start_again(job: Job, fact: StartFailed, at_ms: int) -> None:
+def _start_again(job: CoreParts, fact: StartFailed, at_ms: int) -> None:
     job.restart.early(fact.because, fact.losses, at_ms)
 
 
 @_on(RestartDue)
-def _restart(job: Job, fact: RestartDue, at_ms: int) -> None:
+def _restart(job: CoreParts, fact: RestartDue, at_ms: int) -> None:
     job.restart.begin(fact.because, fact.loss, at_ms)
 
 
 @_on(RanksRetired)
-def _retire(job: Job, fact: RanksRetired, at_ms: int) -> None:
-    job.finale.retired(fact.losses, at_ms)
+def _retire(job: CoreParts, fact: RanksRetired, at_ms: int) -> None:
+    job.shutdown.retired(fact.losses, at_ms)
 
 
 @_on(StateWrong)
-def _replace_wrong(job: Job, fact: StateWrong, at_ms: int) -> None:
+def _replace_wrong(job: CoreParts, fact: StateWrong, at_ms: int) -> None:
     """Fence workers whose state is wrong, and use nothing that they leave behind."""
     for record in fact.records:
         record.lied = True
@@ -161,59 +161,59 @@ def _replace_wrong(job: Job, fact: StateWrong, at_ms: int) -> None:
 
 
 @_on(AllTrain)
-def _train(job: Job, fact: AllTrain, at_ms: int) -> None:  # noqa: ARG001
+def _train(job: CoreParts, fact: AllTrain, at_ms: int) -> None:  # noqa: ARG001
     """Begin what had to wait until all ranks compute."""
     job.acquiring.settled()
-    job.background.rest(at_ms)
-    job.background.top_up(at_ms)
-    job.finale.drain()
-    job.finale.look(at_ms)
+    job.spare_top_up.rest(at_ms)
+    job.spare_top_up.top_up(at_ms)
+    job.shutdown.drain()
+    job.shutdown.look(at_ms)
     if job.world.stopping is None:
         job.swap.look(at_ms)
     job.shifting.look()
-    job.recovery.standstill.judge()
+    job.recovery.stalls.judge()
 
 
 @_on(TrayDeparts)
-def _depart(job: Job, fact: TrayDeparts, at_ms: int) -> None:  # noqa: ARG001
+def _depart(job: CoreParts, fact: TrayDeparts, at_ms: int) -> None:  # noqa: ARG001
     """Let a tray leave. If it is the last one, the job ends in order."""
     event = fact.event
-    if not job.control.departs(event) and job.world.phase is not Phase.FORMING:
+    if not job.operator_requests.departs(event) and job.world.phase is not Phase.FORMING:
         because = f"{event.because}, and no other tray stays"
         stop = StopRequested(at_ms=event.at_ms, because=because, exit_code=event.exit_code)
-        job.finale.departed(stop, may_drain=job.world.phase in IN_PLACE)
+        job.shutdown.departed(stop, may_drain=job.world.phase in IN_PLACE)
 
 
 # -- after every event -------------------------------------------------------------------------------------------------
-def _wake_breaker(job: Job, at_ms: int) -> None:  # noqa: ARG001
+def _wake_breaker(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
     job.triage.set_timer()
 
 
-def _follow_racks(job: Job, at_ms: int) -> None:
+def _follow_racks(job: CoreParts, at_ms: int) -> None:
     if job.acquiring.rented:
         job.acquiring.look(at_ms)
 
 
-def _follow_requests(job: Job, at_ms: int) -> None:
-    if job.control.under_way and job.control.look(at_ms):
+def _follow_requests(job: CoreParts, at_ms: int) -> None:
+    if job.operator_requests.under_way and job.operator_requests.look(at_ms):
         job.facts.add(SwapDue())
 
 
-def _follow_sizes(job: Job, at_ms: int) -> None:  # noqa: ARG001
-    if job.sizes.under_way is not None:
-        job.sizes.look()
+def _follow_sizes(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
+    if job.resize_requests.under_way is not None:
+        job.resize_requests.look()
 
 
-def _kill_condemned(job: Job, at_ms: int) -> None:
+def _kill_condemned(job: CoreParts, at_ms: int) -> None:
     job.recovery.fencing.look(at_ms)
 
 
-def _lift_quarantines(job: Job, at_ms: int) -> None:  # noqa: ARG001
+def _lift_quarantines(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
     for slot, until_ms in job.rack.quarantine.take_new():
         job.out.emit(SetTimer(timer=QuarantineOver(slot), at_ms=until_ms))
 
 
-RULES: tuple[Callable[[Job, int], None], ...] = (
+RULES: tuple[Callable[[CoreParts, int], None], ...] = (
     _wake_breaker,
     _follow_racks,
     _follow_requests,

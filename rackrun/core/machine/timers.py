@@ -10,10 +10,9 @@ from typing import TypeVar
 from rackrun.core.generation.facts import SlotFreed, SwapDue
 from rackrun.core.generation.world import Phase
 from rackrun.core.lifecycle.shutdown import EXITS_MS
-from rackrun.core.machine.job import Job
+from rackrun.core.machine.job import CoreParts
 from rackrun.protocol.commands import Worker
 from rackrun.protocol.timers import (
-    Begin,
     BreakerWakes,
     CalmOver,
     CopiesOver,
@@ -23,6 +22,7 @@ from rackrun.protocol.timers import (
     FitOver,
     GatherOver,
     GrowthDue,
+    JobBegins,
     JoinOver,
     LastCallOver,
     LastWordsOver,
@@ -44,13 +44,13 @@ from rackrun.protocol.timers import (
 __all__ = ["TIMERS", "fire"]
 
 T = TypeVar("T", bound=Timer)
-_Expiry = Callable[[Job, T, int], None]
+_Expiry = Callable[[CoreParts, T, int], None]
 
-TIMERS: dict[type[Timer], Callable[[Job, Timer, int], None]] = {}
+TIMERS: dict[type[Timer], Callable[[CoreParts, Timer, int], None]] = {}
 """For each type of timer: what happens when it has expired."""
 
 
-def fire(job: Job, timer: Timer, at_ms: int) -> None:
+def fire(job: CoreParts, timer: Timer, at_ms: int) -> None:
     """Handle an expired timer."""
     TIMERS[type(timer)](job, timer, at_ms)
 
@@ -63,130 +63,130 @@ def _on(kind: type[T]) -> Callable[[_Expiry[T]], _Expiry[T]]:
     return add
 
 
-@_on(Begin)
-def _begin(job: Job, timer: Begin, at_ms: int) -> None:
+@_on(JobBegins)
+def _begin(job: CoreParts, timer: JobBegins, at_ms: int) -> None:
     """Nothing: the time limit for trays to join is set by the first event, whatever it is."""
 
 
 @_on(JoinOver)
-def _join_over(job: Job, timer: JoinOver, at_ms: int) -> None:
+def _join_over(job: CoreParts, timer: JoinOver, at_ms: int) -> None:
     job.forming.join_over()
 
 
 @_on(LastCallOver)
-def _last_call_over(job: Job, timer: LastCallOver, at_ms: int) -> None:
+def _last_call_over(job: CoreParts, timer: LastCallOver, at_ms: int) -> None:
     job.forming.last_call_over(at_ms)
 
 
 @_on(FitOver)
-def _fit_over(job: Job, timer: FitOver, at_ms: int) -> None:
+def _fit_over(job: CoreParts, timer: FitOver, at_ms: int) -> None:
     job.forming.fit_over()
 
 
 @_on(StartsGathered)
-def _starts_gathered(job: Job, timer: StartsGathered, at_ms: int) -> None:
+def _starts_gathered(job: CoreParts, timer: StartsGathered, at_ms: int) -> None:
     job.losses.bugs_overdue(at_ms)
 
 
 @_on(DrainOver)
-def _drain_over(job: Job, timer: DrainOver, at_ms: int) -> None:
-    job.finale.overdue()
+def _drain_over(job: CoreParts, timer: DrainOver, at_ms: int) -> None:
+    job.shutdown.overdue()
 
 
 @_on(GatherOver)
-def _gather_over(job: Job, timer: GatherOver, at_ms: int) -> None:
+def _gather_over(job: CoreParts, timer: GatherOver, at_ms: int) -> None:
     job.recovery.gather_over(at_ms)
 
 
 @_on(ParkOver)
-def _park_over(job: Job, timer: ParkOver, at_ms: int) -> None:
+def _park_over(job: CoreParts, timer: ParkOver, at_ms: int) -> None:
     job.recovery.park_over(at_ms)
 
 
 @_on(OwedOver)
-def _owed_over(job: Job, timer: OwedOver, at_ms: int) -> None:
+def _owed_over(job: CoreParts, timer: OwedOver, at_ms: int) -> None:
     job.recovery.owed_over(at_ms)
 
 
 @_on(RecoverOver)
-def _recover_over(job: Job, timer: RecoverOver, at_ms: int) -> None:
+def _recover_over(job: CoreParts, timer: RecoverOver, at_ms: int) -> None:
     job.recovery.recover_over(at_ms)
 
 
 @_on(RepairOver)
-def _repair_over(job: Job, timer: RepairOver, at_ms: int) -> None:
+def _repair_over(job: CoreParts, timer: RepairOver, at_ms: int) -> None:
     job.recovery.repair_over(at_ms)
 
 
 @_on(ResumeOver)
-def _resume_over(job: Job, timer: ResumeOver, at_ms: int) -> None:
+def _resume_over(job: CoreParts, timer: ResumeOver, at_ms: int) -> None:
     job.recovery.resume_over(at_ms)
 
 
 @_on(FenceOver)
-def _fence_over(job: Job, timer: FenceOver, at_ms: int) -> None:
+def _fence_over(job: CoreParts, timer: FenceOver, at_ms: int) -> None:
     job.recovery.fencing.overdue(Worker(timer.slot, timer.incarnation))
 
 
 @_on(StallsGathered)
-def _stalls_gathered(job: Job, timer: StallsGathered, at_ms: int) -> None:
-    job.recovery.standstill.window_closed(1, at_ms)
+def _stalls_gathered(job: CoreParts, timer: StallsGathered, at_ms: int) -> None:
+    job.recovery.stalls.window_closed(1, at_ms)
 
 
 @_on(PatienceOver)
-def _patience_over(job: Job, timer: PatienceOver, at_ms: int) -> None:
-    job.recovery.standstill.window_closed(2, at_ms)
+def _patience_over(job: CoreParts, timer: PatienceOver, at_ms: int) -> None:
+    job.recovery.stalls.window_closed(2, at_ms)
 
 
 @_on(PolicyOver)
-def _policy_over(job: Job, timer: PolicyOver, at_ms: int) -> None:
+def _policy_over(job: CoreParts, timer: PolicyOver, at_ms: int) -> None:
     job.recovery.overdue(timer.question, at_ms)
 
 
 @_on(BreakerWakes)
-def _breaker_wakes(job: Job, timer: BreakerWakes, at_ms: int) -> None:
+def _breaker_wakes(job: CoreParts, timer: BreakerWakes, at_ms: int) -> None:
     job.triage.tick(at_ms)
 
 
 @_on(LastWordsOver)
-def _last_words_over(job: Job, timer: LastWordsOver, at_ms: int) -> None:
+def _last_words_over(job: CoreParts, timer: LastWordsOver, at_ms: int) -> None:
     job.triage.overdue(Worker(timer.slot, timer.incarnation))
 
 
 @_on(QuarantineOver)
-def _quarantine_over(job: Job, timer: QuarantineOver, at_ms: int) -> None:
+def _quarantine_over(job: CoreParts, timer: QuarantineOver, at_ms: int) -> None:
     if job.rack.lift_quarantine(timer.slot):
         job.facts.add(SlotFreed())
 
 
 @_on(PauseOver)
-def _pause_over(job: Job, timer: PauseOver, at_ms: int) -> None:
+def _pause_over(job: CoreParts, timer: PauseOver, at_ms: int) -> None:
     job.swap.pause_over(at_ms)
 
 
 @_on(CopiesOver)
-def _copies_over(job: Job, timer: CopiesOver, at_ms: int) -> None:
-    job.control.copies_over(timer.request)
+def _copies_over(job: CoreParts, timer: CopiesOver, at_ms: int) -> None:
+    job.operator_requests.copies_over(timer.request)
 
 
 @_on(CalmOver)
-def _calm_over(job: Job, timer: CalmOver, at_ms: int) -> None:
+def _calm_over(job: CoreParts, timer: CalmOver, at_ms: int) -> None:
     if job.world.phase is Phase.TRAINING:
-        job.background.top_up(at_ms)
+        job.spare_top_up.top_up(at_ms)
 
 
 @_on(GrowthDue)
-def _growth_due(job: Job, timer: GrowthDue, at_ms: int) -> None:
+def _growth_due(job: CoreParts, timer: GrowthDue, at_ms: int) -> None:
     job.facts.add(SwapDue())
 
 
 @_on(RackStageOver)
-def _rack_stage_over(job: Job, timer: RackStageOver, at_ms: int) -> None:
+def _rack_stage_over(job: CoreParts, timer: RackStageOver, at_ms: int) -> None:
     job.acquiring.stage_over(timer.request, timer.stage, at_ms)
 
 
 @_on(ExitsOver)
-def _exits_over(job: Job, timer: ExitsOver, at_ms: int) -> None:
+def _exits_over(job: CoreParts, timer: ExitsOver, at_ms: int) -> None:
     """Stop the job if workers did not exit in time during a restart or at the end."""
     world, restarting = job.world, job.world.phase is Phase.RESTARTING
     if not restarting and world.phase is not Phase.ENDING:
@@ -194,7 +194,7 @@ def _exits_over(job: Job, timer: ExitsOver, at_ms: int) -> None:
     if restarting and not job.rack.occupants:
         job.restart.no_slots()
         return
-    left = sorted(job.rack.occupants) if restarting else job.finale.not_gone()
+    left = sorted(job.rack.occupants) if restarting else job.shutdown.not_gone()
     within_ms = job.config.join_timeout_ms if restarting else max(job.config.join_timeout_ms, EXITS_MS)
     job.end.stop(
         3,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rackrun.core.generation.world import World
-from rackrun.core.machine.job import Job
+from rackrun.core.machine.job import CoreParts
 from rackrun.core.members.slot_order import natural
 from rackrun.core.members.workers import WorkerState
 from rackrun.core.placement.snapshot_keepers import keepers_of
@@ -74,7 +74,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     trays: tuple[TrayView, ...]
 
 
-def view_of(job: Job) -> View:
+def view_of(job: CoreParts) -> View:
     """Return the job as a status page shows it."""
     world, rack, seating = job.world, job.rack, job.seating
     racks, cliques = seating.racks(), seating.cliques()

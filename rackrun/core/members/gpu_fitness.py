@@ -9,11 +9,11 @@ from rackrun.protocol.gpu_health import Health, Response, Verdict
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.topology.placement.objective import Fitness
 
-__all__ = ["Devices"]
+__all__ = ["GpuFitness"]
 
 
 @dataclass(slots=True)
-class Devices:
+class GpuFitness:
     """What is known against each slot's GPU."""
 
     edition: int = 0

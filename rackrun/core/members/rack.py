@@ -11,10 +11,10 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.members.gpu_fitness import Devices
+from rackrun.core.members.gpu_fitness import GpuFitness
 from rackrun.core.members.quarantine import Quarantine
 from rackrun.core.members.slot_order import natural, slot_order
-from rackrun.core.members.spare_pool import Pool, choose
+from rackrun.core.members.spare_pool import SparePool, choose
 from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState, why_exited
 from rackrun.protocol.commands import FenceWorker, StartWorker, Worker
 from rackrun.protocol.events import TrayJoined, WorkerEvent, WorkerExited
@@ -35,7 +35,7 @@ class RackMachine:
     quarantine: Quarantine = field(default_factory=Quarantine)
     now_ms: int = 0
     """Time of the event that is being handled."""
-    devices: Devices = field(default_factory=Devices)
+    devices: GpuFitness = field(default_factory=GpuFitness)
     drained: dict[SlotId, str] = field(default_factory=dict)
     """Slots that are out of use until an operator returns them, each with the reason."""
     departing: dict[TrayId, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class RackMachine:
     """Slots of live trays without an occupant."""
     _clearing: dict[SlotId, None] = field(default_factory=dict)
     """Slots whose occupant is condemned."""
-    _pool: Pool = field(default_factory=Pool)
+    _pool: SparePool = field(default_factory=SparePool)
 
     @property
     def edition(self) -> int:

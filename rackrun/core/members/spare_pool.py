@@ -12,11 +12,11 @@ from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.topology.placement.objective import Fitness
 
-__all__ = ["Pool", "choose"]
+__all__ = ["SparePool", "choose"]
 
 
 @dataclass(slots=True)
-class Pool:
+class SparePool:
     """Living workers without a rank, kept in slot order."""
 
     _records: dict[SlotId, WorkerRecord] = field(default_factory=dict)

@@ -26,12 +26,12 @@ from rackrun.topology.placement.objective import Fitness
 from rackrun.topology.placement.rank_assignment import Placement, as_seated, place, place_first
 from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology, merge
 
-__all__ = ["Seating", "Staff"]
+__all__ = ["Seating", "Takeovers"]
 
 _partials = msgspec.json.Decoder(list[PartialTopology])
 
 
-class Staff(NamedTuple):
+class Takeovers(NamedTuple):
     """The slots of spares that take over ranks."""
 
     seats: dict[Rank, SlotId]
@@ -144,26 +144,26 @@ class Seating:
         lost: Collection[Rank],
         ready: Collection[SlotId],
         wishes: Mapping[Rank, SlotId] | None = None,
-    ) -> Staff | None:
+    ) -> Takeovers | None:
         """Choose the spares that take over for ``lost``; None if ``ready`` has too few, or none in the right clique.
 
         ``wishes`` holds the spares that an operator named for ranks; each is used if possible.
         """
         if not lost:
-            return Staff({}, {})
+            return Takeovers({}, {})
         named = {rank: slot for rank, slot in (wishes or {}).items() if rank in lost and slot in ready}
         if named:
             left = [slot for slot in ready if slot not in named.values()]
             seated = _exchanged(seats, named)
             others = self.staff(seated, [rank for rank in lost if rank not in named], left)
             if others is not None and self._in_clique({**seated, **others.seats}, named):
-                return Staff({**named, **others.seats}, others.uprooted)
+                return Takeovers({**named, **others.seats}, others.uprooted)
         ready = dict.fromkeys(ready)
         if self.board is None:
             spares = [record for record in self.rack.fit_spares() if record.worker.slot in ready]
             chosen = self.rack.choose({rank: seats[rank] for rank in lost}, spares)
             taken = {rank: record.worker.slot for rank, record in chosen.items()}
-            return Staff(taken, {}) if len(taken) == len(lost) else None
+            return Takeovers(taken, {}) if len(taken) == len(lost) else None
         health: dict[str, Fitness] = {slot: self.rack.devices.fitness(slot) for slot in ready}
         health |= {seats[rank]: Fitness.BAD for rank in lost if seats[rank] not in ready}
         found = self._place(seats, health, ready)
@@ -171,7 +171,7 @@ class Seating:
             return None
         moves = {move.rank: move for move in found.moves}
         taken = {rank: seats[rank] for rank in lost} | {rank: move.target for rank, move in moves.items()}
-        return Staff(taken, {rank: move.why for rank, move in moves.items() if rank not in lost})
+        return Takeovers(taken, {rank: move.why for rank, move in moves.items() if rank not in lost})
 
     def _in_clique(self, seats: Mapping[Rank, SlotId], ranks: Iterable[Rank]) -> bool:
         """Return whether each of ``ranks`` is in its bound group's clique, or groups may span cliques."""

@@ -8,11 +8,11 @@ from rackrun.core.policy.choice import check_provider, parse_policy, parse_weigh
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rules, Weights
 
-__all__ = ["Mandate"]
+__all__ = ["ActivePolicy"]
 
 
 @dataclass(slots=True)
-class Mandate:
+class ActivePolicy:
     """The rules, weights and function that decide about failures."""
 
     rules: Rules = field(default_factory=Rules)
@@ -21,7 +21,7 @@ class Mandate:
     """``module:function`` that is asked first; "": none."""
 
     @classmethod
-    def of(cls, config: JobConfig) -> Mandate:
+    def of(cls, config: JobConfig) -> ActivePolicy:
         return cls(config.rules, config.weights, config.policy_function)
 
     def change(self, policy: str | None, weights: str | None, *, provider: str = "") -> None:

@@ -20,7 +20,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.ids import Incarnation, SlotId, TrayId
 from rackrun.protocol.policy_types import Costs, Priors
 
-__all__ = ["Meter"]
+__all__ = ["CostMeter"]
 
 SAMPLES = 5
 """Number of latest samples whose median is a cost."""
@@ -34,7 +34,7 @@ def _few() -> deque[float]:
 
 
 @dataclass(slots=True)
-class Meter:
+class CostMeter:
     """Measures costs from all events and commands that it is given. It decides nothing."""
 
     recoveries: int = 0

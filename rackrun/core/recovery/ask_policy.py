@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rackrun.core.generation.outbox import Outbox
-from rackrun.core.policy.active_policy import Mandate
+from rackrun.core.policy.active_policy import ActivePolicy
 from rackrun.core.policy.choice import choose, one_line, refusal, settled
 from rackrun.core.policy.rungs import options
 from rackrun.protocol.commands import AskPolicy, Decided, Notice, SetTimer
@@ -20,7 +20,7 @@ from rackrun.protocol.events import PolicyAnswered
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
 from rackrun.protocol.timers import PolicyOver, RepairOver
 
-__all__ = ["ANSWER_MS", "Council"]
+__all__ = ["ANSWER_MS", "DecisionMaker"]
 
 ANSWER_MS = 5_000
 """Milliseconds after which the core gives up waiting for an answer. The coordinator ends a function after one second
@@ -30,10 +30,10 @@ _Situation: TypeAlias = tuple[object, ...]
 
 
 @dataclass(slots=True)
-class Council:
+class DecisionMaker:
     """Asks the user's function, if there is one, and reports decisions."""
 
-    policy: Mandate
+    policy: ActivePolicy
     out: Outbox
     _question: int = 0
     _asked: _Situation = ()

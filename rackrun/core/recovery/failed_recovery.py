@@ -13,11 +13,11 @@ from rackrun.protocol.ids import BEGIN, Position
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
 
-__all__ = ["Endings"]
+__all__ = ["FailedRecovery"]
 
 
 @dataclass(slots=True)
-class Endings:
+class FailedRecovery:
     """Stops the job when a recovery cannot go on."""
 
     config: JobConfig

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from rackrun.protocol.ids import Position
 
-__all__ = ["Progress"]
+__all__ = ["NoProgress"]
 
 
 @dataclass(slots=True)
-class Progress:
+class NoProgress:
     """Counts recoveries, and steps repeated in place, since the last committed step."""
 
     recoveries_max: int

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from rackrun.core.generation import restore_plan
 from rackrun.core.generation.restore_plan import StatePlan
-from rackrun.core.generation.restore_sources import Sources
+from rackrun.core.generation.restore_sources import RestoreSources
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, WorkerRecord
-from rackrun.core.recovery.view_builder import Outlook, Prospect
+from rackrun.core.recovery.view_builder import Prospect, ViewBuilder
 from rackrun.core.resize.resizing import Resizing
 from rackrun.protocol.ids import Generation, Position, Rank, steps_in
 from rackrun.protocol.job_config import JobConfig
@@ -31,10 +31,10 @@ class ParkedMembers:
     config: JobConfig
     world: World
     rack: RackMachine
-    sources: Sources
+    sources: RestoreSources
     classes: Mapping[Rank, str]
     resizing: Resizing
-    outlook: Outlook
+    view_builder: ViewBuilder
     losses: Mapping[Rank, Loss]
     """Losses since the last plan."""
     _found: Prospect | None = None
@@ -73,17 +73,17 @@ class ParkedMembers:
             gate=gate,
             state=state,
             lost=lost,
-            ranks=self.outlook.ranks(),
-            exact=self.outlook.exact(),
+            ranks=self.view_builder.ranks(),
+            exact=self.view_builder.exact(),
             may_begin_again=self.config.start_over or (state is None and self._has_just_begun(committed)),
             would_stay=0 if why_no_shrink else len(self.resizing.staying()),
             why_no_shrink=why_no_shrink,
         )
 
-    def _reports(self) -> dict[Rank, restore_plan.Report]:
+    def _reports(self) -> dict[Rank, restore_plan.ParkReport]:
         return {rank: _report(record, self.world.layout) for rank, record in self.world.stateful().items()}
 
-    def _state(self, reports: Mapping[Rank, restore_plan.Report], committed: Position) -> StatePlan | None:
+    def _state(self, reports: Mapping[Rank, restore_plan.ParkReport], committed: Position) -> StatePlan | None:
         world, snapshots = self.world, self.sources.snapshots
         if world.old is not None:
             return world.old.state(world.members, self.rack, trusted=world.trusted)
@@ -112,8 +112,8 @@ class ParkedMembers:
         return bool(self.world.stateful()) or all(end is not None and end.step < FEW_STEPS for end in ends)
 
 
-def _report(record: WorkerRecord, layout: Generation) -> restore_plan.Report:
+def _report(record: WorkerRecord, layout: Generation) -> restore_plan.ParkReport:
     parked = record.parked
     assert parked is not None
     snapshots = steps_in(layout, parked.snapshots) if parked.snapshots else ()
-    return restore_plan.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=snapshots)
+    return restore_plan.ParkReport(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=snapshots)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rackrun.core.faults.partition import Rifts
+from rackrun.core.faults.partition import PartitionReports
 from rackrun.core.generation.old_world import OldWorld
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_plan import StatePlan
-from rackrun.core.generation.restore_sources import Sources
-from rackrun.core.generation.snapshot_locations import Snapshots
+from rackrun.core.generation.restore_sources import RestoreSources
+from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Trigger, WorkerRecord
@@ -41,10 +41,10 @@ class Planner:
     config: JobConfig
     world: World
     rack: RackMachine
-    sources: Sources
+    sources: RestoreSources
     shifting: Shifting
     out: Outbox
-    rifts: Rifts
+    partition_reports: PartitionReports
 
     def resume(self, prospect: Prospect, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
         """Build the plan and send it.
@@ -79,7 +79,7 @@ class Planner:
             members=world.as_members(state.fresh),
             store=self.rack.store(
                 world.plan.store if world.plan else "",
-                self.rifts.tried,
+                self.partition_reports.tried,
                 [tray_of(slot) for slot in world.seats.values()],
             ),
             committed=committed,
@@ -125,7 +125,9 @@ class Planner:
         assert state.rollback is not None, "it is made of snapshots"
         old.settle(state.rollback)
         world.layout = world.generation
-        self.sources.snapshots = Snapshots()  # snapshots that an earlier attempt has left are in that attempt's layout
+        self.sources.snapshots = (
+            SnapshotLocations()
+        )  # snapshots that an earlier attempt has left are in that attempt's layout
         new = tuple(rank for rank, record in sorted(world.members.items()) if record.worker not in old.ranks)
         back = state.rollback if old.gone_back else None
         return StatePlan(fresh=new, restores=(), rollback=back), old.committed, old.gate

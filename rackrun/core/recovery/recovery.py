@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rackrun.core.faults.partition import Rifts
-from rackrun.core.faults.stalls import Standstill
+from rackrun.core.faults.partition import PartitionReports
+from rackrun.core.faults.stalls import Stalls
 from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.facts import (
     AllTrain,
@@ -26,24 +26,24 @@ from rackrun.core.generation.facts import (
 )
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
-from rackrun.core.generation.restore_sources import Sources, named
-from rackrun.core.generation.snapshot_locations import Snapshots
+from rackrun.core.generation.restore_sources import RestoreSources, named
+from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState
-from rackrun.core.placement.seating import Seating, Staff
+from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.policy.choice import allows
-from rackrun.core.recovery.ask_policy import Council
-from rackrun.core.recovery.failed_recovery import Endings
+from rackrun.core.recovery.ask_policy import DecisionMaker
+from rackrun.core.recovery.failed_recovery import FailedRecovery
 from rackrun.core.recovery.fencing import Fencing
-from rackrun.core.recovery.no_progress import Progress
+from rackrun.core.recovery.no_progress import NoProgress
 from rackrun.core.recovery.parked_members import ParkedMembers
 from rackrun.core.recovery.planning import Planner, told_of
-from rackrun.core.recovery.view_builder import Outlook, Prospect, failure_of
-from rackrun.core.resize.acquiring import Acquiring
-from rackrun.core.resize.growth_backoff import Growth
+from rackrun.core.recovery.view_builder import Prospect, ViewBuilder, failure_of
+from rackrun.core.resize.acquiring import RackAcquisition
+from rackrun.core.resize.growth_backoff import GrowthBackoff
 from rackrun.core.resize.resizing import Resizing
-from rackrun.core.resize.spare_top_up import Background
+from rackrun.core.resize.spare_top_up import SpareTopUp
 from rackrun.core.stragglers.shifting import Shifting
 from rackrun.protocol.commands import BreakGeneration, SetTimer
 from rackrun.protocol.events import PolicyAnswered, WorkerParked, WorkerResumed, WorkerSevered, WorkerUnbuilt
@@ -71,20 +71,20 @@ class Recovery:
     out: Outbox
     facts: Facts
     end: JobEnd
-    outlook: Outlook
-    council: Council
+    view_builder: ViewBuilder
+    decision_maker: DecisionMaker
     triage: Triage
     shifting: Shifting
-    acquiring: Acquiring
-    background: Background
-    endings: Endings = field(init=False)
+    acquiring: RackAcquisition
+    spare_top_up: SpareTopUp
+    failed_recovery: FailedRecovery = field(init=False)
     fencing: Fencing = field(init=False)
-    standstill: Standstill = field(init=False)
+    stalls: Stalls = field(init=False)
     classes: dict[Rank, str] = field(default_factory=dict)
-    sources: Sources = field(init=False)
+    sources: RestoreSources = field(init=False)
     planner: Planner = field(init=False)
     resizing: Resizing = field(init=False)
-    rifts: Rifts = field(default_factory=Rifts)
+    partition_reports: PartitionReports = field(default_factory=PartitionReports)
     parked_members: ParkedMembers = field(init=False)
     wishes: dict[Rank, SlotId] = field(default_factory=dict)
     """Spares' slots that operators have chosen for ranks."""
@@ -109,23 +109,32 @@ class Recovery:
     _resized: str = ""
     """Description of how the next plan changes the world's size."""
     _broken_ms: int = 0
-    _progress: Progress = field(init=False)
+    _progress: NoProgress = field(init=False)
 
     def __post_init__(self) -> None:
         self.fencing = Fencing(self.world, self.rack, self.out)
-        self.sources = Sources(self.world, self.rack, self.facts)
-        self.endings = Endings(self.config, self.world, self.rack, self.end)
-        self.planner = Planner(self.config, self.world, self.rack, self.sources, self.shifting, self.out, self.rifts)
-        self.standstill = Standstill(self.config, self.world, self.out, self.facts, self.end)
-        self._progress = Progress(self.config.no_progress_max)
-        growth = Growth(self.out)
+        self.sources = RestoreSources(self.world, self.rack, self.facts)
+        self.failed_recovery = FailedRecovery(self.config, self.world, self.rack, self.end)
+        self.planner = Planner(
+            self.config, self.world, self.rack, self.sources, self.shifting, self.out, self.partition_reports
+        )
+        self.stalls = Stalls(self.config, self.world, self.out, self.facts, self.end)
+        self._progress = NoProgress(self.config.no_progress_max)
+        growth = GrowthBackoff(self.out)
         self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes, growth)
         self.parked_members = ParkedMembers(
-            self.config, self.world, self.rack, self.sources, self.classes, self.resizing, self.outlook, self._losses
+            self.config,
+            self.world,
+            self.rack,
+            self.sources,
+            self.classes,
+            self.resizing,
+            self.view_builder,
+            self._losses,
         )
 
     @property
-    def snapshots(self) -> Snapshots:
+    def snapshots(self) -> SnapshotLocations:
         """The known snapshots."""
         return self.sources.snapshots
 
@@ -142,7 +151,7 @@ class Recovery:
             rank = loss.record.rank
             assert rank is not None
             self.world.lose(rank)
-            self.standstill.window.forget(rank)
+            self.stalls.window.forget(rank)
             self.forget_members()
             self._losses[rank] = loss
             self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
@@ -165,7 +174,7 @@ class Recovery:
             rank = loss.record.rank
             assert rank is not None
             self.world.retire(rank)
-            self.standstill.window.forget(rank)
+            self.stalls.window.forget(rank)
             self._retired[rank] = loss
         self.facts.add(RanksRetired(losses))
 
@@ -182,7 +191,7 @@ class Recovery:
         self.world.trust()
         self._settle()
         self._retired.clear()
-        self.standstill.forget()
+        self.stalls.forget()
 
     def _settle(self) -> None:
         self._losses.clear()
@@ -210,8 +219,8 @@ class Recovery:
         self.forget_members()
         generation = world.next_generation()
         world.enter(Phase.PARKING, because)
-        self.standstill.forget()
-        self.rifts.attempt()
+        self.stalls.forget()
+        self.partition_reports.attempt()
         self._gathering = self._owed = True
         self._broken_ms = at_ms
         note = f"generation {generation}"
@@ -299,7 +308,7 @@ class Recovery:
     def repair_over(self, at_ms: int) -> None:
         """Decide again, because hardware has been waited for long enough."""
         if self.world.phase is Phase.PARKING:
-            self.council.forget()
+            self.decision_maker.forget()
             self.decide(at_ms)
 
     def _some_work(self, state: WorkerState, at_ms: int) -> bool:
@@ -308,14 +317,14 @@ class Recovery:
         All other members wait for it, and none is to blame. Its agent decides how long it may work (`WorkerStalled`).
         """
         members = self.world.members
-        return any(rank in members and members[rank].state is state for rank in self.standstill.awaited(at_ms))
+        return any(rank in members and members[rank].state is state for rank in self.stalls.awaited(at_ms))
 
     def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
         """Condemn the members that did not park or resume in time."""
         late = [
             record
             for rank, record in sorted(self.world.members.items())
-            if record.state is state and not self.rifts.has_told(rank)
+            if record.state is state and not self.partition_reports.has_told(rank)
         ]
         newcomers = [record for record in late if not record.stateful]
         if state is WorkerState.RESUMING and newcomers:
@@ -339,9 +348,9 @@ class Recovery:
             self.out.emit(SetTimer(timer=RecoverOver(self.world.generation), at_ms=at_ms + self.config.join_timeout_ms))
             return
         waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.acquiring.patient(at_ms)
-        patient = self.council.asks or waits
+        patient = self.decision_maker.asks or waits
         if self.world.phase is Phase.PARKING and not patient:
-            self.endings.not_in_time(self._told())
+            self.failed_recovery.not_in_time(self._told())
 
     # -- decide ----------------------------------------------------------------------------------------------------
     def decide(self, at_ms: int) -> None:
@@ -357,7 +366,7 @@ class Recovery:
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
         enough = len(ready) >= len(lost)
         staff = self.seating.staff(world.seats, lost, ready, self.wishes) if state is not None and enough else None
-        if state is not None and staff is None and self.outlook.falls_short(enough=enough) and self.rack.revocable:
+        if state is not None and staff is None and self.view_builder.falls_short(enough=enough) and self.rack.revocable:
             self.facts.add(SlotsNeeded())
             return
         prospect = replace(found, staff=staff, enough=enough)
@@ -365,7 +374,7 @@ class Recovery:
         if self.leaving and not lost:
             self._shrink_as_asked(prospect, at_ms)
         elif self.growing and not lost and state is not None:
-            self._go_on(prospect, Staff({}, {}), ready, at_ms)
+            self._go_on(prospect, Takeovers({}, {}), ready, at_ms)
         else:
             self._decide(prospect, ready, at_ms)
 
@@ -391,12 +400,12 @@ class Recovery:
         return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
 
     def answered(self, event: PolicyAnswered) -> None:
-        if self.council.answered(event):
+        if self.decision_maker.answered(event):
             self.decide(event.at_ms)
 
     def overdue(self, question: int, at_ms: int) -> None:
         """Decide without the policy function's answer, if it is overdue."""
-        if self.council.overdue(question):
+        if self.decision_maker.overdue(question):
             self.decide(at_ms)
 
     def _decide(self, prospect: Prospect, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
@@ -408,14 +417,14 @@ class Recovery:
             again=self._absorbing and self._progress.absorbs(prospect.committed) >= ABSORBS_MAX,
             planned=self.between_steps,
         )
-        view = self.outlook.view(
+        view = self.view_builder.view(
             prospect,
             moved=tuple(sorted(self._moved)),
             waited_ms=at_ms - self._broken_ms,
             absorbs=self._progress.absorbs(prospect.committed),
             provider=self.acquiring.now(at_ms),
         )
-        decision = self.council.decide(failure, view, at_ms)
+        decision = self.decision_maker.decide(failure, view, at_ms)
         if decision is None:
             return
         match decision.rung:
@@ -431,7 +440,7 @@ class Recovery:
             case Rung.STOP if prospect.state is None and self._would_begin_again(prospect, decision):
                 self._start_over(prospect, decision, failure.what)  # the restart reports what prevents it
             case Rung.STOP:
-                self.endings.decided(prospect, decision, failure, view)
+                self.failed_recovery.decided(prospect, decision, failure, view)
             case Rung.SHRINK:
                 self._shrink(prospect, at_ms)
             case Rung.ACQUIRE:
@@ -458,10 +467,10 @@ class Recovery:
         first = next((loss for _, loss in sorted(self._losses.items())), None)
         because = f"{what}; {decision.reason}"
         if prospect.state is None:
-            because = self.endings.no_copy_left(what, prospect.committed)
+            because = self.failed_recovery.no_copy_left(what, prospect.committed)
         self.facts.add(RestartDue(because, first))
 
-    def _go_on(self, prospect: Prospect, staff: Staff, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+    def _go_on(self, prospect: Prospect, staff: Takeovers, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
         """Let spares take over, or condemn ranks that have to move with their group first. Ready spares may join as
         well."""
         if staff.uprooted:
@@ -525,7 +534,7 @@ class Recovery:
         elsewhere = [slot for slot in free if slot not in in_place]
         short = len(free) if prospect.enough else len(lost) - len(self.rack.fit_spares())
         for slot in (in_place + elsewhere)[: max(short, 0)]:
-            self.out.emit(self.background.start_spare(slot))
+            self.out.emit(self.spare_top_up.start_spare(slot))
         if view.coming < view.short and view.comes_by_itself:
             self.triage.awaits(f"{self._told()}: {len(lost)} ranks to replace")
 
@@ -533,14 +542,14 @@ class Recovery:
         """Count this recovery. Stop the job and return False if there were too many without progress."""
         stuck = self._progress.goes_on(committed, self._told(), absorbing=self._absorbing)
         if stuck:
-            self.endings.no_progress(stuck)
+            self.failed_recovery.no_progress(stuck)
         return not stuck
 
     # -- resume ----------------------------------------------------------------------------------------------------
     def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
         told = "; ".join(filter(None, [self._told(), told_of(chosen, self.rack), self._resized]))
         self._settle()
-        self.standstill.forget()  # ranks may have other numbers; stalls that last are reported again
+        self.stalls.forget()  # ranks may have other numbers; stalls that last are reported again
         self.planner.resume(prospect, chosen, told, at_ms)
 
     def resumed(self, record: WorkerRecord, event: WorkerResumed) -> None:
@@ -550,13 +559,13 @@ class Recovery:
         record.move(Trigger.RESUMED)
         record.stateful = True
         record.resumed_in = event.generation
-        self.standstill.entered(record)
+        self.stalls.entered(record)
         assert record.rank is not None, "only members are told to resume"
         if self.world.answered(record.rank):
             self.world.train()
             self.world.old = None
             self.world.trust()
-            self.rifts.forget()
+            self.partition_reports.forget()
             self.facts.add(AllTrain())
 
     # -- nobody is lost --------------------------------------------------------------------------------------------
@@ -574,9 +583,11 @@ class Recovery:
         """Record that a member could not build its groups. A timer finds members that report nothing."""
         if record.rank is None or record.state is not WorkerState.RESUMING:
             return
-        self.rifts.add(record.rank, cut_off=event.cut_off)
+        self.partition_reports.add(record.rank, cut_off=event.cut_off)
         members = self.world.members.items()
-        if all(other.state is not WorkerState.RESUMING or self.rifts.has_told(rank) for rank, other in members):
+        if all(
+            other.state is not WorkerState.RESUMING or self.partition_reports.has_told(rank) for rank, other in members
+        ):
             self._judge_rift(event.at_ms)
 
     def _judge_rift(self, at_ms: int) -> None:
@@ -586,7 +597,7 @@ class Recovery:
         exchange = self.world.plan.store
         host = next((tray for tray, record in self.rack.trays.items() if record.store == exchange), None)
         trays = {rank: tray_of(record.worker.slot) for rank, record in self.world.members.items()}
-        if blamed := self.rifts.blame(trays, exchange, host):
+        if blamed := self.partition_reports.blame(trays, exchange, host):
             reached = f"did not reach the exchange on {host}, which others did"
             self.condemn([self.world.members[rank] for rank in blamed], reached, at_ms)
         else:

@@ -12,13 +12,13 @@ from rackrun.core.generation.restore_plan import StatePlan
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, WorkerRecord, WorkerState, why_exited
-from rackrun.core.placement.seating import Seating, Staff
-from rackrun.core.policy.measured_costs import Meter
+from rackrun.core.placement.seating import Seating, Takeovers
+from rackrun.core.policy.measured_costs import CostMeter
 from rackrun.protocol.ids import Position, Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ClusterView, Failure, ProviderNow, RankNow, SpareNow, TrayNow, Whose
 
-__all__ = ["Outlook", "Prospect", "failure_of", "whose"]
+__all__ = ["ViewBuilder", "Prospect", "failure_of", "whose"]
 
 _NETWORK = (
     "rackrun.errors.CollectiveBroken",
@@ -84,7 +84,7 @@ class Prospect:
     lost: Mapping[Rank, SlotId]
     ranks: tuple[RankNow, ...]
     exact: bool
-    staff: Staff | None = None
+    staff: Takeovers | None = None
     """The spares that can take over now; None: the lost ranks cannot be taken over now."""
     enough: bool = False
     """Whether as many spares are ready as ranks are lost. If so and ``staff`` is None, none is inside the NVLink
@@ -97,14 +97,14 @@ class Prospect:
 
 
 @dataclass(slots=True)
-class Outlook:
+class ViewBuilder:
     """Builds the `ClusterView` that a policy receives."""
 
     config: JobConfig
     world: World
     rack: RackMachine
     seating: Seating
-    meter: Meter
+    cost_meter: CostMeter
     _told: tuple[int, int, tuple[SlotId, ...]] | None = None
     """What ``_trays_now`` was made from."""
     _trays_now: tuple[TrayNow, ...] = ()
@@ -158,8 +158,8 @@ class Outlook:
             repair_patience_s=config.repair_patience_ms / 1e3,
             absorbs=absorbs,
             provider=provider,
-            recoveries=self.meter.recoveries,
-            costs=self.meter.costs(prospect.committed.step, None if world.trusted is None else world.trusted.step),
+            recoveries=self.cost_meter.recoveries,
+            costs=self.cost_meter.costs(prospect.committed.step, None if world.trusted is None else world.trusted.step),
         )
 
     def ranks(self) -> tuple[RankNow, ...]:

@@ -15,11 +15,11 @@ from rackrun.core.generation.facts import Facts, SlotFreed
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
-from rackrun.core.placement.seating import Seating, Staff
+from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.placement.snapshot_keepers import Keeping
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.core.requests.admission import Admission
-from rackrun.core.requests.pending_requests import Drain, Refused, Request, Swap
+from rackrun.core.requests.pending_requests import PendingDrain, PendingSwap, Request, RequestRefused
 from rackrun.core.requests.replies import Replies
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import DismissTray, Plan, SetTimer
@@ -29,7 +29,7 @@ from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
 from rackrun.protocol.timers import CopiesOver
 
-__all__ = ["COPIES_MS", "Control"]
+__all__ = ["COPIES_MS", "OperatorRequests"]
 
 COPIES_MS = 30_000
 """Milliseconds for which an empty tray is kept because of what it keeps for others."""
@@ -38,7 +38,7 @@ _OVER = (Phase.ENDING, Phase.STOPPED)
 
 
 @dataclass(slots=True)
-class Control:
+class OperatorRequests:
     """Carries out drains, returns and swaps."""
 
     config: JobConfig
@@ -74,11 +74,11 @@ class Control:
         try:
             self.admission.check_may(Rung.SWAP, event.steps)
             slots = self.admission.slots_of(event.target)
-        except Refused as refused:
+        except RequestRefused as refused:
             self.replies.refuse(event.request, f"drain of {event.target}", refused)
             return
         why = f"drained: {event.because[:_BECAUSE_MAX]}" if event.because else "drained"
-        one = Drain(event.request, event.target, slots, why, waits=event.wait)
+        one = PendingDrain(event.request, event.target, slots, why, waits=event.wait)
         one.added = tuple(slot for slot in slots if slot not in self.rack.drained)
         self.rack.drain(one.added, why)
         self._add(one)
@@ -98,7 +98,7 @@ class Control:
         try:
             self.admission.check_may(Rung.SWAP, event.steps)
             one = self.admission.swap_of(event)
-        except Refused as refused:
+        except RequestRefused as refused:
             self.replies.refuse(event.request, what, refused)
             return
         self._add(one)
@@ -108,7 +108,7 @@ class Control:
             self._call_off(one, self._too_few([one.rank]))
         elif one.to and (staff := self._staff([one.rank], self._fit())) and staff.seats.get(one.rank) != one.to:
             what = f"{one.to} is not in the NVLink clique of rank {one.rank}'s group"
-            self._call_off(one, Refused("spares", what, "name a spare in it, or none."))
+            self._call_off(one, RequestRefused("spares", what, "name a spare in it, or none."))
         else:
             to = one.to or "a spare"
             self._begin(one, f"rank {one.rank} will go from {one.worker.slot} to {to} at the next step boundary")
@@ -117,12 +117,12 @@ class Control:
         """Return slots to use (``rackctl return``)."""
         try:
             slots = self.admission.returning(event.target)
-        except Refused as refused:
+        except RequestRefused as refused:
             self.replies.refuse(event.request, f"return of {event.target}", refused)
             return
         for one in list(self.under_way):
-            if isinstance(one, Drain) and not one.departing and any(slot in slots for slot in one.slots):
-                self._call_off(one, Refused("taken", f"{event.target} was returned", "ask again."))
+            if isinstance(one, PendingDrain) and not one.departing and any(slot in slots for slot in one.slots):
+                self._call_off(one, RequestRefused("taken", f"{event.target} was returned", "ask again."))
         self.rack.give_back(slots)
         forgiven = tuple(slot for slot in slots if self.rack.forgive(slot))
         self.replies.say(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
@@ -135,15 +135,15 @@ class Control:
         try:
             self.admission.check_not_over()
             if event.trouble:
-                raise Refused("policy", event.trouble, "name a function that can be called.")
+                raise RequestRefused("policy", event.trouble, "name a function that can be called.")
             policy.change(event.policy, event.weights, provider=self.config.provider)
         except UsageError as error:
-            self.replies.refuse(event.request, "policy", Refused("policy", error.what.rstrip("."), error.remedy))
-        except Refused as refused:
+            self.replies.refuse(event.request, "policy", RequestRefused("policy", error.what.rstrip("."), error.remedy))
+        except RequestRefused as refused:
             self.replies.refuse(event.request, "policy", refused)
         else:
             self.replies.say(event.request, "done", f"from now on: {policy}")
-            self.recovery.council.forget()
+            self.recovery.decision_maker.forget()
             self.recovery.decide(event.at_ms)
 
     def departs(self, event: DepartureAnnounced) -> bool:
@@ -152,7 +152,7 @@ class Control:
             return True
         self.rack.depart(event.tray, event.because)
         slots = self.admission.slots_of(event.tray)
-        one = Drain(
+        one = PendingDrain(
             f"departure:{event.tray}:{event.at_ms}", event.tray, slots, event.because, waits=True, departing=True
         )
         self._add(one)
@@ -163,7 +163,7 @@ class Control:
         """End the departure of a lost tray, dismissed or not. An agent that comes back under its name has not been told
         to leave."""
         for one in list(self.under_way):
-            if isinstance(one, Drain) and one.departing and one.target == tray:
+            if isinstance(one, PendingDrain) and one.departing and one.target == tray:
                 self._end(one)
                 self.replies.say(one.request, "done", f"{tray} has left before it was empty")
 
@@ -183,7 +183,7 @@ class Control:
 
     def _see_how_far(self, at_ms: int) -> None:
         for one in list(self.under_way):
-            if isinstance(one, Swap):
+            if isinstance(one, PendingSwap):
                 self._look_at_swap(one)
             else:
                 self._look_at_drain(one, at_ms)
@@ -197,7 +197,7 @@ class Control:
         if edition != self._edition:
             self._edition = edition
             self._ready = tuple([record.worker.slot for record in self.rack.ready_spares()])
-        drains = tuple([(one.request, isinstance(one, Drain) and one.empty) for one in self.under_way])
+        drains = tuple([(one.request, isinstance(one, PendingDrain) and one.empty) for one in self.under_way])
         now = (self.world.generation, self.world.phase, self._ready, drains, bool(self.recovery.snapshots.told))
         stirred, self._stirred = now != self._stirred, now
         return stirred
@@ -206,7 +206,7 @@ class Control:
         """Return the ranks that should leave at the next step boundary and have a spare, with the reasons."""
         moving: dict[Rank, str] = {}
         for one in self.under_way:
-            if isinstance(one, Swap) and one.to and one.to not in ready:
+            if isinstance(one, PendingSwap) and one.to and one.to not in ready:
                 continue  # the named spare still starts; another one was not asked for
             wanted = dict.fromkeys(one.ranks(self.world), one.why)
             staff = self._staff([*moving, *(rank for rank in wanted if rank not in moving)], ready) if wanted else None
@@ -217,39 +217,43 @@ class Control:
     def regroup(self) -> str:
         """Return why all ranks should pause once although none leaves: an empty tray keeps snapshots for others. "": no
         reason."""
-        found = [one.target for one in self.under_way if isinstance(one, Drain) and one.empty and self._is_used(one)]
+        found = [
+            one.target for one in self.under_way if isinstance(one, PendingDrain) and one.empty and self._is_used(one)
+        ]
         return f"{', '.join(found)} is drained: snapshots are kept elsewhere from now on" if found else ""
 
     def call_off_drains(self) -> None:
         """Call off all drains, because the job would end without these slots."""
-        drains = [one for one in self.under_way if isinstance(one, Drain) and one.added]
+        drains = [one for one in self.under_way if isinstance(one, PendingDrain) and one.added]
         for one in drains:
-            self._call_off(one, Refused("spares", "the job needs its slots", "ask again when there are spares."))
+            self._call_off(one, RequestRefused("spares", "the job needs its slots", "ask again when there are spares."))
 
     def copies_over(self, request: str) -> None:
         """Stop waiting for copies of what a drained tray keeps."""
         for one in self.under_way:
-            if isinstance(one, Drain) and one.request == request:
+            if isinstance(one, PendingDrain) and one.request == request:
                 one.patient = False
                 self._looked = ()
 
     # -- parts
-    def _look_at_swap(self, one: Swap) -> None:
+    def _look_at_swap(self, one: PendingSwap) -> None:
         world, record = self.world, self.world.members.get(one.rank)
         if world.phase is not Phase.TRAINING:
             return
         if record is None or world.size != one.of:
             what = f"the world has {world.size} ranks since, not {one.of}, and numbers them anew"
-            self._call_off(one, Refused("size", what, "ask again for a rank that there is."))
+            self._call_off(one, RequestRefused("size", what, "ask again for a rank that there is."))
         elif record.worker != one.worker:
             self._end(one)
             here, there = one.worker.slot, record.worker.slot
             went = f"went from {here} to {there}" if here != there else f"began again on {there}, after a loss"
             self.replies.say(one.request, "done", f"rank {one.rank} {went}")
         elif one.to and not self.rack.is_fit_spare(one.to):
-            self._call_off(one, Refused("taken", f"{one.to} is not ready any more", "name another spare, or none."))
+            self._call_off(
+                one, RequestRefused("taken", f"{one.to} is not ready any more", "name another spare, or none.")
+            )
 
-    def _look_at_drain(self, one: Drain, at_ms: int) -> None:
+    def _look_at_drain(self, one: PendingDrain, at_ms: int) -> None:
         plain = one.departing and self.world.phase in (Phase.SETUP, Phase.FORMING) and not self.world.elastic
         if not plain and (self.world.phase is not Phase.TRAINING or one.ranks(self.world)):
             one.empty = False
@@ -267,7 +271,7 @@ class Control:
             if one.departing:
                 self.out.emit(DismissTray(tray=TrayId(one.target), because=one.why))
 
-    def _is_needed(self, one: Drain) -> bool:
+    def _is_needed(self, one: PendingDrain) -> bool:
         """Return whether the tray may hold a rank's only copy: no other tray has received one since this tray stopped
         keeping them."""
         plan, seats = self.world.plan, self.world.seats
@@ -282,7 +286,7 @@ class Control:
         self._awaits[rank] = None
         return True
 
-    def _is_used(self, one: Drain) -> bool:
+    def _is_used(self, one: PendingDrain) -> bool:
         plan, tray = self.world.plan, one.target
         if plan is None or tray not in self.rack.trays or not self.recovery.snapshots.told:
             return False
@@ -315,14 +319,14 @@ class Control:
                     moving += more
         return self._short
 
-    def _staff(self, ranks: Collection[Rank], spares: Collection[SlotId]) -> Staff | None:
+    def _staff(self, ranks: Collection[Rank], spares: Collection[SlotId]) -> Takeovers | None:
         lost = [*self.world.lost(), *ranks]
         return self.seating.staff(self.world.seats, lost, spares, self.recovery.wishes)
 
     def _fit(self) -> list[SlotId]:
         return [record.worker.slot for record in self.rack.fit_spares()]
 
-    def _too_few(self, ranks: list[Rank]) -> Refused:
+    def _too_few(self, ranks: list[Rank]) -> RequestRefused:
         fit = self._fit()
         there = (
             f"{len(fit)} {'spare is' if len(fit) == 1 else 'spares are'} left ({', '.join(fit[:4])})"
@@ -331,21 +335,21 @@ class Control:
         )
         enough = " outside their NVLink clique, or for what was asked before" if len(fit) >= len(ranks) else ""
         what = f"{named(ranks)} would have to move, and {there}{enough}"
-        return Refused(
+        return RequestRefused(
             "spares", what, "wait for spares (--wait-for-spares), return others (rackctl return), or add trays."
         )
 
     # -- the end of it
-    def _call_off(self, one: Request, refused: Refused) -> None:
+    def _call_off(self, one: Request, refused: RequestRefused) -> None:
         """End a request without doing the rest of it."""
         self._end(one)
-        if isinstance(one, Drain):
+        if isinstance(one, PendingDrain):
             self.rack.give_back(one.added)
         self.replies.refuse(one.request, str(one), refused, called_off=one.begun)
 
     def _add(self, one: Request) -> None:
         self.under_way.append(one)
-        if isinstance(one, Drain) and one.added:
+        if isinstance(one, PendingDrain) and one.added:
             self.rack.revocable[one.request] = None
         self._looked = ()
 
@@ -357,5 +361,5 @@ class Control:
         self.under_way.remove(one)
         self.rack.revocable.pop(one.request, None)
         self._looked = ()
-        if isinstance(one, Swap):
+        if isinstance(one, PendingSwap):
             self.recovery.wishes.pop(one.rank, None)

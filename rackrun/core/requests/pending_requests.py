@@ -11,10 +11,10 @@ from rackrun.core.generation.world import World
 from rackrun.protocol.commands import Refusal, Worker
 from rackrun.protocol.ids import Rank, SlotId
 
-__all__ = ["Drain", "Grow", "Refused", "Request", "Shrink", "Swap", "nearest"]
+__all__ = ["PendingDrain", "PendingGrow", "RequestRefused", "Request", "PendingShrink", "PendingSwap", "nearest"]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request is not allowed. It is no error: it becomes an `Answer`."""
 
     def __init__(self, kind: Refusal, what: str, remedy: str = "") -> None:
@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Drain:
+class PendingDrain:
     """A drain of a tray or of a slot."""
 
     request: str
@@ -51,7 +51,7 @@ class Drain:
 
 
 @dataclass(slots=True, eq=False)
-class Swap:
+class PendingSwap:
     """A swap of one rank."""
 
     request: str
@@ -79,7 +79,7 @@ class Swap:
 
 
 @dataclass(slots=True, eq=False)
-class Shrink:
+class PendingShrink:
     """A shrink of the world."""
 
     request: str
@@ -95,7 +95,7 @@ class Shrink:
 
 
 @dataclass(slots=True, eq=False)
-class Grow:
+class PendingGrow:
     """A growth of the world."""
 
     request: str
@@ -105,7 +105,7 @@ class Grow:
         return f"grow to {self.to} ranks"
 
 
-Request: TypeAlias = Drain | Swap
+Request: TypeAlias = PendingDrain | PendingSwap
 """Requests that move ranks to other slots."""
 
 

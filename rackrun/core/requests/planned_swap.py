@@ -20,8 +20,8 @@ from rackrun.core.members.workers import WorkerRecord
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.choice import allows
 from rackrun.core.recovery.recovery import Recovery
-from rackrun.core.requests.operator_requests import Control
-from rackrun.core.requests.resize_requests import Sizes
+from rackrun.core.requests.operator_requests import OperatorRequests
+from rackrun.core.requests.resize_requests import ResizeRequests
 from rackrun.protocol.commands import Notice, PauseWorkers, SetTimer
 from rackrun.protocol.events import WorkerPaused
 from rackrun.protocol.ids import Generation, Rank
@@ -40,8 +40,8 @@ class PlannedSwap:
     world: World
     rack: RackMachine
     seating: Seating
-    control: Control
-    sizes: Sizes
+    operator_requests: OperatorRequests
+    resize_requests: ResizeRequests
     recovery: Recovery
     out: Outbox
     facts: Facts
@@ -66,11 +66,11 @@ class PlannedSwap:
 
     def _due(self, at_ms: int) -> tuple[str, str]:
         """Return what all ranks should pause for, and why; two empty strings if for nothing."""
-        if going := self.sizes.leaving():
+        if going := self.resize_requests.leaving():
             return "the world shrinks", f"{named(going)} will leave (rackctl shrink)"
         may = allows(self.world.policy.rules, Rung.SWAP)  # without SWAP another rung would follow
         leaving = self._leaving() if may else {}
-        because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items()) or self.control.regroup()
+        because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items()) or self.operator_requests.regroup()
         if because:
             return "a planned swap", because
         return "the world grows", self.recovery.joining(at_ms)
@@ -103,7 +103,7 @@ class PlannedSwap:
     def _swap(self, at_ms: int) -> None:
         leaving = self._leaving()
         recovery = self.recovery
-        if going := self.sizes.leaving():
+        if going := self.resize_requests.leaving():
             recovery.between_steps = self.all_paused
             recovery.plan_again(f"{named(going)} leave (rackctl shrink)", at_ms)
             recovery.leaving = tuple(going)
@@ -115,13 +115,13 @@ class PlannedSwap:
             recovery.plan_again("all pause, and the world grows", at_ms)
         else:
             because = "a planned swap is called off: no better GPU is ready, or none is needed any more"
-            recovery.absorb(self.control.regroup() or because, at_ms)
+            recovery.absorb(self.operator_requests.regroup() or because, at_ms)
 
     def _leaving(self) -> dict[Rank, str]:
-        if not self.control.under_way and self.rack.devices.all_usable:
+        if not self.operator_requests.under_way and self.rack.devices.all_usable:
             return {}
         ready = [record.worker.slot for record in self.rack.ready_spares()]
-        if asked := self.control.asked(ready):
+        if asked := self.operator_requests.asked(ready):
             return self._with_sources_left(asked)
         leaving = self.seating.leaving(self.world.seats, ready)
         return self._with_sources_left(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
-from rackrun.core.requests.pending_requests import Refused
+from rackrun.core.requests.pending_requests import RequestRefused
 from rackrun.protocol.commands import Answer
 from rackrun.protocol.ids import SlotId
 
@@ -36,7 +36,7 @@ class Replies:
             )
         )
 
-    def refuse(self, request: str, what: str, refused: Refused, *, called_off: bool = False) -> None:
+    def refuse(self, request: str, what: str, refused: RequestRefused, *, called_off: bool = False) -> None:
         """Report that a request is refused or, with ``called_off``, called off after it had begun."""
         self.out.emit(
             Answer(

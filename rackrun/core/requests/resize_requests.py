@@ -14,7 +14,7 @@ from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.requests.admission import Admission
-from rackrun.core.requests.pending_requests import Grow, Refused, Shrink
+from rackrun.core.requests.pending_requests import PendingGrow, PendingShrink, RequestRefused
 from rackrun.core.requests.replies import Replies
 from rackrun.core.resize.resizing import Resizing
 from rackrun.protocol.events import GrowRequested, ShrinkRequested
@@ -22,13 +22,13 @@ from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
 
-__all__ = ["Sizes"]
+__all__ = ["ResizeRequests"]
 
 _OVER = (Phase.ENDING, Phase.STOPPED)
 
 
 @dataclass(slots=True)
-class Sizes:
+class ResizeRequests:
     """Carries out shrink and grow requests, one at a time."""
 
     config: JobConfig
@@ -37,7 +37,7 @@ class Sizes:
     resizing: Resizing
     admission: Admission
     replies: Replies
-    under_way: Shrink | Grow | None = None
+    under_way: PendingShrink | PendingGrow | None = None
     _looked: tuple[object, ...] = ()
     """What `look` depended on when it was last called."""
 
@@ -50,31 +50,33 @@ class Sizes:
                 self._grow(event)
             else:
                 self._shrink(event)
-        except Refused as refused:
+        except RequestRefused as refused:
             self.replies.refuse(event.request, what, refused)
 
     def _shrink(self, event: ShrinkRequested) -> None:
         world = self.world
         self.admission.check_may(Rung.SHRINK, event.steps)
-        if isinstance(self.under_way, Shrink):
-            raise Refused("taken", "the world is being made smaller already", "wait until that is done.")
+        if isinstance(self.under_way, PendingShrink):
+            raise RequestRefused("taken", "the world is being made smaller already", "wait until that is done.")
         if bool(event.ranks) == bool(event.to):
-            raise Refused("unknown", "it is to be said which ranks go, or how many stay", "give RANK..., or --to N.")
+            raise RequestRefused(
+                "unknown", "it is to be said which ranks go, or how many stay", "give RANK..., or --to N."
+            )
         self._check_may_change()
         for rank in event.ranks:
             if not 0 <= rank < world.size:
-                raise Refused(
+                raise RequestRefused(
                     "unknown", f"there are ranks 0 to {world.size - 1}, and no rank {rank}", "name others of them."
                 )
             if rank not in world.members:
-                raise Refused("taken", f"rank {rank} is being replaced", "wait until that is done.")
+                raise RequestRefused("taken", f"rank {rank} is being replaced", "wait until that is done.")
         going = self.resizing.bound_to(event.ranks)
         to = event.to or world.size - len(going)
         self._check_size(to)
         workers = tuple(world.members[rank].worker for rank in going if rank in world.members)
-        one = Shrink(event.request, to, workers, wanted=world.wanted)
-        if isinstance(self.under_way, Grow):
-            self._call_off(Refused("taken", "fewer ranks are asked for now", "ask again."))
+        one = PendingShrink(event.request, to, workers, wanted=world.wanted)
+        if isinstance(self.under_way, PendingGrow):
+            self._call_off(RequestRefused("taken", "fewer ranks are asked for now", "ask again."))
         world.wanted, self.under_way = to, one
         if leaving := self.leaving():
             told = f"shrink to {to} ranks: {named(leaving)} will leave at the next step boundary"
@@ -88,12 +90,12 @@ class Sizes:
         self._check_may_change()
         self._check_size(to)
         if to < world.size and not self._is_leaving():
-            raise Refused("size", f"the world has {world.size} ranks", f"for fewer: rackctl shrink --to {to}.")
+            raise RequestRefused("size", f"the world has {world.size} ranks", f"for fewer: rackctl shrink --to {to}.")
         if self.under_way is not None:
-            self._call_off(Refused("taken", f"up to {to} ranks are asked for now", "ask again."))
+            self._call_off(RequestRefused("taken", f"up to {to} ranks are asked for now", "ask again."))
         world.wanted = 0 if to == world.full else to
         self.resizing.growth.forget()
-        self.under_way = Grow(event.request, to)
+        self.under_way = PendingGrow(event.request, to)
         if world.size < to and self._come():
             told = f"grow to {to} ranks: at a step boundary, as workers are ready ({self._come()} wait or start)"
             self.replies.say(event.request, "begun", told)
@@ -104,7 +106,7 @@ class Sizes:
     def leaving(self) -> list[Rank]:
         """Return the ranks that should leave at the next step boundary."""
         one = self.under_way
-        if not isinstance(one, Shrink):
+        if not isinstance(one, PendingShrink):
             return []
         there = self.world.members.items()
         going = self.resizing.bound_to([rank for rank, record in there if record.worker in one.workers])
@@ -119,7 +121,7 @@ class Sizes:
         if now == self._looked:
             return
         self._looked = now
-        if isinstance(one, Grow):
+        if isinstance(one, PendingGrow):
             if world.size >= one.to or not self._come():
                 self._done()
         elif not self.leaving():
@@ -127,11 +129,11 @@ class Sizes:
 
     def called_off(self, why: str) -> None:
         """Call off a shrink, because the world could not go on without the leaving ranks."""
-        self._call_off(Refused("size", why, "see rackctl status."))
+        self._call_off(RequestRefused("size", why, "see rackctl status."))
 
     # -- parts
     def _is_leaving(self) -> bool:
-        return isinstance(self.under_way, Shrink) and bool(self.leaving())
+        return isinstance(self.under_way, PendingShrink) and bool(self.leaving())
 
     def _come(self) -> int:
         """Return how many workers could become ranks or could be started for it; 0 if they are too few for one
@@ -143,13 +145,19 @@ class Sizes:
     def _check_may_change(self) -> None:
         world = self.world
         if world.phase in (Phase.FORMING, Phase.SETUP, Phase.RESTARTING) or not world.members:
-            raise Refused("early", "it is not known yet which ranks come and go together", "ask again when all train.")
+            raise RequestRefused(
+                "early", "it is not known yet which ranks come and go together", "ask again when all train."
+            )
         if not self.config.min_ranks:
-            raise Refused("size", "the number of ranks is fixed (--min-ranks 0)", "start the job with --min-ranks.")
+            raise RequestRefused(
+                "size", "the number of ranks is fixed (--min-ranks 0)", "start the job with --min-ranks."
+            )
         if fixed := next((one.fixed for _, one in sorted(self.world.members.items()) if one.fixed), ""):
-            raise Refused("size", f"the number of ranks is fixed: {fixed}", "see docs/shrink_and_grow.md.")
+            raise RequestRefused("size", f"the number of ranks is fixed: {fixed}", "see docs/shrink_and_grow.md.")
         if not self.resizing.replica():
-            raise Refused("size", "the script's mesh has no axis of data parallelism", "name one dp, or dp_shard.")
+            raise RequestRefused(
+                "size", "the script's mesh has no axis of data parallelism", "name one dp, or dp_shard."
+            )
 
     def _check_size(self, to: int) -> None:
         replica, full = self.resizing.replica() or 1, self.world.full
@@ -163,7 +171,7 @@ class Sizes:
             what = f"the world began with {full} ranks, and grows no larger"
         else:
             what = f"{to} ranks are not whole replicas of {replica}"
-        raise Refused("size", what, f"possible are {', '.join(map(str, sizes))}.")
+        raise RequestRefused("size", what, f"possible are {', '.join(map(str, sizes))}.")
 
     def _done(self) -> None:
         one, world = self.under_way, self.world
@@ -176,10 +184,10 @@ class Sizes:
             told += ", until others are asked for (rackctl grow)"
         self.replies.say(one.request, "done", told)
 
-    def _call_off(self, refused: Refused) -> None:
+    def _call_off(self, refused: RequestRefused) -> None:
         one, self.under_way = self.under_way, None
         if one is None:
             return
-        if isinstance(one, Shrink):
+        if isinstance(one, PendingShrink):
             self.world.wanted = one.wanted
         self.replies.refuse(one.request, str(one), refused, called_off=True)

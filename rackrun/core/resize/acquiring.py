@@ -17,7 +17,7 @@ from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.core.policy.choice import allows, one_line
-from rackrun.core.resize.rented_rack import Rented, Stage
+from rackrun.core.resize.rented_rack import RackStage, RentedRack
 from rackrun.protocol.commands import Notice, ReleaseRack, RequestRack, SetTimer
 from rackrun.protocol.events import DepartureAnnounced, RackDelivered, RackPreempted, RackRefused
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
@@ -25,7 +25,7 @@ from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ProviderNow, Rung
 from rackrun.protocol.timers import RackStageOver
 
-__all__ = ["FAILURES_MAX", "Acquiring"]
+__all__ = ["FAILURES_MAX", "RackAcquisition"]
 
 FAILURES_MAX = 3
 """Number of consecutive failed requests after which the provider is not asked any more."""
@@ -34,7 +34,7 @@ _EXIT_CODE = 143
 
 
 @dataclass(slots=True)
-class Acquiring:
+class RackAcquisition:
     """Requests racks, follows each through its stages, and gives it back."""
 
     config: JobConfig
@@ -42,7 +42,7 @@ class Acquiring:
     rack: RackMachine
     out: Outbox
     facts: Facts
-    rented: dict[int, Rented] = field(default_factory=dict)
+    rented: dict[int, RentedRack] = field(default_factory=dict)
     _asked: int = 0
     _failed: int = 0
     """Number of consecutive failed requests."""
@@ -68,7 +68,7 @@ class Acquiring:
         return ProviderNow(
             expected_s=self.config.provider_expected_s,
             asked_s=None if one is None else (at_ms - one.asked_ms) / 1e3,
-            came=one is not None and one.stage in (Stage.JOINED, Stage.SERVING),
+            came=one is not None and one.stage in (RackStage.JOINED, RackStage.SERVING),
             patience_s=(self.config.acquire_timeout_ms if one is None else one.until_ms - at_ms) / 1e3,
             why_not="" if one is not None else why_not,
         )
@@ -85,7 +85,7 @@ class Acquiring:
         missing = max(self.world.most - len(self.world.members) - len(self.rack.fit_spares()), 1)
         slots = max((joined.slots for joined in self.rack.trays.values()), default=1)
         self._asked += 1
-        one = Rented(
+        one = RentedRack(
             request=self._asked,
             trays=-(-missing // slots),
             asked_ms=at_ms,
@@ -117,7 +117,7 @@ class Acquiring:
                 self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
                 self.out.emit(ReleaseRack(request=event.request, because="it comes too late"))
             return
-        if one.stage is not Stage.ASKED:
+        if one.stage is not RackStage.ASKED:
             self._say(f"the provider says once more that {one} is there: that is ignored")
             return
         trays = tuple(dict.fromkeys(event.trays))
@@ -127,7 +127,7 @@ class Acquiring:
             self._fail(one, f"the provider says that it is {what}", event.at_ms)
         else:
             one.named = trays
-            self._enter(one, Stage.DELIVERED, self.config.rack_join_ms, event.at_ms)
+            self._enter(one, RackStage.DELIVERED, self.config.rack_join_ms, event.at_ms)
             self._look_whether_joined(one, event.at_ms)
         self.facts.add(SlotFreed())
 
@@ -137,7 +137,7 @@ class Acquiring:
         because = one_line(event.because)
         if one is None:
             self._say(f"rack {event.request}, which is not wanted any more: {because}")
-        elif one.stage in (Stage.ASKED, Stage.DELIVERED):
+        elif one.stage in (RackStage.ASKED, RackStage.DELIVERED):
             what = "the provider failed" if event.failed else "the provider refused it"
             self._fail(one, f"{what}: {because}", event.at_ms, release=event.failed)
             self.facts.add(SlotFreed())
@@ -148,14 +148,14 @@ class Acquiring:
         """Let ranks leave the trays of a rack that the provider takes back."""
         one = self.rented.get(event.request)
         because = f"the provider takes it back ({one_line(event.because)})"
-        if one is None or one.stage is Stage.LEAVING:
+        if one is None or one.stage is RackStage.LEAVING:
             return
         going = [tray for tray in event.trays or one.named if tray in one.named]
         if len(going) < len(one.named) and not going:
             self._say(f"the provider takes back what {one} does not have: {', '.join(event.trays)}")
             return
         all_of_it = all(tray in going or tray in self.rack.departing for tray in one.named)
-        if all_of_it and one.stage is not Stage.SERVING:
+        if all_of_it and one.stage is not RackStage.SERVING:
             self._fail(one, because, event.at_ms)
         elif all_of_it:
             self._leave(one, because, event.at_ms, even_if_last=True)
@@ -169,15 +169,15 @@ class Acquiring:
         if tray in self._unwanted:
             self._send_away((tray,), self._unwanted[tray], at_ms)
         for one in self.rented.values():
-            if tray in one.named and one.stage is Stage.DELIVERED:
+            if tray in one.named and one.stage is RackStage.DELIVERED:
                 self._look_whether_joined(one, at_ms)
 
     def tray_lost(self, tray: TrayId, at_ms: int) -> None:
         """Handle the loss of a rented tray."""
         for one in list(self.rented.values()):
-            if tray not in one.named or one.stage is Stage.DELIVERED or self._living(one):
+            if tray not in one.named or one.stage is RackStage.DELIVERED or self._living(one):
                 continue
-            if one.proved or one.stage is Stage.LEAVING:
+            if one.proved or one.stage is RackStage.LEAVING:
                 self._release(one, "its trays are gone", at_ms, gone=True)
             else:
                 self._fail(one, "it was lost before it was of use", at_ms)
@@ -188,16 +188,16 @@ class Acquiring:
         if one is None or self.world.phase is Phase.ENDING:
             return
         if one.stage.value == stage:
-            if one.stage is Stage.ASKED:
+            if one.stage is RackStage.ASKED:
                 timeout_s = self.config.acquire_timeout_ms / 1e3
                 self._fail(one, f"it did not come within {timeout_s:g} s (--acquire-timeout)", at_ms)
-            elif one.stage is Stage.DELIVERED and (joined := self._living(one)):
+            elif one.stage is RackStage.DELIVERED and (joined := self._living(one)):
                 self._say(f"of {one} {len(joined)} of {len(one.named)} trays have joined")
-                self._enter(one, Stage.JOINED, self.config.join_timeout_ms, at_ms)
-            elif one.stage is Stage.DELIVERED:
+                self._enter(one, RackStage.JOINED, self.config.join_timeout_ms, at_ms)
+            elif one.stage is RackStage.DELIVERED:
                 join_s = self.config.rack_join_ms / 1e3
                 self._fail(one, f"it was delivered, and none of its trays joined within {join_s:g} s", at_ms)
-            elif one.stage is Stage.JOINED:
+            elif one.stage is RackStage.JOINED:
                 start_s = self.config.join_timeout_ms / 1e3
                 self._fail(one, f"none of its workers was ready within {start_s:g} s", at_ms)
         self.facts.add(SlotFreed())
@@ -212,12 +212,12 @@ class Acquiring:
             return  # nothing has changed since the last look
         self._looked = now
         for one in list(self.rented.values()):
-            if one.stage in (Stage.JOINED, Stage.SERVING) and self._is_useless(one):
+            if one.stage in (RackStage.JOINED, RackStage.SERVING) and self._is_useless(one):
                 self._failed = one.failed
                 self._fail(one, f"it is of no use: {self._against(one)}", at_ms)
                 self.facts.add(SlotFreed())
-            elif one.stage is Stage.JOINED and self._has_begun(one):
-                one.enter(Stage.SERVING)
+            elif one.stage is RackStage.JOINED and self._has_begun(one):
+                one.enter(RackStage.SERVING)
             if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
                 one.proved, self._failed = True, 0
         if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.world.ending():
@@ -254,21 +254,21 @@ class Acquiring:
         taken = [record for record in going if tray_of(record.worker.slot) in self.rack.departing]
         short = len(taken) - len(self.rack.fit_spares())
         if self.world.size >= self.world.most and self._own_suffices():
-            serving = [len(self._members(one)) for one in self.rented.values() if one.stage is Stage.SERVING]
+            serving = [len(self._members(one)) for one in self.rented.values() if one.stage is RackStage.SERVING]
             short = max(short, self._leaving() + max(serving, default=0) - self._own_spares(ready=False))
         return max(short, 0)
 
     def _leaving(self) -> int:
         """Return how many ranks still have to leave racks that go."""
-        return sum(len(self._members(one)) for one in self.rented.values() if one.stage is Stage.LEAVING)
+        return sum(len(self._members(one)) for one in self.rented.values() if one.stage is RackStage.LEAVING)
 
     def _look_whether_needed(self, at_ms: int) -> None:
         """Give back racks that are not needed any more. All ranks have workers."""
         for one in list(self.rented.values()):
-            if one.stage in (Stage.ASKED, Stage.DELIVERED):
+            if one.stage in (RackStage.ASKED, RackStage.DELIVERED):
                 self._say(f"{one} is not needed any more: every rank has a worker")
                 self._release(one, "every rank has a worker", at_ms)
-            elif one.stage is not Stage.LEAVING and self._own_suffices():
+            elif one.stage is not RackStage.LEAVING and self._own_suffices():
                 ranks, others = len(self._members(one)), self._leaving()
                 if ranks and (not allows(self.world.policy.rules, Rung.SWAP) or self._own_spares() < ranks + others):
                     continue
@@ -281,7 +281,7 @@ class Acquiring:
         own = [slot for slot in self.rack.slots() if tray_of(slot) not in rented and self.rack.usable(slot)]
         return len(own) >= max(self.world.most, self.world.size) + self.world.spares
 
-    def _members(self, one: Rented) -> list[WorkerRecord]:
+    def _members(self, one: RentedRack) -> list[WorkerRecord]:
         """Return the members on a rack."""
         return [record for record in self.world.members.values() if tray_of(record.worker.slot) in one.named]
 
@@ -294,45 +294,45 @@ class Acquiring:
         return {tray for one in self.rented.values() for tray in one.named}
 
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _under_way(self, at_ms: int) -> Rented | None:
+    def _under_way(self, at_ms: int) -> RentedRack | None:
         """Return the rack that is waited for, or whose trays or workers are; None: none is."""
         for one in self.rented.values():
-            if one.stage is Stage.LEAVING or at_ms >= one.until_ms:
+            if one.stage is RackStage.LEAVING or at_ms >= one.until_ms:
                 continue
-            if one.stage is not Stage.SERVING or self._still_starts(one):
+            if one.stage is not RackStage.SERVING or self._still_starts(one):
                 return one
         return None
 
-    def _enter(self, one: Rented, stage: Stage, for_ms: int, at_ms: int) -> None:
+    def _enter(self, one: RentedRack, stage: RackStage, for_ms: int, at_ms: int) -> None:
         one.enter(stage)
         self._set_limit(one, for_ms, at_ms)
 
-    def _set_limit(self, one: Rented, for_ms: int, at_ms: int) -> None:
+    def _set_limit(self, one: RentedRack, for_ms: int, at_ms: int) -> None:
         one.until_ms = at_ms + for_ms
         self.out.emit(SetTimer(timer=RackStageOver(one.request, one.stage.value), at_ms=one.until_ms))
 
-    def _look_whether_joined(self, one: Rented, at_ms: int) -> None:
+    def _look_whether_joined(self, one: RentedRack, at_ms: int) -> None:
         if all(tray in self.rack.trays for tray in one.named):
             slots = sum(self.rack.trays[tray].slots for tray in one.named)
             size = "" if len(one.named) == one.trays else f"; {one.trays} trays were asked for"
             self._say(f"{one} is there: {', '.join(one.named)}, {slots} {'slot' if slots == 1 else 'slots'}{size}")
-            self._enter(one, Stage.JOINED, self.config.join_timeout_ms, at_ms)
+            self._enter(one, RackStage.JOINED, self.config.join_timeout_ms, at_ms)
 
-    def _living(self, one: Rented) -> list[TrayId]:
+    def _living(self, one: RentedRack) -> list[TrayId]:
         return [tray for tray in one.named if tray in self.rack.trays]
 
-    def _slots(self, one: Rented) -> list[SlotId]:
+    def _slots(self, one: RentedRack) -> list[SlotId]:
         return [slot_id(tray, at) for tray in self._living(one) for at in range(self.rack.trays[tray].slots)]
 
-    def _still_starts(self, one: Rented) -> bool:
+    def _still_starts(self, one: RentedRack) -> bool:
         there = [self.rack.occupants.get(slot) for slot in self._slots(one) if self.rack.usable(slot)]
         return any(record is None or record.state is WorkerState.STARTING for record in there)
 
-    def _has_begun(self, one: Rented) -> bool:
+    def _has_begun(self, one: RentedRack) -> bool:
         there = [self.rack.occupants.get(slot) for slot in self._slots(one)]
         return any(record is not None and record.alive and record.state is not WorkerState.STARTING for record in there)
 
-    def _is_useless(self, one: Rented) -> bool:
+    def _is_useless(self, one: RentedRack) -> bool:
         """Return whether no worker is on the rack and none can start there. Quarantined slots are not waited for,
         because the rack costs money."""
         return not any(
@@ -342,12 +342,12 @@ class Acquiring:
             for slot in self._slots(one)
         )
 
-    def _against(self, one: Rented) -> str:
+    def _against(self, one: RentedRack) -> str:
         quarantined = [slot for slot in self._slots(one) if self.rack.quarantined(slot)]
         lost = f"its workers fail ({self.rack.last_spare_loss})" if quarantined and self.rack.last_spare_loss else ""
         return lost or "none of its slots can be used"
 
-    def _fail(self, one: Rented, why: str, at_ms: int, *, release: bool = True) -> None:
+    def _fail(self, one: RentedRack, why: str, at_ms: int, *, release: bool = True) -> None:
         """Give up a rack, and count the failure."""
         self._failed += 1
         self._last = f"{one}: {why}"
@@ -356,14 +356,14 @@ class Acquiring:
         self._say(f"{one} came to nothing: {why}")
         self._release(one, why, at_ms, told=release)
 
-    def _leave(self, one: Rented, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
+    def _leave(self, one: RentedRack, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
         """Let ranks leave a rack; then its trays leave, and it is released."""
-        one.enter(Stage.LEAVING)
+        one.enter(RackStage.LEAVING)
         self._send_away(one.named, because, at_ms, even_if_last=even_if_last)
         if not self._living(one):
             self._release(one, "its trays are gone", at_ms, gone=True)
 
-    def _release(self, one: Rented, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
+    def _release(self, one: RentedRack, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
         """Release a rack. ``gone``: none of its trays is left or will come."""
         del self.rented[one.request]
         self._over[one.request] = one.there

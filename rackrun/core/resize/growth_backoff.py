@@ -15,7 +15,7 @@ from rackrun.protocol.commands import Notice, SetTimer, Worker
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.protocol.timers import GrowthDue
 
-__all__ = ["PAUSE_MS", "PAUSE_MS_MAX", "PROVEN_STEPS", "Growth"]
+__all__ = ["PAUSE_MS", "PAUSE_MS_MAX", "PROVEN_STEPS", "GrowthBackoff"]
 
 PAUSE_MS, PAUSE_MS_MAX = 10_000, 3_600_000
 """Milliseconds until the next attempt after the first failed one, and the longest time. Each failure doubles it."""
@@ -24,7 +24,7 @@ PROVEN_STEPS = 3
 
 
 @dataclass(slots=True)
-class Growth:
+class GrowthBackoff:
     """Counts failed attempts to grow."""
 
     out: Outbox

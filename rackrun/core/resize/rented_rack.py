@@ -9,10 +9,10 @@ from enum import Enum
 from rackrun.core.members.transitions import check_transition
 from rackrun.protocol.ids import TrayId
 
-__all__ = ["STAGES", "Rented", "Stage"]
+__all__ = ["STAGES", "RentedRack", "RackStage"]
 
 
-class Stage(Enum):
+class RackStage(Enum):
     """Stage of a rack. `STAGES` says which may follow which; from each the rack may also be released."""
 
     ASKED = "asked"
@@ -22,19 +22,19 @@ class Stage(Enum):
     LEAVING = "leaving"
 
 
-STAGES: Mapping[Stage, tuple[Stage, ...]] = {
-    Stage.ASKED: (Stage.DELIVERED,),
-    Stage.DELIVERED: (Stage.JOINED,),
-    Stage.JOINED: (Stage.SERVING, Stage.LEAVING),
-    Stage.SERVING: (Stage.LEAVING,),
-    Stage.LEAVING: (),
+STAGES: Mapping[RackStage, tuple[RackStage, ...]] = {
+    RackStage.ASKED: (RackStage.DELIVERED,),
+    RackStage.DELIVERED: (RackStage.JOINED,),
+    RackStage.JOINED: (RackStage.SERVING, RackStage.LEAVING),
+    RackStage.SERVING: (RackStage.LEAVING,),
+    RackStage.LEAVING: (),
 }
 """The transition table of a rack: it is asked for, delivered, its trays join, one of its workers is ready, and it is
 given back."""
 
 
 @dataclass(slots=True)
-class Rented:
+class RentedRack:
     """One rack, from the request until it is released."""
 
     request: int
@@ -46,12 +46,12 @@ class Rented:
     """Trays that had joined before the request. None of them can be part of the rack."""
     failed: int
     """Number of consecutive failed requests before this one."""
-    stage: Stage = Stage.ASKED
+    stage: RackStage = RackStage.ASKED
     named: tuple[TrayId, ...] = ()
     proved: bool = False
     """Whether one of its workers was ready while all trained, or trained with them."""
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: RackStage) -> None:
         """Enter a stage. Raises `InvalidTransition` if it cannot follow the present one."""
         check_transition(str(self), self.stage, stage, STAGES)
         self.stage = stage

@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rackrun.core.generation.old_world import OldWorld
-from rackrun.core.generation.restore_sources import Sources
+from rackrun.core.generation.restore_sources import RestoreSources
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.core.placement import mesh_resize
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.core.placement.seating import Seating
-from rackrun.core.resize.growth_backoff import Growth
+from rackrun.core.resize.growth_backoff import GrowthBackoff
 from rackrun.protocol.ids import Position, Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
@@ -44,9 +44,9 @@ class Resizing:
     world: World
     rack: RackMachine
     seating: Seating
-    sources: Sources
+    sources: RestoreSources
     classes: dict[Rank, str]
-    growth: Growth
+    growth: GrowthBackoff
 
     # -- shrink ----------------------------------------------------------------------------------------------------
     def why_not_shrink(self, committed: Position, gate: tuple[float, ...], leaving: Collection[Rank] = ()) -> str:

@@ -7,33 +7,33 @@ from dataclasses import dataclass
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
-from rackrun.core.policy.measured_costs import Meter
-from rackrun.core.resize.acquiring import Acquiring
+from rackrun.core.policy.measured_costs import CostMeter
+from rackrun.core.resize.acquiring import RackAcquisition
 from rackrun.protocol.commands import SetTimer, StartWorker
 from rackrun.protocol.ids import SlotId, tray_of
 from rackrun.protocol.timers import CalmOver
 
-__all__ = ["CALM_MS_MAX", "CALM_STEPS", "Background"]
+__all__ = ["CALM_MS_MAX", "CALM_STEPS", "SpareTopUp"]
 
 CALM_STEPS, CALM_MS_MAX = 2, 5_000
 """Number of steps after a recovery, and longest time in milliseconds, in which no spare is started."""
 
 
 @dataclass(slots=True)
-class Background:
+class SpareTopUp:
     """Starts spares in the background."""
 
     world: World
     rack: RackMachine
-    acquiring: Acquiring
-    meter: Meter
+    acquiring: RackAcquisition
+    cost_meter: CostMeter
     out: Outbox
     _calm_ms: int = 0
     """Time until which no spare starts."""
 
     def rest(self, at_ms: int) -> None:
         """Start no spare beside the first steps, because all compute again."""
-        first_steps_ms = round((self.meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
+        first_steps_ms = round((self.cost_meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
         self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
         if self._calm_ms > at_ms:
             self.out.emit(SetTimer(timer=CalmOver(self.world.generation), at_ms=self._calm_ms))

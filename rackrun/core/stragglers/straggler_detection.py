@@ -31,7 +31,7 @@ import numpy.typing as npt
 from rackrun.protocol.events import SlowRank
 from rackrun.protocol.ids import Rank, SlotId
 
-__all__ = ["Limits", "Seat", "Stragglers", "Verdict"]
+__all__ = ["Limits", "RankPlace", "Stragglers", "StragglerVerdict"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -60,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     reasons."""
 
 
-class Seat(NamedTuple):
+class RankPlace(NamedTuple):
     """The slot of a rank, the incarnation of its worker, and its group."""
 
     slot: SlotId
@@ -69,7 +69,7 @@ class Seat(NamedTuple):
     """Ranks of one group do the same work."""
 
 
-class Verdict(NamedTuple):
+class StragglerVerdict(NamedTuple):
     """The slow ranks, and whether the whole world is slower than before."""
 
     slow: tuple[SlowRank, ...]
@@ -110,7 +110,7 @@ class Stragglers:
     committed undisturbed."""
 
     limits: Limits = field(default_factory=Limits)
-    _seats: list[Seat] = field(default_factory=list)
+    _seats: list[RankPlace] = field(default_factory=list)
     _windows: _Windows = field(default_factory=lambda: _Windows.empty(0, 0))
     _past: Floats = field(default_factory=lambda: np.zeros(0))
     """Best window median of each rank; NaN: none yet."""
@@ -121,9 +121,9 @@ class Stragglers:
     _row: Floats = field(default_factory=lambda: np.zeros(0))
     _row_s: float = 0.0
     _row_steps: int = 0
-    _told: Verdict = field(default_factory=lambda: Verdict((), 0.0))
+    _told: StragglerVerdict = field(default_factory=lambda: StragglerVerdict((), 0.0))
 
-    def world(self, seats: Sequence[Seat]) -> None:
+    def world(self, seats: Sequence[RankPlace]) -> None:
         """Begin a generation with these seats.
 
         A rank that stays keeps its past. If the world's size has changed, no rank keeps it.
@@ -141,7 +141,7 @@ class Stragglers:
         self._settling = self.limits.settle
         self._begin_row()
 
-    def step(self, own: Sequence[float], seconds: float) -> Verdict | None:
+    def step(self, own: Sequence[float], seconds: float) -> StragglerVerdict | None:
         """Add a step; return the new verdict if it has changed, else None.
 
         ``own``: each rank's own time, as if all had had the same amount of work. ``seconds``: the step's time, in the
@@ -179,7 +179,7 @@ class Stragglers:
         behind = (times >= limits.row_times) & (own - peers >= limits.cost * self._row_s)
         self._windows.add(own / self._row_steps, times, behind, noise)
 
-    def _judge(self) -> Verdict | None:
+    def _judge(self) -> StragglerVerdict | None:
         limits, windows = self.limits, self._windows
         now, times = _medians(windows.own), _medians(windows.times)
         usual_peers = _medians(windows.own / windows.times)
@@ -196,7 +196,7 @@ class Stragglers:
         self._past[whole] = np.fmin(past, now)[whole]
         self._slow = slow
         found = tuple(self._described(rank, now, times, past, hits) for rank in np.flatnonzero(slow).tolist())
-        verdict = Verdict(found, self._compare_with_past(whole))
+        verdict = StragglerVerdict(found, self._compare_with_past(whole))
         if self._is_known(verdict) and bool(verdict.everybody) == bool(self._told.everybody):
             return None
         self._told = verdict
@@ -219,7 +219,7 @@ class Stragglers:
         self._everybody = high >= limits.all_as_before * past if self._everybody else low >= limits.all_slower * past
         return round(usual / past, 2) if self._everybody else 0.0
 
-    def _is_known(self, verdict: Verdict) -> bool:
+    def _is_known(self, verdict: StragglerVerdict) -> bool:
         """Return whether the same ranks were slow before, and about as slow, or are recovering."""
         known, limits = {(one.rank, one.slot): one.times for one in self._told.slow}, self.limits
         now = {(one.rank, one.slot): one.times for one in verdict.slow}

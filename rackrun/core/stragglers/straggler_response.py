@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 from rackrun.core.generation.facts import Facts, HardwareChanged
 from rackrun.core.generation.outbox import Outbox
-from rackrun.core.members.gpu_fitness import Devices
+from rackrun.core.members.gpu_fitness import GpuFitness
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import SlowRank, SlowRanksChanged
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 
-__all__ = ["SWAPS_MAX", "WITHIN_MS", "Slowness"]
+__all__ = ["SWAPS_MAX", "WITHIN_MS", "StragglerResponse"]
 
 SWAPS_MAX = 3
 """Largest number of swaps within `WITHIN_MS`."""
@@ -34,11 +34,11 @@ WITHIN_MS = 3_600_000
 
 
 @dataclass(slots=True)
-class Slowness:
+class StragglerResponse:
     """Reports slow ranks and chooses those to replace."""
 
     config: JobConfig
-    devices: Devices
+    devices: GpuFitness
     out: Outbox
     facts: Facts
     _slow: dict[Rank, SlowRank] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import TextIO
 
-from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.shell.driver import Status
 from rackrun.protocol.wire import Logged
 
@@ -39,7 +39,7 @@ class Screen:
     def line(self, text: str, logged: Logged) -> None:  # noqa: ARG002 - for observers that want the values
         self._queue.put(("out", text))
 
-    def recovered(self, recovery: Recovery) -> None:
+    def recovered(self, recovery: RecoveryRecord) -> None:
         if not self._quiet:
             self.say(recovery.line())
 
