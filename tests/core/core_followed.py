@@ -31,10 +31,10 @@ class FollowedCore(ControlPlane):
     def handle(self, event: Event) -> Sequence[Command]:
         commands = super().handle(event)
         if isinstance(event, EVENTS):
-            self.past.heard(event)
+            self.past.apply_event(event)
         for command in commands:
             if isinstance(command, COMMANDS):
-                self.past.told(command, event.at_ms)
+                self.past.apply_command(command, event.at_ms)
         self.notices += [command.text for command in commands if isinstance(command, Notice)]
         if self.view().phase in IN_PLACE:
             self._compare(self.view(), resumed=any(isinstance(one, ResumeGeneration) for one in commands))

@@ -416,7 +416,7 @@ def test_a_repair_is_from_the_loss_of_a_tray_until_it_is_back() -> None:
         TrayLost(tray=TrayId("a"), because="lease lapsed", at_ms=1_000),
         msgspec.structs.replace(joined, at_ms=61_000),
     ):
-        meter.heard(event)
+        meter.measure_event(event)
     assert meter.costs(0).repair_s == 60.0
 
 

@@ -20,7 +20,7 @@ def told(*events: WorkerReady) -> list[str]:
     out = Outbox()
     notices = NumericsNotices(out)
     for event in events:
-        notices.heard(event)
+        notices.compare(event)
     return [command.text for command in out.take() if isinstance(command, Notice)]
 
 

@@ -229,8 +229,8 @@ def test_another_batch_is_told_once() -> None:
         rule="linear",
     )
     for slot in ("a/0", "a/1", "a/2"):
-        notices.heard(msgspec.structs.replace(event, slot=SlotId(slot)))
-    notices.heard(msgspec.structs.replace(event, step=Step(20), batch=32, factor=0.8, target=1.0))
+        notices.report(msgspec.structs.replace(event, slot=SlotId(slot)))
+    notices.report(msgspec.structs.replace(event, step=Step(20), batch=32, factor=0.8, target=1.0))
     assert [notice.text for notice in out.take()] == [  # type: ignore[union-attr]
         "from step 12 on the global batch is 24 of 32 samples, and learning rates are multiplied by 0.75 (linear)",
         "from step 20 on the global batch is 32 of 32 samples, and learning rates are multiplied by 1 (linear), rising from 0.8",

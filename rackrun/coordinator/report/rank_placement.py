@@ -199,13 +199,13 @@ def read_whereabouts(path: Path) -> Whereabouts:
             names,
         ):
             if kind == "event":
-                past.heard(_events.decode(as_of_today(body)))
+                past.apply_event(_events.decode(as_of_today(body)))
             elif name == "ResumeGeneration":
                 resume = resume_of(body)
                 whys[resume.plan.generation] = resume.because
-                past.told(resume, at_ms)
+                past.apply_command(resume, at_ms)
             else:
-                past.told(_commands.decode(body), at_ms)
+                past.apply_command(_commands.decode(body), at_ms)
         past.finish()
         for (body,) in connection.execute("SELECT body FROM recoveries ORDER BY generation"):
             recovery = msgspec.json.decode(body, type=RecoveryRecord)

@@ -83,14 +83,8 @@ class Corruption:
     _tried: int = 0
     """Number of ranks that were replaced on suspicion."""
 
-    def heard(self, event: ReplicasDiffer | LossNotRepeated, record: WorkerRecord) -> None:
-        """Handle a report; ``record`` is the worker that sent it."""
-        if isinstance(event, ReplicasDiffer):
-            self._differ(event)
-        elif record.rank is not None:
-            self._not_repeated(event, record.rank)
-
-    def _differ(self, event: ReplicasDiffer) -> None:
+    def replicas_differ(self, event: ReplicasDiffer) -> None:
+        """Handle a report that replicas differ. All ranks report the same."""
         world = self.world
         if event.generation == self._heard:
             return
@@ -135,7 +129,8 @@ class Corruption:
         )
         self.end.stop(3, f"{_twice(event)}, and nobody can say which are right", remedy=remedy)
 
-    def _not_repeated(self, event: LossNotRepeated, rank: Rank) -> None:
+    def loss_not_repeated(self, event: LossNotRepeated, rank: Rank) -> None:
+        """Handle a report that a loss was not finite and was when it was computed once more."""
         what = f"rank {rank} on {event.slot}: its loss in step {event.at.step} was not finite, and was when computed once more"
         again = suspect_loss(event, self.rack.devices)
         self.out.emit(Notice(text=f"{what}; not for the first time, so the slot is on probation" if again else what))

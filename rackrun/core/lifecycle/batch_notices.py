@@ -19,7 +19,7 @@ class BatchNotices:
     out: Outbox
     _told: dict[tuple[Step, int], None] = field(default_factory=dict)
 
-    def heard(self, event: BatchChanged) -> None:
+    def report(self, event: BatchChanged) -> None:
         """Handle a report. Every rank sends one, and sends it again if the step is repeated."""
         if (event.step, event.batch) in self._told:
             return

@@ -55,7 +55,7 @@ class WorldForming:
             self.out.emit(Notice(text=f"{event.tray} is not used: {error}"))
             self.rack.devices.refuse(event.tray, event.slots, error.what)
 
-    def look(self, at_ms: int) -> None:
+    def form_if_possible(self, at_ms: int) -> None:
         """Try to form the world again, because a GPU has become fit or unfit."""
         if self._waits:
             self._form(at_ms)

@@ -29,7 +29,7 @@ class NumericsNotices:
     _whose: SlotId | None = None
     _told: dict[str, None] = field(default_factory=dict)
 
-    def heard(self, event: WorkerReady) -> None:
+    def compare(self, event: WorkerReady) -> None:
         """Compare a worker's numerics, whether it is a rank or a spare. Each difference is reported once."""
         if not event.numerics:
             return

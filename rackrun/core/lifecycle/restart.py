@@ -53,7 +53,7 @@ class Restart:
         for record in [record for record in self.rack.occupants.values() if record.alive]:
             self.out.emit(self.rack.fence(record, "the world starts again", swept_along=True))
         self.out.emit(SetTimer(timer=ExitsOver(world.generation), at_ms=at_ms + self.config.join_timeout_ms))
-        self.look()
+        self.launch_if_possible()
 
     def early(self, because: str, losses: Sequence[Loss], at_ms: int) -> None:
         """Restart without a decision, because no rank has computed a step or the script does not report steps."""
@@ -61,7 +61,7 @@ class Restart:
             self._tell(because, losses)
         self.begin(because, losses[0] if losses else None, at_ms)
 
-    def look(self) -> None:
+    def launch_if_possible(self) -> None:
         """Launch the world if all workers have exited and there are slots. Called when a worker has exited or hardware
         has come."""
         if self.rack.occupants:

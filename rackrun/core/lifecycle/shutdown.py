@@ -48,7 +48,7 @@ class Shutdown:
     _idle: PeerTimes = field(default_factory=PeerTimes)
     """Reports of released ranks that show no sign of life."""
 
-    def look(self, at_ms: int) -> None:
+    def release_if_finished(self, at_ms: int) -> None:
         """Release all workers if every rank has finished."""
         world = self.world
         if world.phase is not Phase.TRAINING or world.awaited:
@@ -117,7 +117,7 @@ class Shutdown:
     def retired(self, losses: Sequence[Loss], at_ms: int) -> None:
         """Handle ranks that had finished and have exited while others still train."""
         self._tell_gone(losses)
-        self.look(at_ms)
+        self.release_if_finished(at_ms)
         if self.world.phase is Phase.ENDING:
             self._look_for_the_end()
 

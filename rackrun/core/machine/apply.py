@@ -89,7 +89,7 @@ def apply(job: CoreParts, event: Event) -> bool:
     record = job.rack.current(event) if isinstance(event, OfWorker) else None
     if _is_stale(job, event, record):
         return False
-    job.cost_meter.heard(event)
+    job.cost_meter.measure_event(event)
     if record is None:
         job.recovery.forget_members()
         APPLY[type(event)](job, event)
@@ -184,7 +184,7 @@ def _paused(job: CoreParts, record: WorkerRecord, event: WorkerPaused) -> None:
 
 @_on_worker(WorkerReady)
 def _ready(job: CoreParts, record: WorkerRecord, event: WorkerReady) -> None:
-    job.numerics.heard(event)
+    job.numerics.compare(event)
     job.beginning.ready(record, event, event.at_ms)
 
 
@@ -204,7 +204,7 @@ def _finished(job: CoreParts, record: WorkerRecord, event: WorkerFinished) -> No
         settle(job, event.at_ms)
     elif job.world.phase is Phase.TRAINING:
         job.world.answered(record.rank)
-    job.shutdown.look(event.at_ms)
+    job.shutdown.release_if_finished(event.at_ms)
 
 
 @_on_worker(WorkerExited)
@@ -264,17 +264,18 @@ def _busy(job: CoreParts, record: WorkerRecord, event: WorkerBusy) -> None:
 
 @_on_worker(BatchChanged)
 def _batch_changed(job: CoreParts, record: WorkerRecord, event: BatchChanged) -> None:  # noqa: ARG001
-    job.batches.heard(event)
+    job.batches.report(event)
 
 
 @_on_worker(ReplicasDiffer)
-def _replicas_differ(job: CoreParts, record: WorkerRecord, event: ReplicasDiffer) -> None:
-    job.corruption.heard(event, record)
+def _replicas_differ(job: CoreParts, record: WorkerRecord, event: ReplicasDiffer) -> None:  # noqa: ARG001
+    job.corruption.replicas_differ(event)
 
 
 @_on_worker(LossNotRepeated)
 def _loss_not_repeated(job: CoreParts, record: WorkerRecord, event: LossNotRepeated) -> None:
-    job.corruption.heard(event, record)
+    if record.rank is not None:
+        job.corruption.loss_not_repeated(event, record.rank)
 
 
 # -- snapshots ---------------------------------------------------------------------------------------------------------
@@ -371,9 +372,9 @@ def _breaker_closed(job: CoreParts, event: BreakerClosed) -> None:
 
 @_on(SlowRanksChanged)
 def _slow_ranks_changed(job: CoreParts, event: SlowRanksChanged) -> None:
-    job.straggler_response.heard(event, job.world.seats)
+    job.straggler_response.report(event, job.world.seats)
     settle(job, event.at_ms)  # a swap that begins now ends the generation, and no shares are dealt
-    job.shifting.heard(event)
+    job.shifting.measure(event)
 
 
 # -- operators, policy and provider ------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class ControlPlane:
             advance(job, event.at_ms)
         commands = job.out.take()
         if commands:
-            job.cost_meter.told(commands, event.at_ms)
+            job.cost_meter.measure_commands(commands, event.at_ms)
         return commands
 
     def view(self) -> View:

@@ -139,7 +139,7 @@ class Hindsight:
         self.straggler_response = StragglerResponse(self.config, self.rack.devices, self._out, self._facts)
 
     # -- what happened
-    def heard(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         """Apply an event."""
         if self.over is not None:
             return
@@ -191,7 +191,7 @@ class Hindsight:
                 self.triage.close_breaker(event.at_ms)
                 self.straggler_response.close_breaker(self.seats, event.at_ms)
             case SlowRanksChanged() if event.generation == self.generation:
-                self.straggler_response.heard(event, self.seats)
+                self.straggler_response.report(event, self.seats)
             case SlowRanksChanged():
                 pass
 
@@ -226,7 +226,7 @@ class Hindsight:
             if self.generation:
                 self._learn_late(joined)
 
-    def told(self, command: Command, at_ms: int) -> None:
+    def apply_command(self, command: Command, at_ms: int) -> None:
         """Apply a command that the core emitted at ``at_ms``."""
         match command:
             case StartWorker():

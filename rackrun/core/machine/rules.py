@@ -76,13 +76,13 @@ def _use_slots(job: CoreParts, fact: SlotFreed, at_ms: int) -> None:  # noqa: AR
     """Let whatever waits for a slot continue."""
     match job.world.phase:
         case Phase.FORMING:
-            job.forming.look(at_ms)
+            job.forming.form_if_possible(at_ms)
         case Phase.TRAINING:
             job.spare_top_up.top_up(at_ms)
         case Phase.PARKING:
             job.recovery.decide(at_ms)
         case Phase.RESTARTING:
-            job.restart.look()
+            job.restart.launch_if_possible()
         case _:
             pass
 
@@ -96,7 +96,7 @@ def _look_again(job: CoreParts, fact: HardwareChanged, at_ms: int) -> None:  # n
 @_on(SwapDue)
 def _begin_swap(job: CoreParts, fact: SwapDue, at_ms: int) -> None:  # noqa: ARG001
     if job.world.stopping is None:
-        job.swap.look(at_ms)
+        job.swap.pause_if_due(at_ms)
 
 
 @_on(SlotsNeeded)
@@ -167,10 +167,10 @@ def _train(job: CoreParts, fact: AllTrain, at_ms: int) -> None:  # noqa: ARG001
     job.spare_top_up.rest(at_ms)
     job.spare_top_up.top_up(at_ms)
     job.shutdown.drain()
-    job.shutdown.look(at_ms)
+    job.shutdown.release_if_finished(at_ms)
     if job.world.stopping is None:
-        job.swap.look(at_ms)
-    job.shifting.look()
+        job.swap.pause_if_due(at_ms)
+    job.shifting.deal()
     job.recovery.stalls.judge()
 
 
@@ -191,21 +191,21 @@ def _wake_breaker(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
 
 def _follow_racks(job: CoreParts, at_ms: int) -> None:
     if job.acquiring.rented:
-        job.acquiring.look(at_ms)
+        job.acquiring.advance(at_ms)
 
 
 def _follow_requests(job: CoreParts, at_ms: int) -> None:
-    if job.operator_requests.under_way and job.operator_requests.look(at_ms):
+    if job.operator_requests.under_way and job.operator_requests.advance(at_ms):
         job.facts.add(SwapDue())
 
 
 def _follow_sizes(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
     if job.resize_requests.under_way is not None:
-        job.resize_requests.look()
+        job.resize_requests.answer_if_done()
 
 
 def _kill_condemned(job: CoreParts, at_ms: int) -> None:
-    job.recovery.fencing.look(at_ms)
+    job.recovery.fencing.kill_if_parked(at_ms)
 
 
 def _lift_quarantines(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001

@@ -57,7 +57,7 @@ class CostMeter:
     _waiting: dict[tuple[SlotId, Incarnation], None] = field(default_factory=dict)
     """Members of the plan that have not resumed yet."""
 
-    def heard(self, event: Event) -> None:
+    def measure_event(self, event: Event) -> None:
         """Measure from an event."""
         if type(event) not in _HEARD:
             return
@@ -82,7 +82,7 @@ class CostMeter:
             case _:
                 pass
 
-    def told(self, commands: Sequence[Command], at_ms: int) -> None:
+    def measure_commands(self, commands: Sequence[Command], at_ms: int) -> None:
         """Measure from the commands that the core emitted at ``at_ms``."""
         for command in commands:
             match command:

@@ -46,7 +46,7 @@ class Fencing:
     """Workers of ``_held`` whose timer is set."""
 
     def fence(self, record: WorkerRecord, because: str, *, fault: bool = False) -> None:
-        """Condemn a worker. It is killed at once, or later by `look` or `overdue`."""
+        """Condemn a worker. It is killed at once, or later by `kill_if_parked` or `overdue`."""
         waits = self._shares_memory(record)
         command = self.rack.fence(record, because, fault=fault)
         if not waits:
@@ -56,7 +56,7 @@ class Fencing:
         self._held[worker] = command
         self.out.emit(CondemnWorker(slot=worker.slot, incarnation=worker.incarnation, because=because, fault=fault))
 
-    def look(self, at_ms: int) -> None:
+    def kill_if_parked(self, at_ms: int) -> None:
         """Kill condemned workers if the wait for the others is over, else set their timers. Called whenever a worker
         parked or was lost, or the phase changed."""
         if not self._held:

@@ -48,7 +48,7 @@ class ParkedMembers:
         self._found = None
         self.missing = 0
 
-    def look(self) -> Prospect:
+    def evaluate(self) -> Prospect:
         """Return what the parked members' reports allow. Call it when all members have parked. It does not look at
         spares."""
         if self._found is None:

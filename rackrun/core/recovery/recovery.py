@@ -358,8 +358,8 @@ class Recovery:
         world = self.world
         if world.phase is not Phase.PARKING or self._gathering or world.awaited:
             return
-        self.fencing.look(at_ms)
-        found = self.parked_members.look()
+        self.fencing.kill_if_parked(at_ms)
+        found = self.parked_members.evaluate()
         state, lost = found.state, found.lost
         if (state is None or state.rollback is not None) and self._snapshots_owed():
             return

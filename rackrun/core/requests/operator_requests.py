@@ -168,7 +168,7 @@ class OperatorRequests:
                 self.replies.say(one.request, "done", f"{tray} has left before it was empty")
 
     # -- what becomes of it
-    def look(self, at_ms: int) -> bool:
+    def advance(self, at_ms: int) -> bool:
         """Advance all requests; return whether a pause may be due because of it. Called after every event."""
         world, snapshots = self.world, self.recovery.snapshots
         now = (self.rack.edition, world.generation, world.phase, world.elastic, len(snapshots.told))

@@ -47,7 +47,7 @@ class PlannedSwap:
     facts: Facts
     _paused: dict[Rank, None] = field(default_factory=dict)
 
-    def look(self, at_ms: int) -> None:
+    def pause_if_due(self, at_ms: int) -> None:
         """Pause all ranks if one should be replaced and a spare is ready, or if spares can join."""
         world = self.world
         if world.phase is not Phase.TRAINING or self.world.pausing == world.generation:

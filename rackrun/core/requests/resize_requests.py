@@ -112,7 +112,7 @@ class ResizeRequests:
         going = self.resizing.bound_to([rank for rank, record in there if record.worker in one.workers])
         return going or self.resizing.surplus(one.to)
 
-    def look(self) -> None:
+    def answer_if_done(self) -> None:
         """Answer the request if it is done. Called after every event."""
         one, world = self.under_way, self.world
         if one is None or world.phase is not Phase.TRAINING:

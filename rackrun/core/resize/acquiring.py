@@ -202,7 +202,7 @@ class RackAcquisition:
                 self._fail(one, f"none of its workers was ready within {start_s:g} s", at_ms)
         self.facts.add(SlotFreed())
 
-    def look(self, at_ms: int) -> None:
+    def advance(self, at_ms: int) -> None:
         """Advance rented racks to their next stage, and give back those that are not needed. Called after every
         event."""
         if not self.rented or self.world.phase in (Phase.ENDING, Phase.STOPPED):

@@ -46,7 +46,7 @@ class Shifting:
     _kept: tuple[str, str] = ("", "")
     """Which ranks are slow and keep their share, and why; reported once."""
 
-    def heard(self, event: SlowRanksChanged) -> None:
+    def measure(self, event: SlowRanksChanged) -> None:
         """Handle a report of slow ranks."""
         world = self.world
         if "shift" not in self.config.slow_ranks:
@@ -57,9 +57,9 @@ class Shifting:
             if one.rank in world.members and world.seats[one.rank] == one.slot
         }
         self._rest, self._meets, self._measured = event.rest, event.meets, world.size
-        self.look()
+        self.deal()
 
-    def look(self) -> None:
+    def deal(self) -> None:
         """Deal new shares if they differ from the present ones."""
         world = self.world
         if world.phase is not Phase.TRAINING or self.world.generation_ends:

@@ -50,7 +50,7 @@ class StragglerResponse:
     _open: bool = False
     """Whether the circuit breaker is open."""
 
-    def heard(self, event: SlowRanksChanged, seats: Mapping[Rank, SlotId]) -> None:
+    def report(self, event: SlowRanksChanged, seats: Mapping[Rank, SlotId]) -> None:
         """Handle a report of slow ranks in the generation of the latest plan, with its ``seats``."""
         if self.config.slow_ranks == "off":
             return
