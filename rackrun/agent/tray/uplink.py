@@ -21,6 +21,7 @@ from socket import SHUT_RDWR
 import aiohttp
 import msgspec
 
+from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.link.channel import frame
 from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, Numbered, Welcome
 from rackrun.protocol.agent_config import AgentConfig
@@ -29,7 +30,7 @@ from rackrun.protocol.events import Event
 from rackrun.protocol.versions import own_versions
 from rackrun.protocol.wire import PROTOCOL, decode_command
 
-__all__ = ["End", "Uplink", "Urgency"]
+__all__ = ["End", "Uplink"]
 
 _BATCH_S = 0.02
 _LOGGED_MAX = 10_000
@@ -40,14 +41,6 @@ _REFUSED = (400, 401, 403, 404, 409, 426)
 _TAKEN = 503
 """Status when another agent has the tray, which may be gone soon."""
 _LENGTH = struct.Struct("<I")
-
-
-class Urgency(Enum):
-    """How soon a message must be sent, and whether it may be dropped."""
-
-    NOW = "an event"
-    SOON = "telemetry that must arrive"
-    MAYBE = "telemetry that may be dropped in a flood, the oldest first"
 
 
 class End(Enum):

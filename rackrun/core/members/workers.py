@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rackrun.errors import InternalError
+from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import Worker
 from rackrun.protocol.events import Failure, WorkerExited, WorkerParked
 from rackrun.protocol.ids import Generation, Rank
 
-__all__ = ["TRANSITIONS", "InvalidTransition", "Loss", "Trigger", "WorkerRecord", "WorkerState", "why_exited"]
+__all__ = ["TRANSITIONS", "Loss", "Trigger", "WorkerRecord", "WorkerState", "why_exited"]
 
 STORY_MAX = 32
 """Number of transitions that a worker's story keeps: enough to explain an invalid one, and bounded in a run of
@@ -79,20 +79,6 @@ TRANSITIONS: Mapping[WorkerState, Mapping[Trigger, WorkerState]] = {
 """The transition table. The diagram in the documentation is drawn from it."""
 
 
-class InvalidTransition(InternalError):
-    """A worker was given a trigger that its state has no transition for. ``story`` lists the transitions that led
-    there."""
-
-    def __init__(self, record: WorkerRecord, trigger: Trigger) -> None:
-        worker = record.worker
-        story = " > ".join(record.story)
-        super().__init__(
-            f"{worker.slot} incarnation {worker.incarnation} is {record.state.value} and cannot {trigger.value} ({story})",
-            remedy="please report this, with the journal.",
-        )
-        self.story = tuple(record.story)
-
-
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
     """One incarnation of a worker, from its start to its exit. The rack owns it; the job gives it a rank."""
@@ -128,7 +114,8 @@ class WorkerRecord:
         try:
             state = TRANSITIONS[self.state][trigger]
         except KeyError:
-            raise InvalidTransition(self, trigger) from None
+            who = f"{self.worker.slot} incarnation {self.worker.incarnation}"
+            raise InvalidTransition(who, self.state, trigger, self.story) from None
         self.state = state
         steps = self._steps
         steps.append(f"{trigger} ({note})" if note else trigger)
