@@ -51,6 +51,8 @@ class SimCosts:
     """Silence of a process that gives no sign of life, after which it counts as stalled."""
     sever_s: float = 2.0
     """After this long, a worker whose collective has failed without a given reason reports it."""
+    grace_s: float = 10.0
+    """As `rackrun.protocol.agent_config.AgentConfig.grace_s`."""
     lease_s: float = 15.0
     orphan_s: float = 120.0
     """An agent without a coordinator ends itself after this long."""

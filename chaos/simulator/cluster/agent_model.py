@@ -1,28 +1,22 @@
-"""Model of a tray's agent: it starts and ends workers, reports their exits, and notices when it has lost the
-coordinator."""
+"""Model of a tray's agent: the agent's own machine, with models of its processes, its clock and its connection.
+
+What is started, killed, reported and passed on `rackrun.agent.tray.tray_machine` decides, as in a real agent.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
+import msgspec
+
+from rackrun.agent.tray import tray_facts as t
+from rackrun.agent.tray.tray_machine import TrayMachine
 from rackrun.chaos.simulator.base.ground_truth import must
 from rackrun.chaos.simulator.cluster.coordinator_model import Gone, Link
 from rackrun.chaos.simulator.cluster.worker_model import Process
-from rackrun.protocol.commands import (
-    BreakGeneration,
-    DealShards,
-    DismissTray,
-    DrainWorkers,
-    FenceWorker,
-    PauseWorkers,
-    Plan,
-    ReleaseWorkers,
-    ResumeGeneration,
-    StartWorker,
-    StopJob,
-)
+from rackrun.protocol.commands import Plan, Worker, WorkerCommand
 from rackrun.protocol.events import Event, TrayJoined
 from rackrun.protocol.ids import SlotId, TrayId
 
@@ -31,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent"]
 
-LEFT_IN_SLOT_MAX = 2
-"""The most workers that have ended whose snapshots are kept in one slot."""
 RETRY_S = 1.0
 
 
@@ -43,10 +35,11 @@ class Agent:
         self.sim, self.tray, self.slots = sim, tray, slots
         self.alive, self.own_pause = True, 0
         self.began_ns = sim.engine.now_ns
-        self.plan: Plan | None = None
+        self._machine = TrayMachine(tray, sim.costs.grace_s)
+        self._processes: dict[Worker, Process] = {}
+        """All that were started and not forgotten, dead ones too."""
         self.drift = 1 + sim.draw["clocks"].uniform(-1, 1) * sim.drift
         self.link: Link | None = None
-        self._slots: dict[SlotId, list[Process]] = {}
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._broken = 0
 
@@ -117,8 +110,8 @@ class Agent:
         if self.link is not None:
             self.link.up.send(event)
 
-    def hear(self, message: object) -> None:
-        self.do(self._obey, message)
+    def hear(self, command: WorkerCommand) -> None:
+        self.do(self._tell, t.CommandArrived(command))
 
     def look_at_link(self) -> None:
         """React to a change in whether pings are answered."""
@@ -178,56 +171,91 @@ class Agent:
             self.sim.coordinator.look_at(link)
         self.sim.stir()
 
+    # -- workers
+    @property
+    def plan(self) -> Plan | None:
+        """The latest plan."""
+        return self._machine.resume.plan if self._machine.resume is not None else None
+
     def processes(self) -> list[Process]:
-        return [process for slot in self._slots.values() for process in slot if process.alive]
-
-    # -- commands
-    def _obey(self, command: object) -> None:
-        match command:
-            case StartWorker():
-                self._start(command)
-            case FenceWorker():
-                for process in self._slots.get(command.slot, ()):
-                    if process.incarnation == command.incarnation and process.alive:
-                        process.end(signal=9)
-            case ResumeGeneration():
-                self.plan = command.plan
-                for member in command.plan.members:
-                    self._pass_on(member.slot, member.incarnation, command)
-            case BreakGeneration() | PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
-                for worker in command.workers:
-                    self._pass_on(worker.slot, worker.incarnation, command)
-            case DismissTray():
-                self.die()
-            case StopJob():
-                pass
-            case _:
-                raise AssertionError(command)
-
-    def _pass_on(self, slot: SlotId, incarnation: int, command: object) -> None:
-        for process in self._slots.get(slot, ()):
-            if process.incarnation == incarnation and process.alive:
-                process.told(command)
-
-    def _start(self, command: StartWorker) -> None:
-        slot = self._slots.setdefault(command.slot, [])
-        must(not any(process.alive for process in slot), f"two processes in {command.slot}")
-        left = [process for process in slot if self.sim.memory.of(self.tray, process.owner)]
-        for process in left[:-LEFT_IN_SLOT_MAX]:
-            self.sim.memory.forget_owner(self.tray, process.owner)
-        slot[:] = left[-LEFT_IN_SLOT_MAX:]
-        process = Process(self, command)
-        slot.append(process)
-        self.sim.born(process)
-        process.start()
-
-    def tell_exit(self, event: Event) -> None:
-        costs = self.sim.costs
-        late_s = self.sim.draw["exits"].random() if self.sim.buggify("agent: an exit is seen late") else 0.0
-        self.later(costs.of(costs.see_exit_s, self.sim.draw["exits"]) + late_s, self.say, event)
+        """Return those that are alive, by slot."""
+        alive = [process for process in self._processes.values() if process.alive]
+        return sorted(alive, key=lambda process: process.slot)
 
     def in_slot(self, slot: SlotId) -> Process | None:
-        return next((process for process in self._slots.get(slot, ()) if process.alive), None)
+        return next((one for one in self._processes.values() if one.slot == slot and one.alive), None)
+
+    def hear_worker(self, process: Process, event: Event) -> None:
+        self._tell(t.WorkerSaid(process.worker, event))
+
+    def see_exit(self, process: Process) -> None:
+        """See, a little later, that a process has ended."""
+        costs = self.sim.costs
+        late_s = self.sim.draw["exits"].random() if self.sim.buggify("agent: an exit is seen late") else 0.0
+        self.later(costs.of(costs.see_exit_s, self.sim.draw["exits"]) + late_s, self._tell_exit, process)
+
+    def _tell_exit(self, process: Process) -> None:
+        last = process.last_words
+        if last.signal is None:  # it has said so itself, when its script was over
+            self.hear_worker(process, last)
+        keeps = bool(self.sim.memory.of(self.tray, process.owner))
+        self._tell(t.ProcessReaped(process.worker, last.exit_code, last.signal, keeps))
+
+    # -- facts and effects
+    def _tell(self, fact: t.TrayFact) -> None:
+        """Tell the machine a fact, and carry out what it answers."""
+        for effect in self._machine.handle(fact, self.sim.engine.now_s):
+            self._carry_out(effect, fact)
+
+    def _carry_out(self, effect: t.TrayEffect, fact: t.TrayFact) -> None:
+        match effect:
+            case t.PassOn(command=command, workers=workers):
+                for worker in workers:
+                    self._processes[worker].told(command)
+            case t.Forward():
+                assert isinstance(fact, t.WorkerSaid)
+                self.say(fact.message)  # type: ignore[arg-type]
+            case t.SendEvent(event=event):
+                self.say(event)
+            case t.SetDeadline(deadline=deadline, at_s=at_s):
+                self.later(at_s - self.sim.engine.now_s, self._tell, t.DeadlinePassed(deadline))
+            case t.Leave():
+                self.die()
+            case t.SpareWaits() | t.SpareLeaves() | t.PrintLine():
+                pass  # it has no fillers and no output
+            case t.Emptied():
+                raise AssertionError("the model's agents end at once")
+            case _:
+                self._carry_out_on_process(effect)
+
+    def _carry_out_on_process(self, effect: t.ProcessEffect) -> None:
+        match effect:
+            case t.AdmitWorker(command=command, plan=plan):
+                must(self.in_slot(command.slot) is None, f"two processes in {command.slot}")
+                process = Process(self, command)
+                self._processes[process.worker] = process
+                self.sim.born(process)
+                if plan is not None:
+                    process.told(plan)
+            case t.FindStore(command=command):
+                self._tell(t.StoreFound(Worker(command.slot, command.incarnation)))
+            case t.ForkWorker(command=command):
+                process = self._processes[Worker(command.slot, command.incarnation)]
+                self._tell(t.WorkerBorn(process.worker))
+                process.start()
+            case t.KillWorker(worker=worker):
+                self._processes[worker].end(signal=9)
+            case t.ForgetWorker(worker=worker):
+                self.sim.memory.forget_owner(self.tray, self._processes.pop(worker).owner)
+            case t.ReportExit(worker=worker, exit_code=code, signal=signal, failure=failure):
+                last = self._processes[worker].last_words
+                self.say(msgspec.structs.replace(last, exit_code=code, signal=signal, failure=failure))
+            case t.BuryWorker():
+                pass  # it has no descriptors
+            case t.TerminateWorker():
+                raise AssertionError("the model's agents end at once")
+            case _:
+                assert_never(effect)
 
     def is_cut_off(self, link: Link) -> None:
         """Learn that the coordinator has given up this connection."""
