@@ -22,9 +22,10 @@ from rackrun.agent.gpus.gpu_monitor import Devices
 from rackrun.agent.host import proc
 from rackrun.agent.snapshots.mirror import Mirror
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
+from rackrun.agent.tray.coordinator_lease import End
 from rackrun.agent.tray.tray import Tray
 from rackrun.agent.tray.tray_facts import Urgency
-from rackrun.agent.tray.uplink import End, Uplink
+from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.tray.worker_liveness import Watch
 from rackrun.agent.worker_start.fork_server import ForkServer, preload, unsound_because
 from rackrun.agent.worker_start.tcp_stores import Stores
