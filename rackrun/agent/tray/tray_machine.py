@@ -142,7 +142,7 @@ class TrayMachine:
     def _clear(self, place: list[ProcessRecord]) -> None:
         """Go on with the start that waits in a place, if there is one and the place is free now."""
         record = place[-1]
-        if self.stopping or record.state is not ProcessState.WAITING or not all(one.gone for one in place[:-1]):
+        if record.state is not ProcessState.WAITING or not all(one.gone for one in place[:-1]):
             return
         record.move(ProcessTrigger.CLEARED)
         kept = [one for one in place[:-1] if one.keeps][-_LEFT_IN_SLOT_MAX:]
