@@ -15,7 +15,18 @@ Every message says what happened, why, and what to do.
 
 from __future__ import annotations
 
-__all__ = ["CollectiveBroken", "HardwareError", "InternalError", "RackrunError", "StateLost", "StepError", "UsageError"]
+from collections.abc import Iterable
+
+__all__ = [
+    "CollectiveBroken",
+    "HardwareError",
+    "InternalError",
+    "InvalidTransition",
+    "RackrunError",
+    "StateLost",
+    "StepError",
+    "UsageError",
+]
 
 
 class RackrunError(Exception):
@@ -49,3 +60,15 @@ class StateLost(HardwareError):
 
 class InternalError(RackrunError):
     """rackrun's state contradicts itself: a bug in rackrun."""
+
+
+class InvalidTransition(InternalError):
+    """A state machine was given a trigger for which its state has no transition. ``story``: the transitions that led
+    there."""
+
+    def __init__(self, who: str, state: str, trigger: str, story: Iterable[str]) -> None:
+        self.story = tuple(story)
+        super().__init__(
+            f"{who} is {state} and cannot {trigger} ({' > '.join(self.story)})",
+            remedy="please report this, with the journal.",
+        )

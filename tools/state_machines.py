@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from rackrun.agent.tray import process_states  # noqa: E402
 from rackrun.core.generation import world  # noqa: E402
 from rackrun.core.members import workers  # noqa: E402
 from rackrun.core.resize import rented_rack  # noqa: E402
@@ -42,6 +43,12 @@ def page() -> str:
         for now, follow in workers.TRANSITIONS.items()
         for trigger, after in follow.items()
     ]
+    processes = [
+        (now.value, after.value, trigger.value)
+        for now, follow in process_states.PROCESS_TRANSITIONS.items()
+        for trigger, after in follow.items()
+        if after is not now
+    ]
     every = [arrow for arrow in triggers if arrow[2] not in ("fence", "exit")]
     parts = [
         HEAD,
@@ -57,6 +64,9 @@ def page() -> str:
         "## A rack from a provider",
         "`STAGES` in `rackrun.core.resize.rented_rack`. From each stage the rack may also be released.",
         _diagram(stages, "asked", ["leaving"]),
+        "## A worker's process, as its agent sees it",
+        "`PROCESS_TRANSITIONS` in `rackrun.agent.tray.process_states`.",
+        _diagram(processes, "waiting", ["gone"]),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

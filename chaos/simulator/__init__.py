@@ -6,8 +6,9 @@ waiting.
 `base.durations`                what everything takes, in seconds of virtual time
 `base.ground_truth`             what has really happened, and what must hold of it at every step
 `cluster.coordinator_model`     the shell: stamps, timers, connections, leases
-`cluster.agent_model`,          they carry out the core's commands, and answer with the events that real
-`cluster.worker_model`          ones send
+`cluster.agent_model`           the agent's own machines (`rackrun.agent.tray`), over models of processes,
+                                clocks and connections
+`cluster.worker_model`          carries out the core's commands, and answers with the events that real ones send
 `cluster.generations`           what the workers of one generation do together: building groups, gates
 `cluster.restore_sources`       snapshots, copies and parity, from which state is restored
 `cluster.fault_models`          faults of `rackrun.chaos.faults.fault_types`, in a model

@@ -22,8 +22,10 @@ from rackrun.agent.gpus.gpu_monitor import Devices
 from rackrun.agent.host import proc
 from rackrun.agent.snapshots.mirror import Mirror
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
+from rackrun.agent.tray.coordinator_lease import End
 from rackrun.agent.tray.tray import Tray
-from rackrun.agent.tray.uplink import End, Uplink, Urgency
+from rackrun.agent.tray.tray_facts import Urgency
+from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.tray.worker_liveness import Watch
 from rackrun.agent.worker_start.fork_server import ForkServer, preload, unsound_because
 from rackrun.agent.worker_start.tcp_stores import Stores
@@ -35,8 +37,7 @@ from rackrun.link.listener import RESERVE
 from rackrun.link.process import descriptor_limit
 from rackrun.link.process.standard_streams import open_closed_streams, say_what_can_be_said
 from rackrun.protocol.agent_config import JOB_IS_OVER, AgentConfig
-from rackrun.protocol.commands import DismissTray, StopJob, WorkerCommand
-from rackrun.protocol.events import DepartureAnnounced, StopRequested, TrayJoined
+from rackrun.protocol.events import StopRequested, TrayJoined
 from rackrun.protocol.wire import encode
 
 __all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
@@ -87,24 +88,20 @@ class _Agent:
     def __init__(self, config: AgentConfig, *, standalone: bool) -> None:
         self._config = config
         self._standalone = standalone
-        self._stop: asyncio.Future[StopJob]
-        self._leave: asyncio.Future[bool]
-        """Set when the agent has been told to leave and no worker is left, or its time is up."""
-        self._called_away = False
-        self._tray: Tray
 
     async def run(self, server: ForkServer) -> int:
         config = self._config
         loop = asyncio.get_running_loop()
         descriptor_limit.raise_limit()
-        self._stop, self._leave = loop.create_future(), loop.create_future()
+        leave: asyncio.Future[bool] = loop.create_future()
+        """Set when the agent has to leave: to whether the job failed, or its time is up."""
         devices = Devices(config)
         stores = Stores(config.advertise, config.tray, config.token)
         reserve = RESERVE + _DESCRIPTORS_A_START * config.slots
         exchange = ExchangeServer(config.advertise, config.token, reserve=reserve)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
         fillers = Fillers(config.filler, config.slots, logs, devices.binding, gpus=torch.cuda.device_count())
-        self._tray = tray = Tray(config, server, stores, logs, devices, fillers)
+        tray = Tray(config, server, stores, logs, devices, fillers)
         snapshots = SnapshotService(config.tray, config.advertise, config.token, tray, reserve=reserve)
         joined = TrayJoined(
             tray=config.tray,
@@ -117,29 +114,25 @@ class _Agent:
             topology=msgspec.json.encode(devices.partials) if devices.partials else b"",
             unjudged=devices.unjudged,
         )
-        tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
+        tray.uplink = uplink = Uplink(config, joined, tray.obey, _ORPHAN_S)
         devices.tell(uplink.event)
         fillers.tell = lambda told: uplink.forward(Urgency.SOON, encode(told))
         mirror = Mirror(config.token, tray.destination, uplink.event)
         watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon
-        loop.add_signal_handler(signal.SIGTERM, self._told_to_leave, uplink)
-        loop.add_signal_handler(JOB_IS_OVER, self._told_that_it_is_over, uplink)
+        tray.leave = leave.set_result
+        because = f"SIGTERM to the agent of {config.tray}"
+        loop.add_signal_handler(signal.SIGTERM, tray.leave_soon, because, 128 + signal.SIGTERM)
+        loop.add_signal_handler(JOB_IS_OVER, self._told_that_it_is_over, uplink, tray)
         if self._standalone:
             loop.add_signal_handler(signal.SIGINT, self._interrupted, uplink)
         because = devices.contradiction or devices.refusal
         connection = asyncio.create_task(_refuse(because) if because else uplink.run(), name="uplink")
         try:
-            await asyncio.wait((connection, self._stop, self._leave), return_when=asyncio.FIRST_COMPLETED)
-            code, failed = EXIT_DONE, True
-            if self._stop.done():
-                failed = self._stop.result().exit_code != 0
-            elif self._leave.done():
-                failed = not self._leave.result()
-            else:
-                code = connection.result().value
+            await asyncio.wait((connection, leave), return_when=asyncio.FIRST_COMPLETED)
+            code = EXIT_DONE if leave.done() else connection.result().value
             devices.stop()  # before its process is killed with all others
-            await tray.stop(failed=failed)
+            await tray.stop(failed=not leave.done() or leave.result())
             if not connection.done():
                 await uplink.flush(_FLUSH_S)
             return code
@@ -154,37 +147,15 @@ class _Agent:
             logs.close()
             stores.close()
 
-    def _obey(self, command: WorkerCommand) -> None:
-        if isinstance(command, DismissTray):
-            self._go(orderly=True)
-        elif not isinstance(command, StopJob):
-            self._tray.obey(command)
-        elif not self._stop.done():
-            self._stop.set_result(command)
-
     def _interrupted(self, uplink: Uplink) -> None:
         because = f"SIGINT to the agent of {self._config.tray}"
         uplink.event(StopRequested(because=because, exit_code=128 + signal.SIGINT))
 
-    def _told_to_leave(self, uplink: Uplink) -> None:
-        if self._called_away:
-            self._go(orderly=False)
-            return
-        self._called_away = True
-        because = f"SIGTERM to the agent of {self._config.tray}"
-        uplink.event(DepartureAnnounced(tray=self._config.tray, because=because, exit_code=128 + signal.SIGTERM))
-        asyncio.get_running_loop().call_later(self._config.grace_s, lambda: self._go(orderly=False))
-
-    def _told_that_it_is_over(self, uplink: Uplink) -> None:
+    def _told_that_it_is_over(self, uplink: Uplink, tray: Tray) -> None:
         """Handle the launcher's signal that the job is over. A connected agent learns from the coordinator how it
         ended; an unconnected one exits."""
         uplink.job_is_over()
-        if not uplink.connected:
-            self._go(orderly=False)
-
-    def _go(self, *, orderly: bool) -> None:
-        if not self._leave.done():
-            self._leave.set_result(orderly)
+        tray.job_is_over(connected=uplink.connected)
 
 
 async def _refuse(because: str) -> End:

@@ -7,7 +7,9 @@ import os
 
 from aiohttp import WSMsgType
 
-from rackrun.agent.tray.uplink import End, Uplink, Urgency
+from rackrun.agent.tray.coordinator_lease import End
+from rackrun.agent.tray.tray_facts import Urgency
+from rackrun.agent.tray.uplink import Uplink
 from rackrun.link.channel import frame
 from rackrun.link.reliable_messages import Numbered
 from rackrun.protocol.agent_config import JOB_IS_OVER

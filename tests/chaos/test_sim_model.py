@@ -14,19 +14,25 @@ from rackrun.chaos.faults.fault_types import (
     Fault,
     FlipBit,
     Kill,
+    Link,
     Partition,
     Pause,
+    Preempt,
+    Raise,
     Return,
     Slow,
     Subjects,
 )
 from rackrun.chaos.faults.targets import Exactly, One, Target
 from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
+from rackrun.chaos.simulator.base.coverage_marks import Buggify
 from rackrun.chaos.simulator.base.durations import SimCosts
 from rackrun.chaos.simulator.base.ground_truth import Truth, Violation
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, Engine
+from rackrun.chaos.simulator.cluster.agent_model import Agent
 from rackrun.chaos.simulator.cluster.checkpoint_storage import _Files
 from rackrun.chaos.simulator.cluster.simulation import Job, Outcome, Simulation
+from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 
 RANK, TRAY = Subjects.RANK, Subjects.TRAY
@@ -84,6 +90,61 @@ def test_a_partition_shorter_than_the_lease_loses_nobody() -> None:
     assert outcome.stopped.exit_code == 0
     assert "a lease lapsed" not in outcome.marks
     assert "a replica was the source" not in outcome.marks
+
+
+AGENT_1 = Exactly(Subjects.AGENT, ("tray-1",))
+GONE = ("a lease lapsed", "a zombie was refused", "a replica was the source")
+
+
+def test_a_link_that_is_reset_is_resumed_and_costs_nobody() -> None:
+    outcome = run(at(3, Link(reset=True, for_s=3.0), AGENT_1))
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert outcome.marks["a link was resumed"] >= 1
+    assert not [mark for mark in GONE if mark in outcome.marks]
+
+
+def test_a_link_that_is_reset_for_longer_than_the_lease_loses_the_tray_and_its_agent_is_refused() -> None:
+    outcome = run(at(3, Link(reset=True, for_s=20.0), AGENT_1), spares=2, units=60)
+    assert outcome.marks["a lease lapsed"] == outcome.marks["a zombie was refused"] == 1
+    assert "a link was resumed" not in outcome.marks
+
+
+def test_an_agent_that_cannot_know_that_its_link_is_gone_is_lost_with_its_lease() -> None:
+    outcome = run(at(3, Link(half_open=True, for_s=80.0), AGENT_1), spares=2, units=120)
+    assert outcome.marks["a lease lapsed"] == outcome.marks["a zombie was refused"] == 1
+
+
+def alive_at(part: Part, *times_s: float) -> list[bool]:
+    """Whether the first agent of tray-1 is alive at these times. The fault strikes in the first 20 s."""
+    sim, found = Simulation(replace(job(part, spares=2, units=200), faults_s=400.0)), []
+
+    def look() -> None:
+        found.append(agents[0].alive)
+
+    agents: list[Agent] = []
+    sim.engine.after(1.0, lambda: agents.append(sim.agents[TrayId("tray-1")]))
+    for at_s in times_s:
+        sim.engine.after(at_s, look)
+    assert not sim.run().violation
+    return found
+
+
+def test_an_agent_that_hears_nothing_holds_on_for_a_lease_and_half_a_minute_and_then_half_a_minute_more() -> None:
+    cut = at(3, Partition(shape="from_coordinator"), Exactly(TRAY, ("tray-1",)))
+    assert alive_at(cut, 20.0, 90.0, 130.0) == [True, True, False]
+
+
+def test_an_agent_that_is_told_to_leave_does_not_wait_until_it_is_killed() -> None:
+    assert alive_at(at(3, Preempt(notice_s=600.0), Exactly(TRAY, ("tray-1",))), 10.0, 35.0) == [True, False]
+
+
+def test_a_process_that_outlives_its_exit_is_killed_when_its_place_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buggify, "__call__", lambda _self, site: site == "agent: a process is reaped late")
+    outcome = run(at(3, Raise(), One(RANK)), spares=0)
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert outcome.marks["a process outlived its exit and was killed"] == 1
 
 
 def test_a_shard_whose_tray_is_lost_comes_from_the_copy_on_another() -> None:

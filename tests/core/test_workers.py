@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from rackrun.core.members.transitions import InvalidTransition
 from rackrun.core.members.workers import TRANSITIONS, Trigger, WorkerRecord, WorkerState, why_exited
+from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import Worker
 from rackrun.protocol.events import Failure, WorkerExited
 from rackrun.protocol.ids import Incarnation, SlotId

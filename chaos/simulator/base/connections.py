@@ -25,6 +25,8 @@ class Cuts:
     up: int = 0
     down: int = 0
     peers: int = 0
+    resets: int = 0
+    """The number of faults that reset its connections to the coordinator, new ones included."""
     latency_s: float = 0.0
     jitter_s: float = 0.0
 
@@ -69,6 +71,10 @@ class Wire:
         waiting, self._waiting = self._waiting, deque()
         for message in waiting:
             self.send(message)
+
+    def drop(self) -> None:
+        """Lose all messages that wait."""
+        self._waiting.clear()
 
     def _arrive(self, message: object) -> None:
         if not self.closed:

@@ -51,9 +51,11 @@ class SimCosts:
     """Silence of a process that gives no sign of life, after which it counts as stalled."""
     sever_s: float = 2.0
     """After this long, a worker whose collective has failed without a given reason reports it."""
+    grace_s: float = 10.0
+    """As `rackrun.protocol.agent_config.AgentConfig.grace_s`."""
     lease_s: float = 15.0
-    orphan_s: float = 120.0
-    """An agent without a coordinator ends itself after this long."""
+    orphan_s: float = 30.0
+    """An agent tries for this long to resume a link that broke, as `rackrun.agent.main` says."""
     spread: float = 0.3
     """The largest random addition to each duration, as a share of it."""
 

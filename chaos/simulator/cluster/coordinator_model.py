@@ -70,17 +70,19 @@ LOOK_EVERY = 5
 
 
 class Link:
-    """One connection of an agent: commands of the core go down, events of the agent go up."""
+    """The link to one agent, over one connection after the other: commands of the core go down, events of the agent go
+    up."""
 
     def __init__(self, sim: Simulation, agent: Agent) -> None:
         self.agent, self.tray = agent, agent.tray
         cuts, draw, costs = sim.cuts[agent.tray], sim.draw["network"], sim.costs
-        self.up = Wire(
-            sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, lambda: cuts.up > 0, self._heard
-        )
-        self.down = Wire(
-            sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, lambda: cuts.down > 0, agent.hear
-        )
+        self.broken = False
+        """Whether its connection has ended, and there is no other one yet. What is sent meanwhile waits."""
+        self.half_open = False
+        """Whether the agent has not learned that its connection has ended."""
+        up, down = (lambda: cuts.up > 0 or self.broken), (lambda: cuts.down > 0 or self.broken)
+        self.up = Wire(sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, up, self._heard)
+        self.down = Wire(sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, down, agent.hear)
         self._coordinator = sim.coordinator
         self.silent = 0
         """A counter that changes whenever the connection becomes silent or can be heard again; odd: it is silent."""
@@ -88,7 +90,21 @@ class Link:
     def _heard(self, message: object) -> None:
         self._coordinator.hear(self, message)
 
+    def heal(self) -> None:
+        self.up.heal()
+        self.down.heal()
+
+    def lose_what_waits(self) -> None:
+        """The agent ends, and with it what waited for another connection."""
+        if self.broken:
+            self.up.drop()
+            self.broken = False
+
     def close(self) -> None:
+        """End the link, which the agent learns of unless it is cut off."""
+        if not self.up.closed and not self.up.cuts.down and not self.half_open:
+            costs, engine = self._coordinator.sim.costs, self._coordinator.sim.engine
+            engine.after(costs.latency_s, self.agent.do, self.agent.is_cut_off, self)
         self.up.closed = self.down.closed = True
 
 
@@ -162,7 +178,7 @@ class Coordinator:
 
     def look_at(self, link: Link) -> None:
         """React to a change in whether the connection answers."""
-        silent = link.agent.silent or link.up.cuts.silent
+        silent = link.agent.silent or link.up.cuts.silent or link.broken
         if silent == bool(link.silent % 2):
             return
         link.silent += 1

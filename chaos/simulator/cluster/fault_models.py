@@ -37,7 +37,7 @@ from rackrun.chaos.plan.conductor import Strike
 from rackrun.chaos.plan.definition import FlipFlop, Inject, Plan, Swizzle, kind_of, parts_of
 from rackrun.chaos.simulator.cluster.agent_model import Agent
 from rackrun.chaos.simulator.cluster.worker_model import POINTS, Process
-from rackrun.protocol.events import DepartureAnnounced, DeviceChecked, DeviceJudged
+from rackrun.protocol.events import DeviceChecked, DeviceJudged
 from rackrun.protocol.gpu_health import Evidence, Health, Verdict, response_to
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
 
@@ -300,8 +300,7 @@ class Injectors:
                 for process in agent.processes():
                     self._slow(process, share, undo)
             case Preempt(notice_s=notice_s):
-                notice = DepartureAnnounced(tray=agent.tray, because="SIGTERM", exit_code=143)
-                agent.do(agent.say, notice)
+                agent.do(agent.leave_soon)
                 self._sim.engine.after(notice_s, agent.die)
             case Partition():
                 self._cut(fault, agent.tray, undo)
@@ -336,8 +335,9 @@ class Injectors:
         change(1)
         agent = self._sim.agents.get(tray)
         if fault.loud and agent is not None:
-            if up and agent.link is not None:
+            if up and agent.link is not None:  # the coordinator's question whether it lives is refused as well
                 self._sim.engine.after(0.01, self._sim.coordinator.lose, agent.link, "its agent is gone")
+                agent.do(agent.is_cut_off, agent.link)
             if peers:
                 for process in agent.processes():
                     process.feels_broken()
@@ -353,9 +353,14 @@ class Injectors:
         def restore() -> None:
             cuts.latency_s -= latency_s
             cuts.jitter_s -= jitter_s
+            cuts.resets -= fault.reset
 
         undo.append(restore)
-        if (fault.reset or fault.half_open) and agent.link is not None:
-            self._sim.coordinator.lose(agent.link, "its agent is gone")
-            after_s = self._sim.costs.lease_s / 2 if fault.half_open else 0.001
-            agent.later(after_s, agent.is_cut_off, agent.link)
+        cuts.resets += fault.reset
+        if agent.link is None:
+            return
+        if fault.reset:
+            agent.do(agent.is_cut_off, agent.link)
+        elif fault.half_open:
+            agent.link.broken = agent.link.half_open = True
+            agent.look_at_link()

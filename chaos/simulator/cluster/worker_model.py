@@ -22,6 +22,7 @@ from rackrun.protocol.commands import (
     Reshard,
     ResumeGeneration,
     StartWorker,
+    Worker,
 )
 from rackrun.protocol.events import (
     Event,
@@ -70,6 +71,7 @@ class Process:
     def __init__(self, agent: Agent, command: StartWorker) -> None:
         self.agent, self.sim = agent, agent.sim
         self.slot, self.incarnation = command.slot, int(command.incarnation)
+        self.worker = Worker(command.slot, command.incarnation)
         self.owner: Owner = (self.slot, self.incarnation)
         self.rank: int | None = None if command.spare else int(command.rank)
         self.generation = int(command.generation)
@@ -91,6 +93,8 @@ class Process:
         self.progress_ns = self.silent_ns = agent.sim.engine.now_ns
         self.saved = -1
         """The last unit after which it began to write a checkpoint."""
+        self.last_words: WorkerExited
+        """What its page and its script say at its end, from then on."""
         self.damaged: set[int] = set()
         """Its own snapshots that it has found damaged."""
         self._told_to_pause = self._told_to_drain = -1
@@ -171,7 +175,7 @@ class Process:
         self.sim.engine.after(1e-5, self.do, self._obey, command)
 
     def say(self, kind: Callable[..., Event], **fields: object) -> None:
-        self.agent.do(self.agent.say, kind(slot=self.slot, incarnation=self.incarnation, **fields))
+        self.agent.do(self.agent.hear_worker, self, kind(slot=self.slot, incarnation=self.incarnation, **fields))
 
     # -- its beginning and its end
     def start(self) -> None:
@@ -226,22 +230,19 @@ class Process:
         """End the process. Its agent is alive and sees it."""
         if not self.alive:
             return
-        step, name = (
-            Step(self.passed + 1),
-            tuple(Step(one) for one in sorted(self.sim.memory.of(self.agent.tray, self.owner))),
-        )
-        self.dies()
+        left = tuple(Step(one) for one in sorted(self.sim.memory.of(self.agent.tray, self.owner)))
         failure = Failure(type=kind, message=bug, traceback="", where=bug) if bug else None
-        event = WorkerExited(
+        self.last_words = WorkerExited(
             slot=self.slot,
-            incarnation=self.incarnation,  # type: ignore[arg-type]
+            incarnation=self.worker.incarnation,
             signal=signal,
             exit_code=code,
             failure=failure,
-            step=step,
-            snapshots=name,
+            step=Step(self.passed + 1),
+            snapshots=left,
         )
-        self.agent.do(self.agent.tell_exit, event)
+        self.dies()
+        self.agent.do(self.agent.see_exit, self)
         self.sim.stir()
 
     def dies(self) -> None:

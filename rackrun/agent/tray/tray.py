@@ -1,4 +1,8 @@
-"""The workers of one tray: their starts and exits, and the messages between them and the coordinator."""
+"""The workers of one tray: their starts and exits, and the messages between them and the coordinator.
+
+What is decided here, `rackrun.agent.tray.tray_machine` decides. This module tells it what has happened, and carries out
+what it answers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
@@ -17,7 +20,9 @@ from rackrun.agent.gpus.gpu_monitor import Devices
 from rackrun.agent.host import proc
 from rackrun.agent.snapshots.mirror import Holder
 from rackrun.agent.snapshots.snapshot_parity import Set
-from rackrun.agent.tray.uplink import Uplink, Urgency
+from rackrun.agent.tray import tray_facts as t
+from rackrun.agent.tray.tray_machine import TrayMachine
+from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.worker_start.fork_server import Forked, ForkServer, Reaped
 from rackrun.agent.worker_start.tcp_stores import Stores, StoreUnreachable
 from rackrun.agent.worker_start.torchrun_environment import worker_environment
@@ -27,21 +32,18 @@ from rackrun.link.channel import frame
 from rackrun.protocol import commands as c
 from rackrun.protocol.agent_config import AgentConfig
 from rackrun.protocol.boot import Boot, first_rank
-from rackrun.protocol.events import Failure, WorkerEvent, WorkerExited, WorkerReady
-from rackrun.protocol.ids import SlotId, TrayId, tray_of
-from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, UnitSealed, Upward, decode_upward, encode
+from rackrun.protocol.events import WorkerExited
+from rackrun.protocol.ids import Incarnation, SlotId, TrayId, slot_id
+from rackrun.protocol.wire import UnitCommitted, Upward, decode_upward, encode
 
 __all__ = ["Tray"]
 
-_LEFT_IN_SLOT_MAX = 2
-"""Number of exited workers with snapshots whose page and snapshots a slot keeps. The core counts in the same way
-(`rackrun.core.generation.snapshot_locations.LEFT_IN_SLOT_MAX`)."""
-_FAILED_GRACE_S = 1.0
-_KILL_S = 10.0
+_SERVER_S = 10.0
+"""Longest wait for the fork server to end."""
 
 
 class Tray:
-    """Starts, watches and ends the workers of a tray."""
+    """Carries out what the tray's machine decides: starts, signals, reports and messages."""
 
     def __init__(
         self,
@@ -59,15 +61,18 @@ class Tray:
         self._server = server
         self._stores = stores
         self._logs = logs
-        self._slots: list[deque[Worker]] = [deque() for _ in range(config.slots)]
+        self._machine = TrayMachine(config.tray, config.grace_s)
+        self._workers: dict[c.Worker, Worker] = {}
+        """All workers that were started and not forgotten. Those that are gone have left snapshots, or their slot has
+        not been used again."""
         self._loop = asyncio.get_running_loop()
-        self._starts: set[asyncio.Task[None]] = set()
-        self._stopping = False
-        self._resume: c.ResumeGeneration | None = None
-        """The latest plan. A first plan arrives before the workers that it names are started."""
+        self._starts: dict[c.Worker, asyncio.Task[None]] = {}
+        """Starts for which a store is being found."""
+        self._empty = asyncio.Event()
         self._server_reaped = asyncio.Event()
-        self.uplink: Uplink  # the agent sets these two before any event
+        self.uplink: Uplink  # the agent sets these three before any event
         self.worker_is_new: Callable[[], None]
+        self.leave: Callable[[bool], None]
         self._loop.add_reader(server.fileno(), self._server_spoke)
         self._loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
 
@@ -76,20 +81,20 @@ class Tray:
         return [worker for worker in self._current() if worker.pid and not worker.reported]
 
     def kept(self, index: int, incarnation: int) -> Worker | None:
-        slot = self._slots[index] if 0 <= index < len(self._slots) else ()
-        return next((worker for worker in slot if worker.incarnation == incarnation), None)
+        return self._workers.get(c.Worker(slot_id(self._config.tray, index), Incarnation(incarnation)))
 
     def look(self, worker: Worker) -> None:
         """Report a worker's end if it can be seen."""
         status = worker.ending()
         if status is not None:
-            self._ended(worker, status)
+            worker.channel.drain()  # its last messages come before its exit, and may explain it
+            self._tell(t.EndSeen(worker.id, *proc.exit_code_and_signal(status)))
 
     def destination(self, worker: Worker) -> Holder | Set | None:
         """Return where a worker's snapshots are copied to, according to the latest plan; None: nowhere."""
-        if self._resume is None:
+        if self._machine.resume is None:
             return None
-        plan = self._resume.plan
+        plan = self._machine.resume.plan
         if holder := plan.mirrors.get(TrayId(self._config.tray)):
             address, _, tray = holder.partition("/")
             return Holder(plan.generation, tray, address)
@@ -97,92 +102,115 @@ class Tray:
         sets = (of for of in plan.sets if any(keeper.rank in ranks for keeper in of))
         return next((Set(plan.generation, ranks[0], of, plan.parity) for of in sets), None)
 
-    # -- commands
+    # -- facts and effects
     def obey(self, command: c.WorkerCommand) -> None:
-        """Carry out a command."""
-        match command:
-            case c.StartWorker():
-                self._start(command)
-            case c.FenceWorker():
-                if worker := self._find(command.slot, command.incarnation):
-                    self._fillers.clear(worker.slot, "the spare is fenced")
-                    worker.kill()
-            case c.BreakGeneration() | c.PauseWorkers() | c.DealShards() | c.DrainWorkers() | c.ReleaseWorkers():
-                self._pass_on(command, [(worker.slot, worker.incarnation) for worker in command.workers])
-            case c.ResumeGeneration():
-                self._resume = command
-                self._pass_on(command, [(member.slot, member.incarnation) for member in command.plan.members])
-            case c.StopJob() | c.DismissTray():
-                raise AssertionError(f"the agent carries out {type(command).__name__}")
+        """Carry out a command. Raises OSError if this host cannot."""
+        self._tell(t.CommandArrived(command))
+
+    def leave_soon(self, because: str, exit_code: int) -> None:
+        """Announce that the tray leaves; at the second call, leave."""
+        self._tell(t.LeaveAsked(because, exit_code))
+
+    def job_is_over(self, *, connected: bool) -> None:
+        self._tell(t.JobOver(connected))
+
+    def _tell(self, fact: t.TrayFact, body: bytes = b"") -> None:
+        """Tell the machine a fact, and carry out what it answers. ``body``: the message that a worker said."""
+        for effect in self._machine.handle(fact, self._loop.time()):
+            self._carry_out(effect, body)
+
+    def _carry_out(self, effect: t.TrayEffect, body: bytes) -> None:
+        match effect:
+            case t.PassOn():
+                self._pass_on(effect)
+            case t.Forward():
+                self.uplink.forward(effect.urgency, body)
+            case t.SendEvent():
+                self.uplink.event(effect.event)
+            case t.SpareWaits():
+                self._fillers.spare_waits(effect.worker.slot, effect.worker.incarnation)
+            case t.SpareLeaves():
+                self._fillers.clear(effect.worker.slot, effect.because)
+            case t.SetDeadline():
+                self._loop.call_at(effect.at_s, self._tell, t.DeadlinePassed(effect.deadline))
+            case t.PrintLine():
+                _say(effect.text)
+            case t.Leave():
+                self.leave(effect.failed)
+            case t.Emptied():
+                self._empty.set()
             case _:
-                assert_never(command)
+                self._carry_out_on_process(effect)
+
+    def _carry_out_on_process(self, effect: t.ProcessEffect) -> None:
+        match effect:
+            case t.AdmitWorker():
+                self._start(effect)
+            case t.FindStore():
+                worker = self._workers[_id_of(effect.command)]
+                self._starts[worker.id] = self._loop.create_task(self._bring_up(worker))
+            case t.ForkWorker():
+                self._ask_for(self._workers[_id_of(effect.command)])
+            case t.KillWorker():
+                self._workers[effect.worker].kill()
+            case t.TerminateWorker():
+                self._workers[effect.worker].terminate()
+            case t.ReportExit():
+                self._report(effect)
+            case t.BuryWorker():
+                self._bury(effect.worker)
+            case t.ForgetWorker():
+                self._workers.pop(effect.worker).forget()
+            case _:
+                assert_never(effect)
 
     async def stop(self, *, failed: bool) -> None:
         """End every worker and all processes that they left."""
-        self._stopping = True
-        for task in tuple(self._starts):
-            task.cancel()
         self._server.wake()
-        for worker in self._current():
-            worker.terminate()
+        self._tell(t.StopBegun(failed))
         clearing = self._loop.create_task(self._fillers.stop())
-        if not await self._emptied(_FAILED_GRACE_S if failed else self._config.grace_s):
-            for worker in self._current():
-                worker.kill()
-            if not await self._emptied(_KILL_S):
-                _say("some workers do not end, though killed: the kernel holds them (a driver?)")
+        await self._empty.wait()
         await clearing
         self._loop.remove_reader(self._server.fileno())
         self._server.close()
         try:
-            await asyncio.wait_for(self._server_reaped.wait(), _KILL_S)
+            await asyncio.wait_for(self._server_reaped.wait(), _SERVER_S)
         except TimeoutError:
             _say("the fork server does not end; killed")
         self._loop.remove_signal_handler(signal.SIGCHLD)
         proc.kill_tree(os.getpid())
-        for slot in self._slots:
-            while slot:
-                slot.popleft().forget()
-
-    async def _emptied(self, timeout_s: float) -> bool:
-        waits = [asyncio.ensure_future(worker.gone.wait()) for worker in self._current()]
-        if not waits:
-            return True
-        _, pending = await asyncio.wait(waits, timeout=timeout_s)
-        for wait in pending:
-            wait.cancel()
-        return not pending
+        for worker in self._workers.values():
+            worker.forget()
+        self._workers.clear()
 
     # -- starts
-    def _start(self, command: c.StartWorker) -> None:
-        slot = self._slots[_index_of(command.slot)]
-        previous = slot[-1] if slot else None
-        if self._stopping or (previous is not None and previous.incarnation >= command.incarnation):
-            return  # a repeated or outdated command
-        if previous is not None and not previous.gone.is_set():
-            previous.kill()
-        worker = Worker(command, self._deliver)
-        slot.append(worker)
-        if self._resume and self._is_member(worker):
-            worker.send(frame(self._resume))
-        task = self._loop.create_task(self._bring_up(worker, previous))
-        self._starts.add(task)
-        task.add_done_callback(self._starts.discard)
+    def _start(self, admit: t.AdmitWorker) -> None:
+        worker_id = _id_of(admit.command)
+        try:
+            worker = self._workers[worker_id] = Worker(admit.command, self._deliver)
+        except OSError as error:
+            self._tell(t.StartFailed(worker_id, str(error)))
+            raise
+        if admit.plan is not None:
+            worker.send(frame(admit.plan))
 
-    async def _bring_up(self, worker: Worker, previous: Worker | None) -> None:
+    async def _bring_up(self, worker: Worker) -> None:
+        because = ""
+        try:
+            worker.master = await self._stores.master_soon(worker.command.store, worker.command.generation)
+        except (StoreUnreachable, OSError) as error:
+            because = str(error)
+        self._starts.pop(worker.id)
+        self._tell(t.StartFailed(worker.id, because) if because else t.StoreFound(worker.id))
+
+    def _ask_for(self, worker: Worker) -> None:
+        """Ask the fork server for a worker's process."""
         outputs: Outputs | None = None
         command = msgspec.structs.replace(worker.command, rank=first_rank(worker.command))
         try:
-            if previous is not None:
-                await previous.gone.wait()
-                self._forget_old(self._slots[_index_of(command.slot)])
-            master = await self._stores.master_soon(command.store, command.generation)
-            if worker.doomed:
-                self._never_born(worker, "")
-                return
             index = _index_of(command.slot)
             outputs = self._logs.open(index, command.rank, command.restarts)
-            environment = worker_environment(self._config, command, master, outputs.error_file)
+            environment = worker_environment(self._config, command, worker.master, outputs.error_file)
             place = self._devices.binding(index)
             boot = Boot(
                 slot=command.slot,
@@ -201,34 +229,12 @@ class Tray:
                 token=self._config.token,
             )
             self._server.ask(boot, (*worker.fds_for_birth, outputs.stdout, outputs.stderr))
-            worker.asked = True
-        except asyncio.CancelledError:
-            self._never_born(worker, "")
-            raise
-        except (StoreUnreachable, OSError) as error:
-            self._never_born(worker, str(error))
+        except OSError as error:
+            self._tell(t.StartFailed(worker.id, str(error)))
         finally:
             worker.sent_off()
             if outputs is not None:
                 outputs.close()
-
-    def _never_born(self, worker: Worker, because: str) -> None:
-        failure = None
-        if because:
-            _say(f"{worker.slot} cannot start: {because}")
-            failure = Failure(type="rackrun.StartFailed", message=because, traceback="", where="rackrun.agent")
-        self._report(worker, None, None if because else int(signal.SIGKILL), failure)
-        worker.buried()
-
-    def _forget_old(self, slot: deque[Worker]) -> None:
-        """Drop exited workers of a slot that need not be kept. ``slot[-1]`` is the present worker."""
-        before = [worker for worker in list(slot)[:-1] if worker.gone.is_set()]
-        left = [worker for worker in before if worker.page.snapshots()]
-        kept = left[-_LEFT_IN_SLOT_MAX:]
-        for worker in before:
-            if worker not in kept:
-                slot.remove(worker)
-                worker.forget()
 
     # -- what the fork server and the kernel tell
     def _server_spoke(self) -> None:
@@ -244,8 +250,9 @@ class Tray:
             return
         match answer:
             case Forked(pid=0):
-                self._never_born(worker, answer.error)
+                self._tell(t.StartFailed(worker.id, answer.error))
             case Forked():
+                self._tell(t.WorkerBorn(worker.id))
                 worker.born(answer.pid, pidfd, self.look)
                 self.worker_is_new()
             case Reaped():
@@ -274,10 +281,8 @@ class Tray:
         self._loop.remove_reader(self._server.fileno())
         self._server.close()
         proc.kill_tree(os.getpid(), self._devices.pids)
-        for worker in self._current():
-            if worker.asked and not worker.pid:
-                self._never_born(worker, "the fork server died")
-        if self._stopping:
+        self._tell(t.ForkServerDied())
+        if self._machine.stopping:
             self._server_reaped.set()
             return
         self._server_reaped.clear()
@@ -286,90 +291,64 @@ class Tray:
         self._loop.add_reader(self._server.fileno(), self._server_spoke)
 
     # -- ends
-    def _ended(self, worker: Worker, status: int) -> None:
-        worker.channel.drain()  # its last messages come before its exit, and may explain it
-        if not worker.reported:
-            self._report(worker, *proc.exit_code_and_signal(status), None)
-
     def _reaped(self, worker: Worker, status: int) -> None:
-        self._ended(worker, status)
-        worker.buried()
+        worker.channel.drain()
+        self._tell(t.ProcessReaped(worker.id, *proc.exit_code_and_signal(status), keeps=bool(worker.page.snapshots())))
 
-    def _report(self, worker: Worker, exit_code: int | None, signal_: int | None, failure: Failure | None) -> None:
+    def _report(self, ended: t.ReportExit) -> None:
+        worker = self._workers.get(ended.worker)
+        if worker is None:
+            return  # this host could not even hold it, and the agent ends
         worker.reported = True
-        self._fillers.clear(worker.slot, "the spare is gone")
         if (sealed := worker.untold()) is not None:
-            self.uplink.forward(Urgency.SOON, encode(sealed))
+            self.uplink.forward(t.Urgency.SOON, encode(sealed))
         self.uplink.event(
             WorkerExited(
                 slot=worker.slot,
                 incarnation=worker.incarnation,
-                exit_code=exit_code,
-                signal=signal_,
-                failure=failure,
+                exit_code=ended.exit_code,
+                signal=ended.signal,
+                failure=ended.failure,
                 early=worker.page.early,
                 step=worker.step(),
                 snapshots=worker.snapshots(),
             )
         )
 
+    def _bury(self, worker_id: c.Worker) -> None:
+        if start := self._starts.pop(worker_id, None):
+            start.cancel()
+        if worker := self._workers.get(worker_id):
+            worker.buried()
+
     # -- messages
     def _deliver(self, worker: Worker, body: bytes) -> None:
         try:
             message: Upward = decode_upward(body)
         except msgspec.MsgspecError as error:
-            _say(f"{worker.slot} sent what is no message, and is killed: {error}")
-            worker.kill()
+            self._tell(t.WorkerGarbled(worker.id, str(error)))
             return
-        match message:
-            case UnitCommitted():
-                worker.told = message.generation, message.at
-                self.uplink.forward(Urgency.SOON, body)
-            case StateCopied():
-                self.uplink.forward(Urgency.SOON, body)
-            case Logged():
-                self.uplink.forward(Urgency.MAYBE, body)
-            case UnitSealed():
-                pass  # the agent reports this itself
-            case WorkerExited():
-                if not worker.reported:  # the script is over; exit handlers may take a while, but not for ever
-                    self._report(worker, message.exit_code, message.signal, message.failure)
-                    self._loop.call_later(self._config.grace_s, self._end_of_grace, worker)
-            case _ if isinstance(message, WorkerEvent) and not worker.reported:
-                self.uplink.forward(Urgency.NOW, body)
-                if isinstance(message, WorkerReady) and worker.command.spare and not self._is_member(worker):
-                    self._fillers.spare_waits(worker.slot, worker.incarnation)
-            case _:
-                pass  # too late: its exit has been reported
+        if isinstance(message, UnitCommitted):
+            worker.told = message.generation, message.at
+        self._tell(t.WorkerSaid(worker.id, message), body)
 
-    def _end_of_grace(self, worker: Worker) -> None:
-        if not worker.gone.is_set():
-            worker.kill()
-
-    def _pass_on(self, command: c.WorkerCommand, to: list[tuple[SlotId, int]]) -> None:
-        data = frame(command)
-        for slot, incarnation in to:
-            if tray_of(slot) == self._config.tray and (worker := self._find(slot, incarnation)):
-                # Whatever the message is, the worker's wait is over.
-                gone = self._fillers.clear(slot, "the spare is needed", hold=True)
-                worker.send(data, after=gone if self._fillers.in_the_way else None)
-                if isinstance(command, c.BreakGeneration):
-                    worker.called(command.generation, with_plan=False)
-                elif isinstance(command, c.ResumeGeneration):
-                    worker.called(command.plan.generation, with_plan=True)
-
-    # -- who is here
-    def _is_member(self, worker: Worker) -> bool:
-        """Return whether a worker is a member of the latest generation."""
-        members = self._resume.plan.members if self._resume else ()
-        return any((member.slot, member.incarnation) == (worker.slot, worker.incarnation) for member in members)
-
-    def _find(self, slot: SlotId, incarnation: int) -> Worker | None:
-        worker = self.kept(_index_of(slot), incarnation)
-        return None if worker is None or worker.gone.is_set() else worker
+    def _pass_on(self, effect: t.PassOn) -> None:
+        data, command = frame(effect.command), effect.command
+        for worker in map(self._workers.__getitem__, effect.workers):
+            # Whatever the message is, the worker's wait is over.
+            gone = self._fillers.clear(worker.slot, "the spare is needed", hold=True)
+            worker.send(data, after=gone if self._fillers.in_the_way else None)
+            if isinstance(command, c.BreakGeneration):
+                worker.called(command.generation, with_plan=False)
+            elif isinstance(command, c.ResumeGeneration):
+                worker.called(command.plan.generation, with_plan=True)
 
     def _current(self) -> list[Worker]:
-        return [worker for slot in self._slots for worker in slot if not worker.gone.is_set()]
+        return [worker for worker in self._workers.values() if not worker.gone]
+
+
+def _id_of(command: c.StartWorker) -> c.Worker:
+    return c.Worker(command.slot, command.incarnation)
 
 
 def _index_of(slot: SlotId) -> int:

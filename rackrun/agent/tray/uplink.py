@@ -15,12 +15,27 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from enum import Enum
 from socket import SHUT_RDWR
 
 import aiohttp
 import msgspec
 
+from rackrun.agent.tray.coordinator_lease import (
+    AttemptFailed,
+    CoordinatorLease,
+    End,
+    GiveUp,
+    HangUp,
+    JoinAnew,
+    LinkBroke,
+    LinkEffect,
+    LinkFact,
+    LinkSilent,
+    LinkState,
+    LinkWelcomed,
+    Retry,
+)
+from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.link.channel import frame
 from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, Numbered, Welcome
 from rackrun.protocol.agent_config import AgentConfig
@@ -29,32 +44,12 @@ from rackrun.protocol.events import Event
 from rackrun.protocol.versions import own_versions
 from rackrun.protocol.wire import PROTOCOL, decode_command
 
-__all__ = ["End", "Uplink", "Urgency"]
+__all__ = ["Uplink"]
 
 _BATCH_S = 0.02
 _LOGGED_MAX = 10_000
-_CONNECT_S = 60.0
-_RETRY_S = (0.02, 1.0)
 _CLOSE_S = 1.0
-_REFUSED = (400, 401, 403, 404, 409, 426)
-_TAKEN = 503
-"""Status when another agent has the tray, which may be gone soon."""
 _LENGTH = struct.Struct("<I")
-
-
-class Urgency(Enum):
-    """How soon a message must be sent, and whether it may be dropped."""
-
-    NOW = "an event"
-    SOON = "telemetry that must arrive"
-    MAYBE = "telemetry that may be dropped in a flood, the oldest first"
-
-
-class End(Enum):
-    """Why there is no coordinator any more."""
-
-    REFUSED = 2
-    LOST = 3
 
 
 class Uplink:
@@ -66,7 +61,8 @@ class Uplink:
         self._config = config
         self._first = frame(first)
         self._obey = obey
-        self._orphan_s = orphan_s
+        now_s = asyncio.get_running_loop().time()
+        self._lease = CoordinatorLease(config.lease_s, orphan_s, now_s, config.coordinator)
         self._session = ""
         """The coordinator's name for the link; "": no `Welcome` has been received yet."""
         self._numbered = Numbered()
@@ -95,54 +91,57 @@ class Uplink:
 
     async def run(self) -> End:
         """Connect and stay connected; return when that is no longer possible."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _CONNECT_S
-        pause, told = _RETRY_S[0], False
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
             while True:
                 try:
                     async with self._connect(session) as socket:
-                        welcomed = await self._converse(socket)
+                        await self._converse(socket)
                         if self._closing or self._over or self._senseless:
                             return End.LOST
                         _break(socket)
-                    because = "it hung up"
-                    if welcomed:
-                        _say("the connection to the coordinator broke; the workers go on, and I try again")
-                        deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
+                    fact = self._ended("it hung up")
                 except aiohttp.WSServerHandshakeError as error:
-                    if error.status in _REFUSED and not self._begins_anew():
-                        _say(f"the coordinator refuses this tray: {await self._reason(session, error)}")
-                        return End.LOST if self._session else End.REFUSED
-                    because = await self._reason(session, error)
-                    if error.status == _TAKEN and not told:
-                        told = True
-                        _say(f"the coordinator does not take this tray yet: {because}; I ask again")
+                    fact = self._ended(await self._reason(session, error), error.status)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    because = str(error) or type(error).__name__
-                waiting_bytes = sum(len(data) for _, data in self._waiting)
-                if self._session and self._numbered.overflows(len(self._waiting), waiting_bytes):
-                    _say("more waits for the coordinator than is kept without a connection")
-                    return End.LOST
-                if loop.time() >= deadline:
-                    _say(f"no coordinator at {self._config.coordinator}: {because}")
-                    return End.LOST
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _RETRY_S[1])
+                    fact = self._ended(str(error) or type(error).__name__)
+                match effect := self._decide(fact):
+                    case GiveUp():
+                        return effect.end
+                    case Retry() | JoinAnew():
+                        if isinstance(effect, JoinAnew):
+                            self._begin_anew()
+                        await asyncio.sleep(effect.after_s)
+                    case _:
+                        raise AssertionError(effect)
 
-    def _begins_anew(self) -> bool:
-        """Join anew if the connection broke before the coordinator had received anything: it has then given up the
-        unknown tray. Return whether this applies."""
+    def _decide(self, fact: LinkFact) -> LinkEffect:
+        """Ask the machine, and print what it has to say."""
+        effect = self._lease.handle(fact, asyncio.get_running_loop().time())
+        if isinstance(effect, Retry | HangUp | GiveUp) and effect.text:
+            _say(effect.text)
+        return effect
+
+    def _ended(self, because: str, status: int = 0) -> LinkFact:
+        """Return what it means that a connection, or the attempt to make one, has ended."""
+        if self._lease.state is LinkState.CONNECTED:
+            return LinkBroke(self._overflows)
+        return AttemptFailed(because, status, bool(self._numbered.unheard), self._overflows)
+
+    @property
+    def _overflows(self) -> bool:
+        """Whether more waits for the coordinator than is kept without a connection."""
+        return self._numbered.overflows(len(self._waiting), sum(len(data) for _, data in self._waiting))
+
+    def _begin_anew(self) -> None:
+        """Forget the link, of which the coordinator had received nothing when the connection broke, and has given up
+        the unknown tray."""
         unheard = self._numbered.unheard
-        if not self._session or not unheard:
-            return False
         self._waiting.extendleft(
             (Urgency.NOW, data) for data in reversed(unheard[1:])
         )  # the first is sent after the welcome
         self._session, self._numbered = "", Numbered()
         self._idle.clear()
-        return True
 
     def job_is_over(self) -> None:
         """Record that the job is over, so that a broken connection is not restored."""
@@ -179,17 +178,18 @@ class Uplink:
                 kept.append(item)
         self._waiting = kept
 
-    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> bool:
-        """Exchange messages until the connection ends. Return whether the coordinator sent a `Welcome`."""
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Exchange messages until the connection ends."""
         welcome = await self._welcome(socket)
         if welcome is None:
-            return False
+            return
         again: list[bytes] = []
         if self._session:
             again = self._numbered.resume(welcome.received)
         else:
             self._session = welcome.session
             self._waiting.appendleft((Urgency.NOW, self._first))
+        self._decide(LinkWelcomed())
         self._urgent.set()
         self._wake.set()
         writer = asyncio.create_task(self._write(socket, again))
@@ -211,7 +211,6 @@ class Uplink:
             writer.cancel()
             with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
                 await writer
-        return True
 
     def _carry_out(self, command: WorkerCommand) -> None:
         """Carry out a command. Raises ValueError if this host cannot."""
@@ -241,8 +240,7 @@ class Uplink:
             try:
                 message = await socket.receive()
             except TimeoutError:
-                if loop.time() - heard_s > self._config.lease_s + self._orphan_s or self._over:
-                    _say(f"no word from the coordinator for {loop.time() - heard_s:.0f} s")
+                if isinstance(self._decide(LinkSilent(loop.time() - heard_s, self._over)), HangUp):
                     return
                 await socket.ping()
                 continue

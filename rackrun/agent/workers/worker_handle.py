@@ -16,6 +16,7 @@ from rackrun.agent.workers.hang_detector import Patience
 from rackrun.link import robust_mutex
 from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.commands import StartWorker
+from rackrun.protocol.commands import Worker as WorkerId
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.protocol.wire import UnitSealed
 
@@ -32,13 +33,14 @@ class Worker:
         self.command = command
         self.slot: SlotId = command.slot
         self.incarnation: Incarnation = command.incarnation
-        self.asked = False
-        """Whether the fork server has been asked to start it."""
+        self.id = WorkerId(command.slot, command.incarnation)
+        self.master = ""
+        """``host:port`` of its generation's store, once it is found."""
         self.pid = 0
         self.reported = False
         """Whether its exit has been reported to the coordinator."""
-        self.gone = asyncio.Event()
-        """Set when it has been reaped, so that its slot is empty."""
+        self.gone = False
+        """Whether it was reaped, or never existed."""
         self.doomed = False
         """Whether it must be killed, if need be as soon as it exists."""
         self.patience, self.silence = Patience(), Patience()
@@ -89,7 +91,7 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(after.wait(), HELD_S)
         held, self._held = self._held, []
-        if not self.gone.is_set():
+        if not self.gone:
             for data in held:
                 self.channel.send(data)
 
@@ -151,7 +153,7 @@ class Worker:
         """Send SIGTERM to its whole process group, or prevent its start."""
         if self._pidfd < 0:
             self.doomed = True
-        elif not self.gone.is_set():
+        elif not self.gone:
             self.page.end()
             try:
                 os.killpg(self.pid, signal.SIGTERM)
@@ -161,6 +163,7 @@ class Worker:
 
     def buried(self) -> None:
         """Close its channel and process descriptors after it was reaped. Page and snapshots stay."""
+        self.sent_off()
         self.channel.close()
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -168,7 +171,7 @@ class Worker:
         if self._stat_fd >= 0:
             os.close(self._stat_fd)
         self._pidfd = self._stat_fd = -1
-        self.gone.set()
+        self.gone = True
 
     def forget(self) -> None:
         """Close its page and snapshots."""

@@ -9,27 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
-from rackrun.errors import InternalError
+from rackrun.errors import InvalidTransition
 
-__all__ = ["STORY_MAX", "InvalidTransition", "check_transition"]
+__all__ = ["STORY_MAX", "check_transition"]
 
 STORY_MAX = 32
 """Number of transitions that a state machine's story keeps: enough to explain an invalid one, and bounded in a run of
 months."""
 
 S = TypeVar("S", bound=Enum)
-
-
-class InvalidTransition(InternalError):
-    """A state machine was given a transition that its table does not have. ``story`` lists the latest states or
-    transitions that led there."""
-
-    def __init__(self, what: str, state: str, cannot: str, story: Sequence[str]) -> None:
-        super().__init__(
-            f"{what} is {state} and cannot {cannot} ({' > '.join(story)})",
-            remedy="please report this, with the journal.",
-        )
-        self.story = tuple(story)
 
 
 def check_transition(

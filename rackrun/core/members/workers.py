@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rackrun.core.members.transitions import STORY_MAX, InvalidTransition
+from rackrun.core.members.transitions import STORY_MAX
+from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import Worker
 from rackrun.protocol.events import Failure, WorkerExited, WorkerParked
 from rackrun.protocol.ids import Generation, Rank
