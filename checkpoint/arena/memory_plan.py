@@ -25,10 +25,16 @@ from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.checkpoint.redundancy.stripe_set import StripeSet
 
-__all__ = ["Ceiling", "MemoryPlan", "ceilings"]
+__all__ = ["Ceiling", "MemoryPlan", "ceilings", "with_spare_room"]
 
 _PAGE = 4096
+_SPARE_ROOM = 64
 _UNLIMITED = 2**60  # control groups of version 1 express "no limit" as a number near 2**63
+
+
+def with_spare_room(size: int) -> int:
+    """Return how much memory to allocate for images of ``size`` bytes: 1/64 more, because plain state grows a little."""
+    return size + size // _SPARE_ROOM
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from rackrun.checkpoint.image import host_copies
+from rackrun.checkpoint.image.host_copies import copies_from
+from rackrun.checkpoint.image.rank_image import Image
 from rackrun.checkpoint.image.safetensors_image import plan_image, write_tensors
 from rackrun.checkpoint.image.tensor_entries import entries_of
-from rackrun.worker.snapshots import host_copies
-from rackrun.worker.snapshots.host_copies import copies_from
-from rackrun.worker.state.state_image import Shard
 
 
 class Gpu:
@@ -81,13 +81,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return found
 
 
-def planned() -> tuple[Shard, bytearray]:
+def planned() -> tuple[Image, bytearray]:
     """A shard, and what its image holds of its tensors."""
     tensors = {f"m/param/{i}": torch.randn(i + 1, 3) for i in range(50)}
     layout = plan_image([one for each in tensors.items() for one in entries_of(dict([each]))], 0)
     expected = bytearray(layout.total_bytes)
     write_tensors(layout, tensors, memoryview(expected))
-    return Shard(layout, tensors, b""), expected
+    return Image(layout, tensors, b""), expected
 
 
 def in_a_thread(call: Callable[[], None]) -> None:
