@@ -143,7 +143,7 @@ def fill(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor], read: Read)
             got = read(fetch.shard, fetch.start, fetch.stop)
             if memoryview(got).nbytes != fetch.stop - fetch.start:
                 raise IntegrityError(
-                    f"shard {fetch.shard}: {memoryview(got).nbytes} bytes came for {fetch.start} to {fetch.stop}.",
+                    f"shard {fetch.shard} gave {memoryview(got).nbytes} bytes when bytes {fetch.start} to {fetch.stop} were read.",
                     remedy="use another copy.",
                 )
             memory = memory_of(got)

@@ -111,7 +111,7 @@ class CheckpointManager:
         """
         if (durable_every is not None and durable_every < 1) or keep < 1:
             raise CheckpointError(
-                f"durable_every is {durable_every}, keep {keep}.",
+                f"durable_every={durable_every} and keep={keep} cannot be used.",
                 remedy="give a number of steps, or None; keep 1 or more.",
             )
         self.directory, self.job, self.counters = parse_location(directory), job, Counters()

@@ -409,5 +409,5 @@ def test_a_read_of_another_length_is_refused(by: int) -> None:
     def read(_: int, start: int, stop: int) -> Buffer:
         return bytes(stop - start + by)
 
-    with pytest.raises(IntegrityError, match="bytes came for"):
+    with pytest.raises(IntegrityError, match="bytes when bytes"):
         fill(plan_reshard(shards.layouts, target), {"w": torch.zeros(3, 4)}, read)
