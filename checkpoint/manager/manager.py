@@ -45,11 +45,11 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import Lease
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.host_copies import copies_from
-from rackrun.checkpoint.image.user_state import Contents
 from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
 from rackrun.checkpoint.manager.restoring import RestoreReport, restore
 from rackrun.checkpoint.manager.save_handle import Counters, SaveHandle
 from rackrun.checkpoint.manager.saver import Place, Saved, Saver
+from rackrun.checkpoint.manager.user_state import Contents
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle", "Saved"]

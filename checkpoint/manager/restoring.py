@@ -32,8 +32,8 @@ from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntr
 from rackrun.checkpoint.image.plain_part import Plain, decode_plain
 from rackrun.checkpoint.image.reshard import fill, plan_from
 from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
-from rackrun.checkpoint.image.user_state import Contents
 from rackrun.checkpoint.manager.checkpoint_sources import Seen, ShardBytes, Sources, newest_records
+from rackrun.checkpoint.manager.user_state import Contents
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["RestoreReport", "restore"]
