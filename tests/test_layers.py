@@ -52,7 +52,8 @@ FLOORS = {
     "rackrun.topology": [f"{TOP} model", "gpu_driver placement", "drawing health sources"],
     "rackrun.checkpoint": [
         "base",
-        "commit host_memory image redundancy",
+        "commit host_memory redundancy",
+        "image",
         "arena durable",
         "dcp manager",
         f"{TOP} offline",

@@ -207,20 +207,20 @@ def _shard(context: Context, size: int) -> tuple[Any, dict[str, Any]]:
     import torch
 
     from rackrun.checkpoint.image.boxes import Box
+    from rackrun.checkpoint.image.rank_image import Image
     from rackrun.checkpoint.image.safetensors_image import TensorEntry, plan_image
-    from rackrun.worker.state.state_image import Shard
 
     count = context.pick(290, 12)
     each = size // count // 4
     tensors = {f"layer.{number}": torch.randn(each, device=context.device) for number in range(count)}
     entries = [TensorEntry(name, "float32", (each,), Box.whole((each,))) for name in tensors]
-    return Shard(plan_image(entries, 0), tensors, b""), tensors
+    return Image(plan_image(entries, 0), tensors, b""), tensors
 
 
 def _snapshot(context: Context, *, pinned: bool) -> Found:
     import torch
 
-    from rackrun.worker.snapshots.host_copies import copies_from
+    from rackrun.checkpoint.image.host_copies import copies_from
 
     shard, tensors = _shard(context, context.pick(8 * GIB, 16 * MIB))
     copies = copies_from(context.device)
@@ -280,8 +280,8 @@ def snapshot_unpinned(context: Context) -> Found:
 def restore(context: Context) -> Found:
     import torch
 
+    from rackrun.checkpoint.image.host_copies import copies_from
     from rackrun.checkpoint.image.safetensors_image import read_tensors, write_image
-    from rackrun.worker.snapshots.host_copies import copies_from
 
     shard, tensors = _shard(context, context.pick(4 * GIB, 16 * MIB))
     size, rates = shard.layout.total_bytes, {}

@@ -159,16 +159,18 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
         return
     if gpus < 1:
         raise PlannerError(
-            f"--gpus {gpus} is no fleet.", remedy="give the GPUs that are paid for, such as --gpus 73728."
+            f"--gpus {gpus} leaves no fleet to simulate.",
+            remedy="give the GPUs that are paid for, such as --gpus 73728.",
         )
     jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     if seeds < 1 or jobs < 1 or not 0 < days < float("inf"):
         raise PlannerError(
-            f"--seeds {seeds}, --jobs {jobs}, --days {days}.", remedy="give 1 or more, and days above 0."
+            f"--seeds {seeds}, --jobs {jobs} and --days {days} leave nothing to simulate.",
+            remedy="give 1 or more, and days above 0.",
         )
     if sum(one is not None for one in (tray_mtbf, from_preset, trace)) != 1:
         raise PlannerError(
-            "it is not said, or said twice, how often something fails.",
+            "the plan needs exactly one source that says how often something fails.",
             remedy="give one of --tray-mtbf, --preset, --trace.",
         )
     fleet = fleet_of(gpus, trays_per_rack, gpus_per_tray)
@@ -273,7 +275,7 @@ def predict(
     """Predict the throughput under faults. How much of it a small job keeps while its ranks are killed."""
     if not 0 < faults_per_minute < float("inf") or seeds < 1:
         raise PlannerError(
-            f"--faults-per-minute {faults_per_minute}, --seeds {seeds}.",
+            f"--faults-per-minute {faults_per_minute} and --seeds {seeds} leave nothing to simulate.",
             remedy="give a rate above 0, and a seed or more.",
         )
     found = predicted(
@@ -365,4 +367,4 @@ def _number(text: str, what: str, remedy: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise PlannerError(f"{what}: {text!r} is no number.", remedy=remedy) from error
+        raise PlannerError(f"{what} has {text!r} where a number belongs.", remedy=remedy) from error

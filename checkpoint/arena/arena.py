@@ -223,7 +223,7 @@ class Arena:
             for h in headers
         )
         raise CheckpointError(
-            f"no slot of the arena {self._file} may be written over ({held}; keep {sorted(keep)}).",
+            f"the arena {self._file} has no slot that may be written over ({held}); generations {sorted(keep)} must stay.",
             remedy="commit or release a generation, end a lease or a fenced writer, or create the arena with one more slot.",
         )
 
@@ -399,9 +399,10 @@ class Arena:
             and owner in (None, header.owner)
         ]
         if not found:
-            held = ", ".join(f"{h.kind} {h.generation} of {h.owner} {h.state.name}" for h in headers)
+            held = ", ".join(f"{h.kind} {h.generation} of rank {h.owner} ({h.state.name})" for h in headers)
+            whose = "" if owner is None else f" of rank {owner}"
             raise NoUsableGeneration(
-                f"the arena {self._file} has no such slot: generation {generation}, {kind or 'any'} of {owner}. It has: {held}.",
+                f"the arena {self._file} does not hold {kind or 'anything'} of generation {generation}{whose}. It holds: {held}.",
                 remedy="take another generation or holder.",
             )
         return found

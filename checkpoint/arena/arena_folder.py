@@ -26,7 +26,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings
 from rackrun.checkpoint.base.digest import content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, MemoryPlanError
 from rackrun.checkpoint.base.location import local_path
+from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.base.process_identity import Process, begin_session, end_session, process_of
 from rackrun.checkpoint.commit.commit_records import CommitRecord, decode_record
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
@@ -114,7 +114,7 @@ class ArenaFolder:
         try:
             return Arena.attach(path, job=self._job, writable=epoch is not None, epoch=epoch)
         except CheckpointError as error:
-            print(f"rackrun: the arena {path} is not used: {error.what}", file=sys.stderr, flush=True)
+            say(f"the arena {path} is not used: {error.what}")
             return None
 
     def create(self, epoch: int, *, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
@@ -127,7 +127,7 @@ class ArenaFolder:
         except MemoryPlanError:
             if not self.sweep(epoch):
                 raise
-            print(f"rackrun: no room beside older arenas in {self.path}: they are gone", file=sys.stderr, flush=True)
+            say(f"no room beside older arenas in {self.path}: they are gone")
             return self._create(epoch, slots, payload_bytes, local_ranks)
 
     def _create(self, epoch: int, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
@@ -222,7 +222,7 @@ class ArenaFolder:
                     (path / _keeper_name(keeper)).unlink(missing_ok=True)
             elif keepers and len(dead) == len(keepers):
                 shutil.rmtree(path, ignore_errors=True)
-                print(f"rackrun: removed {path}, of a job that is gone", file=sys.stderr, flush=True)
+                say(f"removed {path}, of a job that is gone")
 
 
 def job_folder(tier: Path, job: str, directory: Path) -> Path:

@@ -247,7 +247,7 @@ class SlotReader:
         Raises `IntegrityError` when it is not what was sealed, IndexError for no such chunk.
         """
         if not 0 <= index < len(self.crcs):
-            raise IndexError(f"{self} has {len(self.crcs)} chunks, not {index + 1}.")
+            raise IndexError(f"{self} has {len(self.crcs)} chunks, and chunk {index} was asked for.")
         size = self._arena.chunk_bytes
         data = self.payload[index * size : (index + 1) * size]
         if crc(data) != self.crcs[index]:

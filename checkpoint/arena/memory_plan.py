@@ -25,10 +25,16 @@ from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.checkpoint.redundancy.stripe_set import StripeSet
 
-__all__ = ["Ceiling", "MemoryPlan", "ceilings"]
+__all__ = ["Ceiling", "MemoryPlan", "ceilings", "with_spare_room"]
 
 _PAGE = 4096
+_SPARE_ROOM = 64
 _UNLIMITED = 2**60  # control groups of version 1 express "no limit" as a number near 2**63
+
+
+def with_spare_room(size: int) -> int:
+    """Return how much memory to allocate for images of ``size`` bytes: 1/64 more, because plain state grows a little."""
+    return size + size // _SPARE_ROOM
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,13 @@ class MemoryPlan:
     def __post_init__(self) -> None:
         if self.local_ranks < 1 or self.shard_bytes < 0 or self.held_bytes < 0 or not 0 < self.usable <= 1:
             raise MemoryPlanError(
-                f"no plan for {self.local_ranks} ranks of {self.shard_bytes} bytes, {self.held_bytes} held, {self.usable} usable.",
-                remedy="At least one rank, no negative sizes, a usable share above 0 and up to 1.",
+                f"memory cannot be planned for {self.local_ranks} ranks of {self.shard_bytes} bytes, with {self.held_bytes} bytes held "
+                f"and a usable share of {self.usable}.",
+                remedy="Give 1 or more ranks, sizes from 0, and a usable share above 0 and up to 1.",
             )
         if self.slots < 2:
             raise MemoryPlanError(
-                f"{self.slots} slot(s): an image that is being written would have no predecessor.",
+                f"an arena with {self.slots} slot(s) would write over its only image.",
                 remedy="Use 2 or more.",
             )
 

@@ -82,7 +82,8 @@ class CommitPolicy(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= self.floor <= self.copies:
             raise CheckpointError(
-                f"copies={self.copies}, min_copies={self.min_copies}.", remedy="Use 1 <= min_copies <= copies."
+                f"copies={self.copies} and min_copies={self.min_copies} cannot be used together.",
+                remedy="Use 1 <= min_copies <= copies.",
             )
 
     @property

@@ -74,7 +74,7 @@ class ParitySet(_Value, frozen=True, kw_only=True, order=True):
     def __post_init__(self) -> None:
         if not 1 <= self.tolerates < len(set(self.members)) or len(set(self.members)) != len(self.members):
             raise CheckpointError(
-                f"a parity set of {list(self.members)} that tolerates {self.tolerates}.",
+                f"a parity set of the members {list(self.members)} cannot tolerate {self.tolerates} losses.",
                 remedy="Give two or more different members, and fewer losses than members.",
             )
 

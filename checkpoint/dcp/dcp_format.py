@@ -36,7 +36,7 @@ from rackrun.checkpoint.durable.durable_manifest import Manifest, TemporaryName,
 from rackrun.checkpoint.durable.durable_reader import ShardReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image.boxes import Box, cover
-from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, read_layout
 
 __all__ = [
     "Found",
@@ -130,8 +130,7 @@ def find(path: Id | None) -> Found:
     for record in manifest.shards:
         directory = store.data(manifest)
         with contextlib.closing(ShardReader(store.files, directory, manifest, record)) as shard:
-            length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
-            layouts.append(parse_image(shard.read(0, length), limit=shard.size))
+            layouts.append(read_layout(shard.read, shard.size))
             plain = bytes(shard.read(*layouts[-1].extents.get(PLAIN, (0, 0))))
         if plain.startswith(MAGIC):  # otherwise another part of rackrun wrote the image, with a plain part of its own
             try:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import sys
 import time
 import uuid
 from collections import defaultdict
@@ -53,6 +52,7 @@ from torch.futures import Future
 from rackrun.checkpoint.base.digest import chunk_crcs
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
 from rackrun.checkpoint.base.location import parse_location
+from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.dcp.dcp_format import (
     Found,
     Id,
@@ -271,7 +271,7 @@ class RackrunStorageReader(StorageReader):
             self._found = find(self._path)
             self.passed_over = self._found.passed_over
             for generation, why in self.passed_over.items():
-                print(f"rackrun: generation {generation} is not loaded: {why}", file=sys.stderr, flush=True)
+                say(f"generation {generation} is not loaded: {why}")
             return Metadata(self._found.describe(), planner_data=self._found.paths, storage_data={}, storage_meta=meta)
         except RackrunError as error:
             self._found = error

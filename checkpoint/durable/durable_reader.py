@@ -86,7 +86,7 @@ class ShardReader:
     def chunk(self, index: int) -> memoryview:
         """Return chunk ``index`` in memory of its own, verified."""
         if not 0 <= index < len(self.crcs):
-            raise IndexError(f"chunk {index} of {len(self.crcs)}")
+            raise IndexError(f"{self.path} has {len(self.crcs)} chunks, and chunk {index} was asked for")
         if self._kept[0] != index:
             data = _room(min(self.chunk_bytes, self.size - index * self.chunk_bytes))
             self._load(index, data)
@@ -96,7 +96,7 @@ class ShardReader:
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the shard, verified."""
         if not 0 <= start <= stop <= self.size:
-            raise IndexError(f"bytes {start} to {stop} of {self.size}")
+            raise IndexError(f"{self.path} has {self.size} bytes, and bytes {start} to {stop} were asked for")
         out = _room(stop - start)
         for index in range(start // self.chunk_bytes, -(-stop // self.chunk_bytes) if stop > start else 0):
             first = index * self.chunk_bytes

@@ -95,7 +95,9 @@ class GenerationWriter:
 
     def __init__(self, store: DurableStore, generation: int, step: int, epoch: int, world_size: int) -> None:
         if generation < 0 or epoch < 0 or world_size < 1:
-            raise ValueError(f"generation {generation}, epoch {epoch}, world size {world_size}")
+            raise ValueError(
+                f"generation {generation}, epoch {epoch} or world size {world_size} is too small: give 0, 0 and 1 or more"
+            )
         self.generation, self.step, self.epoch, self.world_size = generation, step, epoch, world_size
         self.failure: Failure | None = None
         """Why the last call returned False. None: fragments of other ranks are not there yet."""
@@ -120,7 +122,7 @@ class GenerationWriter:
         world.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} of {self.world_size}")
+            raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks that write this generation")
         fragment: Fragment | None = None
         try:
             data = payload if isinstance(payload, memoryview) else payload.payload
@@ -199,7 +201,7 @@ class GenerationWriter:
         with contextlib.suppress(FileNotFoundError):
             path = self._temporary / fragment_name(fragment.rank, self.world_size)
             if read_small(self._files, path, FRAGMENT_BYTES_MAX) != sealed:
-                raise Refused(FailureKind.DISAGREES, f"{path} tells of another shard")
+                raise Refused(FailureKind.DISAGREES, f"{path} describes another shard")
             return self._files.stat(path.with_name(shard_name(fragment.rank, self.world_size))).st_size == fragment.size
         return False
 
@@ -218,7 +220,7 @@ class GenerationWriter:
         with self._new_file(name, [memoryview(seal(fragment)[0])]) as part:
             crash_point("durable.fragment_synced")
             if not put_name(self._files, part, self._temporary / name) and not self._has(fragment):
-                raise Refused(FailureKind.IO, f"{self._temporary / name} is there without its shard")
+                raise Refused(FailureKind.IO, f"{self._temporary / name} exists, and its shard does not")
         crash_point("durable.fragment_named")
 
     @contextlib.contextmanager
@@ -263,7 +265,7 @@ class GenerationWriter:
                         break
                 else:
                     return
-        raise Refused(FailureKind.DISAGREES, f"{name} has other bytes")
+        raise Refused(FailureKind.DISAGREES, f"{name} has other bytes than this rank has written")
 
     def _failed(self, error: Exception, fragment: Fragment | None) -> bool:
         """Record an error. Return True if another writer has written the shard meanwhile."""
@@ -299,7 +301,9 @@ class GenerationWriter:
                 self._store.job,
                 size,
             ):
-                raise Refused(FailureKind.IO, f"{path} does not belong here, or its shard has {size} bytes")
+                raise Refused(
+                    FailureKind.IO, f"{path} describes another shard than the one beside it, which has {size} bytes"
+                )
             shards.append(
                 ShardRecord(
                     rank=rank, size=size, layout_hash=found.layout_hash, fragment=digest, fragment_bytes=len(data)
@@ -353,7 +357,7 @@ class GenerationWriter:
             found.same_content(manifest) if manifest else (found.step, found.world_size) == (self.step, self.world_size)
         )
         if not same:
-            raise Refused(FailureKind.DISAGREES, f"{self._final} has other content")
+            raise Refused(FailureKind.DISAGREES, f"{self._final} exists with other content")
         return True
 
     def _sync_name(self) -> None:

@@ -211,7 +211,7 @@ def write_new(files: Files, path: Path, parts: Iterable[memoryview]) -> None:
                 size += len(part)
                 _write_all(files, fd, part)
             if (found := files.fstat(fd).st_size) != size:
-                raise OSError(errno.EIO, f"{found} bytes after {size} were written", str(path))
+                raise OSError(errno.EIO, f"the file has {found} bytes after {size} were written", str(path))
             _fsync(files, fd, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ def _write_all(files: Files, fd: int, data: memoryview) -> None:
     while len(data):
         written = files.write(fd, data)
         if written <= 0:
-            raise OSError(errno.EIO, "a write wrote nothing")
+            raise OSError(errno.EIO, "the file system accepted no bytes")
         data = data[written:]
 
 

@@ -32,7 +32,7 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes) or (self.sizes and (min(self.offsets) < 0 or min(self.sizes) < 0)):
-            raise ValueError(f"not a box: offsets {self.offsets}, sizes {self.sizes}")
+            raise ValueError(f"offsets {self.offsets} and sizes {self.sizes} are not a box")
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:

@@ -36,8 +36,10 @@ __all__ = [
     "TensorEntry",
     "header_bytes",
     "itemsize_of",
+    "layout_in",
     "parse_image",
     "plan_image",
+    "read_layout",
 ]
 
 Buffer = memoryview | bytes | bytearray
@@ -177,6 +179,20 @@ def header_bytes(prefix: Buffer, *, limit: int) -> int:
             remedy="this is no image, or a damaged one: use another copy.",
         )
     return _LENGTH.size + length
+
+
+def read_layout(read: Callable[[int, int], Buffer], size: int) -> ImageLayout:
+    """Return the layout of an image of ``size`` bytes whose header ``read(start, stop)`` returns.
+
+    Raises what `header_bytes` and `parse_image` raise.
+    """
+    length = header_bytes(read(0, min(8, size)), limit=size)
+    return parse_image(read(0, length), limit=size)
+
+
+def layout_in(payload: memoryview) -> ImageLayout:
+    """Return the layout of the image in ``payload``. Raises what `read_layout` raises."""
+    return read_layout(lambda start, stop: payload[start:stop], len(payload))
 
 
 def parse_image(header: Buffer, *, limit: int) -> ImageLayout:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from rackrun.checkpoint.base.errors import IntegrityError
 
-__all__ = ["OptimizerPlain", "Plain", "decode_plain", "pack_plain", "with_elsewhere"]
+__all__ = ["OptimizerPlain", "Plain", "decode_plain", "pack", "pack_plain", "unpack", "with_elsewhere"]
+
+T = TypeVar("T")
 
 _LENGTH = struct.Struct("<Q")
 _ROOM = 1024
@@ -50,13 +51,12 @@ class _Encoded(msgspec.Struct, frozen=True):
 
 def pack_plain(plain: Plain) -> bytes:
     """Encode a plain part. Raises msgspec's errors for values that msgpack cannot represent."""
-    return _pack(msgspec.msgpack.encode(plain))
+    return pack(msgspec.msgpack.encode(plain))
 
 
 def decode_plain(part: bytes) -> Plain:
     """Decode a plain part. Raises `IntegrityError` for bytes that are no plain part."""
-    with _typed():
-        return msgspec.msgpack.decode(_encoded(part), type=Plain, strict=False)
+    return unpack(part, Plain, strict=False)
 
 
 def with_elsewhere(part: bytes, elsewhere: Mapping[str, int]) -> bytes:
@@ -64,25 +64,21 @@ def with_elsewhere(part: bytes, elsewhere: Mapping[str, int]) -> bytes:
 
     Raises `IntegrityError` for bytes that are no plain part.
     """
-    with _typed():
-        plain = msgspec.msgpack.decode(_encoded(part), type=_Encoded)
-    return _pack(msgspec.msgpack.encode(msgspec.structs.replace(plain, elsewhere=dict(elsewhere))))
+    plain = msgspec.structs.replace(unpack(part, _Encoded), elsewhere=dict(elsewhere))
+    return pack(msgspec.msgpack.encode(plain))
 
 
-@contextlib.contextmanager
-def _typed() -> Iterator[None]:
-    try:
-        yield
-    except (msgspec.MsgspecError, ValueError, struct.error, RecursionError) as error:
-        raise IntegrityError(
-            f"the plain part of the image cannot be read: {error!s:.300}.", remedy="use another generation."
-        ) from error
-
-
-def _pack(encoded: bytes) -> bytes:
+def pack(encoded: bytes) -> bytes:
+    """Return msgpack bytes as the plain part of an image: with their length before them, and padded."""
     return (_LENGTH.pack(len(encoded)) + encoded).ljust(-(-(_LENGTH.size + len(encoded)) // _ROOM) * _ROOM, b"\0")
 
 
-def _encoded(part: bytes) -> bytes:
-    (length,) = _LENGTH.unpack_from(part)
-    return part[_LENGTH.size : _LENGTH.size + length]
+def unpack(part: bytes, kind: type[T], *, strict: bool = True) -> T:
+    """Decode what `pack` has packed as a ``kind``. Raises `IntegrityError` for other bytes."""
+    try:
+        (length,) = _LENGTH.unpack_from(part)
+        return msgspec.msgpack.decode(part[_LENGTH.size : _LENGTH.size + length], type=kind, strict=strict)
+    except (msgspec.MsgspecError, ValueError, struct.error, RecursionError) as error:
+        raise IntegrityError(
+            f"the plain part of the image cannot be read: {error!s:.300}.", remedy="use another copy."
+        ) from error

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from rackrun.checkpoint.image.image_layout import Buffer, ImageLayout, TensorEnt
 from rackrun.checkpoint.image.safetensors_image import bits_of, check_local, memory_of
 from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
 
-__all__ = ["Copy", "Fetch", "Read", "entries_of", "fill", "locals_of", "plan_reshard"]
+__all__ = ["Copy", "Fetch", "Read", "entries_of", "fill", "locals_of", "plan_from", "plan_reshard"]
 
 GAP_BYTES = 32 * 2**10
 FETCH_BYTES = 64 * 2**20
@@ -106,6 +106,29 @@ def plan_reshard(
     return list(_coalesced(parts))
 
 
+def plan_from(
+    layout: Callable[[int], ImageLayout],
+    wanted: Mapping[int | None, Sequence[TensorEntry]],
+    holders: Sequence[int],
+    *,
+    turn: int = 0,
+) -> dict[int, list[Fetch]]:
+    """Return what to read from each image, in the order of its bytes: image -> fetches, whose ``shard`` is the image.
+
+    ``layout(image)``: the image's layout, called for the images in use only. ``wanted``: image -> the tensors to be
+    read from it; None: from any of ``holders``. ``turn`` and what is raised: see `plan_reshard`.
+    """
+    found: dict[int, list[Fetch]] = {}
+    for one, targets in wanted.items():
+        among = holders if one is None else [one]
+        for fetch in plan_reshard([layout(image) for image in among], targets, turn=turn):
+            image = among[fetch.shard]
+            found.setdefault(image, []).append(replace(fetch, shard=image))
+    for fetches in found.values():
+        fetches.sort(key=lambda fetch: fetch.start)
+    return found
+
+
 def fill(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor], read: Read) -> None:
     """Read all of ``plan`` and copy it into ``tensors``, which are local ones as `locals_of` returns them.
 
@@ -120,7 +143,7 @@ def fill(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor], read: Read)
             got = read(fetch.shard, fetch.start, fetch.stop)
             if memoryview(got).nbytes != fetch.stop - fetch.start:
                 raise IntegrityError(
-                    f"shard {fetch.shard}: {memoryview(got).nbytes} bytes came for {fetch.start} to {fetch.stop}.",
+                    f"shard {fetch.shard} gave {memoryview(got).nbytes} bytes when bytes {fetch.start} to {fetch.stop} were read.",
                     remedy="use another copy.",
                 )
             memory = memory_of(got)

@@ -68,7 +68,8 @@ def write_image(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], plain:
     into = into.cast("B")
     if stop - start != len(plain) or len(into) < layout.total_bytes:
         raise LayoutMismatch(
-            f"planned: {stop - start} plain bytes, {layout.total_bytes} in all; given: {len(plain)}, and {len(into)} of room.",
+            f"the image was planned with {stop - start} plain bytes of {layout.total_bytes} in all, and was given {len(plain)} plain "
+            f"bytes and memory of {len(into)} bytes.",
             remedy="plan the image again, and give it a slot that is large enough.",
         )
     if different := tensors.keys() ^ layout.by_name.keys():

@@ -12,7 +12,6 @@ was written after the commit, so it proves the commit.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable
 
 import msgspec
@@ -22,6 +21,7 @@ from rackrun.checkpoint.arena.arena_folder import ArenaFolder
 from rackrun.checkpoint.arena.arena_format import SlotHeader, SlotState, manifest_digest, table_bytes
 from rackrun.checkpoint.arena.arena_slot import SlotInfo, SlotReader
 from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration, is_damage
+from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, Tier
 from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy
 from rackrun.checkpoint.durable.durable_manifest import Manifest
@@ -100,7 +100,7 @@ class Sources:
                     if mine:
                         reader.verify()
                 except CheckpointError as error:
-                    print(f"rackrun: {error.what}", file=sys.stderr, flush=True)
+                    say(error.what)
                     continue
                 self._arenas[info.generation, info.owner] = arena, reader
                 if mine:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,17 +38,18 @@ import msgspec
 from rackrun.checkpoint.arena.arena_folder import ArenaFolder, MemoryTier
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.base.location import parse_location
+from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.commit.checkpoint_choice import Tier
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import Lease
 from rackrun.checkpoint.durable.probation import Probation
-from rackrun.checkpoint.image.user_state import Contents
+from rackrun.checkpoint.image.host_copies import copies_from
 from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
 from rackrun.checkpoint.manager.restoring import RestoreReport, restore
 from rackrun.checkpoint.manager.save_handle import Counters, SaveHandle
 from rackrun.checkpoint.manager.saver import Place, Saved, Saver
-from rackrun.checkpoint.manager.staging import Staging
+from rackrun.checkpoint.manager.user_state import Contents
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle", "Saved"]
@@ -111,7 +111,7 @@ class CheckpointManager:
         """
         if (durable_every is not None and durable_every < 1) or keep < 1:
             raise CheckpointError(
-                f"durable_every is {durable_every}, keep {keep}.",
+                f"durable_every={durable_every} and keep={keep} cannot be used.",
                 remedy="give a number of steps, or None; keep 1 or more.",
             )
         self.directory, self.job, self.counters = parse_location(directory), job, Counters()
@@ -150,7 +150,7 @@ class CheckpointManager:
             self._folder = ArenaFolder(self._memory, self.job, self.directory, peers.rank, peers.world_size)
         self._sources = Sources(self._folder, self._store, rank=peers.rank, world=peers.world_size)
         try:
-            self._saver = Saver(self._agree(), Staging(contents.device), self.counters)
+            self._saver = Saver(self._agree(), copies_from(contents.device), self.counters)
         except BaseException:
             self._sources.close()
             raise
@@ -220,11 +220,7 @@ class CheckpointManager:
             if self._peers.rank == 0:
                 self._probation.restored(report.generation)
                 by = f"saved by {report.world_size} rank{'s' if report.world_size > 1 else ''}"
-                print(
-                    f"rackrun: restored step {report.step} (generation {report.generation}, {by})",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"restored step {report.step} (generation {report.generation}, {by})")
         return report
 
     # -- while training
@@ -246,7 +242,9 @@ class CheckpointManager:
         self._sources.close()
         self._saver.wait_committed()
         due = durable if durable is not None else self._durable_every is not None and step % self._durable_every == 0
-        handle = self._saver.save(contents.describe(), step, due=due, asked=durable is True)
+        image = contents.describe()
+        settled = contents.settled(image.tensors)
+        handle = self._saver.save(image, settled, step, due=due, asked=durable is True)
         self.counters.saves += 1
         self.counters.stall_s += time.monotonic() - began
         return handle

@@ -8,8 +8,8 @@ it, so they never mix steps.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +24,16 @@ from rackrun.checkpoint.base.errors import (
     NoUsableGeneration,
     is_damage,
 )
+from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, Tier, choose
 from rackrun.checkpoint.commit.peers import Peers
 from rackrun.checkpoint.durable.probation import Probation
-from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, read_layout
 from rackrun.checkpoint.image.plain_part import Plain, decode_plain
-from rackrun.checkpoint.image.reshard import Fetch, fill, plan_reshard
+from rackrun.checkpoint.image.reshard import fill, plan_from
 from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
-from rackrun.checkpoint.image.user_state import Contents
 from rackrun.checkpoint.manager.checkpoint_sources import Seen, ShardBytes, Sources, newest_records
+from rackrun.checkpoint.manager.user_state import Contents
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["RestoreReport", "restore"]
@@ -198,7 +199,7 @@ class _Chooser:
         failed = {(generation, *pair) for one in everyone for pair in one.failed}
         problems = sorted({one.problem for one in everyone if one.problem})
         for problem in problems:
-            print(f"rackrun: generation {generation}: {problem}", file=sys.stderr, flush=True)
+            say(f"generation {generation}: {problem}")
         self._leave_out(generation, " ".join(problems), damaged=any(one.damaged for one in everyone))
         self._inventory = [h for h in self._inventory if (h.generation, h.owner, h.tier) not in failed]
 
@@ -206,7 +207,7 @@ class _Chooser:
         """Report on stderr why newer generations were passed over, and quarantine those that are damaged."""
         for generation, why in sorted(plan.passed_over.items()):
             what = f"generation {generation}" if generation >= 0 else "the directory"
-            print(f"rackrun: {what} is not used: {why}", file=sys.stderr, flush=True)
+            say(f"{what} is not used: {why}")
         self.quarantine_damaged(above=plan.generation)
 
     def quarantine_damaged(self, *, above: int) -> None:
@@ -261,18 +262,13 @@ class _Filling:
         self._plain = decode_plain(bytes(self._read(self._own, *own.extents[PLAIN])))
         saved = self._saved(own, self._plain)
         self._parts = self._contents.targets(self._plain, {name: entry for name, (_, entry) in saved.items()})
-        targets, self._tensors = entries_of(self._parts), locals_of(self._parts)
-        mine: dict[int, list[TensorEntry]] = {}
-        others: list[TensorEntry] = []
-        for target in targets:
+        wanted: dict[int | None, list[TensorEntry]] = {}
+        for target in entries_of(self._parts):
             owner, entry = saved.get(target.name, (-1, None))
-            (mine.setdefault(owner, []) if entry == target else others).append(target)
-        for owner, of_one in mine.items():
-            self._carry_out(plan_reshard([self._layout(owner)], of_one), [owner], of_one)
-        if others:
-            owners = range(self._world)
-            layouts = [self._layout(owner) for owner in owners]
-            self._carry_out(plan_reshard(layouts, others, turn=self._rank), owners, others)
+            wanted.setdefault(owner if entry == target else None, []).append(target)
+        tensors = locals_of(self._parts)
+        for fetches in plan_from(self._layout, wanted, range(self._world), turn=self._rank).values():
+            fill(fetches, tensors, self._read)
 
     def _saved(self, own: ImageLayout, plain: Plain) -> dict[str, tuple[int, TensorEntry]]:
         """Return each tensor that this rank's shard consists of, with the shard that stores it.
@@ -291,17 +287,12 @@ class _Filling:
             found[name] = owner, entry
         return found
 
-    def _carry_out(self, plan: list[Fetch], owners: Sequence[int], targets: Sequence[TensorEntry]) -> None:
-        tensors = {target.name: self._tensors[target.name] for target in targets}
-        fill(plan, tensors, lambda shard, start, stop: self._read(owners[shard], start, stop))
-
     def _layout(self, owner: int) -> ImageLayout:
         if owner not in self._layouts:
             self._reading = owner
             self.shards[owner] = self._sources.shard(self._plan, owner)
             size = self.shards[owner].size
-            length = header_bytes(self._read(owner, 0, min(8, size)), limit=size)
-            self._layouts[owner] = parse_image(self._read(owner, 0, length), limit=size)
+            self._layouts[owner] = read_layout(functools.partial(self._read, owner), size)
         return self._layouts[owner]
 
     def _read(self, owner: int, start: int, stop: int) -> memoryview:

@@ -9,9 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
@@ -19,9 +17,9 @@ from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.commit.peers import Peers
 from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationWriter
 from rackrun.checkpoint.durable.retention import Retention, collect
-from rackrun.checkpoint.image.user_state import Image
+from rackrun.checkpoint.image.host_copies import ImageCopy
+from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.checkpoint.manager.replica_writers import Held, Share, agree, held_in
-from rackrun.checkpoint.manager.staging import Staging
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["Counters", "Disk", "Flush", "SaveHandle", "Saving"]
@@ -86,51 +84,43 @@ class Saving:
     """One rank's shard while it is copied into a slot."""
 
     handle: SaveHandle
-    image: Image
+    layout: ImageLayout
+    settled: frozenset[str]
+    """The tensors that neither forward nor backward changes."""
     writer: SlotWriter | None = None
-    ready: torch.cuda.Event | None = None
+    copy: ImageCopy | None = None
     failure: str = ""
     """Why there is no slot, or why the copy failed."""
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Each tensor that is copied while the next step runs, with its version when the save began."""
 
-    def copy_and_seal(self, staging: Staging) -> None:
+    def copy_and_seal(self) -> None:
         """Copy the tensors into the slot and seal it.
 
         Runs in the helper thread; records a failure instead of raising.
         """
-        layout, writer = self.image.layout, self.writer
-        if writer is None:
+        writer, copy = self.writer, self.copy
+        if writer is None or copy is None:
             self.handle.staged.set_result(False)
             return
         try:
-            staging.copy(layout, self.image.tensors, self.image.later, writer.payload, self.ready)
+            unchanged = copy.finish()
             crash_point("save.copied")
-            torn = any(tensor._version != version for tensor, version in self.versions)
-            self._let_go()
-            self.handle.staged.set_result(not torn)
-            if torn:
+            self.handle.staged.set_result(unchanged)
+            if not unchanged:
                 self.failure = (
                     "parameters were changed before they were copied: call guard() before whatever changes them"
                 )
                 writer.abandon()
                 return
-            writer.seal(layout.total_bytes, layout.layout_hash)
+            writer.seal(self.layout.total_bytes, self.layout.layout_hash)
             self.handle.sealed.set_result(True)
             crash_point("save.sealed")
         except Exception as error:  # noqa: BLE001 - reported to all ranks as this rank's failure
             self.failure = f"{type(error).__name__}: {error}"
             writer.abandon()
         finally:
-            self._let_go()
+            self.writer = self.copy = None
             if not self.handle.staged.done():
                 self.handle.staged.set_result(False)
-
-    def _let_go(self) -> None:
-        """Drop the references to the tensors and the slot, so that the caller may free what was copied."""
-        self.versions.clear()
-        self.image.tensors.clear()
-        self.writer = None
 
 
 @dataclass(frozen=True)
@@ -156,8 +146,7 @@ class Flush:
 
     def __init__(
         self,
-        handle: SaveHandle,
-        image: Image,
+        saving: Saving,
         disk: Disk,
         arena: Arena,
         *,
@@ -165,8 +154,8 @@ class Flush:
         former: int,
     ) -> None:
         """Lease the slot. ``former``: the generation flushed before, whose outcome all ranks have heard."""
-        self._handle, self._disk, self._arena = handle, disk, arena
-        self._layout, self._settled = image.layout, image.later
+        self._handle, self._disk, self._arena = saving.handle, disk, arena
+        self._layout, self._settled = saving.layout, saving.settled
         self._peers, self._former = peers, former
         self._lease = contextlib.ExitStack()
         self._reader: SlotReader | None = None
@@ -174,8 +163,8 @@ class Flush:
         self.remark = ""
         """A warning to report besides the outcome."""
         try:
-            self._lease.enter_context(arena.lease(handle.generation))
-            self._reader = arena.reader(handle.generation)
+            self._lease.enter_context(arena.lease(self._handle.generation))
+            self._reader = arena.reader(self._handle.generation)
         except CheckpointError as error:
             self._failure = error.what
 

@@ -8,7 +8,6 @@ the first save finds that the arena does not fit.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,22 +15,20 @@ from typing import NamedTuple
 
 from rackrun.checkpoint.arena.arena import Arena, SlotState
 from rackrun.checkpoint.arena.arena_folder import ArenaFolder
+from rackrun.checkpoint.arena.memory_plan import with_spare_room
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
+from rackrun.checkpoint.base.messages import Complaints
 from rackrun.checkpoint.commit.peer_commit import CommitDesk, Sealed
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.image.safetensors_image import write_head, write_tensor
-from rackrun.checkpoint.image.user_state import Image
+from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
+from rackrun.checkpoint.image.rank_image import Image
 from rackrun.checkpoint.manager.save_handle import Counters, Disk, Flush, SaveHandle, Saving
-from rackrun.checkpoint.manager.staging import Staging
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["Place", "Saved", "Saver"]
 
 register("restore.marking", "restore.marked", "save.begun", "commit.heard", "commit.done", "commit.retired")
-
-_SPARE_ROOM = 64
-"""A new arena gets room for an image that is larger by one part in this many."""
 
 
 class Saved(NamedTuple):
@@ -66,8 +63,8 @@ class Place:
 class Saver:
     """Carries out one rank's saves, in threads of their own."""
 
-    def __init__(self, place: Place, staging: Staging, counters: Counters) -> None:
-        self._place, self._staging, self._counters = place, staging, counters
+    def __init__(self, place: Place, device: HostCopies, counters: Counters) -> None:
+        self._place, self._device, self._counters = place, device, counters
         self._desk = CommitDesk(place.peers.another(), place.epoch, seconds=place.seconds)
         self._next = place.first
         self._arena: Arena | None = None
@@ -92,7 +89,7 @@ class Saver:
         """The generation that was restored; -1 for none."""
         self._lost = ""
         """Why nothing more is saved; empty while saving works."""
-        self._complained: set[str] = set()
+        self._complaints = Complaints()
         self.newest: Saved | None = None
         """The newest generation that is committed or was restored. Its slot must not be overwritten."""
         self._attach()
@@ -104,7 +101,7 @@ class Saver:
             if folder is not None and mine == (peers.rank, peers.world_size) and self._arena is None:
                 self._arena = folder.attach(path, self._place.epoch)
         if self._arena is not None:
-            self._staging.pin(self._arena)
+            self._device.pin(*self._arena.memory())
 
     def begin_from(self, restored: Saved, *, here: bool) -> None:
         """Protect the ``restored`` generation from being overwritten, and mark unusable slots as bad.
@@ -135,20 +132,21 @@ class Saver:
         if self._arena is not None:
             self._outgrown.append(self._arena)
             self._arena = None
-        place, room = self._place, size + size // _SPARE_ROOM
+        place, room = self._place, with_spare_room(size)
         if place.folder is not None:
             self._arena = place.folder.create(
                 place.epoch, slots=place.slots, payload_bytes=room, local_ranks=place.local_ranks
             )
         else:
             self._arena = _private_arena(place.job, place.peers.rank, place.epoch, place.slots, room)
-        self._staging.pin(self._arena)
+        self._device.pin(*self._arena.memory())
         return self._arena
 
     # -- a save
-    def save(self, image: Image, step: int, *, due: bool, asked: bool) -> SaveHandle:
+    def save(self, image: Image, settled: frozenset[str], step: int, *, due: bool, asked: bool) -> SaveHandle:
         """Begin the next generation and return its handle.
 
+        ``settled``: the tensors of ``image`` that neither forward nor backward changes.
         ``due``: it is written to disk too. ``asked``: it is written even when an older one is still being written.
         Where memory then has no free slot, this call waits, and so does the next save.
         """
@@ -162,8 +160,8 @@ class Saver:
             self._desk.decline(handle.generation, Sealed(step=step, failure=self._lost))
             handle.fail(self._lost)
             return handle
-        saving = Saving(handle, image)
-        self._begin(saving)
+        saving = Saving(handle, image.layout, settled)
+        self._begin(saving, image)
         self._saving = handle
         self._start(lambda: self._carry_out(saving, due, asked), f"rackrun-save-{step}")
         return handle
@@ -212,20 +210,16 @@ class Saver:
         for thread in self._threads:
             thread.join(seconds)
         for arena in [*self._outgrown, *([self._arena] if self._arena is not None else [])]:
-            self._staging.unpin(arena)
+            self._device.unpin(arena.memory()[0])
             arena.close()
 
     def complain(self, what: str) -> None:
         """Report a problem on stderr, once for each reason: a full disk stays full."""
-        reason = what.partition(": ")[2] or what
-        if reason not in self._complained:
-            self._complained.add(reason)
-            print(f"rackrun: rank {self._place.peers.rank}: {what}; training goes on", file=sys.stderr, flush=True)
+        self._complaints.say(self._place.peers.rank, what)
 
     # -- the steps of a save
-    def _begin(self, saving: Saving) -> None:
+    def _begin(self, saving: Saving, image: Image) -> None:
         """Take a slot, and copy at once the tensors that forward and backward may change."""
-        image = saving.image
         try:
             arena = self.reserve(image.layout.total_bytes)
             keep = [self.newest.generation] if self.newest is not None else []
@@ -235,19 +229,14 @@ class Saver:
         except CheckpointError as error:
             saving.failure = error.what
             return
-        payload = saving.writer.payload
-        write_head(image.layout, image.plain, payload)
-        for name in image.tensors.keys() - image.later:
-            write_tensor(image.layout, name, image.tensors[name], payload)
-        saving.versions = [(image.tensors[name], image.tensors[name]._version) for name in image.later]
-        saving.ready = self._staging.ready()
+        saving.copy = ImageCopy(image, saving.settled, saving.writer.payload, self._device)
         crash_point("save.begun")
 
     def _carry_out(self, saving: Saving, due: bool, asked: bool) -> None:
         """Copy, seal and commit. Runs in a thread of its own."""
         handle = saving.handle
         try:
-            saving.copy_and_seal(self._staging)
+            saving.copy_and_seal()
             self._settle(saving, due, asked)
         except PeersGone as error:
             self._lost = f"no more is saved: {error.what}"
@@ -308,14 +297,13 @@ class Saver:
             arena = self._outgrown.pop()
             if folder is not None:
                 arena.unlink()
-            self._staging.unpin(arena)
+            self._device.unpin(arena.memory()[0])
             arena.close()
 
     def _begin_flush(self, saving: Saving, arena: Arena) -> None:
         place, handle = self._place, saving.handle
         flush = Flush(
-            handle,
-            saving.image,
+            saving,
             Disk(place.store, place.epoch, place.keep, self._began, place.hold),
             arena,
             peers=place.peers.another(),

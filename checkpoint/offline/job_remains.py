@@ -149,7 +149,7 @@ class Remains:
                 return Found(str(path), reader, identity, arena.chunk_bytes, len(reader.payload))
             except CheckpointError as error:
                 reasons.append(f"{path}: {error.what}")
-        raise CheckpointError(" ".join(reasons) or "No arena has it.")
+        raise CheckpointError(" ".join(reasons) or "No arena holds it.")
 
     def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> Found:
         manifest = self._manifest(sought.generation)
@@ -169,11 +169,11 @@ class Remains:
         try:
             manifest, _ = unseal(read_small(self.store.files, path / MANIFEST, MANIFEST_BYTES_MAX), Manifest, path)
         except FileNotFoundError as error:
-            raise IntegrityError("It is not on disk.") from error
+            raise IntegrityError(f"{path} does not exist.") from error
         except OSError as error:
             raise IntegrityError(f"{path / MANIFEST} cannot be read: {error.strerror or error}.") from error
         if (manifest.job, manifest.generation) != (self.store.job, generation):
-            raise IntegrityError(f"{path} holds generation {manifest.generation} of {manifest.job}.")
+            raise IntegrityError(f"{path} holds generation {manifest.generation} of the job {manifest.job} instead.")
         return manifest
 
 
@@ -191,7 +191,9 @@ def identities(store: DurableStore, manifest: Manifest) -> tuple[Identity | None
 def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
     directory = store.data(manifest)
     if rank >= manifest.world_size:
-        raise IntegrityError(f"{directory} is of {manifest.world_size} ranks.")
+        raise IntegrityError(
+            f"{directory} was written by {manifest.world_size} ranks, and has no shard of rank {rank}."
+        )
     return ShardReader(store.files, directory, manifest, manifest.shards[rank])
 
 

@@ -24,7 +24,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.durable_writer import GenerationWriter
 from rackrun.checkpoint.durable.files import delete_tree, set_aside
 from rackrun.checkpoint.durable.probation import Probation
-from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, header_bytes, parse_image
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, layout_in
 from rackrun.checkpoint.manager.replica_writers import Held, Share, assign, held_in
 from rackrun.checkpoint.offline.job_remains import Found, Remains, Sought, identities
 
@@ -322,7 +322,7 @@ def _shares(found: Mapping[int, Found]) -> dict[int, Share]:
     held: list[Held] = []
     for rank, one in found.items():
         assert isinstance(one.reader, SlotReader)
-        layouts[rank] = _layout(one.reader)
+        layouts[rank] = layout_in(one.reader.payload)
         mine = [entry.name for entry in layouts[rank].entries if entry.name != PLAIN]
         names[rank], of_rank = held_in(one.reader, layouts[rank], mine, one.chunk_bytes)
         held.append(of_rank)
@@ -334,12 +334,6 @@ def _shares(found: Mapping[int, Found]) -> dict[int, Share]:
             assert isinstance(reader, SlotReader)
             shares[rank] = Share(reader, layouts[rank], elsewhere, found[rank].chunk_bytes)
     return shares
-
-
-def _layout(reader: SlotReader) -> ImageLayout:
-    size = len(reader.payload)
-    length = header_bytes(reader.payload[: min(8, size)], limit=size)
-    return parse_image(reader.payload[:length], limit=size)
 
 
 def _total(found: Mapping[int, Found], shares: Mapping[int, Share]) -> int:

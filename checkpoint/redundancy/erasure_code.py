@@ -63,9 +63,11 @@ class Row:
         """
         start, stop = self.stripe_set.stripe(owner, self.part, length)
         if self.spoiled:
-            raise ParityError(f"rank {self.keeper}'s row is spoiled: {self.spoiled}.")
+            raise _spoilt(self)
         if owner not in self.owners or owner in self._came:
-            raise ParityError(f"rank {owner} has no stripe in rank {self.keeper}'s row, or gave it before.")
+            raise ParityError(
+                f"rank {owner} sent a stripe that has no place in the row of parity of rank {self.keeper}, or sent it twice."
+            )
         self._room(stop - start)
         self._came[owner] = Incoming(self, owner, length, stop - start)
         return self._came[owner]
@@ -79,8 +81,10 @@ class Row:
     def header(self) -> RowHeader:
         """Return the header of a complete row. Raises `ParityError` when stripes are missing or the row is spoiled."""
         if self.spoiled or self.missing:
-            why = self.spoiled or f"the stripes of {self.missing} never came"
-            raise ParityError(f"rank {self.keeper}'s row of generation {self.generation}: {why}.")
+            why = self.spoiled or f"the stripes of ranks {self.missing} never came"
+            raise ParityError(
+                f"the row of parity of rank {self.keeper} for generation {self.generation} cannot be used: {why}."
+            )
         came = [self._came.get(member) for member in self.stripe_set.members]
         return RowHeader(
             self.generation,
@@ -114,7 +118,7 @@ class Incoming:
         """Add bytes to the row. Raises `ParityError` when there are more than the stripe has, or the row is spoiled."""
         view = _flat(data)
         if self._row.spoiled or self._at + len(view) > self._size:
-            raise self._spoil(f"more than {self._size} bytes of rank {self._owner}")
+            raise self._spoil(f"rank {self._owner} sent more than the {self._size} bytes of its stripe")
         for start in range(0, len(view), _BLOCK):  # one pass over memory for CRC and parity
             block = view[start : start + _BLOCK]
             self.crc = crc32c(block, self.crc)
@@ -128,10 +132,13 @@ class Incoming:
         spoiled then.
         """
         if self._row.spoiled or self._at != self._size:
-            raise self._spoil(f"{self._at} bytes of rank {self._owner}, of {self._size}")
+            raise self._spoil(f"rank {self._owner} sent {self._at} of the {self._size} bytes of its stripe")
         if self.crc != crc:
-            self._spoil(f"damaged bytes of rank {self._owner}")
-            raise IntegrityError(f"rank {self._owner}'s stripe has CRC32C {self.crc:08x}, not {crc:08x}.")
+            self._spoil(f"the bytes of rank {self._owner} arrived damaged")
+            raise IntegrityError(
+                f"the stripe of rank {self._owner} arrived damaged: its CRC32C is {self.crc:08x}, not {crc:08x}.",
+                remedy="The next snapshot sends it again.",
+            )
         self.whole = True
 
     def broke_off(self) -> None:
@@ -141,7 +148,14 @@ class Incoming:
 
     def _spoil(self, what: str) -> ParityError:
         self._row.spoiled = self._row.spoiled or what
-        return ParityError(f"rank {self._row.keeper}'s row is spoiled: {self._row.spoiled}.")
+        return _spoilt(self._row)
+
+
+def _spoilt(row: Row) -> ParityError:
+    return ParityError(
+        f"the row of parity of rank {row.keeper} is spoiled: {row.spoiled}.",
+        remedy="The next snapshot makes a new row.",
+    )
 
 
 def rebuild(
@@ -163,7 +177,10 @@ def rebuild(
     rows = [_agreed(stripe_set, [header(part) for part in recipe.parities]) for recipe in recipes]
     at = stripe_set.index(lost)
     if len({(row.generation, row.lengths[at]) for row in rows}) != 1:
-        raise ParityError(f"the rows of rank {lost}'s stripes are not of one set and one generation.")
+        raise ParityError(
+            f"rank {lost} cannot be rebuilt: the rows of parity with its stripes are not of one set and one generation.",
+            remedy="Take an older generation, or another copy.",
+        )
     shard = _flat(room(rows[0].lengths[at]))
     failed = threading.Event()
 
@@ -191,7 +208,10 @@ def _agreed(stripe_set: StripeSet, headers: list[RowHeader]) -> RowHeader:
     first = headers[0]
     told = {(one.generation, one.members, one.parity, one.lengths, one.crcs) for one in headers}
     if len(told) != 1 or first.stripe_set() != stripe_set:
-        raise ParityError(f"the parities of rank {first.keeper}'s row are not of one set and one generation.")
+        raise ParityError(
+            f"the blocks of parity in the row of rank {first.keeper} are not of one set and one generation.",
+            remedy="Take an older generation, or another copy.",
+        )
     return first
 
 
@@ -220,7 +240,7 @@ def _each(pieces: Iterable[Bytes], target: NDArray[np.uint8], factor: int, *, fr
     for piece in pieces:
         view = _flat(piece)
         if at + len(view) > len(target):
-            raise ParityError(f"more than the {len(target)} bytes that were asked for.")
+            raise ParityError(f"a peer sent more than the {len(target)} bytes of a stripe that were asked for.")
         into = target[at : at + len(view)]
         if fresh:
             into[:] = view if factor == 1 else 0
@@ -228,7 +248,7 @@ def _each(pieces: Iterable[Bytes], target: NDArray[np.uint8], factor: int, *, fr
             mix_into(into, view, factor)
         at += len(view)
     if at != len(target):
-        raise ParityError(f"{at} bytes, of {len(target)} that were asked for.")
+        raise ParityError(f"a peer sent {at} of the {len(target)} bytes of a stripe that were asked for.")
 
 
 def mix_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: int) -> None:

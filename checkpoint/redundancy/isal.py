@@ -75,7 +75,7 @@ def _library() -> Any:
                 continue
             return library
     raise CodecMissing(
-        "Reed-Solomon needs ISA-L, and it is not here.",
+        "Reed-Solomon needs the library ISA-L, which is not installed here.",
         remedy="pip install rackrun[rs] on every host, or protect against the loss of one with xor.",
     )
 

@@ -22,7 +22,7 @@ def redundancy_of(text: str) -> Redundancy:
     match = _PRESET.fullmatch(text)
     if match is None or match[5] not in (None, *LEVELS):
         raise PlacementError(
-            f"{text!r} is no redundancy.",
+            f"{text!r} is not a redundancy that rackrun knows.",
             remedy=f"Use local, mirror[:COPIES][@LEVEL], xor[:SIZE][@LEVEL] or rs:N+M[@LEVEL], with one of {', '.join(LEVELS)}.",
         )
     across: Level = next((level for level in LEVELS if level == match[5]), "tray")

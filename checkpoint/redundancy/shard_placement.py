@@ -102,13 +102,15 @@ class Redundancy:
             raise PlacementError(f"no level is called {self.across!r}.", remedy=f"Use one of {', '.join(LEVELS)}.")
         if self.kind == "rs" and not (1 <= self.parity < self.width and self.width + self.parity <= _SET_MAX):
             raise PlacementError(
-                f"Reed-Solomon over {self.width - self.parity}+{self.parity} members of a set.",
+                f"Reed-Solomon cannot use sets of {self.width - self.parity}+{self.parity} members.",
                 remedy=f"Use 1+1 or more, and {_SET_MAX} members and parities together at the most.",
             )
         least = {"local": 1, "mirror": 2, "xor": 2, "rs": 2}[self.kind]
         if self.width < least:
             what = "copies, the owner's own included" if self.kind == "mirror" else "members of a set"
-            raise PlacementError(f"{self.width} {what}: nothing is protected.", remedy="Use 2 or more, or local().")
+            raise PlacementError(
+                f"redundancy with {self.width} {what} protects nothing.", remedy="Use 2 or more, or local()."
+            )
 
     def kept(self) -> Fraction:
         """Return how many shards a rank keeps for others, by these terms; `Placement.kept` has the figure of a plan."""
@@ -343,7 +345,7 @@ def _refusal(site: Site, labels: Mapping[int, Labels], redundancy: Redundancy) -
     counts = sorted(((len(ranks), str(site.domain[ranks[0]])) for ranks in site.by_domain(labels)), reverse=True)
     listed = ", ".join(f"{name}: {count}" for count, name in counts[:4]) + (", ..." if len(counts) > 4 else "")
     return PlacementError(
-        f"{redundancy} cannot be had: {len(labels)} ranks on {len(counts)} {across}(s) ({listed}).",
+        f"{redundancy} is impossible for {len(labels)} ranks on {len(counts)} {across}(s) ({listed}).",
         remedy=f"Spread the ranks over more {across}s, ask for less, or protect another level ({_known(labels)}).",
     )
 

@@ -41,6 +41,7 @@ LENGTH_MAX = 2**46
 MEMBERS_MAX = 2**16
 _ALIGN = 64
 _PAGE = 4096
+_OLDER = "Take an older generation, or another copy."
 _HEAD = struct.Struct("<II")  # bytes of the header, and their CRC32C
 
 
@@ -74,7 +75,10 @@ class StripeSet:
         count = len(self.members)
         most = MEMBERS_MAX if self.parity == 1 else POINTS - self.parity
         if not 1 <= self.parity < count <= most or len(set(self.members)) != count:
-            raise ParityError(f"no set: {count} members {self.members[:9]}, of which {self.parity} may be lost.")
+            raise ParityError(
+                f"the {count} ranks {self.members[:9]} cannot form a stripe set that tolerates {self.parity} losses.",
+                remedy=f"Give 2 or more different ranks, at most {MEMBERS_MAX}, and 1 loss or more, but fewer than ranks.",
+            )
 
     def index(self, member: int) -> int:
         """Return a member's number in the set. Raises `ParityError` for a rank that is no member."""
@@ -143,7 +147,9 @@ class StripeSet:
     def _row(self, part: Part) -> int:
         """Return the row of a block of parity. Raises `ParityError`."""
         if not 0 <= part.number < self.parity:
-            raise ParityError(f"rank {part.keeper} keeps {self.parity} parts, not a number {part.number}.")
+            raise ParityError(
+                f"rank {part.keeper} keeps {self.parity} blocks of parity, so there is no block {part.number}."
+            )
         return (self.index(part.keeper) - part.number) % len(self.members)
 
     def _keeps(self, index: int, row: int) -> bool:
@@ -156,7 +162,10 @@ class StripeSet:
         Raises `ParityError`.
         """
         if not 0 <= length <= LENGTH_MAX:
-            raise ParityError(f"the length of a shard is 0 to 2**46, not {length}.")
+            raise ParityError(
+                f"a shard of {length} bytes cannot have parity: its length must be 0 to 2**46.",
+                remedy="Shard the state over more ranks.",
+            )
         return -(-length // ((len(self.members) - self.parity) * _ALIGN)) * _ALIGN
 
     @property
@@ -216,24 +225,30 @@ def decode_header(data: bytes | memoryview) -> RowHeader:
     """
     view = memoryview(data)
     if len(view) < _HEAD.size:
-        raise IntegrityError(f"parity of {len(view)} bytes has no header.")
+        raise IntegrityError(
+            f"a row of parity was cut to {len(view)} bytes, which is less than its header.", remedy=_OLDER
+        )
     length, expected = _HEAD.unpack_from(view)
     encoded = view[_HEAD.size : _HEAD.size + length]
     if length == 0 or len(encoded) < length or crc(encoded) != expected:
-        raise IntegrityError("the header of a row of parity is damaged.", remedy="take an older generation.")
+        raise IntegrityError("the header of a row of parity is damaged.", remedy=_OLDER)
     try:
         found = msgspec.json.decode(encoded, type=_Format).format
         if found != FORMAT:
             raise FormatVersionError(
-                f"parity of format {found}, this release reads {FORMAT}.",
+                f"the row of parity has format {found}; this release reads format {FORMAT}.",
                 remedy="Restore with the release that wrote it.",
             )
         header = msgspec.json.decode(encoded, type=RowHeader)
         if not len(header.members) == len(header.lengths) == len(header.crcs):
-            raise IntegrityError(f"{len(header.lengths)} lengths, {len(header.crcs)} checksums: {header.members[:9]}.")
+            raise IntegrityError(
+                f"the header of a row of parity names {len(header.members)} members, {len(header.lengths)} lengths and "
+                f"{len(header.crcs)} checksums.",
+                remedy=_OLDER,
+            )
         _ = header.row_bytes
     except (msgspec.DecodeError, UnicodeDecodeError, ParityError) as error:
-        raise IntegrityError(f"not the header of a row of parity: {error}") from error
+        raise IntegrityError(f"a row of parity does not begin with a valid header: {error}", remedy=_OLDER) from error
     return header
 
 

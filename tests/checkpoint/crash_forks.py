@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.base.errors import NoUsableGeneration
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
-from rackrun.checkpoint.image import user_state
-from rackrun.checkpoint.manager import restoring
+from rackrun.checkpoint.manager import restoring, user_state
 from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Oracle, Plan, Restored, Wrong, draw, entries_with_boxes, make, script
 

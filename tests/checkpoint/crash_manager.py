@@ -14,8 +14,7 @@ from rackrun.checkpoint import CheckpointManager
 from rackrun.checkpoint.base.errors import NoUsableGeneration
 from rackrun.checkpoint.commit import peers as peers_module
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
-from rackrun.checkpoint.image import user_state
-from rackrun.checkpoint.manager import manager, restoring, save_handle, saver
+from rackrun.checkpoint.manager import manager, restoring, save_handle, saver, user_state
 from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Oracle, draw, entries_with_boxes, make, script
 from tests.checkpoint.crash_stage import Actor, Fate, SimFuture, SimThread, SimTime, Stage, Store, on_stage

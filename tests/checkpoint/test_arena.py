@@ -213,7 +213,7 @@ def test_without_a_slot_that_may_be_written_over_begin_refuses(path: Path):
     with create(path) as arena:
         save(arena, 1)
         save(arena, 2, commit=False)
-        with pytest.raises(CheckpointError, match=r"no slot .* keep \[2\]"):
+        with pytest.raises(CheckpointError, match=r"has no slot .* generations \[2\] must stay"):
             arena.begin(3, 30, keep={2})
         assert states(arena) == [("COMMITTED", 1), ("SEALED", 2)]
 

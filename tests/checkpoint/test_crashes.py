@@ -14,7 +14,8 @@ from rackrun.checkpoint.commit.commit_protocol import Committer
 from rackrun.checkpoint.durable import durable_writer
 from rackrun.checkpoint.durable.durable_manifest import Fragment
 from rackrun.checkpoint.durable.durable_writer import GenerationWriter
-from rackrun.checkpoint.manager import restoring, staging
+from rackrun.checkpoint.image.host_copies import HostCopies
+from rackrun.checkpoint.manager import restoring
 from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Wrong
 from tests.checkpoint.crashes import EVERY_POINT, Tally, series
@@ -51,7 +52,7 @@ def test_every_crash_point_of_what_a_job_does_is_of_a_part_that_is_played() -> N
 
 
 def sealed_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(staging, "_copy", lambda *_, **__: None)
+    patch.setattr(HostCopies, "copy", lambda *_, **__: None)
 
 
 def older_one_given_up_before_the_commit(patch: pytest.MonkeyPatch) -> None:

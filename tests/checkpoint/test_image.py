@@ -316,7 +316,7 @@ def test_a_structure_that_has_changed_is_refused_before_anything_is_written(
 
 def test_a_slot_that_is_too_small_is_refused_and_a_larger_one_is_written_at_its_start() -> None:
     layout = plan_image([entry()])
-    with pytest.raises(LayoutMismatch, match="room"):
+    with pytest.raises(LayoutMismatch, match="memory of"):
         write_image(layout, {"a": torch.ones(2)}, b"", memoryview(bytearray(layout.total_bytes - 1)))
     slot = bytearray(b"\xaa" * (layout.total_bytes + 5))
     write_image(layout, {"a": torch.ones(2)}, b"", memoryview(slot))

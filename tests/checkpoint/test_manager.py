@@ -21,7 +21,7 @@ from torch import nn
 from rackrun.checkpoint import CheckpointManager, MemoryTier
 from rackrun.checkpoint.base.errors import CheckpointError, LayoutMismatch, MemoryPlanError, NoUsableGeneration
 from rackrun.checkpoint.durable.files import Files
-from rackrun.checkpoint.manager.staging import Staging
+from rackrun.checkpoint.image.host_copies import HostCopies
 
 
 class Training:
@@ -221,7 +221,7 @@ def test_what_forward_may_change_is_copied_before_save_returns(manager: Callable
 
 
 # -- the copy and the fence
-class Held(Staging):
+class Held(HostCopies):
     """A copy that begins when the test says so."""
 
     go = threading.Event()
@@ -234,7 +234,7 @@ class Held(Staging):
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> type[Held]:
     Held.go = threading.Event()
-    monkeypatch.setattr("rackrun.checkpoint.manager.manager.Staging", Held)
+    monkeypatch.setattr("rackrun.checkpoint.manager.manager.copies_from", lambda _: Held())
     return Held
 
 

@@ -399,7 +399,7 @@ def test_power_may_cut_across_racks() -> None:
 def test_one_tray_is_refused_with_a_remedy() -> None:
     with pytest.raises(PlacementError, match=r"8 ranks on 1 tray\(s\) \(r0/t0: 8\).*Remedy: .*process, tray, rack"):
         place(cluster([8]), Redundancy.mirror(2, "tray"))
-    with pytest.raises(PlacementError, match=r'xor\(set_size=8, across="tray"\) cannot be had'):
+    with pytest.raises(PlacementError, match=r'xor\(set_size=8, across="tray"\) is impossible'):
         place(cluster([3, 1, 1]), Redundancy.xor(8, "tray"))
 
 

@@ -25,7 +25,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image import reshard
 from rackrun.checkpoint.image.boxes import Box
 from rackrun.checkpoint.image.image_layout import Buffer, ImageLayout, TensorEntry, parse_image, plan_image
-from rackrun.checkpoint.image.reshard import fill, plan_reshard
+from rackrun.checkpoint.image.reshard import fill, plan_from, plan_reshard
 from rackrun.checkpoint.image.safetensors_image import bits_of, write_image
 from rackrun.checkpoint.image.tensor_entries import box_of
 
@@ -205,6 +205,26 @@ def on_disk(shards: Shards, kept: contextlib.ExitStack, folder: Path) -> Read:
         assert writer.write_shard(rank, memoryview(image), "layout", chunk_crcs(memoryview(image)))
     assert writer.finish()
     return kept.enter_context(store.open(1)).read
+
+
+def test_a_tensor_comes_from_the_image_that_is_named_for_it_and_no_other_is_opened() -> None:
+    full = {"w": torch.randn(13, 11), "b": torch.randn(7)}
+    shards = Shards(full, World((3,), {"w": [Shard(0)], "b": [Replicate()]}).entries(full))
+    w, b = World((1,), {"w": [Shard(0)], "b": [Replicate()]}).entries(full)[0]
+    opened: list[int] = []
+
+    def layout(image: int) -> ImageLayout:
+        opened.append(image)
+        return shards.layouts[image]
+
+    assert {*plan_from(layout, {2: [b]}, range(3))} == {*opened} == {2}
+    fetches = plan_from(layout, {2: [b], None: [w]}, range(3))
+    assert all(fetch.shard == image for image, of in fetches.items() for fetch in of)
+    assert [copy.entry.name for image in (0, 1, 2) for fetch in fetches[image] for copy in fetch.copies].count("b") == 1
+    tensors = {entry.name: blank(entry) for entry in (w, b)}
+    for of in fetches.values():
+        fill(of, tensors, shards.read)
+    assert_equal_to_a_gather(full, [w, b], tensors)
 
 
 # -- what is read ----------------------------------------------------------------------------------------------------
@@ -409,5 +429,5 @@ def test_a_read_of_another_length_is_refused(by: int) -> None:
     def read(_: int, start: int, stop: int) -> Buffer:
         return bytes(stop - start + by)
 
-    with pytest.raises(IntegrityError, match="bytes came for"):
+    with pytest.raises(IntegrityError, match="bytes when bytes"):
         fill(plan_reshard(shards.layouts, target), {"w": torch.zeros(3, 4)}, read)

@@ -134,9 +134,9 @@ def test_a_trace_is_struck_as_it_is_written(tmp_path: Path) -> None:
         ("1,100,hardware,1", "no rack '100' among 100"),
         ("1,0/18,hardware,1", "no tray '18' among 18"),
         ("1,0/x,hardware,1", "no tray 'x'"),
-        ("1,0,gremlins,1", "no kind 'gremlins'"),
-        ("1,0,hardware,0", "hardware with a repair of 0 h"),
-        ("1,0,process,5", "process with a repair of 5 h"),
+        ("1,0,gremlins,1", "of kind 'gremlins'"),
+        ("1,0,hardware,0", "cannot take a repair of 0 h"),
+        ("1,0,process,5", "cannot take a repair of 5 h"),
         ("1,0,hardware,-5", "repair_hours '-5'"),
     ],
 )

@@ -335,9 +335,9 @@ def test_ten_thousand_gpus_for_thirty_days_are_a_few_events_for_each_failure() -
 @pytest.mark.parametrize(
     ("job", "what"),
     [
-        ({"spares_per_rack": 73}, "73 spares of a rack of 72"),
+        ({"spares_per_rack": 73}, "a rack of 72 GPUs cannot hold back 73 spares"),
         ({"spares_per_rack": -1}, "spares_per_rack -1"),
-        ({"spare_racks": 4}, "4 spare racks of 4"),
+        ({"spare_racks": 4}, "4 spare racks leave none of 4 racks"),
         ({"group": 0}, "group 0"),
         ({"group": 8, "replica": 12}, "not made of groups"),
         ({"group": 80, "replica": 80}, "no replica of 80"),

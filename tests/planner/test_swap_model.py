@@ -151,13 +151,13 @@ def test_every_figure_says_where_it_is_from() -> None:
 @pytest.mark.parametrize(
     ("ranks", "changed", "why"),
     [
-        (1, {"groups": {}}, "swap nobody"),
+        (1, {"groups": {}}, "a swap needs a peer"),
         (64, {"groups": {"tp": 7}}, "do not divide"),
         (64, {"groups": {"tp": 0}}, "do not divide"),
-        (64, {"groups": {"tp": 8, "dp": 64}}, "8 x 64 are more than 64"),
-        (64, {"state_bytes": -1.0}, "no state"),
-        (64, {"state_bytes": math.nan}, "no state"),
-        (64, {"gate": "tree"}, "no gate on tree"),
+        (64, {"groups": {"tp": 8, "dp": 64}}, "a mesh of 8 x 64 needs more than the 64 ranks"),
+        (64, {"state_bytes": -1.0}, "the state of a rank cannot have"),
+        (64, {"state_bytes": math.nan}, "the state of a rank cannot have"),
+        (64, {"gate": "tree"}, "the gate cannot run on 'tree'"),
     ],
 )
 def test_what_cannot_be_is_refused(ranks: int, changed: dict[str, object], why: str) -> None:

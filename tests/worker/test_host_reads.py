@@ -37,7 +37,6 @@ ALLOWED = {
     "torch_compat/feature_probe.py _local": RARE,
     "torch_compat/feature_probe.py _sums_of_fsdp": RARE,
     "torch_compat/feature_probe.py _sums_of_fsdp.decode": RARE,
-    "snapshots/host_copies.py _GpuCopies.copy": "in a thread of its own, beside the step",
     "integrity/silent_corruption.py CorruptionCheck._gather": RARE,
     "data/loader.py _Fetch._get": HOST,
     "data/dataset_generators.py state_of": HOST,

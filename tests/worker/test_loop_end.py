@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
 from rackrun.worker.loop import loop_exit
 from rackrun.worker.loop.run import Run
 from rackrun.worker.restore import loop_end
-from rackrun.worker.snapshots.host_copies import HostCopies
 from rackrun.worker.steps.step import Step
 from rackrun.worker.tensors.tensor_bytes import local_part
 from rackrun.worker.tensors.undo_copies import NoRoom

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.commands import BreakGeneration
 from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.worker_membership import World
-from rackrun.worker.snapshots.host_copies import HostCopies
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 
 Train = Callable[..., Ended]

@@ -15,8 +15,8 @@ from torch import nn
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.memory_plan import Ceiling
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
+from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.worker.snapshots import snapshot_memory
-from rackrun.worker.snapshots.host_copies import HostCopies
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.snapshots.snapshot_memory import SnapshotMemory
 from rackrun.worker.state.state_image import StateImages

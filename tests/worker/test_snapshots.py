@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.worker_membership import World
 from rackrun.worker.process.runtime import Runtime
-from rackrun.worker.snapshots.host_copies import HostCopies
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step

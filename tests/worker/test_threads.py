@@ -37,7 +37,7 @@ FIRST = {
 """What a thread runs -> the function that says it in its first lines; "": the pool itself does."""
 
 BY_COPIES = {
-    ("checkpoint/manager/saver.py", "work"): "staging.py",
+    ("checkpoint/manager/saver.py", "work"): "host_copies.py",
     ("worker/snapshots/durable_checkpoints.py", "flush"): "host_copies.py",
     ("worker/snapshots/shard_snapshots.py", "self._copy"): "host_copies.py",
 }

@@ -47,7 +47,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.horizon_s < math.inf:
-            raise PlannerError(f"{self.horizon_s} s are no time to simulate.", remedy="give days above 0.")
+            raise PlannerError(f"{self.horizon_s} s leave no time to simulate.", remedy="give days above 0.")
         Crews(self.crews)  # refuses an impossible number
 
     def source(self, seed: int) -> Source:

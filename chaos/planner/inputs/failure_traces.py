@@ -52,20 +52,20 @@ def read_trace(path: Path, fleet: Fleet) -> list[tuple[float, Strike]]:
         except ValueError as error:
             raise PlannerError(f"{path}, line {number}: {error}.", remedy=_REMEDY) from error
     if not found:
-        raise PlannerError(f"{path} has no failure.", remedy=_REMEDY)
+        raise PlannerError(f"{path} lists no failure.", remedy=_REMEDY)
     return sorted(found)
 
 
 def _strike(words: list[str], fleet: Fleet) -> tuple[float, Strike]:
     if len(words) != len(HEADER):
-        raise ValueError(f"{len(words)} fields instead of {len(HEADER)}")
+        raise ValueError(f"the line has {len(words)} fields instead of {len(HEADER)}")
     hours, where, kind, repair = words
     at_s = 3600 * _number(hours, "hours")
     if kind not in ("hardware", "process", "stall"):
-        raise ValueError(f"there is no kind {kind!r}")
+        raise ValueError(f"a failure cannot be of kind {kind!r}")
     repair_s = 3600 * _number(repair or "0", "repair_hours")
     if (kind == "hardware") != (repair_s > 0):
-        raise ValueError(f"{kind} with a repair of {repair or '0'} h")
+        raise ValueError(f"a failure of kind {kind!r} cannot take a repair of {repair or '0'} h")
     rack, slash, tray = where.partition("/")
     number = _whole(rack, fleet.racks, "rack")
     if not slash:

@@ -90,7 +90,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.shape != 1 and self.burn_in_s:
             raise PlannerError(
-                f"failures of {self.name} have a Weibull shape and a burn-in.",
+                f"failures of {self.name} have both a Weibull shape and a burn-in.",
                 remedy="give one of the two: a shape below 1 is a burn-in.",
             )
 

@@ -108,12 +108,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Return how many replicas fit, with the spares held back. Raises PlannerError if none does."""
         if self.spares_per_rack > fleet.rack_gpus:
             raise PlannerError(
-                f"{self.spares_per_rack} spares of a rack of {fleet.rack_gpus} GPUs.",
+                f"a rack of {fleet.rack_gpus} GPUs cannot hold back {self.spares_per_rack} spares.",
                 remedy="hold back fewer GPUs than a rack has.",
             )
         if self.spare_racks >= fleet.racks:
             raise PlannerError(
-                f"{self.spare_racks} spare racks of {fleet.racks}.", remedy="leave at least one rack to the job."
+                f"{self.spare_racks} spare racks leave none of {fleet.racks} racks to the job.",
+                remedy="leave at least one rack to the job.",
             )
         groups = (fleet.rack_gpus - self.spares_per_rack) // self.group
         found = groups * (fleet.racks - self.spare_racks) // (self.replica // self.group)

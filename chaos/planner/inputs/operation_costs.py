@@ -64,7 +64,9 @@ class PlanCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 remedy="give seconds from 0, and a step above 0.",
             )
         if strange := [name for name in self.origin if name not in fields]:
-            raise PlannerError(f"there is no cost {', '.join(strange)}.", remedy=f"costs are {', '.join(fields)}.")
+            raise PlannerError(
+                f"rackrun knows no cost that is called {', '.join(strange)}.", remedy=f"costs are {', '.join(fields)}."
+            )
 
     def guessed(self) -> list[str]:
         """Return the names of the costs that are guesses."""

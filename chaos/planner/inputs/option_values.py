@@ -59,7 +59,7 @@ def sizes(text: str, what: str) -> dict[str, int]:
     for word in filter(None, (one.strip() for one in text.split(","))):
         name, number = pair(word, what, remedy)
         if not number.strip().isdecimal() or name in found:
-            raise PlannerError(f"{what} {text!r}: {word!r} is no size, or is there twice.", remedy=remedy)
+            raise PlannerError(f"{word!r} in {what} {text!r} is not a size, or its name occurs twice.", remedy=remedy)
         found[name] = int(number)
     return found
 

@@ -23,7 +23,9 @@ class Crews:
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
-            raise PlannerError(f"{self.count} repair crews.", remedy="give --crews 1 or more, or leave it out.")
+            raise PlannerError(
+                f"{self.count} repair crews cannot repair anything.", remedy="give --crews 1 or more, or leave it out."
+            )
 
     def take(self, strike: Strike) -> bool:
         """Return whether a crew begins this repair now; otherwise it waits for one."""

@@ -26,7 +26,8 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if min(self.snapshot, self.checkpoint) < 0:
             raise PlannerError(
-                f"intervals of {self.snapshot} and {self.checkpoint} steps.", remedy="give steps from 1; 0 is never."
+                f"snapshots every {self.snapshot} and checkpoints every {self.checkpoint} steps are impossible.",
+                remedy="give steps from 1; 0 is never.",
             )
 
 

@@ -55,11 +55,15 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
-            raise PlannerError(f"{self.ranks} ranks swap nobody.", remedy="give 2 or more.")
+            raise PlannerError(
+                f"a swap needs a peer, which a world of {self.ranks} rank(s) does not have.", remedy="give 2 or more."
+            )
         if not 0 <= self.state_bytes < math.inf:
-            raise PlannerError(f"{self.state_bytes} bytes are no state.", remedy="give bytes from 0.")
+            raise PlannerError(
+                f"the state of a rank cannot have {self.state_bytes} bytes.", remedy="give bytes from 0."
+            )
         if self.gate not in ("host", "gpu"):
-            raise PlannerError(f"there is no gate on {self.gate}.", remedy="give host or gpu.")
+            raise PlannerError(f"the gate cannot run on {self.gate!r}.", remedy="give host or gpu.")
         for name, size in self.groups.items():
             if not 1 <= size <= self.ranks or self.ranks % size:
                 raise PlannerError(
@@ -69,7 +73,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         if math.prod(self.groups.values()) > self.ranks:
             sizes = " x ".join(map(str, self.groups.values()))
             raise PlannerError(
-                f"{sizes} are more than {self.ranks} ranks.", remedy="give the sizes of the mesh's axes."
+                f"a mesh of {sizes} needs more than the {self.ranks} ranks that there are.",
+                remedy="give the sizes of the mesh's axes.",
             )
 
     def on_gpus(self) -> dict[str, int]:

@@ -83,7 +83,7 @@ def verify(
     Names the damaged rank, chunk and tensors. Exit code 1: something is damaged or missing.
     """
     if generation is not None and every:
-        raise UsageError("a generation and --all are given.", remedy="give one of them.")
+        raise UsageError("a generation and --all cannot be given together.", remedy="give one of them.")
     stores = stores_in(directory, job) if generation is None else [one_store(directory, job)]
     if generation is not None:
         with contextlib.suppress(IntegrityError):  # told below
@@ -140,7 +140,7 @@ def export(
 
     store, out = one_store(directory, job), local_path(out, "OUT").expanduser().resolve()
     if everything and module is not None:
-        raise UsageError("--all and --module are given.", remedy="give one of them.")
+        raise UsageError("--all and --module cannot be given together.", remedy="give one of them.")
     if out.exists() or not out.parent.is_dir():
         what = "is there already" if out.exists() else f"cannot be made: {out.parent} is no directory"
         raise UsageError(f"{out} {what}.", remedy="give a new directory in one that is there.")
@@ -246,7 +246,7 @@ def quarantine(
     """Keep a job from using a bad checkpoint. No start resumes from it again. Nothing is deleted."""
     store = one_store(directory, job)
     if bool(reason) == lift:
-        raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
+        raise UsageError("a quarantine needs a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
     store.whole(generation)
     probation = Probation(store.directory, store.files)
     if lift:

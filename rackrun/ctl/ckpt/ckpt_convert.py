@@ -61,7 +61,7 @@ def convert(
     if to not in _LAYOUTS:
         raise UsageError(f"--to {to} is no layout.", remedy=f"give one of {', '.join(_LAYOUTS)}.")
     if everything and module is not None:
-        raise UsageError("--all and --module are given.", remedy="give one of them.")
+        raise UsageError("--all and --module cannot be given together.", remedy="give one of them.")
     source, target = absolute(source), absolute(target)
     if to != "rackrun" and is_remote(target):
         raise UsageError(f"{target} is in an object store.", remedy="write it to a local directory, and copy it there.")

@@ -7,11 +7,11 @@ Without an agent nothing is sent, but rank 0 prints its log.
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any
 
 import numpy as np
 
+from rackrun.checkpoint.base.messages import say
 from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.events import (
     BatchChanged,
@@ -215,8 +215,3 @@ class Reports:
                 f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
             )
             print(f"step {at.step}  {'  '.join(shown)}", flush=True)
-
-
-def say(what: str) -> None:
-    """Print a message for the user to stderr."""
-    print(f"rackrun: {what}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import torch
 from rackrun.checkpoint.base.errors import LayoutMismatch
 from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry
-from rackrun.checkpoint.image.reshard import Fetch, Read, fill, plan_reshard
+from rackrun.checkpoint.image.reshard import Read, fill, plan_from
 from rackrun.worker.state.state_image import entry_of
 from rackrun.worker.state.state_manifest import Manifest
 from rackrun.worker.state.tracked_state import TrackedState
@@ -47,21 +47,15 @@ class Refill:
             target = entry_of(path, parts[path], rank)
             self._places[target.name] = tensor
             wanted.setdefault(source(path, target), []).append(target)
-        self.fetches: dict[int, list[Fetch]] = {}
-        """The reads from each image, in the order of their bytes. Their ``shard`` has no meaning here."""
-        for one, targets in wanted.items():
-            among = list(holders) if one is None else [one]
-            for fetch in plan_reshard([layouts[image] for image in among], targets, turn=rank):
-                self.fetches.setdefault(among[fetch.shard], []).append(fetch)
-        for fetches in self.fetches.values():
-            fetches.sort(key=lambda fetch: fetch.start)
+        self.fetches = plan_from(layouts.__getitem__, wanted, holders, turn=rank)
+        """The reads from each image, in the order of their bytes."""
 
     def run(self, read: Read, threads: int = 1) -> None:
         """Fill the state with ``read(image, start, stop)``, with several threads for several images. An exception of
         ``read`` leaves the state torn."""
 
         def fill_from(image: int) -> None:
-            fill(self.fetches[image], self._places, lambda _, start, stop: read(image, start, stop))
+            fill(self.fetches[image], self._places, read)
 
         if threads <= 1 or len(self.fetches) <= 1:
             for image in self.fetches:

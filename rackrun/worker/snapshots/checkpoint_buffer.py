@@ -10,14 +10,11 @@ import ctypes
 import mmap
 from collections.abc import Callable
 
-from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings
+from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings, with_spare_room
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 
 __all__ = ["Room"]
-
-_SPARE_ROOM = 64
-"""The buffer is larger than its image by this fraction (1/64), because plain state grows a little."""
 
 
 class Room:
@@ -49,7 +46,7 @@ class Room:
         if kept is not None:
             self._unpin(_address(kept))
         del kept
-        room = max(size + size // _SPARE_ROOM, mmap.PAGESIZE)
+        room = max(with_spare_room(size), mmap.PAGESIZE)
         MemoryPlan(self._ranks, room, Redundancy.local(), ceilings(None)).check()
         try:
             memory = mmap.mmap(-1, room)

@@ -19,19 +19,19 @@ from pathlib import Path
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.base.location import parse_location
+from rackrun.checkpoint.base.messages import Complaints
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import InUse, Lease
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, collect, sweep
+from rackrun.checkpoint.image.host_copies import ImageCopy, copies_from
 from rackrun.checkpoint.image.image_layout import ImageLayout
-from rackrun.checkpoint.image.safetensors_image import write_head
 from rackrun.protocol.ids import Position
 from rackrun.worker.membership.gate import GateSums
-from rackrun.worker.process.reports import Reports, say
+from rackrun.worker.process.reports import Reports
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.checkpoint_buffer import Room
-from rackrun.worker.snapshots.host_copies import copies_from
 from rackrun.worker.snapshots.resumption import Resumption
 from rackrun.worker.state.state_image import StateImages
 from rackrun.worker.state.state_manifest import Lineage
@@ -93,7 +93,7 @@ class DurableCheckpoints:
         """Step -> whether its checkpoint is complete, as far as this rank has checked."""
         ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._room = Room(ranks, self._device.pin, self._device.unpin)
-        self._complained: set[str] = set()
+        self._complaints = Complaints()
         token = runtime.boot.token if runtime.boot else ""
         self._owner = content_digest(token.encode())[:16] if token else ""
         """The job's name in the lease; "" for a job without a token, which takes no lease."""
@@ -262,24 +262,19 @@ class DurableCheckpoints:
         payload = memoryview(memory)[: shard.layout.total_bytes]
         rank, ranks = self._world.rank, self._world.size
         later = self._state.standing_until_gate(shard.tensors)
-        write_head(shard.layout, shard.plain, payload)
-        self._device.copy_now(shard, payload, shard.tensors.keys() - later)
-        versions = [(shard.tensors[path], shard.tensors[path]._version) for path in later]
-        ready, copied = self._device.ready(), threading.Event()
+        copy, copied = ImageCopy(shard, later, payload, self._device), threading.Event()
 
         def flush() -> None:
             try:
                 try:
-                    self._device.copy(shard, payload, later, ready)
-                    torn = any(tensor._version != version for tensor, version in versions)
+                    unchanged = copy.finish()
                 finally:
-                    shard.tensors.clear()
                     copied.set()
                 if ended and not self._look_at(former):
                     self._complain(
                         f"the checkpoint of step {former} is not whole: a rank was lost or has given it up, or {self._store.root} is not shared by all hosts"
                     )
-                if torn:
+                if not unchanged:
                     self._failed(step, "is given up: parameters were changed between two steps")
                 else:
                     self._write(step, (rank, ranks), shard.layout, payload, began, last=last)
@@ -379,7 +374,4 @@ class DurableCheckpoints:
 
     def _complain(self, what: str, reason: str = "") -> None:
         """Print a complaint once for each reason, because a full disk stays full."""
-        reason = reason or what.partition(":")[2] or what
-        if reason not in self._complained:
-            self._complained.add(reason)
-            say(f"rank {self._world.rank}: {what}; training goes on")
+        self._complaints.say(self._world.rank, what, reason)

@@ -18,8 +18,7 @@ from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUs
 from rackrun.checkpoint.durable.durable_reader import GenerationReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.probation import Probation
-from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry
-from rackrun.checkpoint.image.safetensors_image import header_bytes, parse_image
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, read_layout
 from rackrun.errors import StateLost, UsageError
 from rackrun.protocol.ids import Position
 from rackrun.worker.device.numerics import unlike
@@ -166,7 +165,7 @@ class Resumption:
     def _fill_from(self, reader: GenerationReader) -> str:
         """Fill the state from ``reader``, and return how the numerics there differ from this rank's
         (`rackrun.worker.device.numerics.unlike`). Raises `UsageError` for other ``facts``."""
-        layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
+        layouts = [read_layout(shard.read, shard.size) for shard in map(reader.reader, range(reader.world_size))]
         rank, same = self._world.rank, reader.world_size == self._world.size
         own = rank if same else 0
         manifest = manifest_in(_plain_in(reader, own, layouts[own]))
@@ -200,12 +199,6 @@ class Resumption:
 
     def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
         return self._world.groups[0].gather_on_host(mine)
-
-
-def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
-    shard = reader.reader(rank)
-    length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
-    return parse_image(shard.read(0, length), limit=shard.size)
 
 
 def _plain_in(reader: GenerationReader, rank: int, layout: ImageLayout) -> bytes:

@@ -24,15 +24,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, Observed, choose_interval
-from rackrun.checkpoint.image.safetensors_image import write_head
+from rackrun.checkpoint.image.host_copies import ImageCopy, copies_from
+from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.boot import SNAPSHOT_JOB
 from rackrun.protocol.commands import Restore
 from rackrun.protocol.ids import Position, Step, snapshot_id, step_in
@@ -40,9 +39,8 @@ from rackrun.worker.membership.gate import GateSums
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.restore.snapshot_fetch import Damaged, fetch_snapshot
-from rackrun.worker.snapshots.host_copies import copies_from
 from rackrun.worker.snapshots.snapshot_memory import SnapshotMemory
-from rackrun.worker.state.state_image import Shard, StateImages, load_image
+from rackrun.worker.state.state_image import StateImages, load_image
 from rackrun.worker.state.state_manifest import Manifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.optimizer_sizes import bytes_to_come
@@ -68,8 +66,6 @@ class _Copying:
     mirror: bool
     generation: int
     thread: threading.Thread | None = None
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Tensors that are copied while the next step runs, with their versions at the beginning."""
     cpu_s: float = 0.0
     torn: bool = False
     error: BaseException | None = None
@@ -186,18 +182,10 @@ class Snapshots:
         self.warm(shard.layout.total_bytes)  # for the next one, in the other arena
         began = time.monotonic()  # an arena is allocated once, so that time is not part of the cost
         later = self._state.standing_until_gate(shard.tensors)
-        write_head(shard.layout, shard.plain, writer.payload)
-        self._device.copy_now(shard, writer.payload, shard.tensors.keys() - later)
-        copying = _Copying(
-            named,
-            slot,
-            mirror,
-            self._runtime.world.generation,
-            versions=[(shard.tensors[path], shard.tensors[path]._version) for path in later],
-        )
-        ready = self._device.ready()
+        copy = ImageCopy(shard, later, writer.payload, self._device)
+        copying = _Copying(named, slot, mirror, self._runtime.world.generation)
         copying.thread = threading.Thread(
-            target=self._copy, args=[copying, shard, writer, later, ready], name=f"rackrun-snapshot-{step}", daemon=True
+            target=self._copy, args=[copying, shard.layout, copy, writer], name=f"rackrun-snapshot-{step}", daemon=True
         )
         self._copying = copying
         copying.thread.start()
@@ -268,18 +256,15 @@ class Snapshots:
                 arena.release(named)
         return arena.begin(named, named)
 
-    def _copy(
-        self, copying: _Copying, shard: Shard, writer: SlotWriter, later: set[str], ready: torch.cuda.Event | None
-    ) -> None:
+    def _copy(self, copying: _Copying, layout: ImageLayout, copy: ImageCopy, writer: SlotWriter) -> None:
         began = time.thread_time()
         try:
             threads = _digesting_threads() if self._runtime.device.type != "cpu" else 0
-            self._device.copy(shard, writer.payload, later, ready, lambda upto: writer.filled(upto, threads))
-            copying.torn = any(tensor._version != version for tensor, version in copying.versions)
+            copying.torn = not copy.finish(lambda upto: writer.filled(upto, threads))
             if copying.torn:  # the script has changed parameters between two units
                 writer.abandon()
                 return
-            writer.seal(shard.layout.total_bytes, shard.layout.layout_hash, threads=_threads())
+            writer.seal(layout.total_bytes, layout.layout_hash, threads=_threads())
             self._runtime.page.seal_snapshot(copying.slot, copying.named)
             if copying.mirror:
                 self._runtime.page.want_mirror(copying.named, self._mirrored, copying.generation)

@@ -13,18 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rackrun.checkpoint.arena.arena import Arena
-from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings
+from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings, with_spare_room
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.host_memory.populate import Populating
+from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.protocol.boot import SNAPSHOT_JOB
-from rackrun.worker.snapshots.host_copies import HostCopies
 
 __all__ = ["SnapshotMemory"]
 
 _SLICE_S = 0.05
-_SPARE_ROOM = 64
-"""An arena is larger than its image by this fraction (1/64), because plain state grows a little."""
 
 
 @dataclass
@@ -113,7 +111,7 @@ class SnapshotMemory:
             waiting()
 
     def _make(self, slot: int, size: int, threads: int, *, rank: int, epoch: int) -> _Making:
-        making = self._making[slot] = _Making(size + size // _SPARE_ROOM, threads)
+        making = self._making[slot] = _Making(with_spare_room(size), threads)
 
         def make() -> None:
             try:

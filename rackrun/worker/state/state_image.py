@@ -3,26 +3,17 @@ part."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 import torch
 
-from rackrun.checkpoint.base.errors import IntegrityError, LayoutMismatch
+from rackrun.checkpoint.base.errors import LayoutMismatch
 from rackrun.checkpoint.image.boxes import Box
-from rackrun.checkpoint.image.safetensors_image import (
-    Cuts,
-    ImageLayout,
-    TensorEntry,
-    header_bytes,
-    no_cuts,
-    parse_image,
-    plan_image,
-    read_plain,
-    read_tensors,
-)
+from rackrun.checkpoint.image.image_layout import TensorEntry, layout_in
+from rackrun.checkpoint.image.plain_part import pack, unpack
+from rackrun.checkpoint.image.rank_image import Image, ImagePlanner
+from rackrun.checkpoint.image.safetensors_image import Cuts, no_cuts, read_plain, read_tensors
 from rackrun.checkpoint.image.tensor_entries import entries_of
 from rackrun.worker.state.state_manifest import Manifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
@@ -30,20 +21,7 @@ from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path, local_part
 from rackrun.worker.tensors.tensor_lists import local_parts
 
-__all__ = ["Shard", "StateImages", "entry_of", "load_image", "manifest_in"]
-
-_LENGTH = struct.Struct("<Q")
-_PLAIN_ROOM = 1024
-"""The plain part is padded to a multiple of this many bytes, so that a counter with one more digit does not change the
-layout."""
-
-
-class Shard(NamedTuple):
-    """An image to be written. ``plain`` is a copy; the tensors are the state itself."""
-
-    layout: ImageLayout
-    tensors: dict[str, torch.Tensor]
-    plain: bytes
+__all__ = ["StateImages", "entry_of", "load_image", "manifest_in"]
 
 
 class StateImages:
@@ -57,12 +35,11 @@ class StateImages:
         """Entries of all tensors, in the order of `TrackedState.parts`."""
         self._shared: dict[str, int] = {}
         """Path -> bytes, of the tensors that replicas hold as well."""
-        self._planned: tuple[list[TensorEntry], int] | None = None
-        self._layout: ImageLayout | None = None
+        self._planner = ImagePlanner()
 
     def describe(
         self, replica_class: str, *, rank: int | None = None, turn: int = 0, turns: int = 1, digests: bool = False
-    ) -> Shard:
+    ) -> Image:
         """Describe the current state as an image.
 
         ``rank``: with it, a tensor that is not a box of a whole one has the rank in its name, and every rank describes
@@ -85,17 +62,13 @@ class StateImages:
             boxes = {entry.name: entry for entry in self._entries}
             whole = {p: tensors[p] for p in self._shared if boxes[p].box.sizes == boxes[p].global_shape}
             manifest = msgspec.structs.replace(manifest, whole=digests_by_path(whole))
-        plain = msgspec.msgpack.encode(manifest)
-        padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
+        plain = pack(msgspec.msgpack.encode(manifest))
         entries = self._entries
         if turns > 1:
             for path in _others_share(self._shared, turn, turns):
                 del tensors[path]
             entries = [entry for entry in entries if entry.name in tensors]
-        planned = entries, padded
-        if self._layout is None or planned != self._planned:
-            self._planned, self._layout = planned, plan_image(*planned)
-        return Shard(self._layout, tensors, (_LENGTH.pack(len(plain)) + plain).ljust(padded, b"\0"))
+        return self._planner.image(entries, tensors, plain)
 
     def _plan_entries(self, parts: Mapping[str, torch.Tensor], local: Sequence[torch.Tensor], rank: int | None) -> None:
         self._described_for = None
@@ -136,7 +109,7 @@ def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
 def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cuts: Cuts = no_cuts) -> Manifest:
     """Load a verified image of this rank's own shard into ``state``, and return its manifest. ``cuts``: see
     `read_tensors`."""
-    layout = parse_image(payload[: header_bytes(payload[:8], limit=len(payload))], limit=len(payload))
+    layout = layout_in(payload)
     manifest = manifest_in(read_plain(layout, payload))
     tensors = state.allocate(manifest)
     local = {info.path: local_part(tensors[info.path]) for info in manifest.tensors}
@@ -147,10 +120,4 @@ def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cu
 
 def manifest_in(plain: bytes) -> Manifest:
     """Return the manifest in the plain part of an image. Raises `IntegrityError` if it cannot be read."""
-    try:
-        (length,) = _LENGTH.unpack_from(plain)
-        return msgspec.msgpack.decode(plain[_LENGTH.size : _LENGTH.size + length], type=Manifest)
-    except (msgspec.MsgspecError, ValueError, struct.error, RecursionError) as error:
-        raise IntegrityError(
-            f"the plain part of the image cannot be read: {error!s:.300}.", remedy="use another copy."
-        ) from error
+    return unpack(plain, Manifest)

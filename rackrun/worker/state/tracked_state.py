@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, like, with_tensors, without_tensors
 from rackrun.errors import StepError
 from rackrun.worker.state.module_structure import Structure
 from rackrun.worker.state.optimizer_groups import OptimizerGroups
-from rackrun.worker.state.plain_values import SCALARS, flatten, leaves, like, with_tensors, without_tensors
 from rackrun.worker.state.scaler_state import ScalerState, scaler_as_tracked
 from rackrun.worker.state.shardings import part_like, take_part
 from rackrun.worker.state.state_manifest import Lineage, Manifest, Modes, TensorInfo

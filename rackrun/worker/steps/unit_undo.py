@@ -32,9 +32,9 @@ import msgspec
 import torch
 from torch import nn
 
+from rackrun.checkpoint.image.plain_values import flatten
 from rackrun.errors import StepError
 from rackrun.worker.state.module_structure import Structure
-from rackrun.worker.state.plain_values import flatten
 from rackrun.worker.state.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import Changes
 from rackrun.worker.state.tracked_state import TrackedState

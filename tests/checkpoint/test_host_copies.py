@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from rackrun.checkpoint.image import host_copies
+from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy, copies_from
+from rackrun.checkpoint.image.rank_image import Image
 from rackrun.checkpoint.image.safetensors_image import plan_image, write_tensors
 from rackrun.checkpoint.image.tensor_entries import entries_of
-from rackrun.worker.snapshots import host_copies
-from rackrun.worker.snapshots.host_copies import copies_from
-from rackrun.worker.state.state_image import Shard
 
 
 class Gpu:
@@ -81,13 +81,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return found
 
 
-def planned() -> tuple[Shard, bytearray]:
+def planned() -> tuple[Image, bytearray]:
     """A shard, and what its image holds of its tensors."""
     tensors = {f"m/param/{i}": torch.randn(i + 1, 3) for i in range(50)}
     layout = plan_image([one for each in tensors.items() for one in entries_of(dict([each]))], 0)
     expected = bytearray(layout.total_bytes)
     write_tensors(layout, tensors, memoryview(expected))
-    return Shard(layout, tensors, b""), expected
+    return Image(layout, tensors, b""), expected
 
 
 def in_a_thread(call: Callable[[], None]) -> None:
@@ -180,3 +180,35 @@ def test_memory_is_registered_by_a_thread_that_has_chosen_its_device(gpu: Gpu, m
     assert [size for _, size in registered] == [256 * 2**20, 256 * 2**20, 88 * 2**20]
     device.unpin(2**32)
     assert not registered
+
+
+# -- the copy of one image
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_may_change_is_copied_at_once_and_the_rest_when_it_finishes(gpu: Gpu, device: str) -> None:
+    image, expected = planned()
+    tensors = dict(image.tensors)
+    settled = {f"m/param/{i}" for i in range(40)}
+    found, told = bytearray(len(expected)), list[int]()
+    expected[: len(image.layout.header)] = image.layout.header
+    copy = ImageCopy(image, settled, memoryview(found), copies_from(torch.device(device)))
+    for name in tensors.keys() - settled:
+        tensors[name].zero_()
+    in_a_thread(lambda: told.append(copy.finish()))
+    assert told == [True]
+    assert found == expected
+    assert not image.tensors, "the caller may free them"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_settled_tensor_that_was_changed_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    image, expected = planned()
+    settled = set(image.tensors)
+    copy = ImageCopy(image, settled, memoryview(bytearray(len(expected))), HostCopies())
+    image.tensors["m/param/3"].add_(1.0)
+    if fails:
+        monkeypatch.setattr(HostCopies, "copy", lambda *_: int("no number"))
+        with pytest.raises(ValueError, match="no number"):
+            copy.finish()
+    else:
+        assert copy.finish() is False
+    assert not image.tensors

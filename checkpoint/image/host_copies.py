@@ -1,21 +1,20 @@
-"""Copies a shard's tensors into host memory, while training goes on for tensors that forward and backward do not
-change."""
+"""Copy an image into host memory: while training goes on for tensors that forward and backward do not change."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 
 import torch
 
+from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.host_memory.background_pinning import Pinning
 from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.checkpoint.image.device_copies import DeviceCopies
-from rackrun.checkpoint.image.safetensors_image import no_cuts, write_tensor, write_tensors
-from rackrun.worker.process.reports import say
-from rackrun.worker.state.state_image import Shard
+from rackrun.checkpoint.image.rank_image import Image
+from rackrun.checkpoint.image.safetensors_image import no_cuts, write_head, write_tensor, write_tensors
 
-__all__ = ["HostCopies", "copies_from"]
+__all__ = ["HostCopies", "ImageCopy", "copies_from"]
 
 _GROUP_BYTES = 128 * 2**20
 """Size of a group of device copies, in bytes, after which the host can use what has arrived: a few milliseconds of bus
@@ -40,7 +39,7 @@ class HostCopies:
         """Return the addresses at which a copy from or to these bytes must be cut."""
         return no_cuts(address, size)
 
-    def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
+    def copy_now(self, image: Image, into: memoryview, paths: Collection[str]) -> None:
         """Copy the tensors at ``paths`` into ``into`` as they are now, whatever changes them next. Called by the thread
         that trains.
 
@@ -48,7 +47,7 @@ class HostCopies:
         ``paths`` are complete as well.
         """
         for path in paths:
-            write_tensor(shard.layout, path, shard.tensors[path], into)
+            write_tensor(image.layout, path, image.tensors[path], into)
 
     def held_up_s(self) -> float:
         """Return how long, in seconds, the last `copy_now` kept the device from training, without the host's time. To
@@ -57,7 +56,7 @@ class HostCopies:
 
     def copy(
         self,
-        shard: Shard,
+        image: Image,
         into: memoryview,
         paths: Collection[str],
         ready: torch.cuda.Event | None,
@@ -66,7 +65,7 @@ class HostCopies:
         """Copy the tensors at ``paths`` into ``into``, and return when they are complete. Any thread. ``filled``: see
         `write_tensors`."""
         del ready
-        write_tensors(shard.layout, {path: shard.tensors[path] for path in paths}, into, filled)
+        write_tensors(image.layout, {path: image.tensors[path] for path in paths}, into, filled)
 
 
 class _GpuCopies(HostCopies):
@@ -98,11 +97,11 @@ class _GpuCopies(HostCopies):
     def cuts(self, address: int, size: int) -> list[int]:
         return self._pinning.cuts(address, size)
 
-    def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
+    def copy_now(self, image: Image, into: memoryview, paths: Collection[str]) -> None:
         begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with self._copying:  # ahead of whatever changes them next, in the same stream
             begun.record()
-            self._copies.enqueue(shard.layout, shard.tensors, paths, into)
+            self._copies.enqueue(image.layout, image.tensors, paths, into)
             done.record()
         self._now = begun, done
 
@@ -111,7 +110,7 @@ class _GpuCopies(HostCopies):
 
     def copy(
         self,
-        shard: Shard,
+        image: Image,
         into: memoryview,
         paths: Collection[str],
         ready: torch.cuda.Event | None,
@@ -124,7 +123,7 @@ class _GpuCopies(HostCopies):
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
                 with self._copying:
-                    for upto in self._copies.in_groups(shard.layout, shard.tensors, paths, into, _GROUP_BYTES):
+                    for upto in self._copies.in_groups(image.layout, image.tensors, paths, into, _GROUP_BYTES):
                         event = torch.cuda.Event(
                             blocking=True
                         )  # this thread sleeps, and leaves its core to threads that digest
@@ -141,6 +140,33 @@ class _GpuCopies(HostCopies):
         """Select this object's GPU; must come first in each thread, which would create a context on the first GPU
         otherwise."""
         use_device(self._device)
+
+
+class ImageCopy:
+    """One image on its way into host memory, while training goes on.
+
+    Creating it copies what may change next. `finish` copies the rest, and may run in another thread.
+    """
+
+    def __init__(self, image: Image, settled: Set[str], into: memoryview, device: HostCopies) -> None:
+        """``settled``: the tensors that stay unchanged until `finish` has copied them. ``into``: the image's memory."""
+        self._image, self._settled, self._into, self._device = image, settled, into, device
+        write_head(image.layout, image.plain, into)
+        device.copy_now(image, into, image.tensors.keys() - settled)
+        self._versions = [(image.tensors[path], image.tensors[path]._version) for path in settled]
+        self._ready = device.ready()
+
+    def finish(self, filled: Callable[[int], None] = lambda _: None) -> bool:
+        """Copy the rest, and return whether none of it was changed meanwhile. ``filled``: see `write_tensors`.
+
+        References to the tensors are dropped in any case, so that the caller may free what was copied.
+        """
+        try:
+            self._device.copy(self._image, self._into, self._settled, self._ready, filled)
+            return all(tensor._version == version for tensor, version in self._versions)
+        finally:
+            self._versions.clear()
+            self._image.tensors.clear()
 
 
 def copies_from(device: torch.device) -> HostCopies:

@@ -10,8 +10,8 @@ are stored as msgpack, which has only lists and dicts; on restore they get the c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.checkpoint.base.errors import LayoutMismatch
-from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry
+from rackrun.checkpoint.image.image_layout import TensorEntry
 from rackrun.checkpoint.image.plain_part import OptimizerPlain, Plain, pack_plain
-from rackrun.checkpoint.image.safetensors_image import plan_image
+from rackrun.checkpoint.image.plain_values import flatten, like, with_tensors, without_tensors
+from rackrun.checkpoint.image.rank_image import Image, ImagePlanner
 from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
 
-__all__ = ["Contents", "Image"]
-
-_TENSOR = "__rackrun_tensor__"
+__all__ = ["Contents"]
 
 
 @runtime_checkable
@@ -36,16 +35,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
-
-
-class Image(NamedTuple):
-    """What is to be written. ``plain`` is a copy; the tensors are the state itself."""
-
-    layout: ImageLayout
-    tensors: dict[str, torch.Tensor]
-    plain: bytes
-    later: frozenset[str]
-    """Tensors that neither forward nor backward changes: parameters, and the optimizers' state for them."""
 
 
 class Contents:
@@ -64,8 +53,7 @@ class Contents:
         self.values = {n: value for n, value in state.items() if n not in known | self.objects.keys()}
         self._known: dict[str, tuple[torch.Tensor, list[TensorEntry]]] = {}
         """Name -> the tensor, and its entry if this rank has a part of it."""
-        self._planned: tuple[list[TensorEntry], int] | None = None
-        self._layout: ImageLayout | None = None
+        self._planner = ImagePlanner()
 
     @property
     def device(self) -> torch.device:
@@ -84,12 +72,14 @@ class Contents:
         Raises `LayoutMismatch` for tensors whose part is no box, and values that are not plain data.
         """
         parts, plain = self._parts(), self._encode_plain()
-        planned = self._entries_of(parts), len(plain)
-        if self._layout is None or planned != self._planned:
-            self._planned, self._layout = planned, plan_image(*planned)
-        tensors = locals_of(parts)
-        later = frozenset(name for name in tensors if self._is_settled(name))
-        return Image(self._layout, tensors, plain, later)
+        return self._planner.image(self._entries_of(parts), locals_of(parts), plain)
+
+    def settled(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of ``names`` that neither forward nor backward changes.
+
+        They are parameters, and the optimizers' state for them.
+        """
+        return frozenset(name for name in names if self._is_settled(name))
 
     def _entries_of(self, parts: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
         """Return the entries of all tensors.
@@ -136,7 +126,7 @@ class Contents:
             saved = _of(plain.optimizers, name)
             for group, values in zip(optimizer.param_groups, saved.groups, strict=True):
                 for key, value in values.items():
-                    group[key] = _like(group.get(key), value)
+                    group[key] = like(group.get(key), value)
             for parameter_name, parameter in self._parameters_of(optimizer):
                 for key, value in saved.state.get(parameter_name, {}).items():
                     optimizer.state[parameter][key] = value
@@ -144,12 +134,12 @@ class Contents:
             for path, value in _of(plain.values, name).items():
                 module.get_submodule(path).set_extra_state(value)
         for name, thing in self.objects.items():
-            thing.load_state_dict(_like(thing.state_dict(), _with_tensors(_of(plain.values, name), tensors)))
+            thing.load_state_dict(like(thing.state_dict(), with_tensors(_of(plain.values, name), tensors)))
         return {name: self._put_value(name, _of(plain.values, name)) for name in self.values}
 
     def _put_value(self, name: str, saved: Any) -> Any:
         current = self.values[name]
-        value = _like(current, saved)
+        value = like(current, saved)
         if isinstance(current, MutableMapping):
             current.clear()
             current.update(value)
@@ -179,7 +169,7 @@ class Contents:
                     if isinstance(value, torch.Tensor):
                         found[f"{name}/group/{index}/{key}"] = value
         for name, thing in self.objects.items():
-            found.update(_flatten(name, thing.state_dict()))
+            found.update(flatten(name, thing.state_dict()))
         return found | self.tensors
 
     def _is_settled(self, path: str) -> bool:
@@ -223,7 +213,7 @@ class Contents:
             name: {path: sub.get_extra_state() for path, sub in module.named_modules() if _has_extra_state(sub)}
             for name, module in self.modules.items()
         }
-        values |= {name: _without_tensors(name, thing.state_dict()) for name, thing in self.objects.items()}
+        values |= {name: without_tensors(name, thing.state_dict()) for name, thing in self.objects.items()}
         try:
             return pack_plain(Plain(optimizers, values | self.values))
         except (TypeError, OverflowError, ValueError) as error:
@@ -298,48 +288,3 @@ def _of(saved: Mapping[str, Any], name: str) -> Any:
             remedy="prepare the same names as the run that saved.",
         )
     return saved[name]
-
-
-# -- state dicts without their tensors, and back
-
-
-def _flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return {prefix: value.detach()}
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    return {path: tensor for key, item in items for path, tensor in _flatten(f"{prefix}/{key}", item).items()}
-
-
-def _without_tensors(prefix: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {_TENSOR: prefix}
-    if isinstance(value, Mapping):
-        return {key: _without_tensors(f"{prefix}/{key}", item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_tensors(f"{prefix}/{key}", item) for key, item in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, dict):
-        if _TENSOR in value:
-            return tensors[value[_TENSOR]]
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_tensors(item, tensors) for item in value]
-    return value
-
-
-def _like(model: Any, value: Any) -> Any:
-    """Return ``value`` in the container types that ``model`` uses."""
-    if isinstance(model, list | tuple) and isinstance(value, list):
-        items = [_like(model[i] if i < len(model) else None, item) for i, item in enumerate(value)]
-        return tuple(items) if isinstance(model, tuple) else items
-    if isinstance(model, Mapping) and isinstance(value, dict):
-        filled = {key: _like(model.get(key), item) for key, item in value.items()}
-        return filled if type(model) is dict else cast("Callable[[Any], Any]", type(model))(filled)
-    return value
