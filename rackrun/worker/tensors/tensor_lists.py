@@ -24,6 +24,7 @@ __all__ = [
     "same_objects",
     "storages",
     "versions",
+    "versions_of_plain",
     "written",
 ]
 
@@ -62,6 +63,11 @@ def local_parts(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the version of this rank's part of each tensor: equal as long as no write to them was noticed."""
     return list(map(_VERSION, written(tensors)))
+
+
+def versions_of_plain(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the same as `versions`, of tensors that `are_plain`."""
+    return list(map(_VERSION, tensors))
 
 
 def marks(tensors: Iterable[torch.Tensor]) -> list[Mark]:
