@@ -13,6 +13,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -401,6 +402,11 @@ class TrackedState:
         """Return all parameters that tracked optimizers train, in their order."""
         groups = [group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         return list(chain.from_iterable(groups))
+
+    def trains(self, known: Sequence[torch.Tensor]) -> bool:
+        """Whether ``known``, a former result of `trained`, is what it would return now."""
+        groups = [group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return sum(map(len, groups)) == len(known) and all(map(is_, chain.from_iterable(groups), known))
 
     def trained_and_free(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """Return path -> parameter twice: for those that tracked optimizers train, and for all others."""

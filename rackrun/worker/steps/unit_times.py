@@ -42,10 +42,14 @@ class Allowance(NamedTuple):
 
     def at_least(self, milliseconds: int) -> Allowance:
         """Return the limits, each raised to at least ``milliseconds``; limits of 0 stay."""
+        if not milliseconds:
+            return self
         return Allowance(*(max(limit, milliseconds) if limit else 0 for limit in self))
 
     def plus(self, milliseconds: int) -> Allowance:
         """Return the limits, each longer by ``milliseconds``; limits of 0 stay."""
+        if not milliseconds:
+            return self
         return Allowance(*(limit + milliseconds if limit else 0 for limit in self))
 
 

@@ -46,7 +46,6 @@ from rackrun.worker.tensors.tensor_lists import (
     local_parts,
     marks,
     nbytes,
-    same_objects,
     versions,
     versions_of_plain,
 )
@@ -66,7 +65,7 @@ _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
-_TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
+_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
 
 class _Look(NamedTuple):
@@ -225,7 +224,7 @@ class Undo:
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         look = self._look()
         self._check_made_of(look.structure)
-        if self._filled != self._state.filled or not same_objects(self._trained_objects, self._state.trained()):
+        if self._filled != self._state.filled or not self._state.trains(self._trained_objects):
             self._forget(look)
         for wrapper in self._state.wrappers():
             ddp.begin(wrapper)
@@ -247,11 +246,10 @@ class Undo:
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
-        gradients = list(map(_GRAD, parameters))
-        self._had_grads = [gradient is not None for gradient in gradients]
-        found = compress(zip(parameters, gradients, strict=True), self._had_grads)
+        self._had_grads = [parameter.grad is not None for parameter in parameters]
+        found = compress(parameters, self._had_grads)
         some = islice(found, _GRADS_LOOKED_AT if zero_grad.some_are_left() else 0)
-        self._grads_found = [(parameter, weakref.ref(gradient)) for parameter, gradient in some]
+        self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
         self._cleared = zero_grad.cleared()
 
     def _look(self) -> _Look:

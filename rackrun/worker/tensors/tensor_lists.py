@@ -41,9 +41,9 @@ _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("
 def written(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return for each tensor the one whose version counts writes: of a DTensor, this rank's part."""
     found = list(tensors)
-    if _any_sharded(found):
-        return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found]
-    return found
+    if are_plain(found):
+        return found
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found]
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
@@ -97,8 +97,3 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> list[int]:
 def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether both sequences hold the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _any_sharded(tensors: list[torch.Tensor]) -> bool:
-    kinds = set(map(type, tensors))
-    return not kinds <= _PLAIN and any(issubclass(kind, DTensor) for kind in kinds)
