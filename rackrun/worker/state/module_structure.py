@@ -78,7 +78,7 @@ class Structure:
                     self.with_extra_state.append((name, path, module))
         self._are_plain = are_plain(self.parameters)
         self._kinds = list(map(type, self.modules))
-        self._dictionaries = self._held()
+        self._dictionaries = tuple(self._held())  # a tuple is passed on as arguments without a copy
         self._full = list(filter(None, self._dictionaries))
         self._plain = set(map(type, self._dictionaries)) <= {dict}
         """Whether all dictionaries are plain dicts; those of a scripted module are not."""

@@ -34,7 +34,7 @@ from rackrun.worker.state.tensor_infos import TensorInfos
 from rackrun.worker.state.tracked_generators import as_tracked
 from rackrun.worker.tensors import module_walk
 from rackrun.worker.tensors.tensor_bytes import digests_by_path, local_part
-from rackrun.worker.tensors.tensor_lists import local_parts
+from rackrun.worker.tensors.tensor_lists import are_plain, local_parts
 from rackrun.worker.torch_compat import require
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
@@ -686,12 +686,10 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
     checked at once first."""
-    held = list(optimizer.state.values())
+    held = tuple(optimizer.state.values())
     if set(map(type, held)) <= {dict}:
-        kinds = set(
-            map(type, gc.get_referents(*held))
-        )  # the dictionaries' values, at once; also keys that are not strings
-        if all(issubclass(kind, torch.Tensor) for kind in kinds):
+        inside = gc.get_referents(*held)  # the dictionaries' values, at once; also keys that are not strings
+        if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
             return {}
     found: dict[str, Any] = {}
     for group_index, group in enumerate(optimizer.param_groups):
