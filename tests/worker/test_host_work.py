@@ -233,10 +233,12 @@ def test_calls_of_a_step_do_not_grow_with_the_number_of_parameters(
 
 
 def test_a_call_for_each_parameter_is_found(monkeypatch: pytest.MonkeyPatch, train: Train) -> None:
-    text = "def versions(tensors):\n return [one(t) for t in tensors]\ndef one(tensor):\n return tensor._version"
+    text = (
+        "def versions_of_plain(tensors):\n return [one(t) for t in tensors]\ndef one(tensor):\n return tensor._version"
+    )
     ours: dict[str, Any] = {}
     exec(compile(text, f"{OURS}/worker/slow.py", "exec"), ours)
-    monkeypatch.setattr(unit_undo, "versions", ours["versions"])
+    monkeypatch.setattr(unit_undo, "versions_of_plain", ours["versions_of_plain"])
     found = grown(train, (replicated, sgd, ""), 1)
     assert found["slow.py:one"][1] == 10 * found["slow.py:one"][0]
     assert found.keys() == {"slow.py:one"}

@@ -23,12 +23,13 @@ def place(runs: Sequence[BatchRun], step: int, samples: int, micro_batch: int) -
 
     The rest of an epoch that is too small for the whole batch of the next step is left out.
     """
-    epoch = used = 0
+    epoch = used = batch = 0
     for at, (first, shards) in enumerate(runs):
         stop = min(runs[at + 1][0], step) if at + 1 < len(runs) else step
         if first < stop:
             epoch, used = _after(epoch, used, stop - first, shards * micro_batch, samples)
-    batch = next(shards for first, shards in reversed(runs) if first <= step) * micro_batch
+        if first <= step:
+            batch = shards * micro_batch
     return (epoch, used) if used + batch <= samples else (epoch + 1, 0)
 
 

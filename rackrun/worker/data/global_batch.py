@@ -96,7 +96,9 @@ class Batches:
     def of(self, step: int) -> StepBatch:
         """Return the batch of ``step``. Raises `UsageError` when the rule returns no valid factor."""
         runs = self.runs(step)
-        factor = factor_at(runs, step, self._target, self.scale.warmup_steps) if self.scale else 1.0
+        if self.scale is None:
+            return StepBatch(runs[0][1], step * self.plan.global_batch, 1.0, runs)
+        factor = factor_at(runs, step, self._target, self.scale.warmup_steps)
         return StepBatch(runs[-1][1], shards_before(runs, step) * self.plan.micro_batch, factor, runs)
 
     def committed(self, step: int, batch: StepBatch) -> bool:

@@ -61,6 +61,7 @@ __all__ = ["Carried", "UnitRunner"]
 T = TypeVar("T")
 
 _BETWEEN = "between"
+_FACTOR, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 
 
 @dataclass(frozen=True)
@@ -752,6 +753,8 @@ class UnitRunner:
         return self._nobody_is_whole or self._stirred or self._nan.refuses(at, sums)
 
     def _delivered_ids(self) -> np.ndarray[Any, Any]:
+        if len(self._delivered) == 1:
+            return self._delivered[0]
         return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
 
     def _committed(self, at: Position, attempt: int, seconds: float, name: str) -> None:
@@ -965,5 +968,5 @@ def _listed(paths: Sequence[str]) -> str:
 def _ids_digest(ids: np.ndarray[Any, Any]) -> float:
     """Return a checksum of sample ids that does not depend on order or rank: the sum of 32 mixed bits of each id, exact
     in a float for up to 2**20 ids a rank."""
-    mixed = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-    return float(int(mixed.sum(dtype=np.uint64)) % 2**52)
+    mixed = (ids.view(np.uint64) * _FACTOR) >> _HALF
+    return float(int(mixed.sum()) % 2**52)

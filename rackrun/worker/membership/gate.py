@@ -91,7 +91,7 @@ class CollectiveOrder:
             return
         size = 0
         if name in _SAME_SIZE_EVERYWHERE:
-            size = result.numel() if isinstance(result, torch.Tensor) else sum(tensor.numel() for tensor in result)
+            size = result.numel() if isinstance(result, torch.Tensor) else sum(map(torch.Tensor.numel, result))
         self.add(f"{name} {size}")
 
     def add(self, what: str) -> None:

@@ -166,7 +166,7 @@ class World:
         self.may_leave_phase: Callable[[], bool] = lambda: True
         self.may_be_left: Callable[[], None] = lambda: None
         """Called at every place at which a step that will not count may be left."""
-        self._gate: tuple[float, ...] = ()
+        self._gate: GateSums | None = None
         self._released = False
         self._fixed: Callable[[str, int, int], Communicator] | None = None
 
@@ -223,7 +223,7 @@ class World:
 
     @property
     def size(self) -> int:
-        return self.groups[0].size()
+        return len(self.groups[0].ranks)
 
     @property
     def has_mirrors(self) -> bool:
@@ -463,7 +463,7 @@ class World:
     @property
     def gate(self) -> GateSums | None:
         """The sums of the gate of ``passed``; None before the first gate, and after a rollback."""
-        return GateSums(*self._gate) if self._gate else None
+        return self._gate
 
     def pass_gate(self, at: Position, mine: Offer, refuses: Callable[[Position, GateSums], bool]) -> None:
         """Enter the gate of ``at`` and wait for its result, once the device has come (`let_device_come`).
@@ -562,7 +562,7 @@ class World:
         rollback."""
         with self._changed:
             self._passed = self._entered = position
-            self._gate = gate
+            self._gate = GateSums(*gate) if gate else None
 
     def stand_alone(self) -> None:
         """Begin as a world of one rank without a coordinator, where loopbacks are exact."""
@@ -608,7 +608,7 @@ class World:
                 generation=command.generation,
                 passed=self._passed,
                 entered=self._entered,
-                gate=self._gate,
+                gate=self._gate or (),
                 snapshots=snapshots(),
                 layout=Generation(self.layout) if self._has_state else None,
                 replica_class=self._class_to_report(),
@@ -671,7 +671,7 @@ class World:
             self.stages.reached("planned")
             if self._entered > self._passed:
                 if plan.committed >= self._entered:
-                    self._passed, self._gate = self._entered, plan.gate
+                    self._passed, self._gate = self._entered, GateSums(*plan.gate) if plan.gate else None
                 else:
                     self._entered = self._passed
             if not mine.fresh and plan.reshard is None and self.counts_as(plan, mine):
@@ -790,11 +790,11 @@ class World:
                 self.good = None
                 self.generation = 0
                 self._passed = self._entered = self.began = BEGIN
-                self._gate = ()
+                self._gate = None
                 self._has_state = True  # as on any spare: the core knows that it has restored nothing yet
             else:
                 self._passed = self._entered = self.began = plan.committed
-                self._gate = plan.gate
+                self._gate = GateSums(*plan.gate) if plan.gate else None
             self._broken = plan.reshard is not None
             self._seated = plan.members
             self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"

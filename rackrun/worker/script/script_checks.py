@@ -125,7 +125,8 @@ class ScriptChecks:
         self._readings.clear()
         self._strays.clear()
         self._stray_of_shards, self._read_in_step, self._weight_reads = None, "", 0
-        self._given_tensors = any(isinstance(one, torch.Tensor) for one in _spread((*args, *kwargs.values())))
+        given = (*args, *kwargs.values())
+        self._given_tensors = bool(given) and any(isinstance(one, torch.Tensor) for one in _spread(given))
         self._reduced.clear()
         self._world.traffic = 0
         try:
@@ -378,7 +379,7 @@ class ScriptChecks:
 
 
 def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return any(callable(one) for one in (*args, *kwargs.values()))
+    return any(map(callable, (*args, *kwargs.values())))
 
 
 def _trained_by(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -20,11 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from rackrun.worker.tensors import module_walk
-from rackrun.worker.tensors.tensor_lists import are_plain, same_objects, versions
+from rackrun.worker.tensors.tensor_lists import are_plain, same_objects, versions, versions_of_plain
 
 __all__ = ["Structure"]
 
-_VERSION = attrgetter("_version")
 _DICTIONARIES = attrgetter("_modules", "_parameters", "_buffers")
 _NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
 
@@ -79,9 +78,9 @@ class Structure:
                     self.with_extra_state.append((name, path, module))
         self._are_plain = are_plain(self.parameters)
         self._kinds = list(map(type, self.modules))
-        self._dictionaries = self._held()
+        self._dictionaries = tuple(self._held())  # a tuple is passed on as arguments without a copy
         self._full = list(filter(None, self._dictionaries))
-        self._plain = set(map(type, self._full)) <= {dict}
+        self._plain = set(map(type, self._dictionaries)) <= {dict}
         """Whether all dictionaries are plain dicts; those of a scripted module are not."""
         self._names = self._names_now()
         self._counts, self._things = self._in_them()
@@ -106,7 +105,7 @@ class Structure:
 
     def versions(self) -> list[int]:
         """Return the versions of all parameters (see `rackrun.worker.tensors.tensor_lists.versions`)."""
-        return list(map(_VERSION, self.parameters)) if self._are_plain else versions(self.parameters)
+        return versions_of_plain(self.parameters) if self._are_plain else versions(self.parameters)
 
     def differs(self, before: Structure) -> str:
         """Return the first difference because of which a copy of this structure's tensors would not fit into
@@ -149,12 +148,13 @@ class Structure:
         return list(chain.from_iterable(self._full if self._plain else map(_NAMES, self._full)))
 
     def _in_them(self) -> tuple[list[int], list[Any]]:
-        """Return the size of each dictionary, and the objects in all of them. A dictionary with size 0 has no
-        objects."""
-        counts = list(map(len, self._dictionaries))
+        """Return the sizes of the dictionaries that were not empty at first, and the objects in all of them. What was
+        added to an empty one shows in the number of objects."""
         if self._plain:
-            return counts, gc.get_referents(*self._full)  # a dictionary's values, in their order, at once
-        return counts, list(chain.from_iterable(map(_THINGS, self._full)))
+            things = gc.get_referents(*self._dictionaries)  # a dictionary's values, in their order, at once
+        else:
+            things = list(chain.from_iterable(map(_THINGS, self._dictionaries)))
+        return list(map(len, self._full)), things
 
 
 def _shown(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import is_
 
 import torch
 
@@ -92,9 +93,7 @@ class OptimizerGroups:
     def _changed(self) -> list[int]:
         first, groups = self._at_first, self._optimizer.param_groups
         now = [group["params"] for group in groups]
-        if list(map(len, now)) == list(map(len, first)) and same_objects(
-            list(chain.from_iterable(now)), self._all_at_first
-        ):
+        if list(map(len, now)) == list(map(len, first)) and all(map(is_, chain.from_iterable(now), self._all_at_first)):
             return []
         return [index for index, held in enumerate(now) if index >= len(first) or not same_objects(held, first[index])]
 

@@ -13,6 +13,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from rackrun.worker.state.tensor_infos import TensorInfos
 from rackrun.worker.state.tracked_generators import as_tracked
 from rackrun.worker.tensors import module_walk
 from rackrun.worker.tensors.tensor_bytes import digests_by_path, local_part
-from rackrun.worker.tensors.tensor_lists import local_parts
+from rackrun.worker.tensors.tensor_lists import are_plain, local_parts
 from rackrun.worker.torch_compat import require
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
@@ -402,6 +403,11 @@ class TrackedState:
         groups = [group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         return list(chain.from_iterable(groups))
 
+    def trains(self, known: Sequence[torch.Tensor]) -> bool:
+        """Whether ``known``, a former result of `trained`, is what it would return now."""
+        groups = [group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return sum(map(len, groups)) == len(known) and all(map(is_, chain.from_iterable(groups), known))
+
     def trained_and_free(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """Return path -> parameter twice: for those that tracked optimizers train, and for all others."""
         ids = set(map(id, self.trained()))
@@ -680,12 +686,10 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
     checked at once first."""
-    held = list(optimizer.state.values())
+    held = tuple(optimizer.state.values())
     if set(map(type, held)) <= {dict}:
-        kinds = set(
-            map(type, gc.get_referents(*held))
-        )  # the dictionaries' values, at once; also keys that are not strings
-        if all(issubclass(kind, torch.Tensor) for kind in kinds):
+        inside = gc.get_referents(*held)  # the dictionaries' values, at once; also keys that are not strings
+        if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
             return {}
     found: dict[str, Any] = {}
     for group_index, group in enumerate(optimizer.param_groups):

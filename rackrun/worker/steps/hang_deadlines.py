@@ -98,7 +98,9 @@ class Pace:
 
     def unit_took(self, name: str, seconds: float) -> None:
         """Record the time of a phase or another unit that is not a step, and that ran without disturbance."""
-        self._units.setdefault(name, UnitTimes()).took(seconds)
+        if name not in self._units:
+            self._units[name] = UnitTimes()
+        self._units[name].took(seconds)
 
     def allowance(self, name: str, *, between: bool = False) -> Allowance:
         """Return the limits for the unit ``name`` that begins now, which is not a step.

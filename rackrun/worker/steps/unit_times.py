@@ -42,10 +42,14 @@ class Allowance(NamedTuple):
 
     def at_least(self, milliseconds: int) -> Allowance:
         """Return the limits, each raised to at least ``milliseconds``; limits of 0 stay."""
+        if not milliseconds:
+            return self
         return Allowance(*(max(limit, milliseconds) if limit else 0 for limit in self))
 
     def plus(self, milliseconds: int) -> Allowance:
         """Return the limits, each longer by ``milliseconds``; limits of 0 stay."""
+        if not milliseconds:
+            return self
         return Allowance(*(limit + milliseconds if limit else 0 for limit in self))
 
 
@@ -81,7 +85,9 @@ class UnitTimes:
         """Whether the recorded times are regular: enough of them, and none far above the median."""
         if len(self._seconds) < _ALIKE_MIN:
             return False
-        return self.longest_s <= _ALIKE * max(statistics.median(self._seconds), _RESOLUTION_S)
+        longest_s = self.longest_s
+        # the second comparison sorts, and is rarely needed
+        return longest_s <= _ALIKE * _RESOLUTION_S or longest_s <= _ALIKE * statistics.median(self._seconds)
 
     def entry(self) -> Allowance:
         """Return the limits for a further entry of ``main``, once the first was observed."""

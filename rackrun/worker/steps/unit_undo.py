@@ -40,7 +40,15 @@ from rackrun.worker.state.state_manifest import Changes
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
-from rackrun.worker.tensors.tensor_lists import Mark, local_parts, marks, nbytes, same_objects, versions
+from rackrun.worker.tensors.tensor_lists import (
+    Mark,
+    are_plain,
+    local_parts,
+    marks,
+    nbytes,
+    versions,
+    versions_of_plain,
+)
 from rackrun.worker.tensors.undo_copies import NoRoom, UndoCopies, place_for
 from rackrun.worker.torch_compat import zero_grad
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
@@ -57,7 +65,7 @@ _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
-_TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
+_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
 
 class _Look(NamedTuple):
@@ -103,6 +111,10 @@ class Undo:
         self._share: tuple[float, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}
         """Parameters that optimizers train, by path."""
+        self._trained: list[nn.Parameter] = []
+        """The same without their paths."""
+        self._are_plain = True
+        """Whether all of these are of torch's own classes."""
         self._free_parameters: dict[str, nn.Parameter] = {}
         """All other parameters, by path."""
         self._trained_bytes = 0
@@ -212,7 +224,7 @@ class Undo:
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         look = self._look()
         self._check_made_of(look.structure)
-        if self._filled != self._state.filled or not same_objects(self._trained_objects, self._state.trained()):
+        if self._filled != self._state.filled or not self._state.trains(self._trained_objects):
             self._forget(look)
         for wrapper in self._state.wrappers():
             ddp.begin(wrapper)
@@ -232,13 +244,12 @@ class Undo:
         self._found_early.clear()
         self._take(look, exactly=looks)
         own = self._free_parameters
-        self._versions = versions(self._parameters.values()) if own else look.of_parameters
+        self._versions = versions(self._trained) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
-        gradients = list(map(_GRAD, parameters))
-        self._had_grads = [gradient is not None for gradient in gradients]
-        found = compress(zip(parameters, gradients, strict=True), self._had_grads)
+        self._had_grads = [parameter.grad is not None for parameter in parameters]
+        found = compress(parameters, self._had_grads)
         some = islice(found, _GRADS_LOOKED_AT if zero_grad.some_are_left() else 0)
-        self._grads_found = [(parameter, weakref.ref(gradient)) for parameter, gradient in some]
+        self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
         self._cleared = zero_grad.cleared()
 
     def _look(self) -> _Look:
@@ -281,7 +292,9 @@ class Undo:
         """Find the tracked tensors, except those that are looked up in every unit."""
         self._structure, self._submodules = structure, structure.modules
         self._parameters, self._free_parameters = self._state.trained_and_free()
-        self._trained_bytes = sum(nbytes(self._parameters.values()))
+        self._trained = list(self._parameters.values())
+        self._are_plain = are_plain(self._trained)
+        self._trained_bytes = sum(nbytes(self._trained))
 
     def _take(self, look: _Look, *, exactly: bool) -> None:
         """Take copies and digests of the current state. ``exactly``: query the size of every storage first, not only
@@ -290,14 +303,19 @@ class Undo:
         changes = self._state.lineage.changes
         wanted = {*changes.early, *changes.moving, *changes.phases.get(self._phase, ())}
         free = self._free_tensors(look.dicts, look.structure)
+        self._check_between(free)
+        self._copies.begin()
+        looks = self._audits or bool(self._suspect_at) or bool(self._phase)
+        if not (free or wanted or looks or self._whole):
+            self._copies.clear()
+            self._marks, self._static, self._begun, self._first, self._state_keys = {}, {}, {}, {}, {}
+            return
         sizes = dict(zip(free, nbytes(free.values()), strict=True))
         known = wanted | self._always(sizes)
         unknown = [path for path in free if path not in known]
         unseen = sum([sizes[path] for path in unknown])
         room = unseen <= max(_ROOM_FOR_UNKNOWN * self._trained_bytes, _ROOM_BYTES)
-        self._check_between(free)
         self._learn(moving=[path for path in unknown if self._changed_unseen(path, free[path])] if self._audits else ())
-        self._copies.begin()
         tensors = {path: free[path] for path in unknown}
         self._marks = dict(zip(unknown, marks(tensors.values()), strict=True))
         held = tensors if room else {}
@@ -323,7 +341,6 @@ class Undo:
         self._copies.keep_only([*held, *now, *copied])
         taken = self._copies.take(now) + self._copies.take(copied, place)
         self._state_keys = self._state.optimizer_keys() if self._whole else {}
-        looks = self._audits or bool(self._suspect_at) or bool(self._phase)
         self._begun = self._digests_at_begin({p: t for p, t in owned.items() if p not in copied}) if looks else {}
         self._first = digests_by_path({**owned, **tensors}) if self._everywhere else {}
         self._tell(taken, time.perf_counter() - began, {**now, **copied})
@@ -585,7 +602,7 @@ class Undo:
 
     def _moved(self) -> set[str]:
         """Return the paths of parameters that optimizers train and whose version has moved since the unit began."""
-        now = versions(self._parameters.values())
+        now = versions_of_plain(self._trained) if self._are_plain else versions(self._trained)
         if now == self._versions:
             return set()
         compared = zip(self._parameters, self._versions, now, strict=True)

@@ -24,6 +24,7 @@ __all__ = [
     "same_objects",
     "storages",
     "versions",
+    "versions_of_plain",
     "written",
 ]
 
@@ -40,9 +41,9 @@ _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("
 def written(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return for each tensor the one whose version counts writes: of a DTensor, this rank's part."""
     found = list(tensors)
-    if _any_sharded(found):
-        return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found]
-    return found
+    if are_plain(found):
+        return found
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found]
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
@@ -62,6 +63,11 @@ def local_parts(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the version of this rank's part of each tensor: equal as long as no write to them was noticed."""
     return list(map(_VERSION, written(tensors)))
+
+
+def versions_of_plain(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the same as `versions`, of tensors that `are_plain`."""
+    return list(map(_VERSION, tensors))
 
 
 def marks(tensors: Iterable[torch.Tensor]) -> list[Mark]:
@@ -91,8 +97,3 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> list[int]:
 def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether both sequences hold the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _any_sharded(tensors: list[torch.Tensor]) -> bool:
-    kinds = set(map(type, tensors))
-    return not kinds <= _PLAIN and any(issubclass(kind, DTensor) for kind in kinds)
