@@ -8,10 +8,23 @@ from typing import Any, cast
 
 import torch
 
+from rackrun.errors import UsageError
+
 __all__ = ["SCALARS", "flatten", "leaves", "like", "with_tensors", "without_tensors"]
 
 
 SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+DEPTH_MAX = 200
+"""How deep containers may be nested. A container that contains itself is deeper than anything."""
+
+
+def _too_deep(path: str) -> UsageError:
+    return UsageError(
+        f"the state at {path[:120]}... contains itself, or is nested more than {DEPTH_MAX} containers deep.",
+        remedy="return plain containers of tensors and numbers from state_dict().",
+    )
 
 
 def flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
@@ -21,20 +34,22 @@ def flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
 
 def leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return (path, tensor) for all tensors in ``value``, as the owner's own objects, depth first in the order of the
-    containers."""
+    containers. Raises UsageError if containers are nested more than `DEPTH_MAX` deep."""
     found: list[tuple[str, torch.Tensor]] = []
-    left: list[tuple[str, Any]] = [(prefix, value)]
+    left: list[tuple[str, Any, int]] = [(prefix, value, 0)]
     while left:
-        path, one = left.pop()
+        path, one, depth = left.pop()
         if isinstance(one, torch.Tensor):
             found.append((path, one))
         elif type(one) in SCALARS:
             continue
         elif isinstance(one, (Mapping, list, tuple)):
+            if depth > DEPTH_MAX:
+                raise _too_deep(path)
             items = list(one.items() if isinstance(one, Mapping) else enumerate(one))
             # A comprehension would be a function call of its own, and there may be a container for each parameter.
             for key, item in reversed(items):
-                left.append((f"{path}/{key}", item))
+                left.append((f"{path}/{key}", item, depth + 1))
     return found
 
 
@@ -42,11 +57,14 @@ _TENSOR = "__rackrun_tensor__"
 
 
 def without_tensors(prefix: str, value: Any) -> Any:
-    """Return ``value`` with each tensor replaced by a reference to its path, and with lists and dicts as containers."""
+    """Return ``value`` with each tensor replaced by a reference to its path, and with lists and dicts as containers.
+    Raises UsageError as `leaves` does."""
     whole: list[Any] = [None]
-    left: list[tuple[Any, Any, str, Any]] = [(whole, 0, prefix, value)]
+    left: list[tuple[Any, Any, str, Any, int]] = [(whole, 0, prefix, value, 0)]
     while left:
-        into, at, path, one = left.pop()
+        into, at, path, one, depth = left.pop()
+        if depth > DEPTH_MAX:
+            raise _too_deep(path)
         if isinstance(one, torch.Tensor):
             into[at] = {_TENSOR: path}
         elif type(one) in SCALARS:
@@ -54,11 +72,11 @@ def without_tensors(prefix: str, value: Any) -> Any:
         elif isinstance(one, Mapping):
             filled = into[at] = dict.fromkeys(one)
             for key, item in one.items():
-                left.append((filled, key, f"{path}/{key}", item))
+                left.append((filled, key, f"{path}/{key}", item, depth + 1))
         elif isinstance(one, (list, tuple)):
             into[at] = listed = [None] * len(one)
             for key, item in enumerate(one):
-                left.append((listed, key, f"{path}/{key}", item))
+                left.append((listed, key, f"{path}/{key}", item, depth + 1))
         else:
             into[at] = one
     return whole[0]
