@@ -46,7 +46,7 @@ Made by `python tools/rooms.py` from the first line of every module; a test hold
 | checkpoints on disk | `rackrun.worker.snapshots.durable_checkpoints`, `rackrun.checkpoint.durable.durable_store` |
 | every message | `rackrun.protocol.events`, `rackrun.protocol.commands` |
 | options of the launcher | `rackrun.launch.options.arguments` |
-| a fault of the chaos suite | `rackrun.chaos.faults.fault_types`, `rackrun.chaos.injectors` |
+| a fault of the chaos suite | `rackrun.chaos.faults.table.fault_table`, `rackrun.chaos.injectors` |
 | what proves that nothing was lost | `rackrun.chaos.oracles` |
 """
 

@@ -7,19 +7,17 @@ from dataclasses import replace
 import pytest
 
 from rackrun.chaos.base.errors import Unsupported
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DiskFails,
-    DiskFull,
-    Fault,
-    FlipBit,
-    Kill,
-    Partition,
-    Pause,
-    Return,
-    Slow,
-    Subjects,
-)
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.hangs.slow_down import Slow
+from rackrun.chaos.faults.network.network_partition import Partition
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.return_tray import Return
+from rackrun.chaos.faults.storage.disk_failure import DiskFails
+from rackrun.chaos.faults.storage.disk_full import DiskFull
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, One, Target
 from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
 from rackrun.chaos.simulator.base.durations import SimCosts

@@ -1,0 +1,69 @@
+"""Kill: a signal ends processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
+from rackrun.chaos.faults.fault_types import PROCESSES, BaseFault, Family, Subjects
+from rackrun.chaos.faults.targets import One, Several, Target
+from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
+
+__all__ = ["ROW", "Kill"]
+
+_NUMBERS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "TERM": 15}
+_RANK = One(Subjects.RANK)
+_WHOM: tuple[Target, ...] = (
+    _RANK,
+    _RANK,
+    Several(Subjects.RANK, 2),
+    One(Subjects.SPARE),
+    One(Subjects.AGENT),
+    One(Subjects.TRAY),
+)
+
+
+class Kill(BaseFault, frozen=True, kw_only=True, tag="kill"):
+    """A signal ends the process; the processes of a tray or a rack get it all at once."""
+
+    family = Family.PROCESS
+    strikes = (*PROCESSES, Subjects.COORDINATOR)
+    loses = True
+    signal: Literal["KILL", "SEGV", "ABRT", "BUS", "TERM"] = "KILL"
+
+
+def _simulate(fault: Kill, strike: VirtualStrike) -> bool:
+    def end(agent: VirtualAgent) -> None:
+        agent.die(told=strike.subject.kind is Subjects.AGENT or strike.chance(0.5))
+
+    return strike.each(worker=lambda worker: worker.end(signal=_NUMBERS[fault.signal]), agent=end)
+
+
+def _not_simulated(_: Kill, kind: Subjects) -> str:
+    return "its coordinator does not end before the job" if kind is Subjects.COORDINATOR else ""
+
+
+ROW = FaultRow(
+    value=Kill,
+    example=Kill(),
+    how="signal by pidfd; a tray's processes all at once",
+    inject=lambda fault, tools: tools.send_signal(fault.signal),
+    by_signals=True,
+    simulate=_simulate,
+    not_simulated=_not_simulated,
+    cost=always(Cost.SUBJECTS_AT_ONCE),
+    looks_like=lambda fault: fault.signal,
+    justifies_loss=always(True),
+    draw=lambda d: (Kill(signal=d.choice(["KILL", "KILL", "SEGV", "ABRT", "BUS", "TERM"])), d.choice(_WHOM)),
+    in_fuzz={
+        "kills": lambda *_: [
+            (Kill(), _RANK),
+            (Kill(signal="SEGV"), _RANK),
+            (Kill(), Several(Subjects.RANK, 2)),
+            (Kill(), One(Subjects.SPARE)),
+        ],
+        "trays": lambda *_: [(Kill(), One(Subjects.TRAY)), (Kill(), One(Subjects.AGENT))],
+        "few workers": lambda *_: [(Kill(), _RANK)],
+    },
+    in_any_script=lambda d: [Kill(), Kill(signal=d.choice(["SEGV", "ABRT", "BUS"]))],
+)
