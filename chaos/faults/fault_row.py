@@ -126,7 +126,6 @@ _EMPTY: Callable[..., tuple[()]] = always(())
 class FaultRow(Generic[F]):
     """One kind of fault. What has no default must be said for every fault."""
 
-    value: type[F]
     example: F
     """A fault of this kind that can be injected wherever its kind can."""
 

@@ -7,12 +7,10 @@ from typing import Literal
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, Need, Visit, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK, THE_STORAGE
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
 __all__ = ["ROW", "FlipBit"]
-
-_RANK, _STORAGE = One(Subjects.RANK), One(Subjects.STORAGE)
 
 
 class FlipBit(BaseFault, frozen=True, kw_only=True, tag="flip_bit"):
@@ -62,7 +60,6 @@ def _unsure(fault: FlipBit, _: Subjects, alone: bool) -> str:
 
 
 ROW = FaultRow(
-    value=FlipBit,
     example=FlipBit(of="parameters"),
     how="in parameters or gradients; in a snapshot or a checkpoint, from outside",
     inject=_inject,
@@ -73,9 +70,6 @@ ROW = FaultRow(
     cost=always(Cost.NOTHING),
     unsure=_unsure,
     justifies_loss=always(True),
-    draw=lambda d: d.choice([(FlipBit(of="snapshot"), _RANK), (FlipBit(of="checkpoint"), _STORAGE)]),
-    in_fuzz={
-        "rot": lambda *_: [(FlipBit(), _RANK)],
-        "disk": lambda *_: [(FlipBit(of="checkpoint"), _STORAGE)],
-    },
+    draw=lambda d: d.choice([(FlipBit(of="snapshot"), A_RANK), (FlipBit(of="checkpoint"), THE_STORAGE)]),
+    in_fuzz={"rot": lambda *_: [(FlipBit(), A_RANK)], "disk": lambda *_: [(FlipBit(of="checkpoint"), THE_STORAGE)]},
 )

@@ -6,12 +6,10 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
 __all__ = ["ROW", "PoisonBatch"]
-
-_RANK = One(Subjects.RANK)
 
 
 class PoisonBatch(BaseFault, frozen=True, kw_only=True, tag="poison_batch"):
@@ -31,7 +29,6 @@ def _simulate(_: PoisonBatch, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=PoisonBatch,
     example=PoisonBatch(),
     how="in whichever worker computes the sample",
     inject=lambda fault, tools: tools.order(fault),
@@ -45,6 +42,6 @@ ROW = FaultRow(
     unsure=always("what a script makes of a NaN is its own"),
     justifies_loss=always(True),
     endangers_all=always(True),
-    draw=lambda _: (PoisonBatch(), _RANK),
-    in_fuzz={"errors": lambda *_: [(PoisonBatch(), _RANK)]},
+    draw=lambda _: (PoisonBatch(), A_RANK),
+    in_fuzz={"errors": lambda *_: [(PoisonBatch(), A_RANK)]},
 )

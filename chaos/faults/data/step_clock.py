@@ -5,11 +5,9 @@ from __future__ import annotations
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import AN_AGENT, THE_COORDINATOR
 
 __all__ = ["ROW", "StepClock"]
-
-_AGENT = One(Subjects.AGENT)
 
 
 class StepClock(BaseFault, frozen=True, kw_only=True, tag="step_clock"):
@@ -28,7 +26,6 @@ def _refusal(_: StepClock, _kind: Subjects, machine: Machine) -> Complaint | Non
 
 
 ROW = FaultRow(
-    value=StepClock,
     example=StepClock(by_s=1.0),
     how="a library in front of libc's, in agents and the coordinator",
     inject=lambda fault, tools: tools.move_clocks(fault.by_s),
@@ -39,10 +36,10 @@ ROW = FaultRow(
     justifies_loss=always(False),
     draw=lambda d: (
         StepClock(by_s=d.choice([-3600.0, -1.0, 5.0, 86_400.0]), for_s=2.0),
-        One(d.choice([Subjects.AGENT, Subjects.COORDINATOR])),
+        d.choice([AN_AGENT, THE_COORDINATOR]),
     ),
     in_fuzz={
-        "control": lambda *_: [(StepClock(by_s=3600.0, for_s=5.0), _AGENT)],
-        "few connections": lambda *_: [(StepClock(by_s=-60.0, for_s=5.0), _AGENT)],
+        "control": lambda *_: [(StepClock(by_s=3600.0, for_s=5.0), AN_AGENT)],
+        "few connections": lambda *_: [(StepClock(by_s=-60.0, for_s=5.0), AN_AGENT)],
     },
 )

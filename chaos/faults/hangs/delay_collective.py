@@ -7,11 +7,9 @@ import time
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK
 
 __all__ = ["ROW", "DelayCollective"]
-
-_RANK = One(Subjects.RANK)
 
 
 class DelayCollective(BaseFault, frozen=True, kw_only=True, tag="delay_collective"):
@@ -28,7 +26,6 @@ def _wait(fault: DelayCollective, process: InProcess) -> None:
 
 
 ROW = FaultRow(
-    value=DelayCollective,
     example=DelayCollective(),
     how="before its next collective",
     inject=lambda fault, tools: tools.order(fault),
@@ -36,10 +33,10 @@ ROW = FaultRow(
     simulate=lambda fault, strike: strike.each(worker=lambda _: strike.delay(fault.for_s)),
     cost=always(Cost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),
-    draw=lambda d: (DelayCollective(for_s=d.choice([0.3, 1.0, 2.0])), _RANK),
+    draw=lambda d: (DelayCollective(for_s=d.choice([0.3, 1.0, 2.0])), A_RANK),
     in_fuzz={
-        "hangs": lambda d, _: [(DelayCollective(for_s=d.choice([2.0, 10.0, 10_000.0])), _RANK)],
-        "few workers": lambda *_: [(DelayCollective(for_s=2.0), _RANK)],
+        "hangs": lambda d, _: [(DelayCollective(for_s=d.choice([2.0, 10.0, 10_000.0])), A_RANK)],
+        "few workers": lambda *_: [(DelayCollective(for_s=2.0), A_RANK)],
     },
     in_any_script=lambda _: [DelayCollective(for_s=0.3)],
     simpler=lambda fault: [DelayCollective(for_s=for_s) for for_s in shorter(fault.for_s)],

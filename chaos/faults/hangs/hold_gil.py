@@ -8,12 +8,10 @@ from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Mo
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike, VirtualWorker
 
 __all__ = ["ROW", "HoldGil"]
-
-_RANK = One(Subjects.RANK)
 
 
 class HoldGil(BaseFault, frozen=True, kw_only=True, tag="hold_gil"):
@@ -42,7 +40,6 @@ def _simulate(fault: HoldGil, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=HoldGil,
     example=HoldGil(),
     how="in the step function, for its seconds",
     inject=lambda fault, tools: tools.order(fault),
@@ -51,8 +48,8 @@ ROW = FaultRow(
     simulate=_simulate,
     cost=always(Cost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),
-    draw=lambda d: (HoldGil(for_s=d.choice([0.3, 1.0, 2.0])), _RANK),
-    in_fuzz={"hangs": lambda d, _: [(HoldGil(for_s=d.choice([1.0, 5.0, 30.0])), _RANK)]},
+    draw=lambda d: (HoldGil(for_s=d.choice([0.3, 1.0, 2.0])), A_RANK),
+    in_fuzz={"hangs": lambda d, _: [(HoldGil(for_s=d.choice([1.0, 5.0, 30.0])), A_RANK)]},
     in_any_script=lambda _: [HoldGil(for_s=0.3)],
     simpler=lambda fault: [HoldGil(for_s=for_s) for for_s in shorter(fault.for_s)],
 )

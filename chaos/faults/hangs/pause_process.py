@@ -7,12 +7,10 @@ import random
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Struck
 from rackrun.chaos.faults.fault_types import PROCESSES, WORKERS, BaseFault, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, THE_COORDINATOR
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike, VirtualWorker
 
 __all__ = ["ROW", "Pause"]
-
-_RANK, _COORDINATOR = One(Subjects.RANK), One(Subjects.COORDINATOR)
 
 
 class Pause(BaseFault, frozen=True, kw_only=True, tag="pause"):
@@ -54,20 +52,13 @@ def _unsure(fault: Pause, kind: Subjects, _: bool) -> str:
 def _draw(d: random.Random) -> Struck[Pause]:
     return d.choice(
         [
-            (
-                Pause(for_s=d.choice([0.3, 0.6, 1.5, 3.0])),
-                One(d.choice([Subjects.RANK, Subjects.RANK, Subjects.SPARE])),
-            ),
-            (
-                Pause(for_s=d.choice([0.5, 2.0, 4.0])),
-                One(d.choice([Subjects.AGENT, Subjects.TRAY, Subjects.COORDINATOR])),
-            ),
+            (Pause(for_s=d.choice([0.3, 0.6, 1.5, 3.0])), d.choice([A_RANK, A_RANK, A_SPARE])),
+            (Pause(for_s=d.choice([0.5, 2.0, 4.0])), d.choice([AN_AGENT, A_TRAY, THE_COORDINATOR])),
         ]
     )
 
 
 ROW = FaultRow(
-    value=Pause,
     example=Pause(),
     how="SIGSTOP, SIGCONT",
     inject=lambda _, tools: tools.stop(),
@@ -78,15 +69,11 @@ ROW = FaultRow(
     justifies_loss=lambda _, lasted_s, on_workers: not is_short(lasted_s, on_workers=on_workers),
     draw=_draw,
     in_fuzz={
-        "hangs": lambda d, for_s: [
-            (Pause(for_s=for_s), One(d.choice([Subjects.RANK, Subjects.RANK, Subjects.SPARE]))),
-        ],
-        "trays": lambda d, _: [
-            (Pause(for_s=d.choice([5.0, 20.0, 60.0])), One(d.choice([Subjects.AGENT, Subjects.TRAY]))),
-        ],
-        "control": lambda d, _: [(Pause(for_s=d.choice([0.5, 5.0, 30.0])), _COORDINATOR)],
-        "few workers": lambda *_: [(Pause(for_s=1.0), _RANK)],
-        "few connections": lambda *_: [(Pause(for_s=2.0), _COORDINATOR)],
+        "hangs": lambda d, for_s: [(Pause(for_s=for_s), d.choice([A_RANK, A_RANK, A_SPARE]))],
+        "trays": lambda d, _: [(Pause(for_s=d.choice([5.0, 20.0, 60.0])), d.choice([AN_AGENT, A_TRAY]))],
+        "control": lambda d, _: [(Pause(for_s=d.choice([0.5, 5.0, 30.0])), THE_COORDINATOR)],
+        "few workers": lambda *_: [(Pause(for_s=1.0), A_RANK)],
+        "few connections": lambda *_: [(Pause(for_s=2.0), THE_COORDINATOR)],
     },
     in_any_script=lambda _: [Pause(for_s=0.3)],
     simpler=lambda fault: [Pause(for_s=for_s) for for_s in shorter(fault.for_s)],

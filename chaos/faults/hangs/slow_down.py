@@ -8,7 +8,7 @@ from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import shorter
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike, VirtualWorker
 
 __all__ = ["ROW", "Slow"]
@@ -44,7 +44,6 @@ def _simulate(fault: Slow, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=Slow,
     example=Slow(),
     how=lambda machine: machine.how_slowed(),
     inject=lambda fault, tools: tools.throttle(fault.share),
@@ -55,13 +54,11 @@ ROW = FaultRow(
     justifies_loss=always(False),
     draw=lambda d: (
         Slow(share=d.choice([0.2, 0.5]), for_s=d.choice([0.5, 1.5])),
-        One(d.choice([Subjects.RANK, Subjects.RANK, Subjects.SPARE, Subjects.TRAY])),
+        d.choice([A_RANK, A_RANK, A_SPARE, A_TRAY]),
     ),
     in_fuzz={
-        "slow": lambda d, for_s: [
-            (Slow(share=d.choice([0.2, 0.5, 0.8]), for_s=for_s), One(d.choice([Subjects.RANK, Subjects.TRAY]))),
-        ],
-        "few workers": lambda *_: [(Slow(share=0.5, for_s=10.0), One(Subjects.RANK))],
+        "slow": lambda d, for_s: [(Slow(share=d.choice([0.2, 0.5, 0.8]), for_s=for_s), d.choice([A_RANK, A_TRAY]))],
+        "few workers": lambda *_: [(Slow(share=0.5, for_s=10.0), A_RANK)],
     },
     simpler=lambda fault: [msgspec.structs.replace(fault, for_s=for_s) for for_s in shorter(fault.for_s)],
 )

@@ -6,15 +6,14 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
-from rackrun.chaos.faults.hardware.driver_words import GPU_IS_LOST, RESET
 from rackrun.chaos.faults.strike_tools import GpuReport
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK
 
-__all__ = ["ROW", "GpuFails", "report_of"]
+__all__ = ["ANSWERS", "ROW", "GpuFails", "report_of"]
 
-_ANSWERS: dict[str, dict[str, int | dict[str, int]]] = {
-    "lost": GPU_IS_LOST,
-    "reset": RESET,
+ANSWERS: dict[str, dict[str, int | dict[str, int]]] = {
+    "lost": {"error": 15},
+    "reset": {"recovery_action": 1},
     "reboot": {"recovery_action": 2},
     "drain_p2p": {"recovery_action": 3},
     "row": {"remapped": {"2": 1}},
@@ -23,6 +22,7 @@ _ANSWERS: dict[str, dict[str, int | dict[str, int]]] = {
     "link": {"link_state": {"11": 0}},
     "fabric": {"fabric_state": 2},
 }
+"""State of a GPU -> what its driver answers to queries about it."""
 
 
 class GpuFails(BaseFault, frozen=True, kw_only=True, tag="gpu_fails"):
@@ -42,11 +42,10 @@ class GpuFails(BaseFault, frozen=True, kw_only=True, tag="gpu_fails"):
 
 def report_of(fault: GpuFails) -> GpuReport:
     """Return what the driver reports."""
-    return GpuReport(fault.says, _ANSWERS[fault.says])
+    return GpuReport(fault.says, ANSWERS[fault.says])
 
 
 ROW = FaultRow(
-    value=GpuFails,
     example=GpuFails(says="lost"),
     how="the same",
     inject=lambda fault, tools: tools.report_gpu(report_of(fault)),
@@ -57,6 +56,6 @@ ROW = FaultRow(
     justifies_loss=always(True),
     draw=lambda d: (
         GpuFails(says=d.choice(["lost", "reset", "reboot", "row", "sram", "ecc", "link"]), for_s=2.0),
-        One(Subjects.RANK),
+        A_RANK,
     ),
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
-from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Family, Subjects
-from rackrun.chaos.faults.hardware.driver_words import GPU_IS_LOST, RESET
+from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
+from rackrun.chaos.faults.hardware.gpu_failure import ANSWERS
 from rackrun.chaos.faults.strike_tools import GpuReport
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK, A_SPARE
 from rackrun.chaos.faults.virtual_strike import VirtualStrike, VirtualWorker
 from rackrun.protocol.gpu_health import Health
 from rackrun.topology.health.xid_table import CATALOGUE
@@ -35,9 +35,9 @@ def report_of(fault: Xid) -> GpuReport:
     """Return what the driver reports. Where the catalogue's entry for the Xid asks for a reset, so does the driver."""
     entry, says = CATALOGUE.get(fault.code), {}
     if fault.code == _FALLEN_OFF_THE_BUS:
-        says = GPU_IS_LOST
+        says = ANSWERS["lost"]
     elif entry is not None and entry.action in _OF_RESETS:
-        says = RESET
+        says = ANSWERS["reset"]
     return GpuReport(f"Xid {fault.code}", says, fault.code)
 
 
@@ -50,7 +50,6 @@ def _simulate(fault: Xid, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=Xid,
     example=Xid(code=79),
     how="a driver of ours, compiled here, for a job with --rack",
     inject=lambda fault, tools: tools.report_gpu(report_of(fault)),
@@ -59,11 +58,10 @@ ROW = FaultRow(
     simulate=_simulate,
     cost=always(Cost.SLOTS),
     justifies_loss=always(True),
-    draw=lambda d: (
-        Xid(code=d.choice([13, 31, 48, 63, 79, 94, 95]), for_s=2.0),
-        One(d.choice([Subjects.RANK, Subjects.RANK, Subjects.SPARE])),
-    ),
+    draw=lambda d: (Xid(code=d.choice([13, 31, 48, 63, 79, 94, 95]), for_s=2.0), d.choice([A_RANK, A_RANK, A_SPARE])),
     in_fuzz={
-        "hardware": lambda d, for_s: [(Xid(code=d.choice([13, 48, 63, 79, 94]), for_s=for_s), One(d.choice(WORKERS)))]
+        "hardware": lambda d, for_s: [
+            (Xid(code=d.choice([13, 48, 63, 79, 94]), for_s=for_s), d.choice([A_RANK, A_SPARE]))
+        ]
     },
 )

@@ -7,14 +7,13 @@ import random
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, Struck, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import AN_AGENT
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
 
 __all__ = ["ROW", "Link"]
 
 _SENT_AGAIN_S = 0.2
 """Seconds that a lost packet costs in the simulator: it is sent again."""
-_AGENT = One(Subjects.AGENT)
 
 
 class Link(BaseFault, frozen=True, kw_only=True, tag="link"):
@@ -73,9 +72,7 @@ def _simulate(fault: Link, strike: VirtualStrike) -> bool:
 
     def spoil(agent: VirtualAgent) -> None:
         strike.slow_link(
-            agent.tray,
-            latency_s=fault.latency_s + slow_s,
-            jitter_s=fault.jitter_s + fault.lost * _SENT_AGAIN_S * 10,
+            agent.tray, latency_s=fault.latency_s + slow_s, jitter_s=fault.jitter_s + fault.lost * _SENT_AGAIN_S * 10
         )
         if fault.reset or fault.half_open:
             strike.break_link(agent.tray, half_open=fault.half_open)
@@ -86,22 +83,21 @@ def _simulate(fault: Link, strike: VirtualStrike) -> bool:
 def _draw(d: random.Random) -> Struck[Link]:
     return d.choice(
         [
-            (Link(latency_s=0.1 * d.random(), jitter_s=0.1 * d.random(), for_s=2.0), _AGENT),
-            (Link(lost=0.2, for_s=2.0), _AGENT),
-            (Link(reset=True, for_s=1.0), _AGENT),
-            (Link(half_open=True, for_s=1.0), _AGENT),
-            (Link(bytes_per_s=20_000.0, for_s=2.0), _AGENT),
+            (Link(latency_s=0.1 * d.random(), jitter_s=0.1 * d.random(), for_s=2.0), AN_AGENT),
+            (Link(lost=0.2, for_s=2.0), AN_AGENT),
+            (Link(reset=True, for_s=1.0), AN_AGENT),
+            (Link(half_open=True, for_s=1.0), AN_AGENT),
+            (Link(bytes_per_s=20_000.0, for_s=2.0), AN_AGENT),
         ]
     )
 
 
 def _in_fuzz(d: random.Random, _: float | None) -> list[Struck[Link]]:
     slow = Link(latency_s=d.random(), jitter_s=d.random(), lost=0.1, reset=d.random() < 0.3, for_s=10.0)
-    return [(slow, _AGENT), (Link(half_open=True, for_s=1.0), _AGENT)]
+    return [(slow, AN_AGENT), (Link(half_open=True, for_s=1.0), AN_AGENT)]
 
 
 ROW = FaultRow(
-    value=Link,
     example=Link(latency_s=0.1),
     how="the same, with a proxy before the coordinator; lost packets on the switch",
     inject=_inject,
@@ -115,6 +111,6 @@ ROW = FaultRow(
     draw=_draw,
     in_fuzz={
         "network": _in_fuzz,
-        "few connections": lambda *_: [(Link(latency_s=0.3, jitter_s=0.5, for_s=10.0), _AGENT)],
+        "few connections": lambda *_: [(Link(latency_s=0.3, jitter_s=0.5, for_s=10.0), AN_AGENT)],
     },
 )

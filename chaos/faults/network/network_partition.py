@@ -6,12 +6,10 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_TRAY
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
 
 __all__ = ["ROW", "Partition"]
-
-_TRAY = One(Subjects.TRAY)
 
 
 class Partition(BaseFault, frozen=True, kw_only=True, tag="partition"):
@@ -44,7 +42,6 @@ def _simulate(fault: Partition, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=Partition,
     example=Partition(),
     how="each tray on a host of its own (network namespaces); frames dropped on the switch between them",
     inject=lambda fault, tools: tools.cut_network(fault),
@@ -60,7 +57,7 @@ ROW = FaultRow(
             loud=d.random() < 0.3,
             for_s=d.choice([0.3, 1.0, 3.0]),
         ),
-        _TRAY,
+        A_TRAY,
     ),
     in_fuzz={
         "network": lambda d, _: [
@@ -70,9 +67,9 @@ ROW = FaultRow(
                     loud=d.random() < 0.3,
                     for_s=d.choice([None, 1.0, 8.0, 30.0]),
                 ),
-                _TRAY,
+                A_TRAY,
             )
         ],
-        "few workers": lambda *_: [(Partition(shape="isolated", for_s=1.0), _TRAY)],
+        "few workers": lambda *_: [(Partition(shape="isolated", for_s=1.0), A_TRAY)],
     },
 )

@@ -9,7 +9,7 @@ from rackrun.chaos.faults.crash_points import MODEL_POINTS, POINTS, points_of
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, Struck, Visit, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK, A_SPARE
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike, VirtualWorker
 
 __all__ = ["CRASHED", "ROW", "CrashAt"]
@@ -71,11 +71,10 @@ def _not_simulated(fault: CrashAt, kind: Subjects) -> str:
 
 def _in_fuzz(d: random.Random, _: float | None) -> list[Struck[CrashAt]]:
     fault = CrashAt(point=d.choice(MODEL_POINTS[1:]), nth=d.randint(1, 4))
-    return [(fault, One(d.choice([Subjects.RANK, Subjects.RANK, Subjects.SPARE])))]
+    return [(fault, d.choice([A_RANK, A_RANK, A_SPARE]))]
 
 
 ROW = FaultRow(
-    value=CrashAt,
     example=CrashAt(point=POINTS[0]),
     how=f"at one of {len(POINTS)} points of workers, agents and the coordinator",
     inject=lambda fault, tools: tools.order(fault),
@@ -88,7 +87,7 @@ ROW = FaultRow(
     cost=always(Cost.SUBJECTS),
     looks_like=always("the exit code"),
     justifies_loss=always(True),
-    draw=lambda d: (CrashAt(point=d.choice(_IN_STEPS), nth=d.randint(1, 6)), One(Subjects.RANK)),
+    draw=lambda d: (CrashAt(point=d.choice(_IN_STEPS), nth=d.randint(1, 6)), A_RANK),
     in_fuzz={"crashes": _in_fuzz},
     in_any_script=lambda d: [CrashAt(point=d.choice(_OF_A_STEP))],
 )

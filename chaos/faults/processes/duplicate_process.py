@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import AN_AGENT, THE_COORDINATOR
 
 __all__ = ["ROW", "Duplicate"]
 
@@ -19,7 +19,6 @@ class Duplicate(BaseFault, frozen=True, kw_only=True, tag="duplicate"):
 
 
 ROW = FaultRow(
-    value=Duplicate,
     example=Duplicate(),
     how="another agent for a tray; another launcher on the same folder",
     inject=lambda _, tools: tools.start_duplicates(),
@@ -27,5 +26,5 @@ ROW = FaultRow(
     simulate=None,
     cost=always(Cost.NOTHING),
     justifies_loss=always(False),
-    draw=lambda d: (Duplicate(for_s=20.0), One(d.choice([Subjects.COORDINATOR, Subjects.AGENT]))),
+    draw=lambda d: (Duplicate(for_s=20.0), d.choice([THE_COORDINATOR, AN_AGENT])),
 )

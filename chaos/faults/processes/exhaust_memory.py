@@ -5,13 +5,12 @@ from __future__ import annotations
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK
 
 __all__ = ["MEMORY_BYTES", "ROW", "ExhaustMemory"]
 
 MEMORY_BYTES = 64 << 20
 """Bytes that a process may allocate, in a cgroup of its own, before the kernel kills it."""
-_RANK = One(Subjects.RANK)
 
 
 class ExhaustMemory(BaseFault, frozen=True, kw_only=True, tag="exhaust_memory"):
@@ -40,7 +39,6 @@ def _allocate(_: ExhaustMemory, process: InProcess) -> None:
 
 
 ROW = FaultRow(
-    value=ExhaustMemory,
     example=ExhaustMemory(),
     how="in a memory control group of its own",
     inject=lambda fault, tools: tools.order_under_memory_limit(fault),
@@ -49,6 +47,6 @@ ROW = FaultRow(
     simulate=lambda _, strike: strike.each(worker=lambda worker: worker.end(signal=9)),
     cost=always(Cost.SUBJECTS),
     justifies_loss=always(True),
-    draw=lambda _: (ExhaustMemory(), _RANK),
-    in_fuzz={"kills": lambda *_: [(ExhaustMemory(), _RANK)], "few workers": lambda *_: [(ExhaustMemory(), _RANK)]},
+    draw=lambda _: (ExhaustMemory(), A_RANK),
+    in_fuzz={"kills": lambda *_: [(ExhaustMemory(), A_RANK)], "few workers": lambda *_: [(ExhaustMemory(), A_RANK)]},
 )

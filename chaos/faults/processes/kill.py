@@ -6,21 +6,13 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
 from rackrun.chaos.faults.fault_types import PROCESSES, BaseFault, Family, Subjects
-from rackrun.chaos.faults.targets import One, Several, Target
+from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, Several, Target
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
 
 __all__ = ["ROW", "Kill"]
 
 _NUMBERS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "TERM": 15}
-_RANK = One(Subjects.RANK)
-_WHOM: tuple[Target, ...] = (
-    _RANK,
-    _RANK,
-    Several(Subjects.RANK, 2),
-    One(Subjects.SPARE),
-    One(Subjects.AGENT),
-    One(Subjects.TRAY),
-)
+_WHOM: tuple[Target, ...] = (A_RANK, A_RANK, Several(Subjects.RANK, 2), A_SPARE, AN_AGENT, A_TRAY)
 
 
 class Kill(BaseFault, frozen=True, kw_only=True, tag="kill"):
@@ -44,7 +36,6 @@ def _not_simulated(_: Kill, kind: Subjects) -> str:
 
 
 ROW = FaultRow(
-    value=Kill,
     example=Kill(),
     how="signal by pidfd; a tray's processes all at once",
     inject=lambda fault, tools: tools.send_signal(fault.signal),
@@ -57,13 +48,13 @@ ROW = FaultRow(
     draw=lambda d: (Kill(signal=d.choice(["KILL", "KILL", "SEGV", "ABRT", "BUS", "TERM"])), d.choice(_WHOM)),
     in_fuzz={
         "kills": lambda *_: [
-            (Kill(), _RANK),
-            (Kill(signal="SEGV"), _RANK),
+            (Kill(), A_RANK),
+            (Kill(signal="SEGV"), A_RANK),
             (Kill(), Several(Subjects.RANK, 2)),
-            (Kill(), One(Subjects.SPARE)),
+            (Kill(), A_SPARE),
         ],
-        "trays": lambda *_: [(Kill(), One(Subjects.TRAY)), (Kill(), One(Subjects.AGENT))],
-        "few workers": lambda *_: [(Kill(), _RANK)],
+        "trays": lambda *_: [(Kill(), A_TRAY), (Kill(), AN_AGENT)],
+        "few workers": lambda *_: [(Kill(), A_RANK)],
     },
     in_any_script=lambda d: [Kill(), Kill(signal=d.choice(["SEGV", "ABRT", "BUS"]))],
 )

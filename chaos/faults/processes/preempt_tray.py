@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_TRAY
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
 
 __all__ = ["ROW", "Preempt"]
-
-_TRAY = One(Subjects.TRAY)
 
 
 class Preempt(BaseFault, frozen=True, kw_only=True, tag="preempt"):
@@ -30,13 +28,12 @@ def _simulate(fault: Preempt, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=Preempt,
     example=Preempt(),
     how="SIGTERM to the agent, SIGKILL after the notice",
     inject=lambda fault, tools: tools.ask_to_leave(fault.notice_s),
     simulate=_simulate,
     cost=always(Cost.SUBJECTS),
     justifies_loss=always(True),
-    draw=lambda d: (Preempt(notice_s=d.choice([0.0, 2.0, 10.0])), _TRAY),
-    in_fuzz={"leaving": lambda d, _: [(Preempt(notice_s=d.choice([2.0, 30.0])), _TRAY)]},
+    draw=lambda d: (Preempt(notice_s=d.choice([0.0, 2.0, 10.0])), A_TRAY),
+    in_fuzz={"leaving": lambda d, _: [(Preempt(notice_s=d.choice([2.0, 30.0])), A_TRAY)]},
 )

@@ -6,12 +6,10 @@ import builtins
 
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
 __all__ = ["ROW", "Raise"]
-
-_RANK = One(Subjects.RANK)
 
 
 class Raise(BaseFault, frozen=True, kw_only=True, tag="raise"):
@@ -54,7 +52,6 @@ def _simulate(fault: Raise, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=Raise,
     example=Raise(),
     how="in the step function",
     inject=lambda fault, tools: tools.order(fault),
@@ -64,7 +61,7 @@ ROW = FaultRow(
     cost=always(Cost.SUBJECTS),
     looks_like=lambda fault: fault.error,
     justifies_loss=always(True),
-    draw=lambda d: (Raise(error=d.choice(["RuntimeError", "ValueError", "OSError", "MemoryError"])), _RANK),
-    in_fuzz={"errors": lambda *_: [(Raise(), _RANK), (Raise(error="ValueError"), _RANK)]},
+    draw=lambda d: (Raise(error=d.choice(["RuntimeError", "ValueError", "OSError", "MemoryError"])), A_RANK),
+    in_fuzz={"errors": lambda *_: [(Raise(), A_RANK), (Raise(error="ValueError"), A_RANK)]},
     in_any_script=lambda _: [Raise()],
 )

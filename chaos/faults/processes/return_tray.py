@@ -17,7 +17,6 @@ class Return(BaseFault, frozen=True, kw_only=True, tag="return"):
 
 
 ROW = FaultRow(
-    value=Return,
     example=Return(),
     how="an agent is started for a tray that has none",
     inject=lambda _, tools: tools.start_agents(),

@@ -7,7 +7,7 @@ from typing import Literal
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import THE_STORAGE
 from rackrun.chaos.faults.virtual_strike import CallFault, VirtualStrike
 
 __all__ = ["CALLS", "ROW", "DiskFails"]
@@ -19,7 +19,6 @@ CALLS = {
     "read": ("EIO", "slow"),
 }
 """File call -> the errors with which it can end."""
-_STORAGE = One(Subjects.STORAGE)
 
 
 class DiskFails(BaseFault, frozen=True, kw_only=True, tag="disk_fails"):
@@ -56,7 +55,6 @@ def _unsure(fault: DiskFails, _kind: Subjects, _: bool) -> str:
 
 
 ROW = FaultRow(
-    value=DiskFails,
     example=DiskFails(),
     how="in the file calls of the workers that write and read checkpoints",
     inject=lambda fault, tools: tools.order_for_storage(fault),
@@ -68,15 +66,15 @@ ROW = FaultRow(
     endangers_all=lambda fault: fault.call == "read",  # a rank cannot restore a checkpoint then
     draw=lambda d: (
         DiskFails(call=d.choice(["write", "fsync", "rename"]), error=d.choice(["EIO", "ENOSPC", "EROFS"]), for_s=1.0),
-        _STORAGE,
+        THE_STORAGE,
     ),
     in_fuzz={
         "disk": lambda _, for_s: [
-            (DiskFails(call="fsync", for_s=for_s), _STORAGE),
-            (DiskFails(call="rename", error="EROFS", for_s=for_s), _STORAGE),
-            (DiskFails(call="write", error="slow", slow_s=5.0, for_s=for_s), _STORAGE),
-            (DiskFails(call="write", error="torn", for_s=for_s), _STORAGE),
-            (DiskFails(call="read", for_s=for_s), _STORAGE),
+            (DiskFails(call="fsync", for_s=for_s), THE_STORAGE),
+            (DiskFails(call="rename", error="EROFS", for_s=for_s), THE_STORAGE),
+            (DiskFails(call="write", error="slow", slow_s=5.0, for_s=for_s), THE_STORAGE),
+            (DiskFails(call="write", error="torn", for_s=for_s), THE_STORAGE),
+            (DiskFails(call="read", for_s=for_s), THE_STORAGE),
         ]
     },
 )

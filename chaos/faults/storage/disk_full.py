@@ -5,12 +5,10 @@ from __future__ import annotations
 from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.targets import THE_STORAGE
 from rackrun.chaos.faults.virtual_strike import CallFault, VirtualStrike
 
 __all__ = ["ROW", "DiskFull"]
-
-_STORAGE = One(Subjects.STORAGE)
 
 
 class DiskFull(BaseFault, frozen=True, kw_only=True, tag="disk_full"):
@@ -34,7 +32,6 @@ def _simulate(_: DiskFull, strike: VirtualStrike) -> bool:
 
 
 ROW = FaultRow(
-    value=DiskFull,
     example=DiskFull(),
     how="on a tmpfs that is mounted for the run",
     inject=lambda _, tools: tools.fill_disk(),
@@ -43,6 +40,6 @@ ROW = FaultRow(
     simulate=_simulate,
     cost=always(Cost.NOTHING),
     justifies_loss=always(False),
-    draw=lambda d: (DiskFull(for_s=d.choice([0.5, 2.0])), _STORAGE),
-    in_fuzz={"disk": lambda _, for_s: [(DiskFull(for_s=for_s), _STORAGE)]},
+    draw=lambda d: (DiskFull(for_s=d.choice([0.5, 2.0])), THE_STORAGE),
+    in_fuzz={"disk": lambda _, for_s: [(DiskFull(for_s=for_s), THE_STORAGE)]},
 )

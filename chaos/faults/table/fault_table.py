@@ -48,7 +48,7 @@ _ROWS: tuple[FaultRow[Any], ...] = (
     duplicate_process.ROW,
     poison_batch.ROW,
 )
-FAULTS: Mapping[type[BaseFault], FaultRow[Any]] = {row.value: row for row in _ROWS}
+FAULTS: Mapping[type[BaseFault], FaultRow[Any]] = {type(row.example): row for row in _ROWS}
 """Class of a fault -> its row. The order counts: what is drawn from a seed depends on it."""
 CLASSES: Mapping[str, type[BaseFault]] = {kind.__name__: kind for kind in FAULTS}
 """Name of a class -> the class: `rackrun.chaos` exports them."""
