@@ -330,6 +330,24 @@ def test_a_lie_that_is_found_before_all_are_known_to_have_entered_main_again_cou
     assert plan.committed == Position(3), "what was there after step 7 is not to be trusted"
 
 
+@pytest.mark.parametrize("broken_by", ["the verdict", "a loss"])
+def test_a_state_found_wrong_is_not_used_although_its_rank_shows_later_that_it_had_resumed(broken_by: str) -> None:
+    told = trained("ab", spares=0)
+    told.is_severed("a/0")
+    told.park_all(passed=7)
+    generation = told.view.generation
+    for slot in ("a/0", "a/1", "b/1"):
+        told.resumes(slot)  # the report of b/0, rank 2, is late
+    if broken_by == "a loss":
+        told.is_severed("a/1")
+    differ(told, 2, good=7, of=generation)
+    told.timer("gather")
+    for slot in ("a/0", "a/1", "b/1"):
+        told.parks(slot, 7, resumed=generation)
+    plan = plan_in(told.parks("b/0", 7, resumed=generation))
+    assert [(restore.rank, restore.sources) for restore in plan.restores] == [(2, (0, 1, 3))]
+
+
 # -- while a person's shrink is under way ---------------------------------------------------------------------------------
 def test_a_lie_while_all_park_for_a_shrink_comes_first_and_the_shrink_goes_on() -> None:
     told = trained("ab", spares=0, min_ranks=1)

@@ -113,7 +113,7 @@ class Corruption:
             self.replace(list(blamed.values()), _why(event), event.at_ms)
             return
         for record in blamed.values():
-            record.stateful = False
+            record.stateful, record.wrong_in = False, event.generation
         stays = f"; no spare is ready, so {'it stays' if len(blamed) == 1 else 'they stay'} for now" if blamed else ""
         self.emit(Notice(text=_told(event) + stays))
         if world.phase is not Phase.PARKING:

@@ -104,6 +104,9 @@ class WorkerRecord:
     stateful: bool = False
     """Whether the worker has its rank's training state: it began with it or has restored it."""
     resumed_in: Generation = Generation(0)
+    wrong_in: Generation = Generation(-1)
+    """The latest generation in which its state was found wrong (`ReplicasDiffer`); -1: none. That it had resumed in
+    that generation does not make it stateful again."""
     finished: bool = False
     returned_in_ms: int = -1
     """As `WorkerFinished.took_ms`."""

@@ -243,7 +243,10 @@ class Recovery:
             self.decide(event.at_ms)
 
     def _had_resumed(self, record: WorkerRecord, event: WorkerParked) -> bool:
-        """Return whether the worker resumed in the broken generation although its report did not arrive."""
+        """Return whether the worker resumed in the broken generation, with a state that nobody has found wrong, although
+        its report did not arrive."""
+        if self.world.plan is not None and record.wrong_in == self.world.plan.generation:
+            return False
         if self.world.old is not None:
             return event.layout == self.world.layout
         plan = self.world.plan
