@@ -13,15 +13,15 @@ from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import Target
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
-__all__ = ["Cost", "FaultRow", "InProcess", "Inside", "Moment", "Need", "Struck", "Visit", "always"]
+__all__ = ["FaultAndTarget", "FaultRow", "HookPlace", "InProcess", "Inside", "Need", "StrikeCost", "Visit", "always"]
 
 F = TypeVar("F", bound=BaseFault)
 T = TypeVar("T")
-Struck = tuple[F, Target]
+FaultAndTarget = tuple[F, Target]
 """A fault, and whom it strikes."""
 
 
-class Cost(StrEnum):
+class StrikeCost(StrEnum):
     """What one strike takes from the job at most."""
 
     NOTHING = "nothing"
@@ -53,7 +53,7 @@ class Need(Enum):
     """Shards, whose snapshots are all that is left of them when a worker is lost."""
 
 
-class Moment(Enum):
+class HookPlace(Enum):
     """Places in the code of a process of the job at which a fault can be carried out from inside."""
 
     STEP = auto()
@@ -66,16 +66,14 @@ class Moment(Enum):
     """A point of `rackrun.chaos.faults.crash_points`."""
     SAMPLES = auto()
     """The beginning of a micro-batch."""
-    FILE_CALL = auto()
-    """A file call of checkpoints."""
 
 
 class Visit(NamedTuple):
     """A process has come to a place."""
 
-    moment: Moment
+    place: HookPlace
     name: str = ""
-    """The name of the point, or of the file call."""
+    """The name of the point."""
     nth: int = 0
     """How often the process has come to the point."""
 
@@ -151,7 +149,7 @@ class FaultRow(Generic[F]):
     """Why the simulator refuses such a fault at a subject of this kind, or ""."""
 
     # -- what it may do to a job
-    cost: Callable[[F, Subjects], Cost]
+    cost: Callable[[F, Subjects], StrikeCost]
     hopeless: Callable[[F], str] = _NO_TEXT
     """Why no job survives it, or ""."""
     unsure: Callable[[F, Subjects, bool], str] = _NO_TEXT
@@ -165,9 +163,11 @@ class FaultRow(Generic[F]):
     """Whether anybody may be given up for it."""
 
     # -- drawn, and made smaller
-    draw: Callable[[random.Random], Struck[F]]
+    draw: Callable[[random.Random], FaultAndTarget[F]]
     """Draw what a campaign of real runs strikes with."""
-    in_fuzz: Mapping[str, Callable[[random.Random, float | None], Sequence[Struck[F]]]] = field(default_factory=dict)
+    in_fuzz: Mapping[str, Callable[[random.Random, float | None], Sequence[FaultAndTarget[F]]]] = field(
+        default_factory=dict
+    )
     """Family of `rackrun.chaos.simulator.fuzzing.draw_job` -> variants of the fault in it. Given a random ``for_s``."""
     in_any_script: Callable[[random.Random], Sequence[F]] = _EMPTY
     """Variants that any script survives, at a rank."""

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rackrun.chaos.faults.crash_points import FUNCTIONS, surround
-from rackrun.chaos.faults.fault_row import Moment, Visit
+from rackrun.chaos.faults.fault_row import HookPlace, Visit
 from rackrun.chaos.faults.table.fault_table import Fault, row_of
 from rackrun.chaos.inprocess.restore_times import watch_restores
 from rackrun.chaos.inprocess.state_recorder import STEP_BY_STEP, Ends, Witness
@@ -109,23 +109,23 @@ class _Hooks:
     # -- places
     def in_step(self, units: UnitRunner) -> None:
         """Carry out an order at the beginning of an attempt of a step."""
-        self.carry_out(Visit(Moment.STEP), units)
+        self.carry_out(Visit(HookPlace.STEP), units)
 
     def before_update(self, units: UnitRunner) -> None:
         """Carry out an order before the first optimizer step of a step, when the gradients are complete."""
         if units.step_in_hand is not None:
-            self.carry_out(Visit(Moment.UPDATE), units)
+            self.carry_out(Visit(HookPlace.UPDATE), units)
 
     def in_collective(self) -> None:
         """Carry out an order before a collective."""
-        self.carry_out(Visit(Moment.COLLECTIVE))
+        self.carry_out(Visit(HookPlace.COLLECTIVE))
 
     def at_point(self, point: str) -> None:
         """Count a visit of ``point``, and carry out an order there."""
         with (self._folder / "points" / point).open("ab") as file:
             file.write(b".")
         self._visits[point] = nth = self._visits.get(point, 0) + 1
-        self.carry_out(Visit(Moment.POINT, point, nth))
+        self.carry_out(Visit(HookPlace.POINT, point, nth))
 
     def at_end(self, units: UnitRunner) -> None:
         """Write a digest of the rank's tracked state, once it has finished."""

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, assert_never
 
 from rackrun.chaos.base.errors import PlanError
 from rackrun.chaos.base.job_layout import Layout
-from rackrun.chaos.faults.fault_row import Cost
+from rackrun.chaos.faults.fault_row import StrikeCost
 from rackrun.chaos.faults.fault_types import BaseFault, Subjects, name_of
 from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, Majority, Minority, NeighbourOf, One, Several, Target
@@ -217,12 +217,12 @@ def _toll(fault: BaseFault, target: Target, layout: Layout) -> _Toll:
     on_trays = kind in (Subjects.AGENT, Subjects.TRAY, Subjects.RACK)
     count = _count(target, layout)
     match row_of(fault).cost(fault, kind):
-        case Cost.NOTHING:
+        case StrikeCost.NOTHING:
             return _Toll()
-        case Cost.SLOTS:
+        case StrikeCost.SLOTS:
             return _Toll(slots=count, surely=False)
-        case Cost.SUBJECTS | Cost.SUBJECTS_AT_ONCE as cost:
-            surely = cost is Cost.SUBJECTS_AT_ONCE
+        case StrikeCost.SUBJECTS | StrikeCost.SUBJECTS_AT_ONCE as cost:
+            surely = cost is StrikeCost.SUBJECTS_AT_ONCE
             if not on_trays:
                 return _Toll(workers=count, surely=surely)
             return _Toll(trays=layout.trays if kind is Subjects.RACK else count, surely=surely)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import rackrun.chaos
-from rackrun.chaos.faults.fault_row import Cost, Moment, Need, Visit
+from rackrun.chaos.faults.fault_row import HookPlace, Need, StrikeCost, Visit
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Subjects, name_of
 from rackrun.chaos.faults.table.fault_table import FAULTS
 from rackrun.chaos.faults.table.validate import nonsense_of
 from rackrun.chaos.plan.definition import kind_of
-from rackrun.chaos.simulator.fuzzing.draw_job import FAMILIES
+from rackrun.chaos.simulator.fuzzing.draw_job import DISK, FAMILIES, FEW
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_A_MODEL = {"duplicate", "gpu_fails"}
@@ -88,11 +88,11 @@ def test_a_row_is_complete(kind: type[BaseFault]) -> None:
     assert row.refusal(row.example, kind.strikes[0], machine) is None
     assert row.how if isinstance(row.how, str) else row.how(machine)
     assert (row.simulate is None) == (name_of(kind) in WITHOUT_A_MODEL)
-    assert {row.cost(row.example, one) for one in kind.strikes} <= {*Cost}
+    assert {row.cost(row.example, one) for one in kind.strikes} <= {*StrikeCost}
     assert row.needs(row.example) <= {*Need}
     assert isinstance(row.justifies_loss(row.example, 0.1, True), bool)
     if row.inside is not None:
-        visits = [Visit(moment, next(iter(row.points(row.example)), ""), 1) for moment in Moment]
+        visits = [Visit(place, next(iter(row.points(row.example)), ""), 1) for place in HookPlace]
         assert sum(row.inside.due(row.example, visit) for visit in visits) == 1
 
 
@@ -105,7 +105,7 @@ def test_what_a_row_draws_is_of_its_kind_and_makes_sense(kind: type[BaseFault]) 
         assert type(fault) is kind
         assert kind_of(target) in kind.strikes
         assert nonsense_of(fault, target) is None
-    assert row.in_fuzz.keys() <= {*FAMILIES, "disk", "few workers", "few connections"}
+    assert row.in_fuzz.keys() <= {*FAMILIES, DISK, *FEW}
     assert {type(one) for one in row.in_any_script(draw)} <= {kind}
     assert Subjects.RANK in kind.strikes or not row.in_any_script(draw)
 

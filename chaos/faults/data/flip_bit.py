@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, Need, Visit, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, Need, StrikeCost, Visit, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import A_RANK, THE_STORAGE
@@ -38,7 +38,7 @@ def _refusal(fault: FlipBit, kind: Subjects, _: Machine) -> Complaint | None:
 
 
 def _due(fault: FlipBit, visit: Visit) -> bool:
-    return (fault.of, visit.moment) in (("parameters", Moment.STEP), ("gradients", Moment.UPDATE))
+    return (fault.of, visit.place) in (("parameters", HookPlace.STEP), ("gradients", HookPlace.UPDATE))
 
 
 def _flip(fault: FlipBit, process: InProcess) -> None:
@@ -67,7 +67,7 @@ ROW = FaultRow(
     inside=Inside(_due, _flip),
     needs=lambda fault: frozenset({Need.SNAPSHOTS} if fault.of == "snapshot" else ()),
     simulate=_simulate,
-    cost=always(Cost.NOTHING),
+    cost=always(StrikeCost.NOTHING),
     unsure=_unsure,
     justifies_loss=always(True),
     draw=lambda d: d.choice([(FlipBit(of="snapshot"), A_RANK), (FlipBit(of="checkpoint"), THE_STORAGE)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
@@ -32,10 +32,10 @@ ROW = FaultRow(
     example=PoisonBatch(),
     how="in whichever worker computes the sample",
     inject=lambda fault, tools: tools.order(fault),
-    inside=Inside(lambda _, visit: visit.moment is Moment.SAMPLES, _poison),
+    inside=Inside(lambda _, visit: visit.place is HookPlace.SAMPLES, _poison),
     simulate=_simulate,
     not_simulated=lambda fault, _: "" if fault.how == "raises" else "it has no losses",
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     hopeless=lambda fault: (
         "a sample that raises wherever it is computed is the script's own error" if fault.how == "raises" else ""
     ),

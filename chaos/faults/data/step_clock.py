@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
+from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import AN_AGENT, THE_COORDINATOR
@@ -32,7 +32,7 @@ ROW = FaultRow(
     refusal=_refusal,
     needs=always(frozenset({Need.CLOCKS})),
     simulate=always(True),  # neither the model nor the core reads wall clocks
-    cost=always(Cost.NOTHING),
+    cost=always(StrikeCost.NOTHING),
     justifies_loss=always(False),
     draw=lambda d: (
         StepClock(by_s=d.choice([-3600.0, -1.0, 5.0, 86_400.0]), for_s=2.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
 from rackrun.chaos.faults.targets import A_RANK
@@ -29,9 +29,9 @@ ROW = FaultRow(
     example=DelayCollective(),
     how="before its next collective",
     inject=lambda fault, tools: tools.order(fault),
-    inside=Inside(lambda _, visit: visit.moment is Moment.COLLECTIVE, _wait),
+    inside=Inside(lambda _, visit: visit.place is HookPlace.COLLECTIVE, _wait),
     simulate=lambda fault, strike: strike.each(worker=lambda _: strike.delay(fault.for_s)),
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),
     draw=lambda d: (DelayCollective(for_s=d.choice([0.3, 1.0, 2.0])), A_RANK),
     in_fuzz={

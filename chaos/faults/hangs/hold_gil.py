@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
 from rackrun.chaos.faults.strike_tools import Machine
@@ -44,9 +44,9 @@ ROW = FaultRow(
     how="in the step function, for its seconds",
     inject=lambda fault, tools: tools.order(fault),
     refusal=_refusal,
-    inside=Inside(lambda _, visit: visit.moment is Moment.STEP, _hold),
+    inside=Inside(lambda _, visit: visit.place is HookPlace.STEP, _hold),
     simulate=_simulate,
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),
     draw=lambda d: (HoldGil(for_s=d.choice([0.3, 1.0, 2.0])), A_RANK),
     in_fuzz={"hangs": lambda d, _: [(HoldGil(for_s=d.choice([1.0, 5.0, 30.0])), A_RANK)]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Struck
+from rackrun.chaos.faults.fault_row import FaultAndTarget, FaultRow, StrikeCost
 from rackrun.chaos.faults.fault_types import PROCESSES, WORKERS, BaseFault, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, THE_COORDINATOR
@@ -39,8 +39,8 @@ def _simulate(_: Pause, strike: VirtualStrike) -> bool:
     return strike.each(worker=stop, agent=stop_agent)
 
 
-def _cost(fault: Pause, kind: Subjects) -> Cost:
-    return Cost.NOTHING if is_short(fault.for_s, on_workers=kind in WORKERS) else Cost.SUBJECTS
+def _cost(fault: Pause, kind: Subjects) -> StrikeCost:
+    return StrikeCost.NOTHING if is_short(fault.for_s, on_workers=kind in WORKERS) else StrikeCost.SUBJECTS
 
 
 def _unsure(fault: Pause, kind: Subjects, _: bool) -> str:
@@ -49,7 +49,7 @@ def _unsure(fault: Pause, kind: Subjects, _: bool) -> str:
     return ""
 
 
-def _draw(d: random.Random) -> Struck[Pause]:
+def _draw(d: random.Random) -> FaultAndTarget[Pause]:
     return d.choice(
         [
             (Pause(for_s=d.choice([0.3, 0.6, 1.5, 3.0])), d.choice([A_RANK, A_RANK, A_SPARE])),

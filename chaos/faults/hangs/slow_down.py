@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
+from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.hangs.short_stops import shorter
 from rackrun.chaos.faults.strike_tools import Machine
@@ -50,7 +50,7 @@ ROW = FaultRow(
     refusal=_refusal,
     by_signals=True,
     simulate=_simulate,
-    cost=always(Cost.NOTHING),
+    cost=always(StrikeCost.NOTHING),
     justifies_loss=always(False),
     draw=lambda d: (
         Slow(share=d.choice([0.2, 0.5]), for_s=d.choice([0.5, 1.5])),

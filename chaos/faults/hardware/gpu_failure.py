@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
+from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.strike_tools import GpuReport
 from rackrun.chaos.faults.targets import A_RANK
@@ -52,7 +52,7 @@ ROW = FaultRow(
     refusal=lambda _fault, _kind, machine: machine.without_driver(),
     needs=always(frozenset({Need.DRIVER})),
     simulate=None,
-    cost=always(Cost.SLOTS),
+    cost=always(StrikeCost.SLOTS),
     justifies_loss=always(True),
     draw=lambda d: (
         GpuFails(says=d.choice(["lost", "reset", "reboot", "row", "sram", "ecc", "link"]), for_s=2.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
+from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.hardware.gpu_failure import ANSWERS
 from rackrun.chaos.faults.strike_tools import GpuReport
@@ -56,7 +56,7 @@ ROW = FaultRow(
     refusal=lambda _fault, _kind, machine: machine.without_driver(),
     needs=always(frozenset({Need.DRIVER})),
     simulate=_simulate,
-    cost=always(Cost.SLOTS),
+    cost=always(StrikeCost.SLOTS),
     justifies_loss=always(True),
     draw=lambda d: (Xid(code=d.choice([13, 31, 48, 63, 79, 94, 95]), for_s=2.0), d.choice([A_RANK, A_RANK, A_SPARE])),
     in_fuzz={

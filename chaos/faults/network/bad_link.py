@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, Struck, always
+from rackrun.chaos.faults.fault_row import FaultAndTarget, FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import AN_AGENT
@@ -80,7 +80,7 @@ def _simulate(fault: Link, strike: VirtualStrike) -> bool:
     return strike.each(agent=spoil)
 
 
-def _draw(d: random.Random) -> Struck[Link]:
+def _draw(d: random.Random) -> FaultAndTarget[Link]:
     return d.choice(
         [
             (Link(latency_s=0.1 * d.random(), jitter_s=0.1 * d.random(), for_s=2.0), AN_AGENT),
@@ -92,7 +92,7 @@ def _draw(d: random.Random) -> Struck[Link]:
     )
 
 
-def _in_fuzz(d: random.Random, _: float | None) -> list[Struck[Link]]:
+def _in_fuzz(d: random.Random, _: float | None) -> list[FaultAndTarget[Link]]:
     slow = Link(latency_s=d.random(), jitter_s=d.random(), lost=0.1, reset=d.random() < 0.3, for_s=10.0)
     return [(slow, AN_AGENT), (Link(half_open=True, for_s=1.0), AN_AGENT)]
 
@@ -105,7 +105,7 @@ ROW = FaultRow(
     needs=always(frozenset({Need.HOSTS, Need.PROXY})),
     simulate=_simulate,
     not_simulated=lambda fault, _: "its links have no bytes to lose" if fault.replies_lost else "",
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     justifies_loss=always(True),
     endangers_all=always(True),
     draw=_draw,

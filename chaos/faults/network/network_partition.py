@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
+from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.targets import A_TRAY
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
@@ -48,7 +48,7 @@ ROW = FaultRow(
     refusal=lambda _fault, _kind, machine: machine.without_hosts(),
     needs=always(frozenset({Need.HOSTS})),
     simulate=_simulate,
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     justifies_loss=always(True),
     endangers_all=always(True),
     draw=lambda d: (

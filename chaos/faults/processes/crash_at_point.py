@@ -6,7 +6,16 @@ import os
 import random
 
 from rackrun.chaos.faults.crash_points import MODEL_POINTS, POINTS, points_of
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, Struck, Visit, always
+from rackrun.chaos.faults.fault_row import (
+    FaultAndTarget,
+    FaultRow,
+    HookPlace,
+    InProcess,
+    Inside,
+    StrikeCost,
+    Visit,
+    always,
+)
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE
@@ -46,7 +55,7 @@ def _nonsense(fault: CrashAt) -> Complaint | None:
 
 
 def _due(fault: CrashAt, visit: Visit) -> bool:
-    return visit.moment is Moment.POINT and visit.name == fault.point and fault.nth <= visit.nth
+    return visit.place is HookPlace.POINT and visit.name == fault.point and fault.nth <= visit.nth
 
 
 def _crash(fault: CrashAt, process: InProcess) -> None:
@@ -69,7 +78,7 @@ def _not_simulated(fault: CrashAt, kind: Subjects) -> str:
     return ""
 
 
-def _in_fuzz(d: random.Random, _: float | None) -> list[Struck[CrashAt]]:
+def _in_fuzz(d: random.Random, _: float | None) -> list[FaultAndTarget[CrashAt]]:
     fault = CrashAt(point=d.choice(MODEL_POINTS[1:]), nth=d.randint(1, 4))
     return [(fault, d.choice([A_RANK, A_RANK, A_SPARE]))]
 
@@ -84,7 +93,7 @@ ROW = FaultRow(
     points=lambda fault: (fault.point,),
     simulate=_simulate,
     not_simulated=_not_simulated,
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     looks_like=always("the exit code"),
     justifies_loss=always(True),
     draw=lambda d: (CrashAt(point=d.choice(_IN_STEPS), nth=d.randint(1, 6)), A_RANK),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
+from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.targets import AN_AGENT, THE_COORDINATOR
 
@@ -24,7 +24,7 @@ ROW = FaultRow(
     inject=lambda _, tools: tools.start_duplicates(),
     needs=always(frozenset({Need.EXTRA_PROCESSES})),
     simulate=None,
-    cost=always(Cost.NOTHING),
+    cost=always(StrikeCost.NOTHING),
     justifies_loss=always(False),
     draw=lambda d: (Duplicate(for_s=20.0), d.choice([THE_COORDINATOR, AN_AGENT])),
 )

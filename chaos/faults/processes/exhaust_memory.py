@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK
@@ -43,9 +43,9 @@ ROW = FaultRow(
     how="in a memory control group of its own",
     inject=lambda fault, tools: tools.order_under_memory_limit(fault),
     refusal=_refusal,
-    inside=Inside(lambda _, visit: visit.moment is Moment.STEP, _allocate),
+    inside=Inside(lambda _, visit: visit.place is HookPlace.STEP, _allocate),
     simulate=lambda _, strike: strike.each(worker=lambda worker: worker.end(signal=9)),
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     justifies_loss=always(True),
     draw=lambda _: (ExhaustMemory(), A_RANK),
     in_fuzz={"kills": lambda *_: [(ExhaustMemory(), A_RANK)], "few workers": lambda *_: [(ExhaustMemory(), A_RANK)]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
+from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import PROCESSES, BaseFault, Family, Subjects
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, Several, Target
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
@@ -42,7 +42,7 @@ ROW = FaultRow(
     by_signals=True,
     simulate=_simulate,
     not_simulated=_not_simulated,
-    cost=always(Cost.SUBJECTS_AT_ONCE),
+    cost=always(StrikeCost.SUBJECTS_AT_ONCE),
     looks_like=lambda fault: fault.signal,
     justifies_loss=always(True),
     draw=lambda d: (Kill(signal=d.choice(["KILL", "KILL", "SEGV", "ABRT", "BUS", "TERM"])), d.choice(_WHOM)),

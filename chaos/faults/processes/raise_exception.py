@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, InProcess, Inside, Moment, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
@@ -56,9 +56,9 @@ ROW = FaultRow(
     how="in the step function",
     inject=lambda fault, tools: tools.order(fault),
     nonsense=_nonsense,
-    inside=Inside(lambda _, visit: visit.moment is Moment.STEP, _raise),
+    inside=Inside(lambda _, visit: visit.place is HookPlace.STEP, _raise),
     simulate=_simulate,
-    cost=always(Cost.SUBJECTS),
+    cost=always(StrikeCost.SUBJECTS),
     looks_like=lambda fault: fault.error,
     justifies_loss=always(True),
     draw=lambda d: (Raise(error=d.choice(["RuntimeError", "ValueError", "OSError", "MemoryError"])), A_RANK),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
+from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.targets import Last
 
@@ -22,7 +22,7 @@ ROW = FaultRow(
     inject=lambda _, tools: tools.start_agents(),
     needs=always(frozenset({Need.EXTRA_PROCESSES})),
     simulate=lambda _, strike: strike.switch_on(),
-    cost=always(Cost.NOTHING),
+    cost=always(StrikeCost.NOTHING),
     justifies_loss=always(False),
     draw=lambda _: (Return(), Last(Subjects.TRAY)),
 )

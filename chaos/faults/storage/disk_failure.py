@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, always
+from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import THE_STORAGE
@@ -60,7 +60,7 @@ ROW = FaultRow(
     inject=lambda fault, tools: tools.order_for_storage(fault),
     refusal=_refusal,
     simulate=_simulate,
-    cost=always(Cost.NOTHING),
+    cost=always(StrikeCost.NOTHING),
     unsure=_unsure,
     justifies_loss=always(False),
     endangers_all=lambda fault: fault.call == "read",  # a rank cannot restore a checkpoint then

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.faults.fault_row import Cost, FaultRow, Need, always
+from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import THE_STORAGE
@@ -38,7 +38,7 @@ ROW = FaultRow(
     refusal=_refusal,
     needs=always(frozenset({Need.DISK})),
     simulate=_simulate,
-    cost=always(Cost.NOTHING),
+    cost=always(StrikeCost.NOTHING),
     justifies_loss=always(False),
     draw=lambda d: (DiskFull(for_s=d.choice([0.5, 2.0])), THE_STORAGE),
     in_fuzz={"disk": lambda _, for_s: [(DiskFull(for_s=for_s), THE_STORAGE)]},

@@ -28,9 +28,13 @@ __all__ = ["FAMILIES", "draw_job"]
 RANK, SPARE, AGENT, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjects.TRAY
 _COPIES: tuple[Literal["local", "mirror", "xor", "rs"], ...] = ("mirror", "mirror", "xor", "rs", "local")
 FAMILIES = ("kills", "errors", "crashes", "hangs", "slow", "trays", "network", "control", "hardware", "rot", "leaving")
+DISK = "disk"
+FEW = ("few workers", "few connections")
+"""Families of the few faults that spares and replicas can deal with."""
 
 
 def _variants(family: str, draw: random.Random, for_s: float | None) -> list[tuple[Fault, Target]]:
+    """Return what the rows of all faults have for a family."""
     return [variant for row in FAULTS.values() if family in row.in_fuzz for variant in row.in_fuzz[family](draw, for_s)]
 
 
@@ -66,7 +70,7 @@ def _faults(draw: random.Random) -> Part:
 
 def _few_faults(draw: random.Random) -> Part:
     """Draw a few faults that spares and replicas can deal with."""
-    faults = [*_variants("few workers", draw, None), *_variants("few connections", draw, None)]
+    faults = [variant for family in FEW for variant in _variants(family, draw, None)]
     parts: list[Part] = []
     for turn in range(draw.randint(1, 4)):
         fault, target = draw.choice(faults)
@@ -92,7 +96,7 @@ def _with_or_without_disk(seed: int) -> Job:
 
 def _with_disk(plan: Plan, draw: random.Random) -> Plan:
     """Add faults of the storage and, at times, losses after which no state is left in memory."""
-    fault, target = draw.choice(_variants("disk", draw, draw.choice([1.0, 10.0, 60.0])))
+    fault, target = draw.choice(_variants(DISK, draw, draw.choice([1.0, 10.0, 60.0])))
     fails = Inject(fault=fault, target=target)
     parts: list[Part] = [plan.plan, Every(mean_s=15.0, part=fails, times=draw.randint(1, 3))]
     if draw.random() < 0.5:
