@@ -19,6 +19,7 @@ from rackrun.chaos.faults.storage.disk_failure import DiskFails
 from rackrun.chaos.faults.storage.disk_full import DiskFull
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, One, Target
+from rackrun.chaos.faults.virtual_strike import CallFault
 from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
 from rackrun.chaos.simulator.base.durations import SimCosts
 from rackrun.chaos.simulator.base.ground_truth import Truth, Violation
@@ -143,14 +144,18 @@ def test_a_job_whose_checkpoints_cannot_be_read_stops_instead_of_beginning_anew(
 
 
 def test_a_disk_that_is_full_is_neither_slow_nor_torn() -> None:
-    disk = Simulation(job(Seq(parts=()), checkpoint_every=5)).disk
-    for number, fault in enumerate((DiskFails(call="write", error="torn"), DiskFails(call="write", error="slow"))):
+    disk, slow, full = (
+        Simulation(job(Seq(parts=()), checkpoint_every=5)).disk,
+        CallFault("write", "slow"),
+        CallFault("write", "ENOSPC"),
+    )
+    for number, fault in enumerate((CallFault("write", "torn"), slow)):
         disk.strike(fault, number)
-    assert disk._failing("write") == DiskFails(call="write", error="slow")
-    heal = disk.strike(DiskFull(), 9)
-    assert disk._failing("write") == DiskFull()
+    assert disk._failing("write") == slow
+    heal = disk.strike(full, 9)
+    assert disk._failing("write") == full
     heal()
-    assert disk._failing("write") == DiskFails(call="write", error="slow")
+    assert disk._failing("write") == slow
 
 
 def test_a_checkpoint_that_is_due_while_an_older_one_is_written_is_passed_over() -> None:
