@@ -21,7 +21,8 @@ import msgspec
 from jobs import machine, save
 
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.faults.fault_types import Kill, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import AtStep, Inject, Plan
 from rackrun.chaos.runs.run_plan import run_plan

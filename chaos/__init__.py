@@ -15,29 +15,27 @@ if TYPE_CHECKING:
     from rackrun.chaos.base.errors import NoTarget, PlanError, Unsupported
     from rackrun.chaos.evidence.explanations import explain
     from rackrun.chaos.evidence.run_evidence import Verdict
-    from rackrun.chaos.faults.fault_types import (
-        CrashAt,
-        DelayCollective,
-        DiskFails,
-        DiskFull,
-        Duplicate,
-        ExhaustMemory,
-        FlipBit,
-        GpuFails,
-        HoldGil,
-        Kill,
-        Link,
-        Partition,
-        Pause,
-        PoisonBatch,
-        Preempt,
-        Raise,
-        Return,
-        Slow,
-        StepClock,
-        Subjects,
-        Xid,
-    )
+    from rackrun.chaos.faults.data.flip_bit import FlipBit
+    from rackrun.chaos.faults.data.poison_batch import PoisonBatch
+    from rackrun.chaos.faults.data.step_clock import StepClock
+    from rackrun.chaos.faults.fault_types import Subjects
+    from rackrun.chaos.faults.hangs.delay_collective import DelayCollective
+    from rackrun.chaos.faults.hangs.hold_gil import HoldGil
+    from rackrun.chaos.faults.hangs.pause_process import Pause
+    from rackrun.chaos.faults.hangs.slow_down import Slow
+    from rackrun.chaos.faults.hardware.gpu_failure import GpuFails
+    from rackrun.chaos.faults.hardware.xid_error import Xid
+    from rackrun.chaos.faults.network.bad_link import Link
+    from rackrun.chaos.faults.network.network_partition import Partition
+    from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+    from rackrun.chaos.faults.processes.duplicate_process import Duplicate
+    from rackrun.chaos.faults.processes.exhaust_memory import ExhaustMemory
+    from rackrun.chaos.faults.processes.kill import Kill
+    from rackrun.chaos.faults.processes.preempt_tray import Preempt
+    from rackrun.chaos.faults.processes.raise_exception import Raise
+    from rackrun.chaos.faults.processes.return_tray import Return
+    from rackrun.chaos.faults.storage.disk_failure import DiskFails
+    from rackrun.chaos.faults.storage.disk_full import DiskFull
     from rackrun.chaos.inprocess.step_probe import report_step
     from rackrun.chaos.plan.builders import (
         buddy_of,
@@ -121,6 +119,7 @@ __all__ = [
 _MODULES = (
     "inprocess.step_probe",  # first: a training script imports this module and no other of the package
     "faults.fault_types",
+    "faults.table.fault_table",
     "base.errors",
     "plan.builders",
     "plan.definition",
@@ -139,4 +138,6 @@ if not TYPE_CHECKING:  # a type checker must see no names but those above
             for module in map(import_module, (f"rackrun.chaos.{module}" for module in _MODULES)):
                 if name in module.__all__:
                     return getattr(module, name)
+                if name in getattr(module, "CLASSES", ()):
+                    return module.CLASSES[name]
         raise AttributeError(f"module 'rackrun.chaos' has no attribute {name!r}")

@@ -86,6 +86,8 @@ FLOORS = {
     "rackrun.chaos": [
         "base testbed.fake_nvml",
         "faults planner.inputs simulator.base testbed.machine",
+        "faults.data faults.hangs faults.hardware faults.network faults.processes faults.storage",
+        "faults.table",
         "inprocess plan planner.model planner.swap_model testbed.network",
         "planner.analysis simulator.cluster testbed",
         "evidence injectors.common planner simulator.fuzzing",

@@ -232,9 +232,10 @@ def _named_things(modules: list[Module]) -> dict[str, list[str]]:
     where = {
         "an event": ("rackrun.protocol.events", "rackrun.protocol.events"),
         "a command": ("rackrun.protocol.commands", "rackrun.protocol.commands"),
-        "a chaos fault": ("rackrun.chaos.faults.fault_types",),
+        "a chaos fault": ("rackrun.chaos.faults",),
     }
     found = {}
+    faults = {"_Fault", "BaseFault"}  # the bases of faults, in older trees and in this one
     for what, names in where.items():
         classes = [
             one
@@ -242,6 +243,8 @@ def _named_things(modules: list[Module]) -> dict[str, list[str]]:
             if module.name in names or module.name.startswith(tuple(f"{name}." for name in names))
             for one in module.classes()
         ]
+        if what == "a chaos fault":
+            classes = [one for one in classes if {getattr(base, "id", "") for base in one.bases} & faults]
         found[what] = [one.name for one in classes if not one.name.startswith("_") and one.bases]
     return found
 

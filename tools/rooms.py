@@ -50,7 +50,7 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 | what an event does, and who acts on it | `rackrun.core.machine.apply`, `rackrun.core.machine.rules` |
 | every message | `rackrun.protocol.events`, `rackrun.protocol.commands` |
 | options of the launcher | `rackrun.launch.options.arguments` |
-| a fault of the chaos suite | `rackrun.chaos.faults.fault_types`, `rackrun.chaos.injectors` |
+| a fault of the chaos suite | `rackrun.chaos.faults.table.fault_table`, `rackrun.chaos.injectors` |
 | what proves that nothing was lost | `rackrun.chaos.oracles` |
 """
 

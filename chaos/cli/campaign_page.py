@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import all_faults, name_of
+from rackrun.chaos.faults.fault_types import name_of
+from rackrun.chaos.faults.table.fault_table import all_faults
 from rackrun.chaos.report.html_page import document, figure, table
 from rackrun.chaos.report.run_text import NAMES, duration
 from rackrun.chaos.runs.campaign import Head, Line, read_tally

@@ -13,7 +13,7 @@ from typing import Any
 
 from rackrun.chaos.faults.fault_types import Subjects
 
-__all__ = ["FUNCTIONS", "POINTS", "points_of", "surround"]
+__all__ = ["FUNCTIONS", "MODEL_POINTS", "POINTS", "points_of", "surround"]
 
 _WORKER = {
     "gate": "worker.membership.worker_membership:World.pass_gate",
@@ -68,6 +68,20 @@ def _both_sides(functions: Mapping[str, str]) -> tuple[str, ...]:
 
 
 POINTS = _both_sides(FUNCTIONS)
+MODEL_POINTS = (
+    "agent: joining",
+    "worker: ready",
+    "worker: entering",
+    "worker: applied",
+    "worker: sealing",
+    "worker: parking",
+    "worker: planned",
+    "worker: restoring",
+    "worker: resuming",
+    "worker: pausing",
+    "worker: finishing",
+)
+"""The points of the simulator's models."""
 
 
 def points_of(kind: Subjects) -> tuple[str, ...]:

@@ -16,6 +16,12 @@ from rackrun.chaos.base.errors import NoTarget, PlanError
 from rackrun.chaos.faults.fault_types import Subjects
 
 __all__ = [
+    "AN_AGENT",
+    "A_RANK",
+    "A_SPARE",
+    "A_TRAY",
+    "THE_COORDINATOR",
+    "THE_STORAGE",
     "BuddyOf",
     "Exactly",
     "Last",
@@ -103,6 +109,10 @@ class Last(_Target, frozen=True, tag="last"):
 
 
 Target = Exactly | One | Several | Minority | Majority | NeighbourOf | BuddyOf | Last
+
+
+A_RANK, A_SPARE, AN_AGENT, A_TRAY = One(Subjects.RANK), One(Subjects.SPARE), One(Subjects.AGENT), One(Subjects.TRAY)
+THE_COORDINATOR, THE_STORAGE = One(Subjects.COORDINATOR), One(Subjects.STORAGE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rackrun.chaos.faults.fault_types import PoisonBatch
+from rackrun.chaos.faults.fault_row import HookPlace, Visit
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +31,15 @@ class Poison:
 
     def choose(self, step: int, ids: list[int]) -> None:
         """If there is an order for this process, poison one of the samples ``ids`` from now on."""
-        if order := self._hooks.take(lambda fault: isinstance(fault, PoisonBatch)):
-            assert isinstance(order.fault, PoisonBatch)
-            sample = random.Random(order.seed).choice(ids)
+
+        def poison(draw: random.Random, how: str, does: str) -> str:
+            sample = draw.choice(ids)
             partial = self._folder / f".{sample}"
-            partial.write_text(order.fault.how)
+            partial.write_text(how)
             partial.rename(self._folder / str(sample))
-            what = "raises" if order.fault.how == "raises" else "makes the loss NaN"
-            self._hooks.tell(order, f"sample {sample} {what}, from step {step} on")
+            return f"sample {sample} {does}, from step {step} on"
+
+        self._hooks.carry_out(Visit(HookPlace.SAMPLES), poison=poison)
 
     def among(self, ids: list[int]) -> tuple[int, str] | None:
         """Return the first poisoned sample among ``ids``, and what it does; None if there is none."""

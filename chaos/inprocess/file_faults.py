@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import DiskFails
+from rackrun.chaos.faults.storage.disk_failure import DiskFails
 from rackrun.checkpoint.durable.files import Files
 
 if TYPE_CHECKING:

@@ -19,10 +19,8 @@ With ``RACKRUN_CHAOS_STEP_BY_STEP`` each rank records its state before every ste
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
-import importlib
 import os
 import random
 import sys
@@ -34,16 +32,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rackrun.chaos.faults.crash_points import FUNCTIONS, surround
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DelayCollective,
-    DiskFails,
-    ExhaustMemory,
-    FlipBit,
-    HoldGil,
-    PoisonBatch,
-    Raise,
-)
+from rackrun.chaos.faults.fault_row import HookPlace, Visit
+from rackrun.chaos.faults.table.fault_table import Fault, row_of
 from rackrun.chaos.inprocess.restore_times import watch_restores
 from rackrun.chaos.inprocess.state_recorder import STEP_BY_STEP, Ends, Witness
 
@@ -53,14 +43,11 @@ if TYPE_CHECKING:
     from rackrun.protocol.agent_config import AgentConfig
     from rackrun.worker.loop.unit_runner import UnitRunner
 
-__all__ = ["CRASHED", "FOLDER", "POINTS", "Order", "Struck"]
+__all__ = ["FOLDER", "POINTS", "Order", "Struck"]
 
+Poisons = Callable[[random.Random, str, str], str]
+"""Poison a drawn sample in hand, given how and what that does; returns what was done."""
 FOLDER, POINTS = "RACKRUN_CHAOS_INSIDE", "RACKRUN_CHAOS_POINTS"
-Inside = Raise | HoldGil | DelayCollective | CrashAt | FlipBit | ExhaustMemory | PoisonBatch | DiskFails
-CRASHED = 77
-"""Exit code of a process that crashed at a point."""
-MEMORY_BYTES = 64 << 20
-"""Bytes that a process may allocate, in a cgroup of its own, before the kernel kills it."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -68,7 +55,7 @@ class Order(msgspec.Struct, frozen=True):
 
     number: int
     """The number of the strike."""
-    fault: Inside
+    fault: Fault
     seed: int
     """The seed of what the fault draws at random when it strikes."""
 
@@ -88,8 +75,8 @@ class _Hooks:
         self._folder = folder
         self._visits: dict[str, int] = {}
 
-    def take(self, wanted: Callable[[Inside], bool]) -> Order | None:
-        """Take an order for this process whose fault is ``wanted``, so that it is carried out once; None if there is
+    def take(self, visit: Visit) -> Order | None:
+        """Take an order for this process that is due at this visit, so that it is carried out once; None if there is
         none."""
         orders = self._folder / "orders" / str(os.getpid())
         if not orders.is_dir():
@@ -97,7 +84,7 @@ class _Hooks:
         for path in sorted(orders.glob("*.json")):
             with contextlib.suppress(FileNotFoundError):  # withdrawn meanwhile
                 order = msgspec.json.decode(path.read_bytes(), type=Order)
-                if wanted(order.fault):
+                if is_due(order, visit):
                     path.unlink()
                     return order
         return None
@@ -109,60 +96,36 @@ class _Hooks:
         partial.write_bytes(msgspec.json.encode(Struck(detail, time.monotonic())))
         partial.rename(path.with_suffix(".json"))
 
+    def carry_out(self, visit: Visit, units: UnitRunner | None = None, poison: Poisons | None = None) -> None:
+        """Carry out an order that is due at this visit, if there is one.
+
+        ``units`` has the step in hand, ``poison`` poisons a sample in hand, where the place has these.
+        """
+        if order := self.take(visit):
+            inside = row_of(order.fault).inside
+            assert inside is not None, "an order without it is never due"
+            inside.run(order.fault, _Process(self, order, visit, units, poison))
+
     # -- places
     def in_step(self, units: UnitRunner) -> None:
         """Carry out an order at the beginning of an attempt of a step."""
-        if order := self.take(
-            lambda fault: isinstance(fault, Raise | HoldGil | ExhaustMemory) or _flips(fault, "parameters")
-        ):
-            at = units.step_in_hand._at.step if units.step_in_hand is not None else -1
-            match order.fault:
-                case Raise(error=error):
-                    kind = getattr(importlib.import_module("builtins"), error, RuntimeError)
-                    self.tell(order, f"{error} in step {at}")
-                    raise kind(f"chaos: raised in step {at}")
-                case HoldGil(for_s=for_s):
-                    self.tell(order, f"holds the GIL for {for_s} s in step {at}")
-                    ctypes.PyDLL(None).usleep(int(for_s * 1e6))
-                case ExhaustMemory():
-                    self.tell(order, f"allocates in step {at}")
-                    taken = [
-                        b"\1" * (1 << 20) for _ in range(4 * MEMORY_BYTES >> 20)
-                    ]  # bounded, since the cgroup may be gone
-                    del taken
-                case _:
-                    tensors = [p for module in units._state.modules.values() for p in module.parameters()]
-                    self.flip(tensors, order, f"of the parameters in step {at}")
+        self.carry_out(Visit(HookPlace.STEP), units)
 
     def before_update(self, units: UnitRunner) -> None:
         """Carry out an order before the first optimizer step of a step, when the gradients are complete."""
-        if units.step_in_hand is None:
-            return
-        if order := self.take(lambda fault: _flips(fault, "gradients")):
-            gradients = [
-                p.grad
-                for optimizer in units._state.optimizers.values()
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None
-            ]
-            self.flip(gradients, order, f"of the gradients in step {units.step_in_hand._at.step}")
+        if units.step_in_hand is not None:
+            self.carry_out(Visit(HookPlace.UPDATE), units)
 
     def in_collective(self) -> None:
         """Carry out an order before a collective."""
-        if order := self.take(lambda fault: isinstance(fault, DelayCollective)):
-            assert isinstance(order.fault, DelayCollective)
-            self.tell(order, f"late by {order.fault.for_s} s")
-            time.sleep(order.fault.for_s)
+        self.carry_out(Visit(HookPlace.COLLECTIVE))
 
     def at_point(self, point: str) -> None:
-        """Count a visit of ``point``, and crash if an order says so."""
+        """Count a visit of ``point``, and carry out an order there."""
         with (self._folder / "points" / point).open("ab") as file:
             file.write(b".")
         self._visits[point] = nth = self._visits.get(point, 0) + 1
-        if order := self.take(lambda fault: isinstance(fault, CrashAt) and fault.point == point and fault.nth <= nth):
-            self.tell(order, f"crashed at {point}, there for the {nth}. time")
-            os._exit(CRASHED)
+        self.carry_out(Visit(HookPlace.POINT, point, nth))
 
     def at_end(self, units: UnitRunner) -> None:
         """Write a digest of the rank's tracked state, once it has finished."""
@@ -174,22 +137,62 @@ class _Hooks:
         partial.write_text(digest.hexdigest())
         partial.rename(partial.with_suffix(""))
 
-    def flip(self, tensors: Sequence[torch.Tensor], order: Order, where: str) -> None:
+
+class _Process:
+    """This process, as `rackrun.chaos.faults.fault_row.InProcess`, while it carries out an order."""
+
+    def __init__(
+        self,
+        hooks: _Hooks,
+        order: Order,
+        visit: Visit,
+        units: UnitRunner | None,
+        poison: Poisons | None,
+    ) -> None:
+        self.visit, self._hooks, self._order, self._units, self._poison = visit, hooks, order, units, poison
+
+    def tell(self, detail: str) -> None:
+        self._hooks.tell(self._order, detail)
+
+    def step(self) -> int:
+        return self._runner.step_in_hand._at.step if self._runner.step_in_hand is not None else -1
+
+    @property
+    def _runner(self) -> UnitRunner:
+        assert self._units is not None, "a fault that is due in a step"
+        return self._units
+
+    def flip_parameters(self) -> None:
+        modules = self._runner._state.modules.values()
+        self._flip([p for module in modules for p in module.parameters()], "parameters")
+
+    def flip_gradients(self) -> None:
+        optimizers = self._runner._state.optimizers.values()
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._flip([p.grad for p in held if p.grad is not None], "gradients")
+
+    def _flip(self, tensors: Sequence[torch.Tensor], of: str) -> None:
         """Flip one random bit in one of ``tensors``, in place, and report it. Only local, contiguous tensors
         are hit."""
         import torch
 
-        draw = random.Random(order.seed)
+        draw = random.Random(self._order.seed)
         local = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors]
         chosen = draw.choice([tensor for tensor in local if tensor.numel() and tensor.is_contiguous()])
         flat = chosen.data.view(-1).view(torch.uint8)  # .data: no version counter sees the write
         byte, bit = draw.randrange(flat.numel()), draw.randrange(8)
         flat[byte] ^= 1 << bit
-        self.tell(order, f"bit {bit} of byte {byte} {where}")
+        self.tell(f"bit {bit} of byte {byte} of the {of} in step {self.step()}")
+
+    def poison(self, how: str, does: str) -> None:
+        assert self._poison is not None, "a fault that is due when samples are in hand"
+        self.tell(self._poison(random.Random(self._order.seed), how, does))
 
 
-def _flips(fault: Inside, of: str) -> bool:
-    return isinstance(fault, FlipBit) and fault.of == of
+def is_due(order: Order, visit: Visit) -> bool:
+    """Whether a process that comes to a place carries out the order there."""
+    inside = row_of(order.fault).inside
+    return inside is not None and inside.due(order.fault, visit)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -22,7 +22,8 @@ from typing import Literal
 import msgspec
 
 from rackrun.chaos.base.errors import PlanError
-from rackrun.chaos.faults.fault_types import Fault, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, Majority, Minority, NeighbourOf, One, Several, Target
 from rackrun.chaos.plan.definition import (
     AtPoint,

@@ -20,7 +20,7 @@ import msgspec
 
 from rackrun.chaos.base.errors import NoTarget
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.faults.fault_types import Fault, Return
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, Place, Scene, Subject, Target, resolve
 from rackrun.chaos.plan.definition import (
     AtPoint,
@@ -339,7 +339,7 @@ class Conductor:
     def _within_budget(self, fault: Fault, subjects: tuple[Subject, ...]) -> bool:
         """Whether this strike, with all that is lost or disturbed already, stays within the plan's budget."""
         budget, seen = self.plan.budget, self._sight()
-        if isinstance(fault, Return) or not (fault.loses or fault.lasts):
+        if not (fault.loses or fault.lasts):
             return True
         live = {place.slot for place in seen.scene.places}
         gone = {place.slot for place in self._whole.places} - live

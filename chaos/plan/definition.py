@@ -34,9 +34,10 @@ import msgspec
 import yaml
 
 from rackrun.chaos.base.errors import PlanError
-from rackrun.chaos.faults.fault_types import Fault, Subjects, name_of
+from rackrun.chaos.faults.fault_types import Subjects, name_of
+from rackrun.chaos.faults.table.fault_table import Fault
+from rackrun.chaos.faults.table.validate import nonsense_of, not_finite
 from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, Majority, Minority, NeighbourOf, One, Several, Target
-from rackrun.chaos.faults.validate import nonsense_of, not_finite
 
 __all__ = [
     "AtPoint",

@@ -10,7 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import DelayCollective, Fault, HoldGil, Kill, Pause, Slow, Subjects
+from rackrun.chaos.faults.fault_types import BaseFault, Subjects
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Heal, Inject, Par, Part, Plan, Seq
 
@@ -18,7 +20,6 @@ __all__ = ["fewest", "shrink"]
 
 P = TypeVar("P")
 T = TypeVar("T")
-FOR_S_MIN = 0.25
 
 
 def fewest(parts: list[P], best: T, fails: Callable[[list[P]], T | None], tries: int) -> tuple[list[P], T]:
@@ -95,12 +96,7 @@ def _simpler(part: Part) -> Iterator[Part]:
         yield msgspec.structs.replace(part, when=AtStep(step=part.when.step))
 
 
-def _simpler_faults(fault: Fault, kind: Subjects | None) -> Iterator[Fault]:
+def _simpler_faults(fault: BaseFault, kind: Subjects | None) -> Iterator[BaseFault]:
     if fault.loses and fault != Kill() and (kind is None or kind in Kill.strikes):
         yield Kill()
-    if isinstance(fault, Pause | HoldGil | DelayCollective | Slow):
-        for_s = fault.for_s
-        if for_s is None:
-            yield msgspec.structs.replace(fault, for_s=4.0)
-        elif for_s / 2 >= FOR_S_MIN:
-            yield msgspec.structs.replace(fault, for_s=round(for_s / 2, 3))
+    yield from row_of(fault).simpler(fault)

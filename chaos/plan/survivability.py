@@ -15,27 +15,9 @@ from typing import NamedTuple, TypeAlias, assert_never
 
 from rackrun.chaos.base.errors import PlanError
 from rackrun.chaos.base.job_layout import Layout
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DiskFails,
-    DiskFull,
-    Duplicate,
-    Family,
-    Fault,
-    FlipBit,
-    Kill,
-    Link,
-    Partition,
-    Pause,
-    PoisonBatch,
-    Preempt,
-    Raise,
-    Return,
-    Slow,
-    StepClock,
-    Subjects,
-    name_of,
-)
+from rackrun.chaos.faults.fault_row import StrikeCost
+from rackrun.chaos.faults.fault_types import BaseFault, Subjects, name_of
+from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, Majority, Minority, NeighbourOf, One, Several, Target
 from rackrun.chaos.plan.definition import (
     AtStep,
@@ -55,8 +37,6 @@ from rackrun.chaos.plan.definition import Par as Together
 
 __all__ = [
     "BEGUN_STEPS",
-    "SHORT_S",
-    "SHORT_TRAY_S",
     "Judgement",
     "Label",
     "check_budget",
@@ -64,10 +44,6 @@ __all__ = [
     "judge_plan",
 ]
 
-SHORT_S = 0.7
-"""A worker that stands still for this many seconds is not given up: rackrun begins to look after one second."""
-SHORT_TRAY_S = 10.0
-"""A tray or coordinator that stands still for this many seconds is not given up: the lease is 15 s."""
 BEGUN_STEPS = 10
 """A job that has committed fewer steps than this starts again from the beginning by itself when all is lost."""
 _STRIKES_A_SLOT = 3
@@ -183,7 +159,7 @@ def check_targets(plan: Plan, *, ranks: int, spares: int, trays: int | None) -> 
 
 
 # -- what strikes
-_Struck: TypeAlias = tuple[Fault, Target, Trigger | None, int | None]
+_Struck: TypeAlias = tuple[BaseFault, Target, Trigger | None, int | None]
 
 
 def _strikes(part: Part, times: int | None) -> Iterator[_Struck]:
@@ -204,32 +180,18 @@ def _strikes(part: Part, times: int | None) -> Iterator[_Struck]:
             pass
 
 
-def _ends(fault: Fault, kind: Subjects) -> str:
+def _ends(fault: BaseFault, kind: Subjects) -> str:
     """Return why no job survives this fault, or an empty text."""
     if kind is Subjects.COORDINATOR and fault.loses:
         return "the coordinator and the launcher are one process, and nobody takes its place"
-    if isinstance(fault, PoisonBatch) and fault.how == "raises":
-        return "a sample that raises wherever it is computed is the script's own error"
-    return ""
+    return row_of(fault).hopeless(fault)
 
 
-def _unsure(fault: Fault, kind: Subjects, times: int | None, *, alone: bool) -> str:
+def _unsure(fault: BaseFault, kind: Subjects, times: int | None, *, alone: bool) -> str:
     """Return why the result of this fault is unknown, or an empty text."""
     if times is None:
         return f"{name_of(fault)} comes again for as long as the job runs"
-    match fault:
-        case FlipBit(of="parameters" | "gradients" as of):
-            return f"a flipped bit of the {of} is found by some jobs only"
-        case FlipBit(of=of) if not alone:
-            return f"the {of} may be the copy that the other faults leave"
-        case PoisonBatch():
-            return "what a script makes of a NaN is its own"
-        case DiskFails() if fault.error in ("torn", "slow") or fault.call == "read":
-            return "it depends on whether a checkpoint is needed"
-        case Pause() if kind is Subjects.COORDINATOR and not _short(fault.for_s, SHORT_TRAY_S):
-            return "agents may give a coordinator up that stands still for long"
-        case _:
-            return ""
+    return row_of(fault).unsure(fault, kind, alone)
 
 
 def _alike(strikes: list[_Struck], layout: Layout) -> str:
@@ -239,7 +201,7 @@ def _alike(strikes: list[_Struck], layout: Layout) -> str:
     """
     crashes: Counter[str] = Counter()
     for fault, target, _, times in strikes:
-        crash = _trace_of(fault)
+        crash = row_of(fault).looks_like(fault)
         if kind_of(target) is Subjects.RANK and crash not in ("", "KILL", "TERM"):
             crashes[crash] += _count(target, layout) * (times or 1)
     return next(
@@ -247,45 +209,25 @@ def _alike(strikes: list[_Struck], layout: Layout) -> str:
     )
 
 
-def _trace_of(fault: Fault) -> str:
-    """Return what the end of a rank looks like afterwards: a signal, an exception, or an exit code; empty if none
-    applies."""
-    match fault:
-        case Kill(signal=signal):
-            return signal
-        case Raise(error=error):
-            return error
-        case CrashAt():
-            return "the exit code"
-        case _:
-            return ""
-
-
-def _toll(fault: Fault, target: Target, layout: Layout) -> _Toll:
+def _toll(fault: BaseFault, target: Target, layout: Layout) -> _Toll:
     """Return the most that one strike of ``fault`` at ``target`` can take."""
     kind = kind_of(target)
     if kind in (Subjects.COORDINATOR, Subjects.STORAGE):
         return _Toll()
     on_trays = kind in (Subjects.AGENT, Subjects.TRAY, Subjects.RACK)
     count = _count(target, layout)
-    match fault:
-        case Slow() | StepClock() | Duplicate() | Return() | DiskFull() | DiskFails() | FlipBit():
+    match row_of(fault).cost(fault, kind):
+        case StrikeCost.NOTHING:
             return _Toll()
-        case Pause(for_s=for_s) if _short(for_s, SHORT_TRAY_S if on_trays else SHORT_S):
-            return _Toll()
-        case _ if fault.family is Family.HARDWARE and not isinstance(fault, Preempt):
+        case StrikeCost.SLOTS:
             return _Toll(slots=count, surely=False)
-        case Partition() | Link():
-            return _Toll(trays=layout.trays if kind is Subjects.RACK else count, surely=False)
-        case _:
-            surely = isinstance(fault, Kill)
+        case StrikeCost.SUBJECTS | StrikeCost.SUBJECTS_AT_ONCE as cost:
+            surely = cost is StrikeCost.SUBJECTS_AT_ONCE
             if not on_trays:
                 return _Toll(workers=count, surely=surely)
             return _Toll(trays=layout.trays if kind is Subjects.RACK else count, surely=surely)
-
-
-def _short(for_s: float | None, than_s: float) -> bool:
-    return for_s is not None and for_s <= than_s
+        case other:
+            assert_never(other)
 
 
 def _count(target: Target, layout: Layout) -> int:

@@ -26,7 +26,8 @@ import msgspec
 
 from rackrun.chaos.base.job_command import check_script
 from rackrun.chaos.base.job_layout import Layout
-from rackrun.chaos.faults.fault_types import all_faults, name_of
+from rackrun.chaos.faults.fault_types import name_of
+from rackrun.chaos.faults.table.fault_table import all_faults
 from rackrun.chaos.runs.draw_run import FLAGS, Drawn, draw_flags, draw_run
 from rackrun.chaos.runs.reference_run import Twin, run_reference, writable
 from rackrun.chaos.runs.run_plan import Summary, run_plan

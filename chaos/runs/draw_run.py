@@ -15,32 +15,15 @@ import msgspec
 
 from rackrun.chaos.base.job_layout import Layout
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DelayCollective,
-    DiskFails,
-    DiskFull,
-    Duplicate,
-    ExhaustMemory,
-    Family,
-    Fault,
-    FlipBit,
-    HoldGil,
-    Kill,
-    Link,
-    Partition,
-    Pause,
-    PoisonBatch,
-    Preempt,
-    Raise,
-    Return,
-    Slow,
-    StepClock,
-    Subjects,
-    Xid,
-    all_faults,
-    name_of,
-)
+from rackrun.chaos.faults.data.poison_batch import PoisonBatch
+from rackrun.chaos.faults.fault_row import Need
+from rackrun.chaos.faults.fault_types import Family, Subjects, name_of
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.preempt_tray import Preempt
+from rackrun.chaos.faults.processes.return_tray import Return
+from rackrun.chaos.faults.table.fault_table import FAULTS, Fault, all_faults, needs_of
 from rackrun.chaos.faults.targets import Last, NeighbourOf, One, Several, Target
 from rackrun.chaos.plan.definition import (
     AtPoint,
@@ -79,7 +62,6 @@ racks:
   - serial: campaign
     trays: {{count: {trays}, gpus: {slots}}}
 """
-_IN_STEPS = ("gate.before", "gate.after", "commit.before", "commit.after", "report.before")
 _IN_AGENTS = ("agent_pass.before", "agent_pass.after", "agent_tell.before", "agent_report.after")
 """Points that agents reach in a recovery."""
 _BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "group.before", "group.after")
@@ -119,86 +101,17 @@ def draw_flags(seed: int, allowed: Sequence[str] = FLAGS, *, reduction: str = "f
     return ",".join(sorted(draw.sample(usual, min(draw.randint(0, _FLAGS_MAX), len(usual)))))
 
 
-def _one_of(draw: random.Random, *targets: Target) -> Target:
-    return draw.choice(targets)
-
-
-def _gpu_fails(draw: random.Random) -> tuple[Fault, Target]:
-    """Draw a GPU failure, for jobs that can have one."""
-    says = draw.choice(["lost", "reset", "reboot", "row", "sram", "ecc", "link"])
-    fault: Fault = msgspec.convert({"fault": "gpu_fails", "says": says, "for_s": 2.0}, Fault)
-    return fault, One(RANK)
-
-
 VARIANTS: dict[str, Callable[[random.Random], tuple[Fault, Target]]] = {
-    "kill": lambda d: (
-        Kill(signal=d.choice(["KILL", "KILL", "SEGV", "ABRT", "BUS", "TERM"])),
-        _one_of(d, One(RANK), One(RANK), Several(RANK, 2), One(SPARE), One(AGENT), One(TRAY)),
-    ),
-    "raise": lambda d: (Raise(error=d.choice(["RuntimeError", "ValueError", "OSError", "MemoryError"])), One(RANK)),
-    "exhaust_memory": lambda _: (ExhaustMemory(), One(RANK)),
-    "crash_at": lambda d: (CrashAt(point=d.choice(_IN_STEPS), nth=d.randint(1, 6)), One(RANK)),
-    "return": lambda _: (Return(), Last(TRAY)),
-    "pause": lambda d: d.choice(
-        [
-            (Pause(for_s=d.choice([0.3, 0.6, 1.5, 3.0])), One(d.choice([RANK, RANK, SPARE]))),
-            (Pause(for_s=d.choice([0.5, 2.0, 4.0])), One(d.choice([AGENT, TRAY, COORDINATOR]))),
-        ]
-    ),
-    "hold_gil": lambda d: (HoldGil(for_s=d.choice([0.3, 1.0, 2.0])), One(RANK)),
-    "delay_collective": lambda d: (DelayCollective(for_s=d.choice([0.3, 1.0, 2.0])), One(RANK)),
-    "slow": lambda d: (
-        Slow(share=d.choice([0.2, 0.5]), for_s=d.choice([0.5, 1.5])),
-        One(d.choice([RANK, RANK, SPARE, TRAY])),
-    ),
-    "xid": lambda d: (Xid(code=d.choice([13, 31, 48, 63, 79, 94, 95]), for_s=2.0), One(d.choice([RANK, RANK, SPARE]))),
-    "gpu_fails": _gpu_fails,
-    "preempt": lambda d: (Preempt(notice_s=d.choice([0.0, 2.0, 10.0])), One(TRAY)),
-    "partition": lambda d: (
-        Partition(
-            shape=d.choice(["isolated", "one_way", "from_coordinator", "from_peers"]),
-            loud=d.random() < 0.3,
-            for_s=d.choice([0.3, 1.0, 3.0]),
-        ),
-        One(TRAY),
-    ),
-    "link": lambda d: d.choice(
-        [
-            (Link(latency_s=0.1 * d.random(), jitter_s=0.1 * d.random(), for_s=2.0), One(AGENT)),
-            (Link(lost=0.2, for_s=2.0), One(AGENT)),
-            (Link(reset=True, for_s=1.0), One(AGENT)),
-            (Link(half_open=True, for_s=1.0), One(AGENT)),
-            (Link(bytes_per_s=20_000.0, for_s=2.0), One(AGENT)),
-        ]
-    ),
-    "disk_full": lambda d: (DiskFull(for_s=d.choice([0.5, 2.0])), One(STORAGE)),
-    "disk_fails": lambda d: (
-        DiskFails(call=d.choice(["write", "fsync", "rename"]), error=d.choice(["EIO", "ENOSPC", "EROFS"]), for_s=1.0),
-        One(STORAGE),
-    ),
-    "flip_bit": lambda d: d.choice(
-        [(FlipBit(of="snapshot"), One(RANK)), (FlipBit(of="checkpoint"), One(STORAGE))],
-    ),
-    "step_clock": lambda d: (
-        StepClock(by_s=d.choice([-3600.0, -1.0, 5.0, 86_400.0]), for_s=2.0),
-        One(d.choice([AGENT, COORDINATOR])),
-    ),
-    "duplicate": lambda d: (Duplicate(for_s=20.0), One(d.choice([COORDINATOR, AGENT]))),
-    "poison_batch": lambda _: (PoisonBatch(), One(RANK)),
+    name_of(kind): row.draw for kind, row in FAULTS.items()
 }
 """Name of a fault -> a function that draws one variant of it, with its target."""
 _OF_FAMILY = {
-    family.value: [
-        name
-        for kind in all_faults()
-        if kind.family is family and (name := name_of(kind)) in VARIANTS and name != "return"
-    ]
+    family.value: [name for kind in all_faults() if kind.family is family and (name := name_of(kind)) != "return"]
     for family in Family
 }
 _RECOVERY = "in a recovery"
 _KINDS = [*_OF_FAMILY, _RECOVERY]
 _SPARES_OF_SHARDS = 2
-_NEEDS_A_RACK = ("xid", "gpu_fails")
 
 
 def draw_run(seed: int, *, racks: Path | None = None, allowed: Callable[[Plan, Layout], bool] | None = None) -> Drawn:
@@ -241,9 +154,9 @@ def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path |
     if any(isinstance(part, Inject) and isinstance(part.fault, Preempt) for part in parts) and draw.random() < 0.5:
         parts.append(Inject(fault=Return(), target=Last(TRAY), when=AtStep(step=_LAST_STEP + 2)))
     strikes = [part for part in parts if isinstance(part, Inject)]
-    needs_rack = any(name_of(part.fault) in _NEEDS_A_RACK for part in strikes)
+    needs = needs_of(part.fault for part in strikes)
+    needs_rack, needs_shards = Need.DRIVER in needs, Need.SNAPSHOTS in needs
     needs_disk = any(kind_of(part.target) is STORAGE for part in strikes)
-    needs_shards = any(isinstance(part.fault, FlipBit) and part.fault.of == "snapshot" for part in strikes)
     if needs_rack and racks is None:
         return None
     trays, slots, spares = draw.choice(_ON_A_RACK if needs_rack else SHAPES)
@@ -331,7 +244,7 @@ def _told(layout: Layout, wrap: str, reduction: str, plan: Plan, wanted: Label) 
     ]
     if SPARE in kinds and not layout.spares:
         return None
-    if layout.sharded is not True and FlipBit(of="snapshot") in faults_of(plan):
+    if layout.sharded is not True and Need.SNAPSHOTS in needs_of(faults_of(plan)):
         return None  # replicas need no snapshot
     label, because = judge_plan(plan, layout)
     if label is not wanted:

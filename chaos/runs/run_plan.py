@@ -30,7 +30,9 @@ from rackrun.chaos.evidence.history import History
 from rackrun.chaos.evidence.run_evidence import Evidence, Trace, read_trace
 from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
 from rackrun.chaos.faults.crash_points import POINTS
-from rackrun.chaos.faults.fault_types import CrashAt, DiskFull, StepClock, Subjects, name_of
+from rackrun.chaos.faults.fault_row import Need
+from rackrun.chaos.faults.fault_types import Subjects, name_of
+from rackrun.chaos.faults.table.fault_table import needs_of, row_of
 from rackrun.chaos.faults.targets import Place
 from rackrun.chaos.injectors import Injected, Missed, Outcome, inject
 from rackrun.chaos.injectors.doctor import check_plan
@@ -243,15 +245,15 @@ class Performance:
         if hosts_needed(self._plan):
             trays, words = trays_of(preloading(words, ENTER))
             spread = Spread(trays, links_needed(self._plan))
-        faults = list(faults_of(self._plan))
+        needs = needs_of(faults_of(self._plan))
         return Job(
             self.folder,
             words,
             points=_points(self._plan),
             env={**(self._env or {}), **env},
             driver=rack,
-            own_disk=any(isinstance(fault, DiskFull) for fault in faults),
-            own_clocks=any(isinstance(fault, StepClock) for fault in faults),
+            own_disk=Need.DISK in needs,
+            own_clocks=Need.CLOCKS in needs,
             spread=spread,
             step_by_step=self._step_by_step,
         )
@@ -391,7 +393,7 @@ def _points(plan: Plan) -> list[str]:
     for part in parts_of(plan.plan):
         if isinstance(part, Inject):
             named += [part.when.point] if isinstance(part.when, AtPoint) else []
-            named += [part.fault.point] if isinstance(part.fault, CrashAt) else []
+            named += row_of(part.fault).points(part.fault)
     return [point for point in POINTS if point in named]
 
 

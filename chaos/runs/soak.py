@@ -23,7 +23,11 @@ from rackrun.chaos.base.job_command import check_script
 from rackrun.chaos.base.job_layout import layout_of
 from rackrun.chaos.evidence.explanations import last_words
 from rackrun.chaos.evidence.run_evidence import Trace, read_trace
-from rackrun.chaos.faults.fault_types import Fault, Kill, Pause, Raise, Subjects, name_of
+from rackrun.chaos.faults.fault_types import Subjects, name_of
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.raise_exception import Raise
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import Budget, Every, Inject, Par, Plan, Quiet, Seq
 from rackrun.chaos.runs.run_plan import Performance, check_run

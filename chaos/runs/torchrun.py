@@ -19,7 +19,8 @@ import msgspec
 from rackrun.chaos.base.errors import Unsupported
 from rackrun.chaos.base.job_command import check_script
 from rackrun.chaos.evidence.run_evidence import began_wall_s
-from rackrun.chaos.faults.fault_types import Kill, Pause, Slow, Subjects, name_of
+from rackrun.chaos.faults.fault_types import Subjects, name_of
+from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.faults.targets import Place, Scene
 from rackrun.chaos.inprocess.step_probe import FOLDER, Told, read_told
 from rackrun.chaos.plan.definition import AtPoint, FlipFlop, Inject, Plan, Swizzle, kind_of, parts_of, write_plan
@@ -279,7 +280,7 @@ def _check(plan: Plan, command: Sequence[str]) -> None:
     for part in parts_of(plan.plan):
         if not isinstance(part, Inject | FlipFlop | Swizzle):
             continue
-        if not isinstance(part.fault, Kill | Pause | Slow) or kind_of(part.target) is not Subjects.RANK:
+        if not row_of(part.fault).by_signals or kind_of(part.target) is not Subjects.RANK:
             raise Unsupported(
                 f"{name_of(part.fault)} of a {kind_of(part.target)} needs rackrun.",
                 remedy="with torchrun: kill, pause or slow, of ranks.",

@@ -11,7 +11,7 @@ waiting.
 `cluster.worker_model`          carries out the core's commands, and answers with the events that real ones send
 `cluster.generations`           what the workers of one generation do together: building groups, gates
 `cluster.restore_sources`       snapshots, copies and parity, from which state is restored
-`cluster.fault_models`          faults of `rackrun.chaos.faults.fault_types`, in a model
+`cluster.fault_models`          faults of `rackrun.chaos.faults`, in a model
 `cluster.simulation`            one job of one seed, from its start to its end
 `fuzzing.draw_job`,             jobs and faults drawn from a seed; many seeds, and a reduced plan of one
 `fuzzing.fuzz`                  that fails

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from rackrun.chaos.base.errors import Unsupported
 from rackrun.chaos.base.job_command import options_of
-from rackrun.chaos.faults.fault_types import Duplicate, Link, Partition, Return, name_of
+from rackrun.chaos.faults.fault_row import Need
+from rackrun.chaos.faults.fault_types import name_of
+from rackrun.chaos.faults.table.fault_table import needs_of, row_of
 from rackrun.chaos.plan.definition import Plan, faults_of
 from rackrun.chaos.testbed.network.hosts import TRAYS_MAX
 from rackrun.errors import UsageError
@@ -31,12 +33,12 @@ _OURS = (
 
 def hosts_needed(plan: Plan) -> bool:
     """Whether the plan has a fault of the network, for which each tray needs a host of its own."""
-    return any(isinstance(fault, Partition | Link) for fault in faults_of(plan))
+    return Need.HOSTS in needs_of(faults_of(plan))
 
 
 def links_needed(plan: Plan) -> bool:
     """Whether the plan has a bad link, for which a proxy has to stand before the coordinator."""
-    return any(isinstance(fault, Link) for fault in faults_of(plan))
+    return Need.PROXY in needs_of(faults_of(plan))
 
 
 def check_hosts(plan: Plan, command: Sequence[str]) -> None:
@@ -44,7 +46,7 @@ def check_hosts(plan: Plan, command: Sequence[str]) -> None:
     if not hosts_needed(plan):
         return
     for fault in faults_of(plan):
-        if isinstance(fault, Return | Duplicate):
+        if Need.EXTRA_PROCESSES in row_of(fault).needs(fault):
             raise Unsupported(
                 f"{name_of(fault)} and faults of the network cannot be in one plan: what it starts has no host.",
                 remedy="make two plans of it.",

@@ -16,7 +16,7 @@ import msgspec
 from rackrun.chaos.evidence.history import History
 from rackrun.chaos.evidence.run_evidence import Verdict
 from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
-from rackrun.chaos.faults.fault_types import Kill
+from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan, write_plan
 from rackrun.coordinator.journal.journal_writer import Journal

@@ -7,20 +7,18 @@ import pytest
 
 from rackrun.chaos.base.errors import PlanError
 from rackrun.chaos.base.job_layout import Layout, layout_of
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    Fault,
-    FlipBit,
-    Kill,
-    Partition,
-    Pause,
-    PoisonBatch,
-    Raise,
-    Slow,
-    StepClock,
-    Subjects,
-    Xid,
-)
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.data.poison_batch import PoisonBatch
+from rackrun.chaos.faults.data.step_clock import StepClock
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.hangs.slow_down import Slow
+from rackrun.chaos.faults.hardware.xid_error import Xid
+from rackrun.chaos.faults.network.network_partition import Partition
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.raise_exception import Raise
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import BuddyOf, Last, Majority, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Every, Inject, Par, Part, Plan
 from rackrun.chaos.plan.survivability import Label, check_budget, judge_plan

@@ -36,7 +36,7 @@ from rackrun.chaos import (
     several,
     swizzle,
 )
-from rackrun.chaos.faults.fault_types import Fault
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.injectors.doctor import check_plan
 from rackrun.chaos.plan.definition import AtStep, Inject, Seq, plan_from
 

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from rackrun.chaos.base.job_layout import Layout
-from rackrun.chaos.faults.fault_types import FlipBit, Kill, Subjects
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import AtStep, Inject, Plan
 from rackrun.chaos.plan.survivability import Label

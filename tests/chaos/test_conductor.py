@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rackrun.chaos.faults.fault_types import Kill, Pause, Return, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.return_tray import Return
 from rackrun.chaos.faults.targets import Exactly, Last, One, Scene, Several, Subject
 from rackrun.chaos.plan.conductor import TARGET_PATIENCE_S, Conductor, Order, See, Strike, TakeBack
 from rackrun.chaos.plan.definition import (

@@ -13,18 +13,16 @@ import msgspec
 import pytest
 
 from rackrun.chaos.faults.crash_points import points_of
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    Duplicate,
-    Fault,
-    GpuFails,
-    Kill,
-    Pause,
-    Preempt,
-    Return,
-    Subjects,
-    Xid,
-)
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.hardware.gpu_failure import GpuFails
+from rackrun.chaos.faults.hardware.xid_error import Xid
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.duplicate_process import Duplicate
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.preempt_tray import Preempt
+from rackrun.chaos.faults.processes.return_tray import Return
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, NeighbourOf, One, Target
 from rackrun.chaos.plan.definition import AtPoint, AtStep, Inject, Now, Par, Part, Plan, Seq, Trigger
 from rackrun.chaos.runs.reference_run import run_reference

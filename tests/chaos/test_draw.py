@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rackrun.chaos.base.job_layout import Layout
-from rackrun.chaos.faults.fault_types import all_faults, name_of
+from rackrun.chaos.faults.fault_types import name_of
+from rackrun.chaos.faults.table.fault_table import all_faults
 from rackrun.chaos.injectors.doctor import check_plan
 from rackrun.chaos.plan.definition import Plan, check
 from rackrun.chaos.plan.survivability import Label, check_budget, judge_plan

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from rackrun.chaos.base.errors import PlanError, Unsupported
-from rackrun.chaos.faults.fault_types import CrashAt, Fault, GpuFails, Subjects, Xid
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hardware import gpu_failure, xid_error
+from rackrun.chaos.faults.hardware.gpu_failure import GpuFails
+from rackrun.chaos.faults.hardware.xid_error import Xid
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.injectors.doctor import check_plan
 from rackrun.chaos.injectors.resources import gpu_errors
-from rackrun.chaos.injectors.resources.gpu_errors import Reported, driver_for, said_with
+from rackrun.chaos.injectors.resources.gpu_errors import Reported, driver_for
 from rackrun.chaos.plan.definition import Inject, Plan
 from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, build
 from rackrun.chaos.testbed.machine.undo_log import UndoLog, heal_all
@@ -62,7 +67,7 @@ def test_it_has_taken_effect_when_the_watch_has_seen_it_and_the_driver_forgets_i
                     xids.append(said.xid)  # type: ignore[union-attr]
 
         until(lambda: bool(actions))
-        reported = Reported(rack, [f"{name}/2"], Xid(code=119), undo)
+        reported = Reported(rack, [f"{name}/2"], xid_error.report_of(Xid(code=119)), undo)
         until(lambda: reported.outcome() is not None)
         outcome = reported.outcome()
         assert outcome is not None
@@ -75,7 +80,7 @@ def test_it_has_taken_effect_when_the_watch_has_seen_it_and_the_driver_forgets_i
 
 def test_what_the_driver_says_is_taken_back_also_by_another_process(rack: FakeRack, undo: UndoLog) -> None:
     name = next(iter(read_rack_file(RACK).trays))
-    reported = Reported(rack, [f"{name}/0"], GpuFails(says="link"), undo)
+    reported = Reported(rack, [f"{name}/0"], gpu_failure.report_of(GpuFails(says="link")), undo)
     assert reported.outcome() is None, "nobody has asked yet"
     assert rack.tray(name).gpu[0].link_state[11] == 0
     heal_all(undo.folder)
@@ -87,7 +92,7 @@ def test_what_the_driver_says_is_taken_back_also_by_another_process(rack: FakeRa
     ("code", "says"), [(79, {"error": 15}), (119, {"recovery_action": 1}), (31, {}), (63, {}), (9999, {})]
 )
 def test_with_an_xid_that_asks_for_a_reset_the_driver_asks_for_it(code: int, says: object) -> None:
-    assert said_with(Xid(code=code)) == says
+    assert xid_error.report_of(Xid(code=code)).says == says
 
 
 def test_a_gpu_fault_needs_a_rack_file(tmp_path: Path) -> None:

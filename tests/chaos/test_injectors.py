@@ -18,19 +18,15 @@ import torch
 
 from rackrun.chaos.base.errors import PlanError, Unsupported
 from rackrun.chaos.faults.crash_points import FUNCTIONS
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DelayCollective,
-    Fault,
-    FlipBit,
-    HoldGil,
-    Kill,
-    Raise,
-    Slow,
-    Subjects,
-    all_faults,
-    name_of,
-)
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.fault_types import Subjects, name_of
+from rackrun.chaos.faults.hangs.delay_collective import DelayCollective
+from rackrun.chaos.faults.hangs.hold_gil import HoldGil
+from rackrun.chaos.faults.hangs.slow_down import Slow
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.raise_exception import Raise
+from rackrun.chaos.faults.table.fault_table import Fault, all_faults
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.injectors.common.injection import Injected, Outcome
 from rackrun.chaos.injectors.common.inprocess_orders import Ordered

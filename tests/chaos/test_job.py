@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from rackrun.chaos.evidence.history import History
-from rackrun.chaos.faults.fault_types import Kill, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One, Scene
 from rackrun.chaos.injectors import Outcome
 from rackrun.chaos.plan.conductor import See

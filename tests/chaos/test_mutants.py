@@ -9,7 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults.fault_types import Fault, Kill, Pause, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One, Several, Target
 from rackrun.chaos.injectors.processes import signals
 from rackrun.chaos.plan.definition import AtStep, Inject, Plan

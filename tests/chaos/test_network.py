@@ -15,11 +15,14 @@ from typing import get_args
 import pytest
 
 from rackrun.chaos.base.errors import Unsupported
-from rackrun.chaos.faults.fault_types import Fault, Link, Partition, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.network.bad_link import Link
+from rackrun.chaos.faults.network.network_partition import Partition
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
+from rackrun.chaos.injectors import machine_abilities
 from rackrun.chaos.injectors.common.injection import Injected, Missed, Outcome
 from rackrun.chaos.injectors.doctor import check_plan
-from rackrun.chaos.injectors.network import network_faults
 from rackrun.chaos.injectors.network.link_faults import BadLink
 from rackrun.chaos.injectors.network.packet_filters import Lossy, Partitioned
 from rackrun.chaos.plan.definition import FlipFlop, Inject, Plan
@@ -346,7 +349,7 @@ def test_a_link_that_means_nothing_is_refused(link: Link) -> None:
 
 
 def test_a_machine_that_cannot_have_hosts_refuses_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_faults, "hosts_here", lambda: ("there is no nft", "install nftables"))
+    monkeypatch.setattr(machine_abilities, "hosts_here", lambda: ("there is no nft", "install nftables"))
     with pytest.raises(Unsupported, match="no nft") as refused:
         check_plan(Plan(plan=Inject(fault=Partition(), target=One(Subjects.TRAY))))
     assert refused.value.remedy == "install nftables."

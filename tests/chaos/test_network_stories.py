@@ -9,7 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults.fault_types import Fault, Kill, Link, Partition, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.network.bad_link import Link
+from rackrun.chaos.faults.network.network_partition import Partition
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, FlipFlop, Inject, Par, Part, Plan, Seq
 from rackrun.chaos.runs.reference_run import run_reference

@@ -12,7 +12,10 @@ import pytest
 
 from rackrun.chaos.evidence.journal_replay import Replayed
 from rackrun.chaos.evidence.run_evidence import Evidence, Trace
-from rackrun.chaos.faults.fault_types import Kill, Pause, Slow, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.hangs.slow_down import Slow
+from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One, Subject
 from rackrun.chaos.inprocess.state_recorder import End
 from rackrun.chaos.oracles import judge, overall

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from rackrun.chaos.base.errors import PlanError
 from rackrun.chaos.faults import fault_types
-from rackrun.chaos.faults.fault_types import FlipBit, HoldGil, Kill, Pause, Subjects, Xid
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.hold_gil import HoldGil
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.hardware.xid_error import Xid
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.table.fault_table import all_faults
 from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, Minority, One, Several, Target
 from rackrun.chaos.oracles import ORACLES
 from rackrun.chaos.plan.definition import (
@@ -188,10 +194,10 @@ def test_what_ends_by_itself_cannot_be_taken_back() -> None:
 
 
 def test_every_fault_has_a_family_and_something_to_strike_and_is_in_the_schema() -> None:
-    names = [fault_types.name_of(fault) for fault in fault_types.all_faults()]
+    names = [fault_types.name_of(fault) for fault in all_faults()]
     assert len(set(names)) == len(names)
     text = str(schema())
-    for fault in fault_types.all_faults():
+    for fault in all_faults():
         assert fault.family in fault_types.Family
         assert fault.strikes
         assert f"'{fault_types.name_of(fault)}'" in text
@@ -200,7 +206,7 @@ def test_every_fault_has_a_family_and_something_to_strike_and_is_in_the_schema()
 # -- the documentation
 def test_all_that_a_plan_may_say_is_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "chaos.md").read_text()
-    kinds = [*get_args(Part), *get_args(Trigger), *get_args(Target), *fault_types.all_faults()]
+    kinds = [*get_args(Part), *get_args(Trigger), *get_args(Target), *all_faults()]
     names = [str(kind.__struct_config__.tag) for kind in kinds]
     names += [*Subjects, *ORACLES, *(field.name for field in msgspec.structs.fields(Plan) if field.name != "format")]
     assert [name for name in names if f"`{name}`" not in page] == []

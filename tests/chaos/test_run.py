@@ -14,19 +14,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DelayCollective,
-    Fault,
-    FlipBit,
-    HoldGil,
-    Kill,
-    Pause,
-    Preempt,
-    Raise,
-    Slow,
-    Subjects,
-)
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.delay_collective import DelayCollective
+from rackrun.chaos.faults.hangs.hold_gil import HoldGil
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.hangs.slow_down import Slow
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.preempt_tray import Preempt
+from rackrun.chaos.faults.processes.raise_exception import Raise
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, Last, NeighbourOf, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Part, Plan, Seq, parts_of, read_plan
 from rackrun.chaos.runs.reference_run import Twin, run_reference

@@ -7,23 +7,22 @@ from dataclasses import replace
 import pytest
 
 from rackrun.chaos.base.errors import Unsupported
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DiskFails,
-    DiskFull,
-    Fault,
-    FlipBit,
-    Kill,
-    Link,
-    Partition,
-    Pause,
-    Preempt,
-    Raise,
-    Return,
-    Slow,
-    Subjects,
-)
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.hangs.slow_down import Slow
+from rackrun.chaos.faults.network.bad_link import Link
+from rackrun.chaos.faults.network.network_partition import Partition
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.preempt_tray import Preempt
+from rackrun.chaos.faults.processes.raise_exception import Raise
+from rackrun.chaos.faults.processes.return_tray import Return
+from rackrun.chaos.faults.storage.disk_failure import DiskFails
+from rackrun.chaos.faults.storage.disk_full import DiskFull
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, One, Target
+from rackrun.chaos.faults.virtual_strike import CallFault
 from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
 from rackrun.chaos.simulator.base.coverage_marks import Buggify
 from rackrun.chaos.simulator.base.durations import SimCosts
@@ -206,14 +205,18 @@ def test_a_job_whose_checkpoints_cannot_be_read_stops_instead_of_beginning_anew(
 
 
 def test_a_disk_that_is_full_is_neither_slow_nor_torn() -> None:
-    disk = Simulation(job(Seq(parts=()), checkpoint_every=5)).disk
-    for number, fault in enumerate((DiskFails(call="write", error="torn"), DiskFails(call="write", error="slow"))):
+    disk, slow, full = (
+        Simulation(job(Seq(parts=()), checkpoint_every=5)).disk,
+        CallFault("write", "slow"),
+        CallFault("write", "ENOSPC"),
+    )
+    for number, fault in enumerate((CallFault("write", "torn"), slow)):
         disk.strike(fault, number)
-    assert disk._failing("write") == DiskFails(call="write", error="slow")
-    heal = disk.strike(DiskFull(), 9)
-    assert disk._failing("write") == DiskFull()
+    assert disk._failing("write") == slow
+    heal = disk.strike(full, 9)
+    assert disk._failing("write") == full
     heal()
-    assert disk._failing("write") == DiskFails(call="write", error="slow")
+    assert disk._failing("write") == slow
 
 
 def test_a_checkpoint_that_is_due_while_an_older_one_is_written_is_passed_over() -> None:

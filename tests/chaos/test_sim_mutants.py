@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos.faults.fault_types import Preempt, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.preempt_tray import Preempt
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan
 from rackrun.chaos.simulator.cluster.simulation import Job, Simulation

@@ -20,23 +20,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from rackrun.chaos.faults.fault_types import (
-    DiskFails,
-    DiskFull,
-    ExhaustMemory,
-    Fault,
-    FlipBit,
-    PoisonBatch,
-    StepClock,
-    Subjects,
-)
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.data.poison_batch import PoisonBatch
+from rackrun.chaos.faults.data.step_clock import StepClock
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.exhaust_memory import ExhaustMemory
+from rackrun.chaos.faults.storage.disk_failure import CALLS, DiskFails
+from rackrun.chaos.faults.storage.disk_full import DiskFull
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.injectors import refusal
 from rackrun.chaos.injectors.common.injection import Injected, Missed, Outcome
 from rackrun.chaos.injectors.resources.bit_flips import checkpoint_bit, snapshot_bit
 from rackrun.chaos.injectors.resources.clock_jumps import Stepped
 from rackrun.chaos.injectors.resources.memory_exhaustion import Confined, memory_here
-from rackrun.chaos.injectors.resources.storage_faults import CALLS, Failing, Filled
+from rackrun.chaos.injectors.resources.storage_faults import Failing, Filled
 from rackrun.chaos.inprocess.data_faults import Poison
 from rackrun.chaos.inprocess.file_faults import BadFiles
 from rackrun.chaos.inprocess.inprocess_faults import Order, _Hooks
@@ -349,7 +347,7 @@ def test_what_makes_no_sense_is_refused_with_a_remedy(fault: Fault, kind: Subjec
 def test_what_this_machine_cannot_do_is_refused_with_a_remedy(
     fault: Fault, kind: Subjects, ability: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"rackrun.chaos.injectors.resources.resource_faults.{ability[0]}", lambda *_: ability[1])
+    monkeypatch.setattr(f"rackrun.chaos.injectors.machine_abilities.{ability[0]}", lambda *_: ability[1])
     refused = refusal(fault, kind)
     assert refused is not None
     assert all(refused)

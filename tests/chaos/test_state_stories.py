@@ -15,17 +15,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.faults.fault_types import (
-    DiskFails,
-    DiskFull,
-    ExhaustMemory,
-    Fault,
-    FlipBit,
-    Kill,
-    PoisonBatch,
-    StepClock,
-    Subjects,
-)
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.data.poison_batch import PoisonBatch
+from rackrun.chaos.faults.data.step_clock import StepClock
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.exhaust_memory import ExhaustMemory
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.storage.disk_failure import DiskFails
+from rackrun.chaos.faults.storage.disk_full import DiskFull
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, One, Target
 from rackrun.chaos.injectors.resources.memory_exhaustion import memory_here
 from rackrun.chaos.plan.definition import AtStep, Heal, Inject, Par, Part, Plan, Quiet, Seq

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.faults.fault_types import CrashAt, Fault, Kill, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One, Target
 from rackrun.chaos.inprocess.step_probe import FOLDER, Told, read_told, report_step
 from rackrun.chaos.plan.definition import AtPoint, AtStep, Inject, Now, Plan, Trigger

@@ -25,7 +25,7 @@ def test_tensors_come_back_to_their_places() -> None:
 def test_a_container_that_contains_itself_is_refused(function: Callable[[str, Any], object]) -> None:
     ring: list[Any] = []
     ring += [ring, ring]
-    with pytest.raises(UsageError, match="model/state/.* contains itself"):
+    with pytest.raises(UsageError, match=r"model/state/.* contains itself"):
         function("model", {"state": ring})
 
 

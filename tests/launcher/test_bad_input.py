@@ -100,7 +100,7 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "copies of an unknown kind": (("--snapshot-copies", "raid:5", "train.py"), {}, ("raid:5", "local, mirror, xor")),
     "copies over racks": (("--snapshot-copies", "mirror:rack", "train.py"), {}, ("level is tray, not rack",)),
     "three copies": (("--snapshot-copies", "mirror:3", "train.py"), {}, ("3 copies are not kept", "--checkpoint-dir")),
-    "sets of one": (("--snapshot-copies", "xor:1", "train.py"), {}, ("xor:1", "nothing is protected")),
+    "sets of one": (("--snapshot-copies", "xor:1", "train.py"), {}, ("xor:1", "protects nothing")),
     "sets of more trays than there are": (
         ("--trays", "4", "--snapshot-copies", "xor:8", "train.py"),
         {},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.strike_tools import Injected, Outcome
 from rackrun.chaos.faults.targets import Scene, Subject
 from rackrun.chaos.testbed.job_under_test import Job
 from rackrun.chaos.testbed.machine.processes import Process
@@ -15,25 +15,6 @@ __all__ = ["CONFIRM_S", "All", "Injected", "Missed", "Outcome", "whom"]
 CONFIRM_S = 60.0
 """A strike that has not taken effect after this many seconds has failed, and the run's verdict is *unknown*. Machines
 are busy."""
-
-
-class Outcome(NamedTuple):
-    """Whether a strike took effect, and the detail that shows it."""
-
-    took: bool
-    detail: str
-    struck_s: float | None = None
-    """When it struck, by the host's monotonic clock, if the injector knows. Finding the subjects takes time, too."""
-
-
-class Injected(Protocol):
-    """A strike that has begun."""
-
-    def outcome(self) -> Outcome | None:
-        """Return the outcome, or None while it is not known whether the strike has taken effect."""
-
-    def take_back(self) -> None:
-        """Undo the fault. Called only for faults that last."""
 
 
 class All:

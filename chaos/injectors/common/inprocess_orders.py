@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import CrashAt
+from rackrun.chaos.faults.fault_types import BaseFault
+from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
-from rackrun.chaos.inprocess.inprocess_faults import Inside, Order, Struck
+from rackrun.chaos.inprocess.inprocess_faults import Order, Struck
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import RemoveFile, UndoLog
 
@@ -28,14 +29,14 @@ class Ordered:
         self,
         processes: Sequence[Process],
         number: int,
-        fault: Inside,
+        fault: BaseFault,
         seed: int,
         inside: Path,
         undo: UndoLog,
     ) -> None:
         self._began_s, self._processes, self._undo = time.monotonic(), processes, undo
         self._done = [inside / "done" / f"{number}-{process.pid}.json" for process in processes]
-        self._patience_s = None if isinstance(fault, CrashAt) else CONFIRM_S  # a point may never be reached
+        self._patience_s = None if row_of(fault).points(fault) else CONFIRM_S  # a point may never be reached
         self._records = []
         for process in processes:
             folder = inside / "orders" / str(process.pid)

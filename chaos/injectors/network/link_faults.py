@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from rackrun.chaos.faults.fault_types import Link
+from rackrun.chaos.faults.network.bad_link import Link
 from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
 from rackrun.chaos.testbed.network.link_proxy import Say
 from rackrun.chaos.testbed.network.proxy_control import Links

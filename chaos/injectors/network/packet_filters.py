@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from rackrun.chaos.faults.fault_types import Partition
+from rackrun.chaos.faults.strike_tools import CutShape
 from rackrun.chaos.injectors.common.injection import CONFIRM_S, Missed, Outcome
 from rackrun.chaos.testbed.machine.undo_log import RemoveRules, UndoLog
 from rackrun.chaos.testbed.network.hosts import HEAD, Hosts
@@ -63,13 +63,13 @@ class Partitioned(_Filtered):
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[str]], fault: Partition, number: int, hosts: Hosts, undo: UndoLog
+        self, groups: Sequence[Sequence[str]], cut: CutShape, number: int, hosts: Hosts, undo: UndoLog
     ) -> None:
         super().__init__(hosts, undo)
-        both = fault.shape != "one_way"
+        both = cut.shape != "one_way"
         for index, group in enumerate(groups):
-            others = _others(group, fault.shape, hosts)
-            if fault.loud:
+            others = _others(group, cut.shape, hosts)
+            if cut.loud:
                 for name in group:
                     self._refuse(f"strike{number}", name, others, both=both)
             else:

@@ -11,47 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rackrun.chaos.base.errors import Unsupported
-from rackrun.chaos.faults.fault_types import GpuFails, Xid
+from rackrun.chaos.faults.fault_row import Need
+from rackrun.chaos.faults.strike_tools import GpuReport
+from rackrun.chaos.faults.table.fault_table import needs_of
 from rackrun.chaos.injectors.common.injection import CONFIRM_S, Missed, Outcome
-from rackrun.chaos.plan.definition import FlipFlop, Inject, Plan, Swizzle, parts_of
-from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, FakeTray, Says, build
+from rackrun.chaos.plan.definition import Plan, faults_of
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, FakeTray, build
 from rackrun.chaos.testbed.machine.undo_log import RestoreGpu, UndoLog
-from rackrun.topology.health.xid_table import CATALOGUE
 from rackrun.topology.model.rack_file import read_rack_file
 
-__all__ = ["Reported", "driver_for", "driver_refusal", "said_with"]
+__all__ = ["Reported", "driver_for", "driver_refusal"]
 
-_GPU_IS_LOST, _RESET = 15, 1
-_FALLEN_OFF_THE_BUS = 79
 _READINGS = 3
 """Readings to wait for: one under way, a whole one, and the beginning of the next, which shows that the whole one has
 ended."""
-_OF_RESETS = ("RESET_GPU", "WORKFLOW_XID_48", "WORKFLOW_NVLINK_ERR")
-_SAYS: dict[str, dict[str, Says]] = {
-    "lost": {"error": _GPU_IS_LOST},
-    "reset": {"recovery_action": _RESET},
-    "reboot": {"recovery_action": 2},
-    "drain_p2p": {"recovery_action": 3},
-    "row": {"remapped": {"2": 1}},
-    "sram": {"sram_threshold": 1},
-    "ecc": {"remapped": {"0": 1}},
-    "link": {"link_state": {"11": 0}},
-    "fabric": {"fabric_state": 2},
-}
 _REAL = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-
-
-def said_with(fault: Xid | GpuFails) -> dict[str, Says]:
-    """Return what the driver answers about the GPU as long as the fault is in force.
-
-    For an Xid whose entry in the catalogue asks for a reset, the driver asks for one, too.
-    """
-    if isinstance(fault, GpuFails):
-        return _SAYS[fault.says]
-    entry = CATALOGUE.get(fault.code)
-    if fault.code == _FALLEN_OFF_THE_BUS:
-        return {"error": _GPU_IS_LOST}
-    return {"recovery_action": _RESET} if entry is not None and entry.action in _OF_RESETS else {}
 
 
 class Reported:
@@ -62,11 +36,11 @@ class Reported:
     undone.
     """
 
-    def __init__(self, rack: FakeRack, slots: Sequence[str], fault: Xid | GpuFails, undo: UndoLog) -> None:
-        self._began_s, self._undo, self._what = time.monotonic(), undo, _called(fault)
+    def __init__(self, rack: FakeRack, slots: Sequence[str], report: GpuReport, undo: UndoLog) -> None:
+        self._began_s, self._undo, self._what = time.monotonic(), undo, report.what
         self._waits: list[tuple[str, FakeTray, int, int]] = []
         self._records: list[int] = []
-        says = said_with(fault)
+        says = dict(report.says)
         for slot in slots:
             name, _, index = slot.partition("/")
             if name not in rack or int(index) >= rack.tray(name).gpus:
@@ -74,8 +48,8 @@ class Reported:
             tray, gpu = rack.tray(name), int(index)
             self._records.append(undo.record(RestoreGpu(str(rack.path), name, gpu, tray.said(gpu, says))))
             tray.put(gpu, says)
-            if isinstance(fault, Xid):
-                tray.xid(gpu, fault.code)
+            if report.xid is not None:
+                tray.xid(gpu, report.xid)
             self._waits.append((slot, tray, tray.event_count, tray.readings + (_READINGS if says else 0)))
 
     def outcome(self) -> Outcome | None:
@@ -90,10 +64,6 @@ class Reported:
     def take_back(self) -> None:
         for number in reversed(self._records):
             self._undo.heal(number)
-
-
-def _called(fault: Xid | GpuFails) -> str:
-    return f"Xid {fault.code}" if isinstance(fault, Xid) else fault.says
 
 
 def driver_refusal() -> tuple[str, str] | None:
@@ -115,8 +85,7 @@ def driver_for(plan: Plan, command: Sequence[str], folder: Path | None) -> tuple
     With a ``folder`` of None nothing is made: the call only checks that the driver can be made, and returns None.
     Raises `Unsupported` if the command names no rack file, and whatever `read_rack_file` raises.
     """
-    strikes = [part.fault for part in parts_of(plan.plan) if isinstance(part, Inject | FlipFlop | Swizzle)]
-    if not any(isinstance(fault, Xid | GpuFails) for fault in strikes):
+    if Need.DRIVER not in needs_of(faults_of(plan)):
         return None
     file = _rack_of(command)
     if not file:

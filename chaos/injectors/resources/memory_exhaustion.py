@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rackrun.chaos.faults.processes.exhaust_memory import MEMORY_BYTES
 from rackrun.chaos.injectors.common.injection import CONFIRM_S, Injected, Outcome
-from rackrun.chaos.inprocess.inprocess_faults import MEMORY_BYTES
 from rackrun.chaos.testbed.machine.cgroups import home_of, new_name, room_for
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import RemoveGroup, UndoLog

@@ -7,22 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import DiskFails
+from rackrun.chaos.faults.fault_types import BaseFault
 from rackrun.chaos.injectors.common.injection import Missed, Outcome
 from rackrun.chaos.inprocess.inprocess_faults import Order, Struck
 from rackrun.chaos.testbed.job_under_test import Job
 from rackrun.chaos.testbed.machine.private_filesystem import SIZE_BYTES, set_size, sizes
 from rackrun.chaos.testbed.machine.undo_log import RemoveFile, SetSize, UndoLog
 
-__all__ = ["CALLS", "Failing", "Filled", "checkpoints_of"]
+__all__ = ["Failing", "Filled", "checkpoints_of"]
 
-CALLS = {
-    "write": ("EIO", "ENOSPC", "EROFS", "slow", "torn"),
-    "fsync": ("EIO", "ENOSPC", "EROFS", "slow"),
-    "rename": ("EIO", "ENOSPC", "EROFS", "slow"),
-    "read": ("EIO", "slow"),
-}
-"""File call -> the errors with which it can end."""
 _PROBE_BYTES = 1 << 16
 
 
@@ -60,7 +53,7 @@ class Failing:
     """Failing file calls. The order holds for every process that makes the call, and has taken effect when one has met
     it."""
 
-    def __init__(self, fault: DiskFails, number: int, inside: Path, undo: UndoLog) -> None:
+    def __init__(self, fault: BaseFault, number: int, inside: Path, undo: UndoLog) -> None:
         self._undo, self._done, self._number = undo, inside / "done", number
         path = inside / "storage" / f"{number}.json"
         path.parent.mkdir(exist_ok=True)

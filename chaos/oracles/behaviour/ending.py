@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
 from rackrun.chaos.faults.fault_types import name_of
-from rackrun.chaos.inprocess.inprocess_faults import CRASHED
+from rackrun.chaos.faults.processes.crash_at_point import CRASHED
 
 __all__ = ["judge"]
 

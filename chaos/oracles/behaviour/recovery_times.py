@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
-from rackrun.chaos.faults.fault_types import Family, Kill, Subjects
+from rackrun.chaos.faults.fault_row import StrikeCost
+from rackrun.chaos.faults.fault_types import Family, Subjects
+from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.oracles.behaviour.restraint import BUSY_S
 from rackrun.chaos.plan.conductor import Record
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
@@ -66,7 +68,9 @@ def _detected(record: Record, evidence: Evidence) -> float | None:
     """
     kinds = {subject.kind for subject in record.strike.subjects}
     began_s, coordinator_s = evidence.began_wall_s, evidence.trace.began_wall_s
-    if not (isinstance(record.strike.fault, Kill) and kinds == {Subjects.RANK} and record.took):
+    fault = record.strike.fault
+    at_once = row_of(fault).cost(fault, Subjects.RANK) is StrikeCost.SUBJECTS_AT_ONCE
+    if not (at_once and kinds == {Subjects.RANK} and record.took):
         return None
     if began_s is None or coordinator_s is None:
         return None

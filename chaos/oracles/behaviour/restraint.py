@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
-from rackrun.chaos.faults.fault_types import (
-    DelayCollective,
-    DiskFails,
-    DiskFull,
-    Duplicate,
-    Family,
-    HoldGil,
-    Pause,
-    PoisonBatch,
-    Return,
-    Slow,
-    StepClock,
-    Subjects,
-)
+from rackrun.chaos.faults.fault_types import WORKERS, Subjects
+from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.plan.conductor import Record
-from rackrun.chaos.plan.survivability import SHORT_S, SHORT_TRAY_S
 
 __all__ = ["BUSY_S", "judge"]
 
@@ -48,25 +35,13 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _concerns_all(record: Record) -> bool:
     """Whether a strike may justify the loss of any rank."""
-    fault, kinds = record.strike.fault, {subject.kind for subject in record.strike.subjects}
-    return (
-        fault.family is Family.NETWORK
-        or isinstance(fault, PoisonBatch)
-        or (isinstance(fault, DiskFails) and fault.call == "read")  # a rank cannot restore a checkpoint then
-        or (Subjects.COORDINATOR in kinds and not _is_short(record))
-    )
+    kinds = {subject.kind for subject in record.strike.subjects}
+    fault = record.strike.fault
+    return row_of(fault).endangers_all(fault) or (Subjects.COORDINATOR in kinds and not _is_short(record))
 
 
 def _is_short(record: Record) -> bool:
     """Whether the strike is no reason to give anybody up."""
-    on_workers = {subject.kind for subject in record.strike.subjects} <= {Subjects.RANK, Subjects.SPARE}
+    fault, kinds = record.strike.fault, {subject.kind for subject in record.strike.subjects}
     lasted_s = None if record.back_s is None else record.back_s - record.at_s
-    match record.strike.fault:
-        case Slow() | StepClock() | Duplicate() | Return() | DiskFull() | DiskFails():
-            return True
-        case Pause():
-            return lasted_s is not None and lasted_s <= (SHORT_S if on_workers else SHORT_TRAY_S)
-        case HoldGil(for_s=for_s) | DelayCollective(for_s=for_s):
-            return for_s <= SHORT_S
-        case _:
-            return False
+    return not row_of(fault).justifies_loss(fault, lasted_s, kinds <= {*WORKERS})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
-from rackrun.chaos.faults.fault_types import FlipBit
+from rackrun.chaos.faults.fault_types import Family
 
 __all__ = ["INTERVALS", "judge"]
 
@@ -44,5 +44,5 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _excused(evidence: Evidence) -> set[int]:
     """Return the generations that had to skip a snapshot because it was damaged."""
-    flipped = any(isinstance(record.strike.fault, FlipBit) and record.took for record in evidence.records)
+    flipped = any(record.strike.fault.family is Family.CORRUPTION and record.took for record in evidence.records)
     return {plan.generation for plan in evidence.trace.plans} if flipped else set(evidence.trace.damaged)

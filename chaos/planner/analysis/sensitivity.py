@@ -14,7 +14,7 @@ from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_interval
 from rackrun.chaos.planner.model.job_state import Intervals
 from rackrun.chaos.planner.model.outcome import Outcome, Where
 
-__all__ = ["applies", "rescaled", "resaved"]
+__all__ = ["applies", "resaved", "rescaled"]
 
 
 def applies(cost: str, outcome: Outcome) -> bool:

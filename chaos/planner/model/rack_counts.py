@@ -12,7 +12,7 @@ from rackrun.topology.model.mesh import Ints
 from rackrun.topology.placement.arrays import Board
 from rackrun.topology.placement.objective import Fitness
 
-__all__ = ["Bools", "RackCounts", "RackCounter"]
+__all__ = ["Bools", "RackCounter", "RackCounts"]
 
 Bools = npt.NDArray[np.bool_]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.faults.fault_types import DiskFails, DiskFull
+from rackrun.chaos.faults.virtual_strike import CallFault
 from rackrun.chaos.simulator.base.ground_truth import History, must
 from rackrun.chaos.simulator.cluster.restore_sources import Owner
 
@@ -52,10 +52,10 @@ class Disk:
         self._damaged: dict[int, None] = {}
         self._began: dict[int, History | None] = {}
         """The generation that began a world -> the state it began with; None: no checkpoint could be used."""
-        self._faults: dict[int, DiskFull | DiskFails] = {}
+        self._faults: dict[int, CallFault] = {}
 
     # -- faults
-    def strike(self, fault: DiskFull | DiskFails, number: int) -> Callable[[], object]:
+    def strike(self, fault: CallFault, number: int) -> Callable[[], object]:
         """Put a fault in force, and return the function that takes it back."""
         self._faults[number] = fault
         return lambda: self._faults.pop(number, None)
@@ -67,14 +67,11 @@ class Disk:
             self._whole[max(there)].torn = True
         return bool(there)
 
-    def _failing(self, call: str) -> DiskFull | DiskFails | None:
+    def _failing(self, call: str) -> CallFault | None:
         """Return the worst fault in force for ``call``: an error counts more than a slow or torn call."""
         order = ("slow", "torn")
-        full = [fault for fault in self._faults.values() if isinstance(fault, DiskFull) and call == "write"]
-        fails = [fault for fault in self._faults.values() if isinstance(fault, DiskFails) and fault.call == call]
-        fails.sort(key=lambda fault: order.index(fault.error) if fault.error in order else -1)
-        found: list[DiskFull | DiskFails] = [*full, *fails]
-        return found[0] if found else None
+        found = [fault for fault in self._faults.values() if fault.call == call]
+        return min(found, key=lambda fault: order.index(fault.error) if fault.error in order else -1, default=None)
 
     # -- writing
     def save(self, process: Process) -> bool:
@@ -107,9 +104,9 @@ class Disk:
             match self._failing(call):
                 case None:
                     pass
-                case DiskFails(error="torn"):
+                case CallFault(error="torn"):
                     torn = True
-                case DiskFails(error="slow", slow_s=slow_s):
+                case CallFault(error="slow", slow_s=slow_s):
                     self._later(process, slow_s, self._write, process, key, rank, history, calls[at:], torn)
                     return
                 case _:

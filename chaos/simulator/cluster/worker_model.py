@@ -46,22 +46,8 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.generations import Era
     from rackrun.chaos.simulator.cluster.restore_sources import Owner
 
-__all__ = ["POINTS", "Process"]
+__all__ = ["Process"]
 
-POINTS = (
-    "agent: joining",
-    "worker: ready",
-    "worker: entering",
-    "worker: applied",
-    "worker: sealing",
-    "worker: parking",
-    "worker: planned",
-    "worker: restoring",
-    "worker: resuming",
-    "worker: pausing",
-    "worker: finishing",
-)
-"""The points at which `rackrun.chaos.faults.fault_types.CrashAt` can strike in the model."""
 POLL_S = 0.1
 
 

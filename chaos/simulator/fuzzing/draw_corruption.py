@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import FlipBit, Subjects
+from rackrun.chaos.faults.data.flip_bit import FlipBit
+from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import Every, Inject, Now, Par, Quiet, Seq
 from rackrun.chaos.simulator.cluster.simulation import Job

@@ -9,32 +9,15 @@ from typing import Any, Literal
 import msgspec
 
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.faults.fault_types import (
-    CrashAt,
-    DelayCollective,
-    DiskFails,
-    DiskFull,
-    ExhaustMemory,
-    Fault,
-    FlipBit,
-    HoldGil,
-    Kill,
-    Link,
-    Partition,
-    Pause,
-    PoisonBatch,
-    Preempt,
-    Raise,
-    Return,
-    Slow,
-    StepClock,
-    Subjects,
-    Xid,
-)
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.pause_process import Pause
+from rackrun.chaos.faults.network.network_partition import Partition
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.return_tray import Return
+from rackrun.chaos.faults.table.fault_table import FAULTS, Fault
 from rackrun.chaos.faults.targets import Last, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Budget, Every, Inject, Now, Par, Part, Plan, Quiet, Seq
 from rackrun.chaos.simulator.cluster.simulation import Job
-from rackrun.chaos.simulator.cluster.worker_model import POINTS
 from rackrun.chaos.simulator.fuzzing.draw_corruption import with_corruption
 from rackrun.chaos.simulator.fuzzing.draw_long import LONG, a_long_job
 from rackrun.core.policy.choice import parse_rules
@@ -45,56 +28,19 @@ __all__ = ["FAMILIES", "draw_job"]
 RANK, SPARE, AGENT, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjects.TRAY
 _COPIES: tuple[Literal["local", "mirror", "xor", "rs"], ...] = ("mirror", "mirror", "xor", "rs", "local")
 FAMILIES = ("kills", "errors", "crashes", "hangs", "slow", "trays", "network", "control", "hardware", "rot", "leaving")
+DISK = "disk"
+FEW = ("few workers", "few connections")
+"""Families of the few faults that spares and replicas can deal with."""
+
+
+def _variants(family: str, draw: random.Random, for_s: float | None) -> list[tuple[Fault, Target]]:
+    """Return what the rows of all faults have for a family."""
+    return [variant for row in FAULTS.values() if family in row.in_fuzz for variant in row.in_fuzz[family](draw, for_s)]
 
 
 def _one_of(family: str, draw: random.Random) -> tuple[Fault, Target]:
     for_s = draw.choice([None, 1.0, 4.0, 20.0])
-    choices: dict[str, list[tuple[Fault, Target]]] = {
-        "kills": [
-            (Kill(), One(RANK)),
-            (Kill(signal="SEGV"), One(RANK)),
-            (Kill(), Several(RANK, 2)),
-            (Kill(), One(SPARE)),
-            (ExhaustMemory(), One(RANK)),
-        ],
-        "errors": [(Raise(), One(RANK)), (Raise(error="ValueError"), One(RANK)), (PoisonBatch(), One(RANK))],
-        "crashes": [
-            (CrashAt(point=draw.choice(POINTS[1:]), nth=draw.randint(1, 4)), One(draw.choice([RANK, RANK, SPARE]))),
-        ],
-        "hangs": [
-            (Pause(for_s=for_s), One(draw.choice([RANK, RANK, SPARE]))),
-            (HoldGil(for_s=draw.choice([1.0, 5.0, 30.0])), One(RANK)),
-            (DelayCollective(for_s=draw.choice([2.0, 10.0, 10_000.0])), One(RANK)),
-        ],
-        "slow": [(Slow(share=draw.choice([0.2, 0.5, 0.8]), for_s=for_s), One(draw.choice([RANK, TRAY])))],
-        "trays": [
-            (Kill(), One(TRAY)),
-            (Kill(), One(AGENT)),
-            (Pause(for_s=draw.choice([5.0, 20.0, 60.0])), One(draw.choice([AGENT, TRAY]))),
-        ],
-        "network": [
-            (
-                Partition(
-                    shape=draw.choice(["isolated", "one_way", "from_coordinator", "from_peers"]),
-                    loud=draw.random() < 0.3,
-                    for_s=draw.choice([None, 1.0, 8.0, 30.0]),
-                ),
-                One(TRAY),
-            ),
-            (
-                Link(latency_s=draw.random(), jitter_s=draw.random(), lost=0.1, reset=draw.random() < 0.3, for_s=10.0),
-                One(AGENT),
-            ),
-            (Link(half_open=True, for_s=1.0), One(AGENT)),
-        ],
-        "control": [
-            (Pause(for_s=draw.choice([0.5, 5.0, 30.0])), One(Subjects.COORDINATOR)),
-            (StepClock(by_s=3600.0, for_s=5.0), One(AGENT)),
-        ],
-        "hardware": [(Xid(code=draw.choice([13, 48, 63, 79, 94]), for_s=for_s), One(draw.choice([RANK, SPARE])))],
-        "rot": [(FlipBit(), One(RANK))],
-        "leaving": [(Preempt(notice_s=draw.choice([2.0, 30.0])), One(TRAY))],
-    }
+    choices = {one: _variants(one, draw, for_s) for one in FAMILIES}
     return draw.choice(choices[family])
 
 
@@ -124,17 +70,7 @@ def _faults(draw: random.Random) -> Part:
 
 def _few_faults(draw: random.Random) -> Part:
     """Draw a few faults that spares and replicas can deal with."""
-    faults: list[tuple[Fault, Target]] = [
-        (Kill(), One(RANK)),
-        (ExhaustMemory(), One(RANK)),
-        (Pause(for_s=1.0), One(RANK)),
-        (DelayCollective(for_s=2.0), One(RANK)),
-        (Slow(share=0.5, for_s=10.0), One(RANK)),
-        (Partition(shape="isolated", for_s=1.0), One(TRAY)),
-        (Pause(for_s=2.0), One(Subjects.COORDINATOR)),
-        (Link(latency_s=0.3, jitter_s=0.5, for_s=10.0), One(AGENT)),
-        (StepClock(by_s=-60.0, for_s=5.0), One(AGENT)),
-    ]
+    faults = [variant for family in FEW for variant in _variants(family, draw, None)]
     parts: list[Part] = []
     for turn in range(draw.randint(1, 4)):
         fault, target = draw.choice(faults)
@@ -160,18 +96,8 @@ def _with_or_without_disk(seed: int) -> Job:
 
 def _with_disk(plan: Plan, draw: random.Random) -> Plan:
     """Add faults of the storage and, at times, losses after which no state is left in memory."""
-    for_s = draw.choice([1.0, 10.0, 60.0])
-    faults: list[Fault] = [
-        DiskFull(for_s=for_s),
-        DiskFails(call="fsync", for_s=for_s),
-        DiskFails(call="rename", error="EROFS", for_s=for_s),
-        DiskFails(call="write", error="slow", slow_s=5.0, for_s=for_s),
-        DiskFails(call="write", error="torn", for_s=for_s),
-        DiskFails(call="read", for_s=for_s),
-        FlipBit(of="checkpoint"),
-    ]
-    fault = draw.choice(faults)
-    fails = Inject(fault=fault, target=One(Subjects.STORAGE))
+    fault, target = draw.choice(_variants(DISK, draw, draw.choice([1.0, 10.0, 60.0])))
+    fails = Inject(fault=fault, target=target)
     parts: list[Part] = [plan.plan, Every(mean_s=15.0, part=fails, times=draw.randint(1, 3))]
     if draw.random() < 0.5:
         when = AtStep(step=draw.randint(3, 15))

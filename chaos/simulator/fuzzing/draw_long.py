@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import random
 
-from rackrun.chaos.faults.fault_types import DelayCollective, Fault, Kill, Partition, Return, Subjects
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.delay_collective import DelayCollective
+from rackrun.chaos.faults.network.network_partition import Partition
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.processes.return_tray import Return
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, Last, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Inject, Now, Part, Plan, Seq, kind_of
 from rackrun.chaos.simulator.cluster.simulation import Job

@@ -18,7 +18,7 @@ from collections import deque
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import Link
+from rackrun.chaos.faults.network.bad_link import Link
 
 __all__ = ["Effect", "Ports", "Say"]
 

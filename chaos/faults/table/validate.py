@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 from collections import Counter
 
 import msgspec
 
-from rackrun.chaos.faults.fault_types import CrashAt, Fault, Raise, Subjects
+from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Subjects
+from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.faults.targets import NAMELESS, BuddyOf, Exactly, NeighbourOf, Several, Target
 
-__all__ = ["Nonsense", "nonsense_of", "not_finite"]
+__all__ = ["nonsense_of", "not_finite"]
 
-Nonsense = tuple[str, str]
-"""What is wrong, and what to do about it."""
 _KEEPERS = (Subjects.RANK, Subjects.TRAY, Subjects.AGENT)
 
 
-def nonsense_of(fault: Fault, target: Target) -> Nonsense | None:
+def nonsense_of(fault: BaseFault, target: Target) -> Complaint | None:
     """Return what is wrong with the fault or its target, or None if nothing is."""
     return not_finite(fault) or _of_fault(fault) or _of_target(target)[1]
 
 
-def not_finite(value: msgspec.Struct) -> Nonsense | None:
+def not_finite(value: msgspec.Struct) -> Complaint | None:
     """Return a complaint about the first field that is infinite or NaN, or None."""
     for name in value.__struct_fields__:
         number = getattr(value, name)
@@ -32,36 +30,15 @@ def not_finite(value: msgspec.Struct) -> Nonsense | None:
     return None
 
 
-def _of_fault(fault: Fault) -> Nonsense | None:
+def _of_fault(fault: BaseFault) -> Complaint | None:
     for name in fault.__struct_fields__:
         value = getattr(fault, name)
         if name.endswith("_s") and name != "by_s" and value is not None and value < 0:
             return f"{name} is {value}", "give 0 or more"
-    match fault:
-        case CrashAt(nth=nth) if nth < 1:
-            return f"the {nth}th time of a point", "count from 1"
-        case Raise(error=error) if not _can_be_raised(error):
-            return (
-                f"there is no error {error!r}",
-                "name one of Python's own that takes a text: ValueError, OSError, ...",
-            )
-        case _:
-            return None
+    return row_of(fault).nonsense(fault)
 
 
-def _can_be_raised(name: str) -> bool:
-    """Whether ``name`` is a built-in exception that can be made from one text."""
-    kind = getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        return False
-    try:
-        kind("chaos")
-    except TypeError:
-        return False
-    return True
-
-
-def _of_target(target: Target) -> tuple[Subjects, Nonsense | None]:
+def _of_target(target: Target) -> tuple[Subjects, Complaint | None]:
     """Return the kind of the target's subjects, and what is wrong with the target, or None."""
     match target:
         case Exactly(kind, names):
@@ -79,7 +56,7 @@ def _of_target(target: Target) -> tuple[Subjects, Nonsense | None]:
             return target.of, None
 
 
-def _of_names(kind: Subjects, names: tuple[str, ...]) -> Nonsense | None:
+def _of_names(kind: Subjects, names: tuple[str, ...]) -> Complaint | None:
     if kind in NAMELESS:
         return None if names == ("",) else (f"the {kind} has no name", "leave out names")
     if not all(names) or not names:

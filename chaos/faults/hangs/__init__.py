@@ -1,0 +1,1 @@
+"""Faults that let processes stand still, or be late or slow."""

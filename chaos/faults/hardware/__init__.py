@@ -1,0 +1,1 @@
+"""Faults of GPUs, as their driver reports them."""

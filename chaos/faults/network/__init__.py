@@ -1,0 +1,1 @@
+"""Faults of the network between trays and the coordinator."""

@@ -1,0 +1,1 @@
+"""Faults that end processes, start them, or make them leave."""

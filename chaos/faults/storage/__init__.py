@@ -1,0 +1,1 @@
+"""Faults of the storage to which checkpoints are written."""

@@ -1,0 +1,1 @@
+"""The table of all faults, and the checks that follow from it."""
