@@ -13,20 +13,20 @@ from pathlib import Path
 import msgspec
 
 from rackrun.chaos.evidence.journal_replay import Replayed, replay
-from rackrun.chaos.inprocess.state_recorder import End, Held, read_ends, read_witness
-from rackrun.chaos.plan.conductor import Record
+from rackrun.chaos.inprocess.state_recorder import EndState, StepState, read_ends, read_witness
+from rackrun.chaos.plan.conductor import StrikeRecord
 from rackrun.chaos.plan.definition import Plan
-from rackrun.chaos.testbed.job_under_test import Ended
+from rackrun.chaos.testbed.job_under_test import JobResult
 from rackrun.coordinator.journal.committed_units import Eras
 from rackrun.coordinator.journal.journal_reader import resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import Goodput, read_report
 from rackrun.errors import UsageError
 from rackrun.launch.run.run_directory import Result, read_json
-from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position, step_of
 
-__all__ = ["Evidence", "Gate", "Trace", "Verdict", "began_wall_s", "read_trace"]
+__all__ = ["RunEvidence", "Gate", "RunTrace", "Verdict", "began_wall_s", "read_trace"]
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +39,7 @@ class Gate(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class Trace:
+class RunTrace:
     """What one run has computed and recorded."""
 
     gates: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class Trace:
     """Steps that were computed again with another result."""
     held: dict[str, str] = field(default_factory=dict)
     """Rank -> digest of all tracked state at its end."""
-    witness: list[Held] = field(default_factory=list)
+    witness: list[StepState] = field(default_factory=list)
     """The state of the ranks before every step, by step and rank, if the run went step by step."""
-    ends: dict[int, End] = field(default_factory=dict)
+    ends: dict[int, EndState] = field(default_factory=dict)
     """Rank -> the untracked state that its script reached at its end."""
     recoveries: list[RecoveryRecord] = field(default_factory=list)
-    plans: list[WorldPlan] = field(default_factory=list)
+    plans: list[GenerationPlan] = field(default_factory=list)
     """The plans of the generations, in the order in which they were written to disk."""
     result: Result | None = None
     """The launcher's ``result.json``."""
@@ -110,16 +110,16 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """Everything that the oracles judge a run by."""
 
     plan: Plan
-    reference: Trace
-    trace: Trace
-    ended: Ended
+    reference: RunTrace
+    trace: RunTrace
+    ended: JobResult
     limit_s: float
     """The time limit, after which the run was killed."""
-    records: tuple[Record, ...]
+    records: tuple[StrikeRecord, ...]
     nobody: tuple[str, ...]
     """Strikes that found no subject."""
     undone: str
@@ -128,12 +128,12 @@ class Evidence:
     places: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Strike -> the slots that it struck."""
     began_wall_s: float | None = None
-    """Unix time when the run with faults was started; `Record.at_s` is counted from there."""
+    """Unix time when the run with faults was started; `StrikeRecord.at_s` is counted from there."""
     began_monotonic_s: float | None = None
     """The same moment on the host's monotonic clock, which all its processes share."""
     struck_s: dict[int, float] = field(default_factory=dict)
-    """Strike -> when it struck, counted as `Record.at_s`, where the injector knows."""
-    again: Trace | None = None
+    """Strike -> when it struck, counted as `StrikeRecord.at_s`, where the injector knows."""
+    again: RunTrace | None = None
     """A second run without faults, made when there was a difference to explain."""
     may_differ: tuple[str, ...] = ()
     """Patterns of names of untracked state that may differ: ``history``, ``*.cache``."""
@@ -141,7 +141,7 @@ class Evidence:
     """The longest that the harness was late for a look at the job (due every 20 ms), which shows how busy the machine
     was."""
 
-    def came_late(self, record: Record) -> bool:
+    def came_late(self, record: StrikeRecord) -> bool:
         """Whether the strike came after everything was committed that the reference commits, so that it could do no
         harm."""
         trace = self.trace
@@ -165,13 +165,13 @@ def gate_of(data: bytes) -> Gate:
     return Gate(*struct.unpack("<3d", data))
 
 
-def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
+def read_trace(run: Path, inside: Path, *, whole: bool = True) -> RunTrace:
     """Read what a run has left.
 
     ``run`` is its ``--out-dir``, ``inside`` the folder of the chaos hooks. Whatever is missing is left empty. With
     ``whole`` the journal is also replayed and its goodput read, which only a run with faults is judged by.
     """
-    trace = Trace(result=read_json(run / "result.json", Result))
+    trace = RunTrace(result=read_json(run / "result.json", Result))
     if (inside / "held").is_dir():
         trace.held = {path.name: path.read_text() for path in (inside / "held").iterdir() if not path.suffix}
     trace.witness, trace.ends = read_witness(inside), read_ends(inside)
@@ -200,7 +200,7 @@ def _unpersisted(journal: sqlite3.Connection) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _read_snapshots(journal: sqlite3.Connection, trace: Trace) -> None:
+def _read_snapshots(journal: sqlite3.Connection, trace: RunTrace) -> None:
     query = "SELECT name, body FROM events WHERE kind = 'event' AND name IN ('WorkerParked', 'SnapshotDamaged')"
     told = [(name, msgspec.json.decode(body)) for name, body in journal.execute(query)]
     kept = [sorted({step_of(one) for one in of.get("snapshots", ())}) for name, of in told if name == "WorkerParked"]
@@ -218,7 +218,7 @@ def began_wall_s(journal: sqlite3.Connection) -> float | None:
     return None if found is None else float(found)
 
 
-def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
+def _read_journal(journal: sqlite3.Connection, trace: RunTrace) -> None:
     def again(what: str, known: object, new: object) -> None:
         if known != new:
             trace.contradictions.append(f"{what}: {known!r}, and later {new!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Trace, Verdict, gate_of
+from rackrun.chaos.evidence.run_evidence import RunEvidence, RunTrace, Verdict, gate_of
 
 __all__ = ["ROUNDING", "judge", "resized_because"]
 
@@ -13,7 +13,7 @@ ROUNDING = 1e-4
 are rounded differently."""
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Compare the gates of all steps and phases with the reference.
 
     If the plan expects the job to stop, only the steps it reached are compared. If the number of ranks has changed and
@@ -42,7 +42,7 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(holds=True, because=f"{len(trace.gates)} of {len(reference.gates)}, bit for bit")
 
 
-def resized_because(trace: Trace) -> str:
+def resized_because(trace: RunTrace) -> str:
     """Return why the steps after a resize cannot be compared with the run without faults."""
     assert trace.resized is not None, "asked only where it was"
     step, ranks = trace.resized

@@ -25,7 +25,7 @@ from rackrun.worker.batch.lr_rule import ScaleLR, factor_at
 from rackrun.worker.data.loader import BatchPlan
 
 if TYPE_CHECKING:
-    from rackrun.worker.membership.worker_membership import World
+    from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["Batches", "StepBatch", "Worlds", "check_rule", "data_ranks"]
 
@@ -162,7 +162,7 @@ def data_ranks(axes: Axes, world_size: int) -> int:
     return max(world_size // math.prod(size for name, size in axes if name not in DATA_AXES), 1)
 
 
-def check_rule(factors: Sequence[tuple[int, float]], world: World) -> None:
+def check_rule(factors: Sequence[tuple[int, float]], world: WorkerMembership) -> None:
     """Raise `UsageError` when not all ranks have the same ``factors``. Collective, before the first step."""
     if world.size == 1:
         return
