@@ -21,7 +21,7 @@ from rackrun.chaos.base.errors import PlanError
 from rackrun.chaos.base.job_command import check_command
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.evidence.explanations import explain
-from rackrun.chaos.evidence.run_evidence import RunTrace
+from rackrun.chaos.evidence.run_evidence import Trace
 from rackrun.chaos.oracles.training.diagnosis import judge_script
 from rackrun.chaos.plan.builders import make_plan
 from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, parts_of, read_plan
@@ -42,7 +42,7 @@ class _Without(NamedTuple):
     """A run without faults."""
 
     folder: Path
-    trace: RunTrace
+    trace: Trace
 
 
 class JobOptions(TypedDict, total=False):

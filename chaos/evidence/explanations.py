@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.evidence.run_evidence import RunTrace
+from rackrun.chaos.evidence.run_evidence import Trace
 
 if TYPE_CHECKING:
     from rackrun.chaos.evidence.summary import Summary
@@ -36,7 +36,7 @@ def explain(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def last_words(folder: Path, trace: RunTrace) -> str:
+def last_words(folder: Path, trace: Trace) -> str:
     """Return why a run failed: its result's reason, and the last line of its output that is not rackrun's.
 
     Each is preceded by a space.

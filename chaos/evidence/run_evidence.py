@@ -26,7 +26,7 @@ from rackrun.launch.run.run_directory import Result, read_json
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position, step_of
 
-__all__ = ["RunEvidence", "Gate", "RunTrace", "Verdict", "began_wall_s", "read_trace"]
+__all__ = ["RunEvidence", "Gate", "Trace", "Verdict", "began_wall_s", "read_trace"]
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +39,7 @@ class Gate(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class RunTrace:
+class Trace:
     """What one run has computed and recorded."""
 
     gates: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -114,8 +114,8 @@ class RunEvidence:
     """Everything that the oracles judge a run by."""
 
     plan: Plan
-    reference: RunTrace
-    trace: RunTrace
+    reference: Trace
+    trace: Trace
     ended: JobResult
     limit_s: float
     """The time limit, after which the run was killed."""
@@ -133,7 +133,7 @@ class RunEvidence:
     """The same moment on the host's monotonic clock, which all its processes share."""
     struck_s: dict[int, float] = field(default_factory=dict)
     """Strike -> when it struck, counted as `StrikeRecord.at_s`, where the injector knows."""
-    again: RunTrace | None = None
+    again: Trace | None = None
     """A second run without faults, made when there was a difference to explain."""
     may_differ: tuple[str, ...] = ()
     """Patterns of names of untracked state that may differ: ``history``, ``*.cache``."""
@@ -165,13 +165,13 @@ def gate_of(data: bytes) -> Gate:
     return Gate(*struct.unpack("<3d", data))
 
 
-def read_trace(run: Path, inside: Path, *, whole: bool = True) -> RunTrace:
+def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
     """Read what a run has left.
 
     ``run`` is its ``--out-dir``, ``inside`` the folder of the chaos hooks. Whatever is missing is left empty. With
     ``whole`` the journal is also replayed and its goodput read, which only a run with faults is judged by.
     """
-    trace = RunTrace(result=read_json(run / "result.json", Result))
+    trace = Trace(result=read_json(run / "result.json", Result))
     if (inside / "held").is_dir():
         trace.held = {path.name: path.read_text() for path in (inside / "held").iterdir() if not path.suffix}
     trace.witness, trace.ends = read_witness(inside), read_ends(inside)
@@ -200,7 +200,7 @@ def _unpersisted(journal: sqlite3.Connection) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _read_snapshots(journal: sqlite3.Connection, trace: RunTrace) -> None:
+def _read_snapshots(journal: sqlite3.Connection, trace: Trace) -> None:
     query = "SELECT name, body FROM events WHERE kind = 'event' AND name IN ('WorkerParked', 'SnapshotDamaged')"
     told = [(name, msgspec.json.decode(body)) for name, body in journal.execute(query)]
     kept = [sorted({step_of(one) for one in of.get("snapshots", ())}) for name, of in told if name == "WorkerParked"]
@@ -218,7 +218,7 @@ def began_wall_s(journal: sqlite3.Connection) -> float | None:
     return None if found is None else float(found)
 
 
-def _read_journal(journal: sqlite3.Connection, trace: RunTrace) -> None:
+def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
     def again(what: str, known: object, new: object) -> None:
         if known != new:
             trace.contradictions.append(f"{what}: {known!r}, and later {new!r}")

@@ -14,7 +14,7 @@ import msgspec
 
 from rackrun.chaos.base.job_command import arguments, check_script
 from rackrun.chaos.evidence.explanations import last_words
-from rackrun.chaos.evidence.run_evidence import RunTrace, read_trace
+from rackrun.chaos.evidence.run_evidence import Trace, read_trace
 from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.errors import UsageError
 
@@ -47,7 +47,7 @@ def run_reference(
     env: Mapping[str, str] | None = None,
     step_by_step: bool = False,
     limit_s: float | None = None,
-) -> RunTrace:
+) -> Trace:
     """Run the job without faults, and return what it computed.
 
     Raises `UsageError` when it fails, does not end within ``limit_s`` seconds (an hour by default), or commits no step.

@@ -27,7 +27,7 @@ from rackrun.chaos.base.job_command import ENTER, arguments, check_command, chec
 from rackrun.chaos.base.job_layout import layout_of
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.evidence.history import HistoryWriter
-from rackrun.chaos.evidence.run_evidence import RunEvidence, RunTrace, read_trace
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, read_trace
 from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
 from rackrun.chaos.faults.crash_points import POINTS
 from rackrun.chaos.faults.fault_row import Need
@@ -79,7 +79,7 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     limit_s: float | None = None,
     env: Mapping[str, str] | None = None,
     step_by_step: bool = False,
-    repeat: Callable[[], RunTrace] | None = None,
+    repeat: Callable[[], Trace] | None = None,
     may_differ: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Summary:

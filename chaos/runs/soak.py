@@ -22,7 +22,7 @@ import msgspec
 from rackrun.chaos.base.job_command import check_script
 from rackrun.chaos.base.job_layout import layout_of
 from rackrun.chaos.evidence.explanations import last_words
-from rackrun.chaos.evidence.run_evidence import RunTrace, read_trace
+from rackrun.chaos.evidence.run_evidence import Trace, read_trace
 from rackrun.chaos.faults.fault_types import Subjects, name_of
 from rackrun.chaos.faults.hangs.pause_process import Pause
 from rackrun.chaos.faults.processes.kill import Kill
@@ -240,7 +240,7 @@ class _Soaking(Performance):
 
 
 # -- what came of it
-def _trouble(soaking: _Soaking, trace: RunTrace, exit_code: int | None, left: Sequence[str]) -> tuple[str, ...]:
+def _trouble(soaking: _Soaking, trace: Trace, exit_code: int | None, left: Sequence[str]) -> tuple[str, ...]:
     found = [] if exit_code in _ENDED else [f"it ended with exit code {exit_code}"]
     found += [f"left behind: {process}" for process in left]
     found += trace.contradictions[:3]
@@ -260,7 +260,7 @@ def _trouble(soaking: _Soaking, trace: RunTrace, exit_code: int | None, left: Se
 
 
 def _account(
-    soaking: _Soaking, trace: RunTrace, command: Sequence[str], seed: int, out: Path, trouble: tuple[str, ...]
+    soaking: _Soaking, trace: Trace, command: Sequence[str], seed: int, out: Path, trouble: tuple[str, ...]
 ) -> Soak:
     began_s = trace.began_wall_s or 0.0
     commits = _commits(soaking.folder / "run" / "journal.sqlite")

@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from rackrun.chaos.evidence.run_evidence import RunTrace
+from rackrun.chaos.evidence.run_evidence import Trace
 from rackrun.chaos.inprocess.state_recorder import StepState
 from rackrun.chaos.oracles.training.diagnosis import first_difference, judge_script
 
@@ -28,11 +28,11 @@ def gates(**losses: float) -> dict[tuple[int, int], bytes]:
     return {(step, 0): struct.pack("<3d", losses.get(f"s{step}", 1.0 / (1 + step)), 4.0, 7.0) for step in range(STEPS)}
 
 
-def trace(*others: StepState, **losses: float) -> RunTrace:
+def trace(*others: StepState, **losses: float) -> Trace:
     """As usual, but for ``others``."""
     instead = {(one.step, one.rank): one for one in others}
     witness = [instead.get((step, rank), held(step, rank)) for step in range(STEPS + 1) for rank in range(2)]
-    return RunTrace(gates(**losses), witness=witness)
+    return Trace(gates(**losses), witness=witness)
 
 
 def newcomer(step: int, **changes: Any) -> StepState:
@@ -132,7 +132,7 @@ def test_nothing_to_name_is_said_and_asks_for_a_report() -> None:
     assert found is not None
     assert found.kind == "unknown"
     assert "report" in found.remedy
-    blind = judge_script(RunTrace(gates()), RunTrace(gates(s2=0.4)), None)
+    blind = judge_script(Trace(gates()), Trace(gates(s2=0.4)), None)
     assert blind is not None
     assert "--step-by-step" in blind.remedy
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rackrun.chaos.evidence.journal_replay import Replayed
-from rackrun.chaos.evidence.run_evidence import RunEvidence, RunTrace
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace
 from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.hangs.pause_process import Pause
 from rackrun.chaos.faults.hangs.slow_down import Slow
@@ -47,10 +47,10 @@ def result(code: int, because: str = "", remedy: str = "") -> Result:
     return Result(run_id="run", exit_code=code, because=because, remedy=remedy, steps=2, recoveries=(), seconds=1.0)
 
 
-def trace(**changes: Any) -> RunTrace:
+def trace(**changes: Any) -> Trace:
     gates = {(step, 0): struct.pack("<3d", 1.0 / (step + 3), 4.0, 77.0 + step) for step in range(2)}
     samples = {step: {0: (4 * step, 4 * step + 1), 1: (4 * step + 2, 4 * step + 3)} for step in range(2)}
-    fine = RunTrace(gates, samples, held={"0": "a", "1": "b"}, plans=[world(1, -1)], result=result(0))
+    fine = Trace(gates, samples, held={"0": "a", "1": "b"}, plans=[world(1, -1)], result=result(0))
     fine.ends = {rank: end(rank) for rank in range(2)}
     fine.began_monotonic_s = 50.5
     fine.began_wall_s, fine.goodput, fine.replayed = 1000.5, GOODPUT, Replayed(events=9, commands=7)
@@ -231,7 +231,7 @@ def test_what_an_endless_plan_does_after_the_end_is_not_missed() -> None:
     assert not said(evidence(endless, trace=trace(last_commit_ms=3400.0)))
 
 
-def shrunk(**changes: Any) -> RunTrace:
+def shrunk(**changes: Any) -> Trace:
     """From step 1 on there is one rank less."""
     return trace(plans=[world(1, -1), msgspec.structs.replace(world(2, 0), world_size=1)], exact=False, **changes)
 
@@ -263,13 +263,13 @@ def test_the_world_of_a_step_is_that_of_the_last_plan_which_reaches_it() -> None
 
 
 # -- how far back, and what is on disk
-def went_back(committed: int, to: int, **changes: Any) -> RunTrace:
+def went_back(committed: int, to: int, **changes: Any) -> Trace:
     back = msgspec.structs.replace(world(2, committed, rollback=to), anew=changes.pop("anew", False))
     gates = {(step, 0): struct.pack("<3d", 1.0, 4.0, 7.0) for step in range(committed + 2)}
     return trace(gates=gates, plans=[world(1, -1), back], samples={}, **changes)
 
 
-def rollback_of(of: RunTrace, plan: Plan = PLAN) -> bool | None:
+def rollback_of(of: Trace, plan: Plan = PLAN) -> bool | None:
     return next(one.holds for one in judge(evidence(plan, trace=of)) if one.oracle == "rollback")
 
 

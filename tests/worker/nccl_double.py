@@ -392,7 +392,7 @@ class Queue:
 
 
 def stream_of(world: Any) -> Stream:
-    """For scripts: that of this process's `World`."""
+    """For scripts: that of this process's `WorkerMembership`."""
     stream: Stream = world.queue._stream
     return stream
 

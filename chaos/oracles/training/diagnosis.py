@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rackrun.chaos.evidence.run_evidence import RunEvidence, RunTrace, gate_of
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, gate_of
 from rackrun.chaos.inprocess.state_recorder import StepState
 from rackrun.chaos.oracles.training.untracked import differences, remedy_for
 
@@ -71,7 +71,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([self.what, *(f"  {fact}" for fact in self.facts), f"Remedy: {self.remedy}"])
 
 
-def judge_script(reference: RunTrace, trace: RunTrace, again: RunTrace | None) -> Diagnosis | None:
+def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnosis | None:
     """Return why ``trace`` differs from ``reference``, or None if no difference can be seen.
 
     ``again`` is a second run without faults, if there is one.
@@ -133,12 +133,12 @@ def judge_untracked(evidence: RunEvidence) -> Diagnosis | None:
     )
 
 
-def _only_rounded(found: RunDifference, trace: RunTrace) -> bool:
+def _only_rounded(found: RunDifference, trace: Trace) -> bool:
     """Whether the difference follows from another number of ranks, with which the same bits are not promised."""
     return trace.exact is False and trace.resized is not None and found.step >= trace.resized[0]
 
 
-def first_difference(reference: RunTrace, trace: RunTrace, noise: frozenset[str] = frozenset()) -> RunDifference | None:
+def first_difference(reference: Trace, trace: Trace, noise: frozenset[str] = frozenset()) -> RunDifference | None:
     """Return the first difference between two runs, or None. ``noise``: names of untracked values to ignore."""
     both = _Both(reference, trace, noise)
     for step in both.steps:
@@ -150,7 +150,7 @@ def first_difference(reference: RunTrace, trace: RunTrace, noise: frozenset[str]
 class _Both:
     """Two runs, compared step by step."""
 
-    def __init__(self, reference: RunTrace, trace: RunTrace, noise: frozenset[str]) -> None:
+    def __init__(self, reference: Trace, trace: Trace, noise: frozenset[str]) -> None:
         self._reference, self._trace, self._noise = reference, trace, noise
         self._theirs = {(held.step, held.rank): held for held in reference.witness}
         self._mine: dict[int, list[StepState]] = {}
@@ -304,7 +304,7 @@ def _unlike(
                 yield Entry(held.rank, name, a.get(name, ""), b.get(name, ""), held.attempt)
 
 
-def _taken_over(trace: RunTrace) -> list[tuple[int, int]]:
+def _taken_over(trace: Trace) -> list[tuple[int, int]]:
     """Return (step, rank) of the first step of every process that is not the first to hold its rank."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     first: dict[int, int] = {}
@@ -315,7 +315,7 @@ def _taken_over(trace: RunTrace) -> list[tuple[int, int]]:
     return sorted(found.values())
 
 
-def _noise(reference: RunTrace, again: RunTrace | None) -> frozenset[str]:
+def _noise(reference: Trace, again: Trace | None) -> frozenset[str]:
     """Return the names of untracked values that differ between two runs without faults."""
     if again is None:
         return frozenset()
@@ -324,7 +324,7 @@ def _noise(reference: RunTrace, again: RunTrace | None) -> frozenset[str]:
     return frozenset(entry.name for entry in _unlike(pairs, "reached"))
 
 
-def _constant(reference: RunTrace, entries: tuple[Entry, ...]) -> bool:
+def _constant(reference: Trace, entries: tuple[Entry, ...]) -> bool:
     """Whether these values never change in the run without faults."""
     seen: dict[tuple[int, str], set[str]] = {}
     for held in reference.witness:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rackrun.chaos.evidence.run_evidence import RunEvidence, RunTrace, Verdict, gate_of
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, Verdict, gate_of
 
 __all__ = ["ROUNDING", "judge", "resized_because"]
 
@@ -42,7 +42,7 @@ def judge(evidence: RunEvidence) -> Verdict:
     return Verdict(holds=True, because=f"{len(trace.gates)} of {len(reference.gates)}, bit for bit")
 
 
-def resized_because(trace: RunTrace) -> str:
+def resized_because(trace: Trace) -> str:
     """Return why the steps after a resize cannot be compared with the run without faults."""
     assert trace.resized is not None, "asked only where it was"
     step, ranks = trace.resized

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rackrun.chaos.evidence.run_evidence import RunEvidence, RunTrace, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, Verdict
 from rackrun.chaos.inprocess.state_recorder import EndState
 
 __all__ = ["UntrackedValue", "differences", "judge", "remedy_for"]
@@ -116,7 +116,7 @@ def _variable(name: str) -> str:
     return name.partition(".")[0].partition("[")[0]
 
 
-def _noise(reference: RunTrace, again: RunTrace | None) -> set[str]:
+def _noise(reference: Trace, again: Trace | None) -> set[str]:
     """Return the names of values that differ between two runs without faults."""
     if again is None:
         return set()
@@ -130,7 +130,7 @@ def _alike(ends: dict[int, EndState]) -> set[str]:
     return {name for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
-def _never_resized(trace: RunTrace) -> bool:
+def _never_resized(trace: Trace) -> bool:
     return len({plan.world_size for plan in trace.plans}) <= 1
 
 

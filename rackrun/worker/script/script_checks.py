@@ -160,7 +160,7 @@ class ScriptChecks:
 
     # -- called by the loader
     def reads(self, begun_in: Any) -> None:
-        """Note a batch from a DataLoader of the script's own (see `calls.Listener.reads`). Raises `StepError` if the
+        """Note a batch from a DataLoader of the script's own (see `calls.CallObserver.reads`). Raises `StepError` if the
         iteration began outside the step."""
         if self._step is not None:
             line = user_line()
@@ -213,7 +213,7 @@ class ScriptChecks:
 
     def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """Return a function to be called after a backward pass that records unweighted gradients, or None (see
-        `calls.Listener.backward`)."""
+        `calls.CallObserver.backward`)."""
         step = self._step
         if step is None or not self._readings or step._weight_reads > self._weight_reads:
             return None  # the script weights gradients by hand, as far as can be known
@@ -237,7 +237,7 @@ class ScriptChecks:
 
     def changes(self, thing: Any, call: str) -> None:
         """Raise `StepError` if a change of ``thing`` by ``call`` would be lost because it is not tracked (see
-        `calls.Listener.changes`)."""
+        `calls.CallObserver.changes`)."""
         if self._world.scope is Scope.SETUP or self.loop_over:
             return
         if isinstance(thing, LRScheduler) and not is_kept(thing.optimizer, self._state):

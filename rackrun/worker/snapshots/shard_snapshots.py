@@ -163,7 +163,7 @@ class Snapshots:
         """Begin the snapshot of ``step``. The state may be changed before `settle` only by forward and backward passes.
 
         Not begun once this rank has reported for the next plan what it holds (``unless``, by default
-        `World.unless_broken`). ``mirror``: other trays are to get a copy or its parity. ``besides``: the id of a
+        `WorkerMembership.unless_broken`). ``mirror``: other trays are to get a copy or its parity. ``besides``: the id of a
         snapshot that stays in any case. Raises `MemoryPlanError`.
         """
         self.settle()
