@@ -49,9 +49,10 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 | checkpoints on disk | `rackrun.worker.snapshots.durable_checkpoints`, `rackrun.checkpoint.durable.durable_store` |
 | what an event does, and who acts on it | `rackrun.core.machine.apply`, `rackrun.core.machine.rules` |
 | every message | `rackrun.protocol.events`, `rackrun.protocol.commands` |
+| what is stale, and where it is ignored | `rackrun.core.machine.apply` (events), `rackrun.worker.membership.worker_membership` (plans, breaks), `rackrun.agent.snapshots.snapshot_service` (snapshots), `rackrun.coordinator.journal.committed_units` (units) |
 | options of the launcher | `rackrun.launch.options.arguments` |
 | a fault of the chaos suite | `rackrun.chaos.faults.table.fault_table`, `rackrun.chaos.injectors` |
-| what proves that nothing was lost | `rackrun.chaos.oracles` |
+| what proves that nothing was lost | `rackrun.chaos.oracles`, and [which test holds which promise](proofs.md) |
 """
 
 

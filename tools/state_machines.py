@@ -16,6 +16,19 @@ from rackrun.core.members import workers  # noqa: E402
 from rackrun.core.resize import rented_rack  # noqa: E402
 
 PAGE = ROOT / "docs" / "state_machines.md"
+LEGEND = {
+    "job": """Forming: trays join. Setup: members start and run to their first step; a plain script stays here. Parking: a
+generation is broken, survivors answer, and the next is not decided. Resuming: its plan is sent. Restarting: all
+workers are ended, and the world begins again. Ending: all ranks have returned.""",
+    "worker": """Starting: it runs up to its first step. Ready: a spare, or a member before training. Breaking: it was told
+that its generation is broken. Parked: it has answered. Resuming: it has the plan. Released: the job is done, and it may
+exit. A loss while others resume breaks the generation again (resuming, breaking).""",
+    "rack": """Asked: the provider has the request. Delivered: the provider says that it is there. Joined: its trays have
+joined. Serving: one of its workers is ready. Leaving: its ranks leave it, and it is given back.""",
+    "process": """Waiting: the slot's former process is not gone. Starting (after `cleared`): what it needs is being found.
+Forking (after `found`): the fork server was asked. Running (after `born`): the process exists. Fencing: it is killed.
+Ending: its exit was reported. Gone (after `reap`): the kernel has reaped it. `fail`: there will be no process.""",
+}
 HEAD = """# State machines
 
 Each state machine has a transition table in the code. These diagrams are drawn from the tables by
@@ -54,18 +67,22 @@ def page() -> str:
         HEAD,
         "## The job",
         "`PHASES` in `rackrun.core.generation.world`. From each phase the job may also be stopped.",
+        LEGEND["job"],
         _diagram([arrow for arrow in phases if arrow[1] != "stopped"], "forming", ["ending"]),
         "## A worker, as the core sees it",
         (
             "`TRANSITIONS` in `rackrun.core.members.workers`. In addition `fence` leads from every living state to fenced, "
             "and\n`exit` from every state to exited."
         ),
+        LEGEND["worker"],
         _diagram(every, "starting", ["released"]),
         "## A rack from a provider",
         "`STAGES` in `rackrun.core.resize.rented_rack`. From each stage the rack may also be released.",
+        LEGEND["rack"],
         _diagram(stages, "asked", ["leaving"]),
         "## A worker's process, as its agent sees it",
         "`PROCESS_TRANSITIONS` in `rackrun.agent.tray.process_states`.",
+        LEGEND["process"],
         _diagram(processes, "waiting", ["gone"]),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

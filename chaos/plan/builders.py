@@ -106,7 +106,10 @@ def inject(
     seconds. Raises `PlanError` if more than one moment is given, or ``plus_s`` with ``point`` or ``time_s``.
     """
     if sum(at is not None for at in (step, point, time_s)) > 1:
-        raise PlanError("a fault strikes at one moment.", remedy="give one of step, point and time_s.")
+        raise PlanError(
+            "more than one of step, point and time_s is given, and a fault strikes at one moment.",
+            remedy="give one of them.",
+        )
     if step is not None:
         return Inject(fault=fault, target=target, when=AtStep(step=step, plus_s=plus_s))
     if plus_s and (point is not None or time_s is not None):

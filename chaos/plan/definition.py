@@ -113,10 +113,8 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", forbid_un
 
 
 class Inject(_Part, frozen=True, kw_only=True, tag="inject"):
-    """One strike: ``fault`` hits all subjects of ``target`` at once.
-
-    The part's turn is over when the fault has taken effect and, if it lasts ``for_s`` seconds, has been taken back.
-    """
+    """A step of a plan: ``fault`` hits all subjects of ``target`` at once. The next step begins when the fault has
+    taken effect and, with ``for_s``, has been taken back."""
 
     fault: Fault
     target: Target

@@ -49,6 +49,7 @@ def make_report(out: Path) -> Summary:
         write_page(material, out / "report.html")
     except OSError as error:
         raise UsageError(
-            f"{out} cannot be written: {error.strerror}.", remedy="copy it to where it can: reports are made in it."
+            f"{out} cannot be written: {error.strerror}.",
+            remedy="copy the folder to where you may write; its reports are written into it.",
         ) from error
     return material.summary

@@ -215,7 +215,9 @@ def read_tally(path: Path, command: Sequence[str] | None = None) -> list[Line]:
         found = msgspec.json.decode(head, type=Head)
         lines = [msgspec.json.decode(line, type=Line) for line in rest]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{path} is no tally: {error}.", remedy="name another tally.") from error
+        raise UsageError(
+            f"{path} is not a file of campaign results: {error}.", remedy="name another --tally."
+        ) from error
     if found.campaign != FORMAT or (command is not None and found.command != tuple(command)):
         raise UsageError(
             f"{path} is the tally of another campaign: {' '.join(found.command)}.", remedy="name another tally."

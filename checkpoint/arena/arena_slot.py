@@ -217,9 +217,7 @@ class SlotReader:
         count = geometry.chunks(header.payload_bytes)
         table = os.pread(arena._file.fd, 4 * count, geometry.table_at(header.slot))
         if manifest_digest(header, geometry.chunk_bytes, table) != header.digest:
-            raise IntegrityError(
-                f"{self} has a damaged chunk table.", remedy="mark it as bad, and take it from another holder."
-            )
+            raise IntegrityError(f"{self} has a damaged chunk table.", remedy="restore this shard from another holder.")
         self.crcs: np.ndarray[Any, Any] = np.frombuffer(table, dtype="<u4")
         self._payload = arena._file.view(geometry.payload_at(header.slot), header.payload_bytes).toreadonly()
 

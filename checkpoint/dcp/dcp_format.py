@@ -195,7 +195,7 @@ def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:
             passed_over[generation] = str(error)
     story = " ".join(passed_over.values())
     raise NoUsableGeneration(
-        f"there is no whole generation in {store.directory}. {story}".rstrip(),
+        f"{store.directory} has no complete checkpoint. {story}".rstrip(),
         remedy="name the directory that was saved into.",
     )
 

@@ -29,7 +29,8 @@ def register_memory(address: int, size: int, runtime: CudaRuntime | None = None)
 
 
 def unregister_memory(address: int, runtime: CudaRuntime | None = None) -> bool:
-    """Unregister memory before it is freed. Return whether that succeeded."""
+    """Undo `register_memory` with the CUDA driver, before the memory is freed. Return whether that succeeded.
+    ``runtime``: the CUDA runtime library; None: the one that is loaded."""
     return _done((runtime or torch.cuda.cudart()).cudaHostUnregister(address))
 
 

@@ -192,7 +192,8 @@ def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
     directory = store.data(manifest)
     if rank >= manifest.world_size:
         raise IntegrityError(
-            f"{directory} was written by {manifest.world_size} ranks, and has no shard of rank {rank}."
+            f"{directory} was written by {manifest.world_size} ranks, and has no shard of rank {rank}.",
+            remedy="name a rank that the checkpoint has.",
         )
     return ShardReader(store.files, directory, manifest, manifest.shards[rank])
 

@@ -21,11 +21,8 @@ _PREFIX_BYTES = 8
 
 
 def suspects(store: DurableStore, generation: int, damage: Damage) -> tuple[str, ...]:
-    """Return the names of the tensors with bytes in the damaged chunk, in the order in which they lie there.
-
-    It is `HEADER` when the header is wrong. Empty when nothing can be said: damage outside of chunks, or a shard that
-    is no image.
-    """
+    """Return the names of the tensors that overlap a damaged chunk, by offset. Returns ``(HEADER,)`` if the header is
+    damaged, and () if the damage is outside all tensors or the shard has no readable layout."""
     if damage.rank is None or damage.chunk is None:
         return ()
     try:

@@ -47,10 +47,11 @@ def _pack(key: str, value: bytes) -> bytes:
 
 
 class ExchangeServer:
-    """The server, in the agent's event loop.
+    """Serves the exchange: members of a group publish their addresses here and read those of the others.
 
-    It listens on the announced address and on no other. A caller that has not shown the token costs it a few kilobytes
-    for a few seconds (`rackrun.link.listener`). ``reserve`` is the number of descriptors that such callers leave free.
+    It runs in the agent's event loop. It listens on the announced address and on no other. A caller that has not shown
+    the token costs it a few kilobytes for a few seconds (`rackrun.link.listener`). ``reserve`` is the number of
+    descriptors that such callers leave free.
     """
 
     def __init__(self, advertise: str, token: str, *, reserve: int = RESERVE) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "ShrinkRequested",
     "SlowRank",
     "SlowRanksChanged",
+    "SnapshotDamaged",
     "SnapshotMirrored",
     "SnapshotStriped",
     "StopRequested",

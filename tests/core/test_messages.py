@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from types import ModuleType
 
 import msgspec
 import pytest
@@ -89,6 +90,12 @@ def test_an_event_survives_the_wire(kind: type[msgspec.Struct]) -> None:
 def test_a_command_survives_the_wire(kind: type[msgspec.Struct]) -> None:
     command = filled(kind)
     assert decode_command(encode(command)) == command
+
+
+@pytest.mark.parametrize("module", [commands, events], ids=lambda module: module.__name__)
+def test_every_message_is_exported(module: ModuleType) -> None:
+    union = events.Event if module is events else commands.Command
+    assert {kind.__name__ for kind in typing.get_args(union)} <= set(module.__all__)
 
 
 def test_what_is_no_message_is_refused() -> None:

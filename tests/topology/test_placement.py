@@ -252,7 +252,9 @@ def test_a_slot_that_there_is_not_is_an_error(wrong: dict[str, object], what: st
 
 
 def test_the_previous_placement_must_be_of_the_same_size() -> None:
-    with pytest.raises(TopologyError, match="3 ranks, 3 of them on 2 slots of the topology; the mesh has 64"):
+    with pytest.raises(
+        TopologyError, match="places 3 ranks on 2 different slots of the topology, and the mesh has 64 ranks"
+    ):
         place(NVL72, TP4, previous=["tray-00/0", "tray-00/1", "tray-00/1"])
 
 

@@ -302,8 +302,8 @@ def _previous(board: Board, mesh: Mesh, previous: Placement | Sequence[SlotId] |
     taken = found[found != NOWHERE]
     if len(slots) != mesh.world_size or len(np.unique(taken)) != len(taken):
         raise TopologyError(
-            f"the previous placement has {len(slots)} ranks, {len(taken)} of them on {len(np.unique(taken))} slots of the topology; "
-            f"the mesh has {mesh.world_size} ranks.",
+            f"the previous placement does not fit the mesh: it places {len(slots)} ranks on {len(np.unique(taken))} different slots "
+            f"of the topology, and the mesh has {mesh.world_size} ranks.",
             remedy="give one slot for each rank of the mesh, or no previous placement.",
         )
     return found

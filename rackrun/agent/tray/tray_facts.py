@@ -86,7 +86,7 @@ class StopGraceOver(_Value, frozen=True):
 
 
 class KillOver(_Value, frozen=True):
-    """The workers have had the time to end after SIGKILL."""
+    """Workers that are still there this long after SIGKILL are given up."""
 
 
 TrayDeadline: TypeAlias = GraceOver | DepartureOver | StopGraceOver | KillOver
@@ -142,10 +142,8 @@ class EndSeen(_Value, frozen=True):
 
 
 class ProcessReaped(_Value, frozen=True):
-    """A worker's process was reaped: its slot is empty. As for `EndSeen`, its last messages came before.
-
-    ``keeps``: it left sealed snapshots.
-    """
+    """The kernel has reaped a worker's process. All its messages came before. ``keeps``: whether sealed snapshots of it
+    remain."""
 
     worker: Worker
     exit_code: int | None

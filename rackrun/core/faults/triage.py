@@ -45,7 +45,8 @@ class Triage:
     afterwards."""
 
     def learn(self, cliques: Mapping[str, CliqueId], at_ms: int) -> None:
-        """Give the breaker all trays and their cliques, and act on earlier verdicts."""
+        """Tell the circuit breaker which trays and cliques there are, and act on the verdicts that arrived before all
+        trays had joined."""
         self.breaker.learn({**dict.fromkeys(self.rack.trays), **cliques})
         early, self._early = self._early, None
         for event in early or ():

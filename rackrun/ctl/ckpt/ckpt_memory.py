@@ -143,7 +143,10 @@ def _replicas(world_size: int, replicas: int) -> Mapping[int, int] | None:
     if replicas == 1:
         return None
     if world_size % replicas:
-        raise UsageError(f"{world_size} ranks are not {replicas} replicas.", remedy="give a divisor of --world-size.")
+        raise UsageError(
+            f"--world-size {world_size} is not divisible by --replicas {replicas}.",
+            remedy="give a number of replicas that divides --world-size.",
+        )
     return {rank: rank % (world_size // replicas) for rank in range(world_size)}
 
 

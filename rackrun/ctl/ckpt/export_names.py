@@ -45,7 +45,7 @@ def model_names(held: Collection[str], module: str | None = None) -> dict[str, s
         named = _below(part, _unwrapped(named))
     if parts := [name for name in named if _OF_A_RANK.search(name)]:
         raise UsageError(
-            f"{len(parts)} tensors, such as {min(parts)!r}, are parts that cannot be put together without their model.",
+            f"{len(parts)} tensors, such as {min(parts)!r}, are the parts of single ranks; only the model can put them together.",
             remedy="resume the job and save its full state dict; or give --all for the parts under their own names.",
         )
     return _unwrapped(named)

@@ -50,6 +50,7 @@ class Meetings:
         self.seen, self.looks = True, False
         if uneven:
             raise StepError(
-                f"a collective ({name}) was called in a micro-batch, while a slow rank has fewer of them than the others.",
-                remedy="use --slow-ranks notice or swap; or call it once a step.",
+                f"a collective ({name}) was called in a micro-batch, and a slow rank has fewer micro-batches than the others, "
+                "so not all ranks would call it.",
+                remedy="use --slow-ranks notice or swap; or call the collective once a step, outside the micro-batches.",
             )

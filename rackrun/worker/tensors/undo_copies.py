@@ -173,5 +173,5 @@ def place_for(size: int, device: torch.device, *, on_host: bool = False) -> torc
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = min((ceiling.free for ceiling in ceilings(None)), default=0)
     if free < _ROOM * size * ranks:
-        raise NoRoom(f"{size} bytes for each of {ranks} ranks, of {free} that are free")
+        raise NoRoom(f"each of {ranks} ranks needs {size} bytes for copies, and {free} bytes are free")
     return None if device.type == "cpu" else torch.device("cpu")

@@ -34,7 +34,9 @@ def require(*needs: str) -> None:
     trials."""
     failed = [f"{feature_probe.TRIALS[need][0]}: {_problems[need]}" for need in needs if need in _problems]
     if failed:
-        raise UsageError(f"rackrun does not know torch {torch.__version__} ({'; '.join(failed)}).", remedy=REMEDY)
+        raise UsageError(
+            f"torch {torch.__version__} does not work as rackrun needs it ({'; '.join(failed)}).", remedy=REMEDY
+        )
 
 
 def install() -> None:
