@@ -41,12 +41,14 @@ def replay(journal: Path) -> Replayed:
                 return Replayed(unknown=f"the journal lacks {meta['rows_lost']} rows")
             if "config" not in meta:
                 return Replayed(unknown="the journal does not say how the job was configured")
-            return _replay(connection, msgspec.json.decode(meta["config"], type=JobConfig), whole="ended_ms" in meta)
+            config = msgspec.json.decode(meta["config"], type=JobConfig)
+            return _replay(connection, config, whole="ended_ms" in meta, ordered=meta["format"] != "3")
     except (UsageError, msgspec.MsgspecError, ValueError) as error:
         return Replayed(unknown=str(error))
 
 
-def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool) -> Replayed:
+def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool, ordered: bool) -> Replayed:
+    """``ordered``: the commands of one event must have the same order. The core that wrote format 3 had another."""
     core, events, commands = ControlPlane(config), 0, 0
     expected: list[str] = []
     heard = "the beginning"
@@ -55,7 +57,8 @@ def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool) -
         if kind == "command":
             if not cause:  # the launcher has ended the job without asking the core
                 break
-            told = expected.pop(0) if expected else "nothing"
+            at = expected.index(body) if not ordered and body in expected else 0
+            told = expected.pop(at) if expected else "nothing"
             commands += 1
             if told != body:
                 return Replayed(

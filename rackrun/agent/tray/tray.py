@@ -152,9 +152,11 @@ class TrayAgent:
             case t.ForkWorker():
                 self._ask_for(self._workers[_id_of(effect.command)])
             case t.KillWorker():
-                self._workers[effect.worker].kill()
+                if effect.worker in self._workers:  # none is left after `stop`
+                    self._workers[effect.worker].kill()
             case t.TerminateWorker():
-                self._workers[effect.worker].terminate()
+                if effect.worker in self._workers:
+                    self._workers[effect.worker].terminate()
             case t.ReportExit():
                 self._report(effect)
             case t.BuryWorker():

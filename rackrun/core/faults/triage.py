@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.generation.facts import Facts, GpusFailed, HardwareChanged
+from rackrun.core.generation.facts import Facts, HardwareChanged, WorkersMustGo
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
 from rackrun.protocol.commands import Notice, SetTimer, Worker
@@ -87,7 +87,7 @@ class Triage:
         record = self.rack.occupants.get(worker.slot)
         because = self._failed.pop(worker, "")
         if because and record is not None and record.alive and record.worker == worker:
-            self.facts.add(GpusFailed({record.worker.slot: because}))
+            self.facts.add(WorkersMustGo({worker: because}))
 
     def checked(self, event: DeviceChecked) -> None:
         """Record whether a GPU is fit for use."""
@@ -144,7 +144,9 @@ class Triage:
             case Response.FENCE:
                 whole_tray = verdict.scope == "tray"
                 slots = self.rack.slots_on(tray) if whole_tray else [slot]
-                self.facts.add(GpusFailed(dict.fromkeys(slots, because)))
+                there = [self.rack.occupants[one] for one in slots if one in self.rack.occupants]
+                going = [record.worker for record in there if record.alive]
+                self.facts.add(WorkersMustGo(dict.fromkeys(going, because)))
             case Response.SWAP | Response.LEAVE:
-                pass
+                pass  # `HardwareChanged` begins a planned swap where one is due
         self.facts.add(HardwareChanged())

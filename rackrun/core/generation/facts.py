@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rackrun.core.members.workers import Loss, WorkerRecord
+from rackrun.protocol.commands import Worker
 from rackrun.protocol.events import DepartureAnnounced
-from rackrun.protocol.ids import SlotId
+from rackrun.protocol.ids import TrayId
 
 __all__ = [
     "AllTrain",
     "Fact",
     "Facts",
-    "GpusFailed",
+    "RecoveryOverdue",
+    "WorkersMustGo",
     "HardwareChanged",
     "PlanImpossible",
     "RanksRetired",
@@ -55,10 +57,10 @@ class SlotsNeeded:
 
 
 @dataclass(frozen=True, slots=True)
-class GpusFailed:
-    """The workers in these slots must go, each for this reason."""
+class WorkersMustGo:
+    """These workers must go, each for this reason: its GPU has failed, or an operator has asked for it."""
 
-    because: Mapping[SlotId, str]
+    because: Mapping[Worker, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,11 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryOverdue:
+    """The time of a recovery is over, and what the last decision has led to is done."""
+
+
+@dataclass(frozen=True, slots=True)
 class RestartDue:
     """The policy has decided that the world starts again."""
 
@@ -138,7 +145,8 @@ Fact: TypeAlias = (
     | HardwareChanged
     | SwapDue
     | SlotsNeeded
-    | GpusFailed
+    | WorkersMustGo
+    | RecoveryOverdue
     | WorkersStall
     | StateWrong
     | StepRepeats
@@ -160,6 +168,15 @@ class Facts:
 
     def add(self, fact: Fact) -> None:
         self._found.append(fact)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a fact that nobody has acted on."""
+        return bool(self._found)
+
+    def departing(self) -> list[TrayId]:
+        """Return the trays that have to leave and have not been told yet."""
+        return [fact.event.tray for fact in self._found if isinstance(fact, TrayDeparts)]
 
     def take(self) -> list[Fact]:
         """Return the facts and forget them."""

@@ -79,6 +79,12 @@ APPLY_OF_WORKER: dict[type[Event], Callable[[CoreParts, WorkerRecord, Event], No
 
 _OF_A_START = (WorkerReady, WorkerElastic)
 """Events that a spare sends when it starts. They say nothing about the members."""
+_OF_GENERATION = frozenset((WorkerParked, WorkerResumed, WorkerPaused, WorkerSevered, WorkerUnbuilt))
+"""Events that count in the present generation only."""
+_OF_PLAN = frozenset((ReplicasDiffer, SlowRanksChanged))
+"""Events that count as long as the latest plan is that of their generation, even if it is broken."""
+_OF_TRAY = frozenset((DeviceJudged, DeviceChecked, TrayDescribed))
+"""Events that count while their tray is there."""
 _OUTLIVES = (SnapshotMirrored, SnapshotStriped)
 """Events that count although their worker is condemned, because copies outlive it."""
 
@@ -107,24 +113,22 @@ def apply(job: CoreParts, event: Event) -> bool:
 
 def _is_stale(job: CoreParts, event: Event, record: WorkerRecord | None) -> bool:
     """Return whether an event comes from a worker, a generation, or about a tray that is no more."""
-    world = job.world
+    kind, world = type(event), job.world
     if world.phase is Phase.STOPPED:
         return True
-    match event:
-        case OfWorker() if record is None or not _counts(record, event):
-            return True
-        case WorkerParked() | WorkerResumed() | WorkerPaused() | WorkerSevered() | WorkerUnbuilt():
-            return event.generation != world.generation
-        case ReplicasDiffer() | SlowRanksChanged():
-            return world.plan is None or event.generation != world.plan.generation
-        case TrayLost():
-            return event.tray not in job.rack.trays and event.tray not in job.rack.returning
-        case DeviceJudged() | DeviceChecked() | TrayDescribed():
-            return event.tray not in job.rack.trays
-        case TimerFired(timer=OfGeneration(generation=generation)):
-            return generation != world.generation
-        case _:
-            return False
+    if isinstance(event, OfWorker) and (record is None or not _counts(record, event)):
+        return True
+    if kind in _OF_GENERATION:
+        return event.generation != world.generation  # type: ignore[union-attr]
+    if kind in _OF_PLAN:
+        return world.plan is None or event.generation != world.plan.generation  # type: ignore[union-attr]
+    if kind in _OF_TRAY:
+        return event.tray not in job.rack.trays  # type: ignore[union-attr]
+    if isinstance(event, TrayLost):
+        return event.tray not in job.rack.trays and event.tray not in job.rack.returning
+    if isinstance(event, TimerFired) and isinstance(event.timer, OfGeneration):
+        return event.timer.generation != world.generation
+    return False
 
 
 def _counts(record: WorkerRecord, event: OfWorker) -> bool:

@@ -12,10 +12,10 @@ from typing import TypeVar
 from rackrun.core.generation.facts import (
     AllTrain,
     Fact,
-    GpusFailed,
     HardwareChanged,
     PlanImpossible,
     RanksRetired,
+    RecoveryOverdue,
     RestartDue,
     ShrinkImpossible,
     SlotFreed,
@@ -25,6 +25,7 @@ from rackrun.core.generation.facts import (
     StepRepeats,
     SwapDue,
     TrayDeparts,
+    WorkersMustGo,
     WorkersStall,
 )
 from rackrun.core.generation.world import IN_PLACE, Phase
@@ -51,10 +52,12 @@ def advance(job: CoreParts, at_ms: int) -> None:
 
 
 def settle(job: CoreParts, at_ms: int) -> None:
-    """Act on the facts that were found, and on those that follow from them, until there is none."""
+    """Act on the facts that were found, and on those that follow from them, until there is none or the job stops."""
+    if not job.facts.pending:
+        return
     waiting = job.facts.take()
     waiting.reverse()
-    while waiting:
+    while waiting and job.world.phase is not Phase.STOPPED:
         fact = waiting.pop()
         REACTIONS[type(fact)](job, fact, at_ms)
         found = job.facts.take()
@@ -105,12 +108,21 @@ def _call_off_drains(job: CoreParts, fact: SlotsNeeded, at_ms: int) -> None:  # 
     job.facts.add(SlotFreed())
 
 
-@_on(GpusFailed)
-def _fence(job: CoreParts, fact: GpusFailed, at_ms: int) -> None:
+@_on(RecoveryOverdue)
+def _give_up(job: CoreParts, fact: RecoveryOverdue, at_ms: int) -> None:  # noqa: ARG001
+    job.recovery.give_up(at_ms)
+
+
+@_on(WorkersMustGo)
+def _fence(job: CoreParts, fact: WorkersMustGo, at_ms: int) -> None:
     if job.world.phase in (Phase.ENDING, Phase.STOPPED):
         return  # all workers end anyway
-    occupants = [(job.rack.occupants.get(slot), why) for slot, why in fact.because.items()]
-    losses = [Loss(record=record, because=why) for record, why in occupants if record is not None and record.alive]
+    there = [(job.rack.occupants.get(worker.slot), worker, why) for worker, why in fact.because.items()]
+    losses = [
+        Loss(record=record, because=why)
+        for record, worker, why in there
+        if record is not None and record.alive and record.worker == worker
+    ]
     for loss in losses:
         job.recovery.fencing.fence(loss.record, loss.because)
     job.losses.lost(losses, at_ms)

@@ -19,6 +19,7 @@ from rackrun.core.generation.facts import (
     AllTrain,
     Facts,
     RanksRetired,
+    RecoveryOverdue,
     RestartDue,
     ShrinkImpossible,
     SlotFreed,
@@ -301,9 +302,10 @@ class Recovery:
         self._fence_late(WorkerState.RESUMING, "resume", self.planner.timeout_ms(), at_ms)
 
     def recover_over(self, at_ms: int) -> None:
-        """Give up, unless something can still come."""
+        """Decide once more. If that leads to nothing, `give_up` follows."""
         if self.world.phase is Phase.PARKING:
-            self._give_up(at_ms)
+            self.decide(at_ms)
+            self.facts.add(RecoveryOverdue())
 
     def repair_over(self, at_ms: int) -> None:
         """Decide again, because hardware has been waited for long enough."""
@@ -339,10 +341,9 @@ class Recovery:
             self.fencing.fence(record, because, fault=fault)
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
-    def _give_up(self, at_ms: int) -> None:
+    def give_up(self, at_ms: int) -> None:
         """Stop the job if no spare has become ready in time. Waiting for hardware may take longer
-        (`JobConfig.repair_patience_ms`)."""
-        self.decide(at_ms)
+        (`JobConfig.repair_patience_ms`). Everything that the last decision has led to is done by now."""
         if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
             # nothing could be decided yet; spares get the whole time once it can
             self.out.emit(SetTimer(timer=RecoverOver(self.world.generation), at_ms=at_ms + self.config.join_timeout_ms))

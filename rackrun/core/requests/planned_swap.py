@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rackrun.core.generation.facts import Facts, GpusFailed
+from rackrun.core.generation.facts import Facts, WorkersMustGo
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
@@ -109,7 +109,8 @@ class PlannedSwap:
             recovery.leaving = tuple(going)
         elif leaving:
             recovery.between_steps = self.all_paused
-            self.facts.add(GpusFailed({self.world.seats[rank]: because for rank, because in leaving.items()}))
+            workers = {self.world.members[rank].worker: why for rank, why in leaving.items()}
+            self.facts.add(WorkersMustGo(workers))
         elif self.recovery.joining(at_ms):
             recovery.growing, recovery.between_steps = True, self.all_paused
             recovery.plan_again("all pause, and the world grows", at_ms)

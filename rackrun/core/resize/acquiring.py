@@ -375,7 +375,8 @@ class RackAcquisition:
     def _send_away(self, trays: Sequence[TrayId], because: str, at_ms: int, *, even_if_last: bool = False) -> None:
         """Let these trays leave, now or when they join. Unless ``even_if_last``, nothing is done if no other tray would
         stay, because that would end the job."""
-        if not even_if_last and all(tray in trays or tray in self.rack.departing for tray in self.rack.trays):
+        leaving = {**self.rack.departing, **dict.fromkeys([*trays, *self.facts.departing()])}
+        if not even_if_last and all(tray in leaving for tray in self.rack.trays):
             return
         for tray in trays:
             if tray not in self.rack.trays:
