@@ -55,6 +55,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import SlotId, Step, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rung
 from rackrun.protocol.timers import QuarantineOver
 
 if TYPE_CHECKING:
@@ -246,6 +247,12 @@ class Coordinator:
         self._hash.update(self._encode(commands))
         self.last.append(f"{self.sim.engine.now_s:.6f} {event} -> {[*commands] or 'nothing'}")
         self.core.check_invariants()
+        decided = [one.decision for one in commands if isinstance(one, Decided)]
+        restarts = any(one.rung is Rung.RESTART and one.by != "rule" for one in decided)
+        must(
+            not (restarts and commands and isinstance(commands[-1], StopJob)),
+            "a restart was decided, and the job ended",
+        )
         launch = any(isinstance(command, StartWorker) and not command.spare for command in commands)
         for number, command in enumerate(commands):
             must(self.stopped is None, f"after the end: {command}")

@@ -139,8 +139,14 @@ def _without_disk(seed: int) -> SimulatedJob:
     if rented:
         config = msgspec.structs.replace(config, **rented, spares=min(config.spares, 1))
     patience = stream(seed, "swarm", "patience")
-    if patience.random() < 0.2:  # about as short as a start, so that recoveries come to the end of their time
-        config = msgspec.structs.replace(config, join_timeout_ms=patience.choice([7_000, 12_000, 30_000]))
+    if patience.random() < 0.2:  # shorter than a start, so that recoveries come to the end of their time
+        config = msgspec.structs.replace(
+            config,
+            join_timeout_ms=patience.choice([2_000, 5_000, 12_000]),
+            repair_patience_ms=0,
+            max_restarts=4,
+            start_over=True,
+        )
     return SimulatedJob(
         seed=seed,
         config=config,
