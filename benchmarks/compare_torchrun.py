@@ -26,7 +26,7 @@ from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import AtStep, Inject, Plan
 from rackrun.chaos.runs.run_plan import run_plan
-from rackrun.chaos.runs.torchrun import Compared, compare, run_outside, told_by
+from rackrun.chaos.runs.torchrun import TorchrunComparison, compare, run_outside, told_by
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "examples" / "chaos" / "either.py")
 STEPS, EVERY = 60, 10
@@ -38,7 +38,7 @@ def plan_of(seed: int) -> Plan:
     return Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK), when=when), seed=seed)
 
 
-def under_rackrun(seed: int, out: Path) -> tuple[Compared, float]:
+def under_rackrun(seed: int, out: Path) -> tuple[TorchrunComparison, float]:
     command = ["--nproc-per-node", "5", "--spares", "1", SCRIPT, str(STEPS), "{out}"]
     summary = run_plan(plan_of(seed), command, out=out)
     history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
@@ -48,7 +48,7 @@ def under_rackrun(seed: int, out: Path) -> tuple[Compared, float]:
     return found, summary.seconds - summary.reference_seconds
 
 
-def under_torchrun(seed: int, out: Path) -> tuple[Compared, float]:
+def under_torchrun(seed: int, out: Path) -> tuple[TorchrunComparison, float]:
     command = ["--standalone", "--nproc-per-node", "4", "--max-restarts", "3", SCRIPT, str(STEPS), "{out}", str(EVERY)]
     found = run_outside(plan_of(seed), command, out=out)
     return found, found.seconds - found.reference_seconds
@@ -72,7 +72,7 @@ def main() -> None:
         for system, run in (("rackrun", under_rackrun), ("torchrun", under_torchrun)):
             with tempfile.TemporaryDirectory(prefix="rackrun-bench-") as folder:
                 found, longer_s = run(seed, Path(folder) / "out")
-            told = {key: getattr(found, key) for key in Compared.__struct_fields__}
+            told = {key: getattr(found, key) for key in TorchrunComparison.__struct_fields__}
             result["runs"].setdefault(system, []).append({"seed": seed, "longer_s": round(longer_s, 3), **told})
             print(msgspec.json.encode({system: told}).decode(), flush=True)
     print(f"-> {save('compare_torchrun', result)}\n")

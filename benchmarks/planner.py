@@ -21,8 +21,8 @@ from jobs import machine, save
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rackrun.chaos.planner.analysis.simulation_case import Case, simulate
-from rackrun.chaos.planner.inputs.failures import Process
-from rackrun.chaos.planner.inputs.fleet import Job, board_of, fleet_of
+from rackrun.chaos.planner.inputs.failures import FailureProcess
+from rackrun.chaos.planner.inputs.fleet import FleetJob, board_of, fleet_of
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.inputs.published_failure_rates import preset
 
@@ -46,8 +46,8 @@ def main() -> int:
     for times in args.rates:
         for spares, shortcut in ((8, True), (8, False), (0, True)):
             mtbf_s = preset("llama3").mtbf_s(fleet.gpus) / times
-            tray = Process(name="tray", domain="tray", mtbf_s=mtbf_s, repair_s=4 * 3600.0)
-            job = Job(spares_per_rack=spares, group=8, exact=True)
+            tray = FailureProcess(name="tray", domain="tray", mtbf_s=mtbf_s, repair_s=4 * 3600.0)
+            job = FleetJob(spares_per_rack=spares, group=8, exact=True)
             case = Case(fleet=fleet, job=job, costs=PlanCosts(), processes=(tray,), horizon_s=args.days * DAY)
             busy, start = time.process_time(), time.perf_counter()
             outcome = simulate(case, 1, shortcut=shortcut)

@@ -31,7 +31,7 @@ from rackrun.chaos.runs.reference_run import run_reference
 from rackrun.chaos.runs.run_plan import Summary, check_run, run_plan
 from rackrun.errors import RackrunError, UsageError
 
-__all__ = ["Chaos", "Job", "References"]
+__all__ = ["Chaos", "JobOptions", "References"]
 
 _SIZES = ("--trays", "--rack", "--nproc", "--spares")
 FIRST_LIMIT_S = 600.0
@@ -45,7 +45,7 @@ class _Without(NamedTuple):
     trace: Trace
 
 
-class Job(TypedDict, total=False):
+class JobOptions(TypedDict, total=False):
     """The options of a job; see `Chaos`."""
 
     ranks: int
@@ -108,7 +108,7 @@ class Chaos:
     _runs: int = 0
 
     def survives(
-        self, script: str | Path, *, plan: Plan | Part | str | Path | None = None, **job: Unpack[Job]
+        self, script: str | Path, *, plan: Plan | Part | str | Path | None = None, **job: Unpack[JobOptions]
     ) -> Summary:
         """Fail the test unless the job ends well with the same losses, samples and weights as without faults.
 
@@ -118,12 +118,12 @@ class Chaos:
             self.run(script, plan=plan, expect="survives", **job), f"{script} does not survive this plan."
         )
 
-    def stops(self, script: str | Path, *, plan: Plan | Part | str | Path, **job: Unpack[Job]) -> Summary:
+    def stops(self, script: str | Path, *, plan: Plan | Part | str | Path, **job: Unpack[JobOptions]) -> Summary:
         """Fail the test unless the job stops with a reason and a remedy, because the plan takes more than can be
         survived."""
         return self._judged(self.run(script, plan=plan, expect="stops", **job), f"{script} does not stop as it should.")
 
-    def repeats(self, script: str | Path, **job: Unpack[Job]) -> None:
+    def repeats(self, script: str | Path, **job: Unpack[JobOptions]) -> None:
         """Fail the test unless two runs without faults are the same bit for bit, on which all other checks rely."""
         try:
             path = self._find(script)
@@ -144,7 +144,7 @@ class Chaos:
         *,
         plan: Plan | Part | str | Path | None = None,
         expect: Literal["survives", "stops"] | None = None,
-        **job: Unpack[Job],
+        **job: Unpack[JobOptions],
     ) -> Summary:
         """Run the script with the plan's faults, and return the result, whatever it is.
 
@@ -230,13 +230,13 @@ def _check_steps(plan: Plan, steps: int) -> None:
         )
 
 
-def _whole(job: Job, spares: int) -> Job:
-    if strange := job.keys() - Job.__annotations__.keys():
-        raise TypeError(f"there is no {', '.join(sorted(strange))}; there are {', '.join(Job.__annotations__)}")
-    return Job(ranks=2, spares=spares) | job
+def _whole(job: JobOptions, spares: int) -> JobOptions:
+    if strange := job.keys() - JobOptions.__annotations__.keys():
+        raise TypeError(f"there is no {', '.join(sorted(strange))}; there are {', '.join(JobOptions.__annotations__)}")
+    return JobOptions(ranks=2, spares=spares) | job
 
 
-def _command(script: Path, job: Job) -> list[str]:
+def _command(script: Path, job: JobOptions) -> list[str]:
     ranks, spares, trays = job["ranks"], job["spares"], job.get("trays")
     if ranks < 1 or spares < 0:
         raise UsageError(f"a job of {ranks} ranks and {spares} spares.", remedy="ask for at least one rank.")

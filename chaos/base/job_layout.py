@@ -18,10 +18,10 @@ from rackrun.errors import UsageError
 from rackrun.topology.model.rack_file import read_rack_file
 from rackrun.topology.model.racks import Topology
 
-__all__ = ["Layout", "layout_of", "rack_of"]
+__all__ = ["JobLayout", "layout_of", "rack_of"]
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class JobLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a job, and what it may lose."""
 
     trays: int = 1
@@ -67,12 +67,12 @@ def rack_of(command: Sequence[str]) -> Topology | None:
         return None  # the launcher reports the error, with its line
 
 
-def _on_rack(file: str, spares: int) -> Layout | None:
+def _on_rack(file: str, spares: int) -> JobLayout | None:
     rack = rack_of(["--rack", file])
     sizes = {len(tray.gpus) for _, tray in rack.trays.values()} if rack is not None else set()
     if rack is None or len(sizes) != 1:
         return None
-    return Layout(trays=len(rack.trays), slots=sizes.pop(), spares=spares, rack=file)
+    return JobLayout(trays=len(rack.trays), slots=sizes.pop(), spares=spares, rack=file)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
         raise PlanError(f"{message}.", remedy="see rackrun --help.")
 
 
-def layout_of(command: Sequence[str], *, on_rack: bool = False) -> Layout | None:
+def layout_of(command: Sequence[str], *, on_rack: bool = False) -> JobLayout | None:
     """Derive the layout from rackrun's options, a script and its arguments.
 
     Returns None if the options do not say how large the job is (several hosts, ``auto``) or what it survives (a rack
@@ -106,7 +106,7 @@ def layout_of(command: Sequence[str], *, on_rack: bool = False) -> Layout | None
         return _on_rack(given.rack, given.spares)
     if given.rack or given.policy or given.nnodes not in ("1", "1:1") or not given.nproc_per_node.isdigit():
         return None
-    return Layout(
+    return JobLayout(
         trays=given.trays,
         slots=int(given.nproc_per_node),
         spares=given.spares,

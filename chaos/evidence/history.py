@@ -24,11 +24,11 @@ from rackrun.errors import UsageError
 __all__ = [
     "Begun",
     "Committed",
-    "Confirmed",
-    "Decided",
+    "StrikeConfirmed",
+    "RungChosen",
     "Ended",
     "Entry",
-    "History",
+    "HistoryWriter",
     "Noticed",
     "Overtaken",
     "Placed",
@@ -97,12 +97,12 @@ class Strike(_Entry, frozen=True, kw_only=True, tag="strike"):
 
 
 class Begun(_Entry, frozen=True, kw_only=True, tag="begun"):
-    """The injector has done its part; `Confirmed` says whether the strike has taken effect."""
+    """The injector has done its part; `StrikeConfirmed` says whether the strike has taken effect."""
 
     strike: int
 
 
-class Confirmed(_Entry, frozen=True, kw_only=True, tag="confirmed"):
+class StrikeConfirmed(_Entry, frozen=True, kw_only=True, tag="confirmed"):
     """Whether a strike has taken effect; ``took`` is None if nobody will ever know."""
 
     strike: int
@@ -140,7 +140,7 @@ class Noticed(_Entry, frozen=True, kw_only=True, tag="noticed"):
     """Whether the event is linked to the strike by its time alone."""
 
 
-class Decided(_Entry, frozen=True, kw_only=True, tag="decided"):
+class RungChosen(_Entry, frozen=True, kw_only=True, tag="decided"):
     """The core has chosen a rung."""
 
     generation: int
@@ -191,11 +191,11 @@ Entry = (
     | Committed
     | Strike
     | Begun
-    | Confirmed
+    | StrikeConfirmed
     | TakenBack
     | Ended
     | Noticed
-    | Decided
+    | RungChosen
     | Planned
     | Resumed
     | Recovered
@@ -205,7 +205,7 @@ Entry = (
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Entry)
 
 
-class History:
+class HistoryWriter:
     """Write a history line by line; each line is flushed at once."""
 
     def __init__(self, file: TextIO) -> None:

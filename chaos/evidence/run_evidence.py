@@ -13,20 +13,20 @@ from pathlib import Path
 import msgspec
 
 from rackrun.chaos.evidence.journal_replay import Replayed, replay
-from rackrun.chaos.inprocess.state_recorder import End, Held, read_ends, read_witness
-from rackrun.chaos.plan.conductor import Record
+from rackrun.chaos.inprocess.state_recorder import EndState, StepState, read_ends, read_witness
+from rackrun.chaos.plan.conductor import StrikeRecord
 from rackrun.chaos.plan.definition import Plan
-from rackrun.chaos.testbed.job_under_test import Ended
+from rackrun.chaos.testbed.job_under_test import JobResult
 from rackrun.coordinator.journal.committed_units import Eras
 from rackrun.coordinator.journal.journal_reader import resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import Goodput, read_report
 from rackrun.errors import UsageError
 from rackrun.launch.run.run_directory import Result, read_json
-from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position, step_of
 
-__all__ = ["Evidence", "Gate", "Trace", "Verdict", "began_wall_s", "read_trace"]
+__all__ = ["RunEvidence", "Gate", "Trace", "Verdict", "began_wall_s", "read_trace"]
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):
@@ -50,12 +50,12 @@ class Trace:
     """Steps that were computed again with another result."""
     held: dict[str, str] = field(default_factory=dict)
     """Rank -> digest of all tracked state at its end."""
-    witness: list[Held] = field(default_factory=list)
+    witness: list[StepState] = field(default_factory=list)
     """The state of the ranks before every step, by step and rank, if the run went step by step."""
-    ends: dict[int, End] = field(default_factory=dict)
+    ends: dict[int, EndState] = field(default_factory=dict)
     """Rank -> the untracked state that its script reached at its end."""
     recoveries: list[RecoveryRecord] = field(default_factory=list)
-    plans: list[WorldPlan] = field(default_factory=list)
+    plans: list[GenerationPlan] = field(default_factory=list)
     """The plans of the generations, in the order in which they were written to disk."""
     result: Result | None = None
     """The launcher's ``result.json``."""
@@ -110,16 +110,16 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """Everything that the oracles judge a run by."""
 
     plan: Plan
     reference: Trace
     trace: Trace
-    ended: Ended
+    ended: JobResult
     limit_s: float
     """The time limit, after which the run was killed."""
-    records: tuple[Record, ...]
+    records: tuple[StrikeRecord, ...]
     nobody: tuple[str, ...]
     """Strikes that found no subject."""
     undone: str
@@ -128,11 +128,11 @@ class Evidence:
     places: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Strike -> the slots that it struck."""
     began_wall_s: float | None = None
-    """Unix time when the run with faults was started; `Record.at_s` is counted from there."""
+    """Unix time when the run with faults was started; `StrikeRecord.at_s` is counted from there."""
     began_monotonic_s: float | None = None
     """The same moment on the host's monotonic clock, which all its processes share."""
     struck_s: dict[int, float] = field(default_factory=dict)
-    """Strike -> when it struck, counted as `Record.at_s`, where the injector knows."""
+    """Strike -> when it struck, counted as `StrikeRecord.at_s`, where the injector knows."""
     again: Trace | None = None
     """A second run without faults, made when there was a difference to explain."""
     may_differ: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class Evidence:
     """The longest that the harness was late for a look at the job (due every 20 ms), which shows how busy the machine
     was."""
 
-    def came_late(self, record: Record) -> bool:
+    def came_late(self, record: StrikeRecord) -> bool:
         """Whether the strike came after everything was committed that the reference commits, so that it could do no
         harm."""
         trace = self.trace

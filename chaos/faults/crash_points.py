@@ -16,20 +16,20 @@ from rackrun.chaos.faults.fault_types import Subjects
 __all__ = ["FUNCTIONS", "MODEL_POINTS", "POINTS", "points_of", "surround"]
 
 _WORKER = {
-    "gate": "worker.membership.worker_membership:World.pass_gate",
+    "gate": "worker.membership.worker_membership:WorkerMembership.pass_gate",
     "commit": "worker.loop.unit_runner:UnitRunner._committed",
     "report": "worker.process.reports:Reports.committed",
     "snapshot": "worker.snapshots.shard_snapshots:Snapshots.take",
-    "release": "worker.membership.worker_membership:World.wait_released",
+    "release": "worker.membership.worker_membership:WorkerMembership.wait_released",
     "compare": "worker.integrity.silent_corruption:CorruptionCheck._compare",
     "judge": "worker.integrity.silent_corruption:CorruptionCheck._judge",
     "differ": "worker.process.reports:Reports.differ",
-    "break": "worker.membership.worker_membership:World.on_break",
-    "await_plan": "worker.membership.worker_membership:World.wait_plan",
-    "plan": "worker.membership.worker_membership:World.on_plan",
+    "break": "worker.membership.worker_membership:WorkerMembership.on_break",
+    "await_plan": "worker.membership.worker_membership:WorkerMembership.wait_plan",
+    "plan": "worker.membership.worker_membership:WorkerMembership.on_plan",
     "place": "worker.loop.join_generation:Rejoin._take_place",
     "group": "worker.membership.communicator_builder:build_communicator",
-    "join": "worker.membership.worker_membership:World.join",
+    "join": "worker.membership.worker_membership:WorkerMembership.join",
     "send": "worker.restore.live_restore:_send",
     "receive": "worker.restore.live_restore:_receive",
     "load": "worker.snapshots.shard_snapshots:Snapshots.load",
@@ -37,15 +37,15 @@ _WORKER = {
 }
 """Functions of a worker: in a step, after it, in a comparison of replicas, and in a recovery, in that order."""
 _AGENT = {
-    "agent_start": "agent.tray.tray:Tray._start",
-    "agent_fork": "agent.tray.tray:Tray._bring_up",
-    "agent_born": "agent.tray.tray:Tray._server_spoke",
-    "agent_report": "agent.tray.tray:Tray._report",
-    "agent_pass": "agent.tray.tray:Tray._pass_on",
-    "agent_tell": "agent.tray.tray:Tray._deliver",
+    "agent_start": "agent.tray.tray:TrayAgent._start",
+    "agent_fork": "agent.tray.tray:TrayAgent._bring_up",
+    "agent_born": "agent.tray.tray:TrayAgent._server_spoke",
+    "agent_report": "agent.tray.tray:TrayAgent._report",
+    "agent_pass": "agent.tray.tray:TrayAgent._pass_on",
+    "agent_tell": "agent.tray.tray:TrayAgent._deliver",
     "agent_copy": "agent.snapshots.mirror:Mirror._copy",
     "agent_keep": "agent.snapshots.mirror:Copies.keep",
-    "agent_stop": "agent.tray.tray:Tray.stop",
+    "agent_stop": "agent.tray.tray:TrayAgent.stop",
 }
 """Functions of an agent: start a worker, report its end, pass a break or a plan on to workers and their answers back,
 have a snapshot copied, keep another tray's snapshot, and leave."""

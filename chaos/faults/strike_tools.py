@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint
 
-__all__ = ["CutShape", "GpuReport", "Injected", "Machine", "Outcome", "StrikeTools"]
+__all__ = ["CutShape", "GpuReport", "Injected", "Machine", "StrikeOutcome", "StrikeTools"]
 
 
-class Outcome(NamedTuple):
+class StrikeOutcome(NamedTuple):
     """Whether a strike took effect, and the detail that shows it."""
 
     took: bool
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 class Injected(Protocol):
     """A strike that has begun."""
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         """Return the outcome, or None while it is not known whether the strike has taken effect."""
 
     def take_back(self) -> None:

@@ -29,7 +29,7 @@ __all__ = [
     "Minority",
     "NeighbourOf",
     "One",
-    "Place",
+    "SlotOccupant",
     "Scene",
     "Several",
     "Subject",
@@ -116,7 +116,7 @@ THE_COORDINATOR, THE_STORAGE = One(Subjects.COORDINATOR), One(Subjects.STORAGE)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotOccupant:
     """A slot and the worker in it."""
 
     slot: str
@@ -133,7 +133,7 @@ class Place:
 class Scene:
     """The state of the job at the moment when a fault is to strike."""
 
-    places: tuple[Place, ...]
+    places: tuple[SlotOccupant, ...]
     """The slots whose workers are alive."""
     buddies: dict[str, str] = field(default_factory=dict)
     """Tray -> the tray that keeps its snapshots."""
@@ -156,7 +156,7 @@ class Scene:
             case _:
                 assert_never(kind)
 
-    def of(self, subject: Subject) -> list[Place]:
+    def of(self, subject: Subject) -> list[SlotOccupant]:
         """Return the slots that ``subject`` occupies or contains; empty for the coordinator and the storage."""
         match subject.kind:
             case Subjects.RANK:

@@ -19,10 +19,10 @@ from rackrun.chaos.injectors import refusal
 from rackrun.chaos.injectors.machine_abilities import ThisMachine
 from rackrun.chaos.plan.definition import AtPoint, FlipFlop, Inject, Plan, Swizzle, kind_of, parts_of
 
-__all__ = ["Finding", "check_plan", "examine"]
+__all__ = ["FaultSupport", "check_plan", "examine"]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class FaultSupport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether this machine can inject one kind of fault."""
 
     fault: str
@@ -33,14 +33,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[FaultSupport]:
     """Return one finding for each kind of fault."""
     found = []
     machine = _machine()
     for kind, row in FAULTS.items():
         refused = machine or refusal(row.example, kind.strikes[0])
         how, remedy = refused or (row.how if isinstance(row.how, str) else row.how(ThisMachine()), "")
-        found.append(Finding(fault=name_of(kind), family=kind.family.value, can=not refused, how=how, remedy=remedy))
+        found.append(
+            FaultSupport(fault=name_of(kind), family=kind.family.value, can=not refused, how=how, remedy=remedy)
+        )
     return found
 
 

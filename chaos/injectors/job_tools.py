@@ -22,8 +22,8 @@ from rackrun.chaos.injectors.resources.clock_jumps import Stepped
 from rackrun.chaos.injectors.resources.gpu_errors import Reported
 from rackrun.chaos.injectors.resources.memory_exhaustion import Confined, memory_here
 from rackrun.chaos.injectors.resources.storage_faults import Failing, Filled, checkpoints_of
-from rackrun.chaos.plan.conductor import Strike
-from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.plan.conductor import StrikeOrder
+from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.chaos.testbed.machine.processes import Process
 
 __all__ = ["JobTools"]
@@ -32,7 +32,7 @@ __all__ = ["JobTools"]
 class JobTools:
     """The tools of one strike, as `rackrun.chaos.faults.strike_tools.StrikeTools`."""
 
-    def __init__(self, strike: Strike, scene: Scene, job: Job, seed: Callable[[], int]) -> None:
+    def __init__(self, strike: StrikeOrder, scene: Scene, job: JobUnderTest, seed: Callable[[], int]) -> None:
         """``seed`` returns the seed for what the fault draws at random."""
         self._strike, self._scene, self._job, self._seed = strike, scene, job, seed
         self._number, self._subjects = strike.number, strike.subjects

@@ -20,7 +20,7 @@ from rackrun.chaos.faults.storage.disk_failure import DiskFails
 from rackrun.checkpoint.durable.files import Files
 
 if TYPE_CHECKING:
-    from rackrun.chaos.inprocess.inprocess_faults import Order, _Hooks
+    from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, _Hooks
 
 __all__ = ["BadFiles", "install_files"]
 
@@ -64,14 +64,14 @@ class BadFiles:
                     raise OSError(number, f"chaos: {os.strerror(number)}")
         return of(files, *args)
 
-    def _orders(self, call: str) -> list[Order]:
+    def _orders(self, call: str) -> list[FaultOrder]:
         """Return the orders in force for this call."""
-        from rackrun.chaos.inprocess.inprocess_faults import Order
+        from rackrun.chaos.inprocess.inprocess_faults import FaultOrder
 
         found = []
         for path in sorted(self._folder.glob("*.json")):
             try:
-                order = msgspec.json.decode(path.read_bytes(), type=Order)
+                order = msgspec.json.decode(path.read_bytes(), type=FaultOrder)
             except FileNotFoundError:
                 continue  # taken back meanwhile
             if isinstance(order.fault, DiskFails) and order.fault.call == call:

@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from rackrun.protocol.agent_config import AgentConfig
     from rackrun.worker.loop.unit_runner import UnitRunner
 
-__all__ = ["FOLDER", "POINTS", "Order", "Struck"]
+__all__ = ["FOLDER", "POINTS", "FaultOrder", "Struck"]
 
 Poisons = Callable[[random.Random, str, str], str]
 """Poison a drawn sample in hand, given how and what that does; returns what was done."""
 FOLDER, POINTS = "RACKRUN_CHAOS_INSIDE", "RACKRUN_CHAOS_POINTS"
 
 
-class Order(msgspec.Struct, frozen=True):
+class FaultOrder(msgspec.Struct, frozen=True):
     """A fault that one process, or every process that comes to the place, has to carry out."""
 
     number: int
@@ -75,7 +75,7 @@ class _Hooks:
         self._folder = folder
         self._visits: dict[str, int] = {}
 
-    def take(self, visit: Visit) -> Order | None:
+    def take(self, visit: Visit) -> FaultOrder | None:
         """Take an order for this process that is due at this visit, so that it is carried out once; None if there is
         none."""
         orders = self._folder / "orders" / str(os.getpid())
@@ -83,13 +83,13 @@ class _Hooks:
             return None
         for path in sorted(orders.glob("*.json")):
             with contextlib.suppress(FileNotFoundError):  # withdrawn meanwhile
-                order = msgspec.json.decode(path.read_bytes(), type=Order)
+                order = msgspec.json.decode(path.read_bytes(), type=FaultOrder)
                 if is_due(order, visit):
                     path.unlink()
                     return order
         return None
 
-    def tell(self, order: Order, detail: str) -> None:
+    def tell(self, order: FaultOrder, detail: str) -> None:
         """Report that ``order`` is being carried out. Call it first: some faults end the process."""
         path = self._folder / "done" / f"{order.number}-{os.getpid()}"
         partial = path.with_suffix(".part")
@@ -144,7 +144,7 @@ class _Process:
     def __init__(
         self,
         hooks: _Hooks,
-        order: Order,
+        order: FaultOrder,
         visit: Visit,
         units: UnitRunner | None,
         poison: Poisons | None,
@@ -189,7 +189,7 @@ class _Process:
         self.tell(self._poison(random.Random(self._order.seed), how, does))
 
 
-def is_due(order: Order, visit: Visit) -> bool:
+def is_due(order: FaultOrder, visit: Visit) -> bool:
     """Whether a process that comes to a place carries out the order there."""
     inside = row_of(order.fault).inside
     return inside is not None and inside.due(order.fault, visit)

@@ -1,7 +1,7 @@
 """Record the state of the ranks by name: written by the workers of a run, read by the harness that compares runs.
 
-``FOLDER/ends/RANK.json`` is an `End`, written in every run: the state that the rank's script reaches after its last
-step and that is not tracked. In a step-by-step run, ``FOLDER/witness/RANK-PID.jsonl`` has a `Held` for each attempt of
+``FOLDER/ends/RANK.json`` is an `EndState`, written in every run: the state that the rank's script reaches after its last
+step and that is not tracked. In a step-by-step run, ``FOLDER/witness/RANK-PID.jsonl`` has a `StepState` for each attempt of
 a step, and one for the end. In such a run a worker also waits before each step until the harness has seen the step
 before, so that what a plan does after a step is done there: ``FOLDER/go`` holds the last step that may begin.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rackrun.worker.loop.unit_runner import UnitRunner
     from rackrun.worker.state.tracked_state import TrackedState
 
-__all__ = ["FREE", "STEP_BY_STEP", "End", "Ends", "Held", "Witness", "let_go_on", "read_ends", "read_witness"]
+__all__ = ["FREE", "STEP_BY_STEP", "EndState", "Ends", "StepState", "Witness", "let_go_on", "read_ends", "read_witness"]
 
 STEP_BY_STEP = "RACKRUN_CHAOS_STEP_BY_STEP"
 FREE = 2**53
@@ -33,7 +33,7 @@ _WAIT_S = 0.002
 _OF_OPTIMIZER = re.compile(r"([^/]+)/state/(\d+)/(\d+)/(.+)")
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state of a rank before a step."""
 
     step: int
@@ -49,7 +49,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same for all other state that the step function reaches (`rackrun.chaos.inprocess.untracked_state`)."""
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True):
+class EndState(msgspec.Struct, frozen=True, kw_only=True):
     """The untracked state of a rank when its loop has ended."""
 
     rank: int
@@ -61,7 +61,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ends:
-    """The recorder of `End` in a worker.
+    """The recorder of `EndState` in a worker.
 
     It reads the state when the loop ends and writes it when the rank has finished, because the rank's number is final
     then.
@@ -92,15 +92,15 @@ class Ends:
         self._reached = found
 
     def write(self, rank: int, world: int) -> None:
-        """Write what was read as the `End` of this rank."""
-        end = End(rank=rank, world=world, since=self._since, reached=self._reached)
+        """Write what was read as the `EndState` of this rank."""
+        end = EndState(rank=rank, world=world, since=self._since, reached=self._reached)
         partial = self._folder / "ends" / f"{rank}.part"
         partial.write_bytes(msgspec.json.encode(end))
         partial.rename(partial.with_suffix(".json"))
 
 
 class Witness:
-    """The recorder of `Held` in a worker, for step-by-step runs."""
+    """The recorder of `StepState` in a worker, for step-by-step runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -122,7 +122,7 @@ class Witness:
 
         self._body = body or self._body
         state, world = units._state, units._world
-        held = Held(
+        held = StepState(
             step=step,
             rank=world.rank,
             world=world.size,
@@ -143,19 +143,19 @@ def let_go_on(folder: Path, step: int) -> None:
     partial.replace(folder / "go")
 
 
-def read_witness(folder: Path) -> list[Held]:
+def read_witness(folder: Path) -> list[StepState]:
     """Return the records of a run, by step, rank and attempt. A half-written line of a killed process is left out."""
-    found: list[Held] = []
+    found: list[StepState] = []
     for path in sorted((folder / "witness").glob("*.jsonl")):
         whole = path.read_bytes().rpartition(b"\n")[0]
-        found += [msgspec.json.decode(line, type=Held) for line in whole.splitlines()]
+        found += [msgspec.json.decode(line, type=StepState) for line in whole.splitlines()]
     return sorted(found, key=lambda held: (held.step, held.rank, held.attempt))
 
 
-def read_ends(folder: Path) -> dict[int, End]:
-    """Return rank -> its `End`, for a run."""
+def read_ends(folder: Path) -> dict[int, EndState]:
+    """Return rank -> its `EndState`, for a run."""
     paths = sorted((folder / "ends").glob("*.json"))
-    return {end.rank: end for end in (msgspec.json.decode(path.read_bytes(), type=End) for path in paths)}
+    return {end.rank: end for end in (msgspec.json.decode(path.read_bytes(), type=EndState) for path in paths)}
 
 
 def _read_go(folder: Path) -> int:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["FOLDER", "Told", "read_told", "report_step"]
+__all__ = ["FOLDER", "FinishedStep", "read_told", "report_step"]
 
 FOLDER = "RACKRUN_CHAOS_TOLD"
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a step that a rank has finished. ``at_s`` is Unix time."""
 
     rank: int
@@ -45,7 +45,7 @@ def report_step(*, rank: int, step: int, loss: float, samples: Sequence[int] = (
     """
     folder = os.environ.get(FOLDER, "")
     if folder:
-        told = Told(
+        told = FinishedStep(
             rank=rank, step=step, loss=float(loss).hex(), samples=tuple(samples), at_s=time.time(), pid=os.getpid()
         )
         fd = os.open(Path(folder) / f"{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -55,9 +55,10 @@ def report_step(*, rank: int, step: int, loss: float, samples: Sequence[int] = (
             os.close(fd)
 
 
-def read_told(folder: Path) -> list[Told]:
+def read_told(folder: Path) -> list[FinishedStep]:
     """Return the records of all ranks in ``folder``, in the order of time. Incomplete lines are left out."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
     return sorted(
-        (msgspec.json.decode(line, type=Told) for line in lines if line.endswith(b"\n")), key=lambda told: told.at_s
+        (msgspec.json.decode(line, type=FinishedStep) for line in lines if line.endswith(b"\n")),
+        key=lambda told: told.at_s,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.oracles.behaviour import (
     accounts,
     ending,
@@ -21,7 +21,7 @@ from rackrun.chaos.oracles.training import committed, losses, rollback, samples,
 
 __all__ = ["ORACLES", "judge", "overall"]
 
-ORACLES: dict[str, Callable[[Evidence], Verdict]] = {
+ORACLES: dict[str, Callable[[RunEvidence], Verdict]] = {
     "losses": losses.judge,
     "samples": samples.judge,
     "weights": weights.judge,
@@ -39,7 +39,7 @@ ORACLES: dict[str, Callable[[Evidence], Verdict]] = {
 }
 
 
-def judge(evidence: Evidence) -> list[Verdict]:
+def judge(evidence: RunEvidence) -> list[Verdict]:
     """Return the verdict of every oracle about a run."""
     return [msgspec.structs.replace(of(evidence), oracle=name) for name, of in ORACLES.items()]
 

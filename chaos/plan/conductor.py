@@ -21,7 +21,7 @@ import msgspec
 from rackrun.chaos.base.errors import NoTarget
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.faults.table.fault_table import Fault
-from rackrun.chaos.faults.targets import Exactly, Place, Scene, Subject, Target, resolve
+from rackrun.chaos.faults.targets import Exactly, Scene, SlotOccupant, Subject, Target, resolve
 from rackrun.chaos.plan.definition import (
     AtPoint,
     AtStep,
@@ -42,7 +42,7 @@ from rackrun.chaos.plan.definition import (
     is_endless,
 )
 
-__all__ = ["TARGET_PATIENCE_S", "Conductor", "Order", "Record", "See", "Strike", "TakeBack"]
+__all__ = ["TARGET_PATIENCE_S", "Conductor", "Order", "StrikeRecord", "See", "StrikeOrder", "TakeBack"]
 
 TARGET_PATIENCE_S = 10.0
 """How many seconds a strike waits for a subject, such as a spare that still starts or a rank that is being replaced."""
@@ -61,7 +61,7 @@ class See:
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class StrikeOrder:
     """An order: strike these subjects with this fault."""
 
     number: int
@@ -77,14 +77,14 @@ class TakeBack:
     """The number of the strike to take back."""
 
 
-Order = Strike | TakeBack
+Order = StrikeOrder | TakeBack
 
 
 @dataclass(slots=True)
-class Record:
+class StrikeRecord:
     """The record of one strike."""
 
-    strike: Strike
+    strike: StrikeOrder
     step: int
     plus_s: float
     """Seconds since the commit of that step was seen."""
@@ -114,7 +114,7 @@ class Conductor:
         """``last_step`` is the job's last step, where it is known; no `Quiet` waits beyond it."""
         self.plan = plan
         self._last_step = math.inf if last_step is None else last_step
-        self.records: list[Record] = []
+        self.records: list[StrikeRecord] = []
         self.nobody: list[str] = []
         """Strikes that found no subject, each as a text."""
         self._orders: list[Order] = []
@@ -276,7 +276,7 @@ class Conductor:
         draw = stream(self.plan.seed, name, "swizzle")
         subjects = self._resolve(part.target, draw) or ()
         self._reached.add(name)
-        struck: list[Record] = []
+        struck: list[StrikeRecord] = []
         fault = _until_taken_back(part.fault)
         began = self._now()
         for moment, subject in zip(
@@ -293,7 +293,7 @@ class Conductor:
             yield self._at(began + moment)
             self._take_back(record)
 
-    def _strike(self, fault: Fault, target: Target, name: str) -> Generator[_Wait, None, Record | None]:
+    def _strike(self, fault: Fault, target: Target, name: str) -> Generator[_Wait, None, StrikeRecord | None]:
         """Strike, and return the record; None if there was no subject."""
         draw = stream(self.plan.seed, name, "target")
         subjects: tuple[Subject, ...] = ()
@@ -351,17 +351,17 @@ class Conductor:
         left = {place.tray for place in self._whole.places if place.slot not in gone}
         return slots and (budget.trays is None or len(whole - left) <= budget.trays)
 
-    def _in_force(self) -> list[Record]:
+    def _in_force(self) -> list[StrikeRecord]:
         """Return the strikes of lasting faults that have not been taken back."""
         return [r for r in self.records if r.strike.fault.lasts and r.took is not False and r.back_s is None]
 
-    def _places(self, subjects: tuple[Subject, ...]) -> list[Place]:
+    def _places(self, subjects: tuple[Subject, ...]) -> list[SlotOccupant]:
         return [place for subject in subjects for place in self._sight().scene.of(subject)]
 
-    def _order(self, fault: Fault, subjects: tuple[Subject, ...]) -> Record:
+    def _order(self, fault: Fault, subjects: tuple[Subject, ...]) -> StrikeRecord:
         seen = self._sight()
-        strike = Strike(len(self.records), fault, subjects)
-        record = Record(strike, seen.step, seen.now_s - self._step_s, seen.now_s)
+        strike = StrikeOrder(len(self.records), fault, subjects)
+        record = StrikeRecord(strike, seen.step, seen.now_s - self._step_s, seen.now_s)
         self.records.append(record)
         self._struck += subjects
         if fault.loses:
@@ -369,7 +369,7 @@ class Conductor:
         self._orders.append(strike)
         return record
 
-    def _take_back(self, record: Record) -> None:
+    def _take_back(self, record: StrikeRecord) -> None:
         if record.strike.fault.lasts and record.took and record.back_s is None:
             record.back_s = self._now()
             self._orders.append(TakeBack(record.strike.number))

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias, assert_never
 
 from rackrun.chaos.base.errors import PlanError
-from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.faults.fault_row import StrikeCost
 from rackrun.chaos.faults.fault_types import BaseFault, Subjects, name_of
 from rackrun.chaos.faults.table.fault_table import row_of
@@ -37,7 +37,7 @@ from rackrun.chaos.plan.definition import Par as Together
 
 __all__ = [
     "BEGUN_STEPS",
-    "Judgement",
+    "Survivability",
     "Label",
     "check_budget",
     "check_targets",
@@ -63,7 +63,7 @@ class Label(StrEnum):
     UNCLEAR = "unclear"
 
 
-class Judgement(NamedTuple):
+class Survivability(NamedTuple):
     """A label, and the reason for it."""
 
     label: Label
@@ -83,17 +83,17 @@ class _Toll(NamedTuple):
     """The strike takes exactly these numbers, all at once, rather than at most these."""
 
 
-def judge_plan(plan: Plan, layout: Layout) -> Judgement:
+def judge_plan(plan: Plan, layout: JobLayout) -> Survivability:
     """Compare what the plan may take with what the job has, and return the label with its reason."""
     strikes = list(_strikes(plan.plan, 1))
     for fault, target, _, _ in strikes:
         if why := _ends(fault, kind_of(target)):
-            return Judgement(Label.BEYOND, why)
+            return Survivability(Label.BEYOND, why)
     for fault, target, _, times in strikes:
         if why := _unsure(fault, kind_of(target), times, alone=len(strikes) == 1):
-            return Judgement(Label.UNCLEAR, why)
+            return Survivability(Label.UNCLEAR, why)
     if why := _alike(strikes, layout):
-        return Judgement(Label.UNCLEAR, why)
+        return Survivability(Label.UNCLEAR, why)
     tolls = [(_toll(fault, target, layout), when, times or 1) for fault, target, when, times in strikes]
     workers, slots, trays = (sum(toll[i] * times for toll, _, times in tolls) for i in range(3))
     for toll, when, times in tolls:
@@ -106,7 +106,7 @@ def judge_plan(plan: Plan, layout: Layout) -> Judgement:
     return _workers_lost(workers, slots, layout)
 
 
-def check_budget(plan: Plan, layout: Layout | None) -> None:
+def check_budget(plan: Plan, layout: JobLayout | None) -> None:
     """Raise `PlanError` if the plan expects an end that is impossible. A ``layout`` of None is not judged."""
     if layout is None:
         return
@@ -194,7 +194,7 @@ def _unsure(fault: BaseFault, kind: Subjects, times: int | None, *, alone: bool)
     return row_of(fault).unsure(fault, kind, alone)
 
 
-def _alike(strikes: list[_Struck], layout: Layout) -> str:
+def _alike(strikes: list[_Struck], layout: JobLayout) -> str:
     """Return why several strikes may look like an error of the script, or an empty text.
 
     The same error on two ranks in one step is taken for the script's own error, which stops the job.
@@ -209,7 +209,7 @@ def _alike(strikes: list[_Struck], layout: Layout) -> str:
     )
 
 
-def _toll(fault: BaseFault, target: Target, layout: Layout) -> _Toll:
+def _toll(fault: BaseFault, target: Target, layout: JobLayout) -> _Toll:
     """Return the most that one strike of ``fault`` at ``target`` can take."""
     kind = kind_of(target)
     if kind in (Subjects.COORDINATOR, Subjects.STORAGE):
@@ -230,7 +230,7 @@ def _toll(fault: BaseFault, target: Target, layout: Layout) -> _Toll:
             assert_never(other)
 
 
-def _count(target: Target, layout: Layout) -> int:
+def _count(target: Target, layout: JobLayout) -> int:
     """Return how many subjects ``target`` has in a job of this layout."""
     match target:
         case Exactly(names=names):
@@ -249,58 +249,58 @@ def _count(target: Target, layout: Layout) -> int:
             assert_never(target)
 
 
-def _there(kind: Subjects, layout: Layout) -> int:
+def _there(kind: Subjects, layout: JobLayout) -> int:
     counts = {Subjects.RANK: layout.ranks, Subjects.SPARE: layout.spares, Subjects.RACK: 1}
     return counts.get(kind, layout.trays)
 
 
 # -- what that comes to
-def _takes_all(toll: _Toll, layout: Layout) -> bool:
+def _takes_all(toll: _Toll, layout: JobLayout) -> bool:
     return toll.trays >= layout.trays or toll.workers >= layout.ranks
 
 
-def _all_lost(toll: _Toll, when: Trigger | None, layout: Layout, *, alone: bool) -> Judgement:
+def _all_lost(toll: _Toll, when: Trigger | None, layout: JobLayout, *, alone: bool) -> Survivability:
     """Judge a single strike that may take all ranks. Snapshots outlive a worker whose agent lives on."""
     what = "every tray is lost" if toll.trays else "every rank is lost"
     if not toll.surely or not alone or (not toll.trays and (layout.sharded is not False or layout.ranks < 2)):
-        return Judgement(Label.UNCLEAR, f"{what}, perhaps")
+        return Survivability(Label.UNCLEAR, f"{what}, perhaps")
     step = when.step if isinstance(when, AtStep) else None
     begun = step is not None and step >= BEGUN_STEPS
     may_begin_again = layout.starts_over and layout.max_restarts > 0
     if begun and not layout.starts_over:
-        return Judgement(Label.BEYOND, f"{what} after step {step}, with the last copy of the state")
+        return Survivability(Label.BEYOND, f"{what} after step {step}, with the last copy of the state")
     if may_begin_again and layout.checkpoints:
-        return Judgement(Label.SURVIVABLE, f"{what}, and a checkpoint is on disk")
+        return Survivability(Label.SURVIVABLE, f"{what}, and a checkpoint is on disk")
     if toll.trays and not layout.max_restarts:
-        return Judgement(Label.BEYOND, f"{what}, and no agent is started again (--max-restarts 0)")
-    return Judgement(Label.UNCLEAR, f"{what}; it depends on when")
+        return Survivability(Label.BEYOND, f"{what}, and no agent is started again (--max-restarts 0)")
+    return Survivability(Label.UNCLEAR, f"{what}; it depends on when")
 
 
-def _trays_lost(trays: int, workers: int, layout: Layout, *, surely: bool) -> Judgement:
+def _trays_lost(trays: int, workers: int, layout: JobLayout, *, surely: bool) -> Survivability:
     lost = trays * layout.slots
     what = f"{trays} of {layout.trays} trays"
     if not layout.shrinks and not layout.max_restarts and layout.slots > layout.spares and surely:
         why = (
             f"{what} are lost, {layout.slots} slots in each, with {layout.spares} spares; nothing comes back or shrinks"
         )
-        return Judgement(Label.BEYOND, why)
+        return Survivability(Label.BEYOND, why)
     if lost + workers > layout.spares:
-        return Judgement(Label.UNCLEAR, f"{what} may be lost, and {layout.spares} spares do not replace them")
+        return Survivability(Label.UNCLEAR, f"{what} may be lost, and {layout.spares} spares do not replace them")
     if layout.sharded is not False and (layout.copies == "local" or trays > 1):
-        return Judgement(Label.UNCLEAR, f"{what} may be lost, and with them the last copy of some shard")
+        return Survivability(Label.UNCLEAR, f"{what} may be lost, and with them the last copy of some shard")
     if layout.ranks <= lost + workers:
-        return Judgement(Label.UNCLEAR, f"{what} may be lost, and with them every rank")
-    return Judgement(Label.SURVIVABLE, f"{what} may be lost, and {layout.spares} spares can replace them")
+        return Survivability(Label.UNCLEAR, f"{what} may be lost, and with them every rank")
+    return Survivability(Label.SURVIVABLE, f"{what} may be lost, and {layout.spares} spares can replace them")
 
 
-def _workers_lost(workers: int, slots: int, layout: Layout) -> Judgement:
+def _workers_lost(workers: int, slots: int, layout: JobLayout) -> Survivability:
     if not workers and not slots:
-        return Judgement(Label.SURVIVABLE, "nobody is lost")
+        return Survivability(Label.SURVIVABLE, "nobody is lost")
     what = f"{workers + slots} workers at the most are lost"
     if workers + slots > _LOSSES_MAX:
-        return Judgement(Label.UNCLEAR, f"{what}, perhaps without a step between")
+        return Survivability(Label.UNCLEAR, f"{what}, perhaps without a step between")
     if slots + workers // _STRIKES_A_SLOT > layout.spares:
-        return Judgement(Label.UNCLEAR, f"{what}; a slot that stays out has no spare")
+        return Survivability(Label.UNCLEAR, f"{what}; a slot that stays out has no spare")
     if layout.sharded is not True and workers + slots >= layout.ranks:
-        return Judgement(Label.UNCLEAR, f"{what}, of {layout.ranks} ranks: perhaps all replicas at once")
-    return Judgement(Label.SURVIVABLE, f"{what}, and others take their places")
+        return Survivability(Label.UNCLEAR, f"{what}, of {layout.ranks} ranks: perhaps all replicas at once")
+    return Survivability(Label.SURVIVABLE, f"{what}, and others take their places")

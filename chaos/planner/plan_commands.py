@@ -16,8 +16,8 @@ from rackrun.chaos.planner.analysis.recommendation import survey
 from rackrun.chaos.planner.analysis.simulation_case import Case
 from rackrun.chaos.planner.inputs.calibrate import calibrated, read_run
 from rackrun.chaos.planner.inputs.failure_traces import read_trace
-from rackrun.chaos.planner.inputs.failures import Process
-from rackrun.chaos.planner.inputs.fleet import Job, fleet_of
+from rackrun.chaos.planner.inputs.failures import FailureProcess
+from rackrun.chaos.planner.inputs.fleet import FleetJob, fleet_of
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts, read_costs, write_costs
 from rackrun.chaos.planner.inputs.option_values import duration, numbers, pair, sizes, volume
 from rackrun.chaos.planner.inputs.published_failure_rates import PRESETS, preset
@@ -25,7 +25,7 @@ from rackrun.chaos.planner.model.job_state import Intervals
 from rackrun.chaos.planner.plan_output import render_grid, render_prediction, render_survey
 from rackrun.chaos.planner.predict import predict as predicted
 from rackrun.chaos.planner.swap_model.fit_measurements import fitted, held_against, read_kit
-from rackrun.chaos.planner.swap_model.predict_swap import Question, predict_swap
+from rackrun.chaos.planner.swap_model.predict_swap import SwapScenario, predict_swap
 from rackrun.chaos.planner.swap_model.stage_costs import FIGURES
 from rackrun.chaos.planner.swap_model.swap_table import render_swap
 from rackrun.core.policy.choice import parse_policy, parse_weights
@@ -176,13 +176,13 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
     fleet = fleet_of(gpus, trays_per_rack, gpus_per_tray)
     parse_policy(policy)
     parse_weights(policy_weights)
-    processes: list[Process] = []
+    processes: list[FailureProcess] = []
     if trace is None:
         mtbf_s = duration(tray_mtbf, "--tray-mtbf") if tray_mtbf else preset(from_preset or "").mtbf_s(gpus_per_tray)
         share, factor = _two(lemons, "--lemons", "give a share of the trays and a factor: 0.02:10.")
         young, often = pair(burn_in, "--burn-in", "give a time and a factor: 100h:5.") if burn_in else ("", "1")
         processes.append(
-            Process(
+            FailureProcess(
                 name="tray",
                 domain="tray",
                 mtbf_s=mtbf_s,
@@ -197,7 +197,7 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
         )
         if rack_mtbf:
             processes.append(
-                Process(
+                FailureProcess(
                     name="rack",
                     domain="rack",
                     mtbf_s=duration(rack_mtbf, "--rack-mtbf"),
@@ -206,13 +206,15 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
                 )
             )
         if process_mtbf:
-            processes.append(Process(name="process", domain="gpu", mtbf_s=duration(process_mtbf, "--process-mtbf")))
+            processes.append(
+                FailureProcess(name="process", domain="gpu", mtbf_s=duration(process_mtbf, "--process-mtbf"))
+            )
         if stall_mtbf:
             every_s = duration(stall_mtbf, "--stall-mtbf") * fleet.racks
-            processes.append(Process(name="stall", domain="rack", mtbf_s=every_s, stalls=True))
+            processes.append(FailureProcess(name="stall", domain="rack", mtbf_s=every_s, stalls=True))
     case = Case(
         fleet=fleet,
-        job=Job(
+        job=FleetJob(
             group=group,
             replica=replica,
             micro_batches=micro_batches,
@@ -330,7 +332,7 @@ def swap(  # noqa: PLR0913, PLR0917 - one argument for each option
         if measured
         else (FIGURES, "not calibrated: rackctl plan swap --kit FILE takes what the GPU kit measured")
     )
-    question = Question(
+    question = SwapScenario(
         ranks=ranks,
         groups=sizes(groups, "--groups") or {"dp": ranks},
         state_bytes=volume(state_of_rank, "--state"),

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rackrun.chaos.planner.analysis.applicable_formulas import Formula
-from rackrun.chaos.planner.analysis.recommendation import Compared, Grid, Point, Survey
+from rackrun.chaos.planner.analysis.recommendation import Candidate, Grid, GridSurvey, Point
 from rackrun.chaos.planner.inputs.option_values import spell
 from rackrun.chaos.planner.predict import Prediction
 
@@ -27,7 +27,7 @@ def render_grid(console: Console, found: Grid) -> None:
     _points(console, found.points)
 
 
-def render_survey(console: Console, found: Survey) -> None:
+def render_survey(console: Console, found: GridSurvey) -> None:
     """Print what follows the grid."""
     best = found.best
     _say(console, "")
@@ -119,7 +119,7 @@ def _where(console: Console, best: Point) -> None:
     _say(console, f"time     {shown}")
 
 
-def _compared(console: Console, title: str, compared: Iterable[Compared]) -> None:
+def _compared(console: Console, title: str, compared: Iterable[Candidate]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in (title, "goodput", "wall (ETTR)", "formulas"):
         table.add_column(column, no_wrap=True)
@@ -132,7 +132,7 @@ def _compared(console: Console, title: str, compared: Iterable[Compared]) -> Non
     console.print(table, markup=False, highlight=False)
 
 
-def _tornado(console: Console, found: Survey) -> None:
+def _tornado(console: Console, found: GridSurvey) -> None:
     """Print the goodput with half and twice each assumption, as a bar between the two, with the present goodput
     marked."""
     if not found.tornado:

@@ -14,44 +14,44 @@ import msgspec
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.planner.analysis.applicable_formulas import Formula
-from rackrun.chaos.planner.analysis.seed_statistics import Spread, spread_of
-from rackrun.chaos.planner.inputs.failures import Strike
-from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.analysis.seed_statistics import SeedMean, spread_of
+from rackrun.chaos.planner.inputs.failures import UnitFailure
+from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
-from rackrun.chaos.planner.model.fleet_simulation import Simulation
+from rackrun.chaos.planner.model.fleet_simulation import FleetSimulation
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import Outcome
+from rackrun.chaos.planner.model.outcome import FleetOutcome
 from rackrun.core.policy.choice import parse_rules
 
 __all__ = ["Kills", "Prediction", "predict"]
 
 
 class Kills:
-    """Kills of one rank at a time, each rank as likely. A `rackrun.chaos.planner.inputs.failures.Source`."""
+    """Kills of one rank at a time, each rank as likely. A `rackrun.chaos.planner.inputs.failures.FailureSource`."""
 
     def __init__(self, ranks: int, every_s: float, horizon_s: float, seed: int, *, even: bool) -> None:
         self._ranks, self._every_s, self._horizon_s, self._seed, self._even = ranks, every_s, horizon_s, seed, even
 
-    def begin(self) -> list[tuple[float, Strike]]:
+    def begin(self) -> list[tuple[float, UnitFailure]]:
         draw = stream(self._seed, "kills")
-        found: list[tuple[float, Strike]] = []
+        found: list[tuple[float, UnitFailure]] = []
         at_s = 0.0
         while True:
             at_s += self._every_s if self._even else draw.expovariate(1 / self._every_s)
             if at_s >= self._horizon_s:
                 return found
-            found.append((at_s, Strike(0, "rank", draw.randrange(self._ranks), 0.0, turn=len(found))))
+            found.append((at_s, UnitFailure(0, "rank", draw.randrange(self._ranks), 0.0, turn=len(found))))
 
-    def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:  # noqa: ARG002
+    def again(self, strike: UnitFailure, since_s: float) -> tuple[float, UnitFailure] | None:  # noqa: ARG002
         return None
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction for a job."""
 
-    kept: Spread
+    kept: SeedMean
     """The share of the throughput without faults that is kept."""
-    wall: Spread
+    wall: SeedMean
     """Productive time over wall time (ETTR), from the first step on."""
     kills: float
     """The mean number of kills in a run."""
@@ -82,10 +82,10 @@ def predict(
             remedy="give a rank or more, spares from 0, times above 0, and a seed.",
         )
     fleet = Fleet(racks=1, trays=1, gpus=ranks + spares)
-    job = Job(spares_per_rack=spares, group=1, replica=1, micro_batches=0)
+    job = FleetJob(spares_per_rack=spares, group=1, replica=1, micro_batches=0)
 
-    def run(seed: int) -> Outcome:
-        return Simulation(
+    def run(seed: int) -> FleetOutcome:
+        return FleetSimulation(
             fleet=fleet,
             job=job,
             costs=costs,

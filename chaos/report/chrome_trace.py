@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 
 from rackrun.chaos.evidence.history import Placed
-from rackrun.chaos.report.analysis.downsample import Block, Detail, choose_detail, every_nth, lanes, merged
-from rackrun.chaos.report.analysis.journal_timeline import RankUnit, Recorded, units_by_rank
+from rackrun.chaos.report.analysis.downsample import Detail, StepBucket, choose_detail, every_nth, lanes, merged
+from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline, RankUnit, units_by_rank
 from rackrun.chaos.report.analysis.recovery_chains import Chain, stages_of
 from rackrun.chaos.report.analysis.report_data import Material
-from rackrun.chaos.report.analysis.slot_occupancy import Seat, seats_of
+from rackrun.chaos.report.analysis.slot_occupancy import SlotOccupancy, seats_of
 
 __all__ = ["STEP_SLICES", "Tracer", "write_trace"]
 
@@ -140,12 +140,12 @@ def us(at_s: float) -> int:
 
 
 # -- ranks
-def _ranks(job: Recorded) -> int:
+def _ranks(job: JournalTimeline) -> int:
     return max((planned.plan.world_size for planned in job.plans), default=0)
 
 
 def _draw_ranks(
-    tracer: Tracer, job: Recorded, chains: Sequence[Chain], detail: Detail
+    tracer: Tracer, job: JournalTimeline, chains: Sequence[Chain], detail: Detail
 ) -> dict[int, tuple[tuple[int, int], int]]:
     """Draw the ranks. Returns, for each strike (by its number), where its first step afterwards ends."""
     tracer.process(RANKS, "ranks")
@@ -186,13 +186,13 @@ def _noting(
 def _draw_unit(
     tracer: Tracer,
     track: tuple[int, int],
-    one: RankUnit | Block,
+    one: RankUnit | StepBucket,
     reached_us: int,
     restores: dict[tuple[int, int], Span],
 ) -> int:
     """Draw a unit, and return where it ends. A commit that was reported late cannot begin before the last one has
     ended."""
-    if isinstance(one, Block):
+    if isinstance(one, StepBucket):
         begin_us, end_us = max(us(one.from_s), reached_us), us(one.last.at_s)
         slowest_ms = round(one.slowest_s * 1e3, 3)
         name = f"steps {one.first.step} to {one.last.step}"
@@ -211,7 +211,7 @@ def _draw_unit(
 
 
 # -- racks and trays
-def _draw_trays(tracer: Tracer, places: Sequence[Placed], job: Recorded | None, chains: Sequence[Chain]) -> None:
+def _draw_trays(tracer: Tracer, places: Sequence[Placed], job: JournalTimeline | None, chains: Sequence[Chain]) -> None:
     racks = sorted({place.rack for place in places})
     trays = {place.tray: place.rack for place in places}
     for index, rack in enumerate(racks):
@@ -230,7 +230,7 @@ def _draw_trays(tracer: Tracer, places: Sequence[Placed], job: Recorded | None, 
             _draw_seats(tracer, tracer.track(pid, f"slot {slot}"), list(mine))
 
 
-def _draw_seats(tracer: Tracer, track: tuple[int, int], seats: Sequence[Seat]) -> None:
+def _draw_seats(tracer: Tracer, track: tuple[int, int], seats: Sequence[SlotOccupancy]) -> None:
     reached = 0
     for seat in seats:
         begin_us, end_us = max(us(seat.from_s), reached), us(seat.to_s)
@@ -277,7 +277,7 @@ def _fault_ends(chain: Chain) -> float:
 
 # -- the job
 def _draw_job(
-    tracer: Tracer, job: Recorded, chains: Sequence[Chain], arrows: list[list[tuple[tuple[int, int], int]]]
+    tracer: Tracer, job: JournalTimeline, chains: Sequence[Chain], arrows: list[list[tuple[tuple[int, int], int]]]
 ) -> None:
     _draw_recoveries(tracer, job, chains)
     noticed = [(us(c.noticed_s), us(_after(c.noticed_s, c.decided_s)), i) for i, c in enumerate(chains) if c.noticed_s]
@@ -316,7 +316,7 @@ def _after(at_s: float, end_s: float | None) -> float:
     return max(at_s + 1e-3, end_s or 0.0)
 
 
-def _draw_recoveries(tracer: Tracer, job: Recorded, chains: Sequence[Chain]) -> None:
+def _draw_recoveries(tracer: Tracer, job: JournalTimeline, chains: Sequence[Chain]) -> None:
     """Draw one recovery for each generation, however many strikes have led to it."""
     drawn: dict[int, Chain] = {}
     for chain in chains:

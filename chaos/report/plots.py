@@ -12,7 +12,7 @@ from typing import Any
 from rackrun.chaos.evidence.history import Placed
 from rackrun.chaos.evidence.run_evidence import gate_of
 from rackrun.chaos.report.analysis.downsample import envelope, every_nth
-from rackrun.chaos.report.analysis.journal_timeline import Recorded
+from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline
 from rackrun.chaos.report.analysis.recovery_chains import Chain, stages_of
 from rackrun.chaos.report.analysis.report_data import Material
 from rackrun.chaos.report.analysis.slot_occupancy import seats_of
@@ -39,7 +39,7 @@ def figures_of(material: Material) -> Figure:
     }
 
 
-def losses(job: Recorded | None, reference: Recorded | None, chains: Sequence[Chain]) -> Figure:
+def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
     """Return the losses of the steps, without phases.
 
     ``curves``: [first step, last step, smallest, largest]. The difference is judged by bits, step by step, before
@@ -86,7 +86,7 @@ def _curve(gates: dict[tuple[int, int], bytes]) -> list[list[float]]:
     return [[one.first, one.last, _digits(one.low), _digits(one.high)] for one in envelope(points, POINTS)]
 
 
-def progress(job: Recorded | None, reference: Recorded | None, chains: Sequence[Chain]) -> Figure:
+def progress(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
     """Return [seconds, step] for each commit of a step, in both runs; a rollback goes down."""
     return {
         "curves": {"reference": _commits(reference), "faulted": _commits(job)},
@@ -94,14 +94,14 @@ def progress(job: Recorded | None, reference: Recorded | None, chains: Sequence[
     }
 
 
-def _commits(job: Recorded | None) -> list[list[float]]:
+def _commits(job: JournalTimeline | None) -> list[list[float]]:
     if job is None:
         return []
     rows = sorted((unit.at_s, unit.step) for unit in job.units if not unit.phase)
     return [[round(at_s, 3), step] for at_s, step in every_nth(rows, POINTS)]
 
 
-def waterfall(job: Recorded | None, chains: Sequence[Chain]) -> Figure:
+def waterfall(job: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
     """Return a bar for each strike that needed a recovery; where there are more than `BARS`, the longest ones."""
     bars: list[Figure] = []
     for chain in chains:
@@ -145,7 +145,7 @@ def goodput(faulted: Goodput | None, reference: Goodput | None) -> Figure:
     }
 
 
-def rack_map(places: Sequence[Placed], job: Recorded | None, chains: Sequence[Chain]) -> Figure:
+def rack_map(places: Sequence[Placed], job: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
     """Return the racks with their trays and slots: the ranks there at the start and at the end, strikes, and
     takeovers."""
     first: dict[str, int] = {}

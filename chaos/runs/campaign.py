@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from rackrun.chaos.base.job_command import check_script
-from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.faults.fault_types import name_of
 from rackrun.chaos.faults.table.fault_table import all_faults
 from rackrun.chaos.runs.draw_run import FLAGS, Drawn, draw_flags, draw_run
@@ -124,7 +124,7 @@ class _References:
     def of(self, drawn: Drawn) -> Twin:
         """Return the reference of a drawn job. Raises `UsageError` when the script fails without faults."""
         same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
-        alone = Layout(slots=same.ranks)
+        alone = JobLayout(slots=same.ranks)
         command = _command(self._command, alone, same)
         name = f"{same.ranks}-{same.wrap}-{same.reduction}"
         folder = self._folder / (f"{name}-{same.flags.replace(',', '+')}" if same.flags else name)
@@ -273,7 +273,7 @@ def _line(drawn: Drawn, seed: int, summary: Summary) -> Line:
     )
 
 
-def _command(command: Sequence[str], layout: Layout, same: _Same) -> list[str]:
+def _command(command: Sequence[str], layout: JobLayout, same: _Same) -> list[str]:
     drawn = {"{wrap}": same.wrap, "{reduction}": same.reduction, "{flags}": same.flags}
     words = list(command)
     for name, value in drawn.items():

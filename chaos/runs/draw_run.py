@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.faults.data.poison_batch import PoisonBatch
 from rackrun.chaos.faults.fault_row import Need
@@ -70,7 +70,7 @@ _BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "gr
 class Drawn(NamedTuple):
     """A drawn job, its plan, and the end that is known for it."""
 
-    layout: Layout
+    layout: JobLayout
     wrap: str
     """``ddp`` or ``fsdp``."""
     reduction: str
@@ -114,7 +114,9 @@ _KINDS = [*_OF_FAMILY, _RECOVERY]
 _SPARES_OF_SHARDS = 2
 
 
-def draw_run(seed: int, *, racks: Path | None = None, allowed: Callable[[Plan, Layout], bool] | None = None) -> Drawn:
+def draw_run(
+    seed: int, *, racks: Path | None = None, allowed: Callable[[Plan, JobLayout], bool] | None = None
+) -> Drawn:
     """Draw the run of a seed.
 
     ``racks``: the folder for rack files; without it no GPU fails. ``allowed``: whether a plan can be carried out in a
@@ -133,7 +135,7 @@ def draw_run(seed: int, *, racks: Path | None = None, allowed: Callable[[Plan, L
     raise AssertionError("kills are allowed everywhere, and are drawn often")
 
 
-def _here(plan: Plan, layout: Layout) -> bool:
+def _here(plan: Plan, layout: JobLayout) -> bool:
     try:
         check_run(plan, [*layout.options(), "train.py"])
     except UsageError:
@@ -165,7 +167,7 @@ def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path |
     wrap = "fsdp" if needs_shards else wrap
     if wrap == "fsdp" and spares < _SPARES_OF_SHARDS:
         reduction = "fast"  # "exact" goes on with fewer ranks, whose shards cannot be compared at the end
-    layout = Layout(
+    layout = JobLayout(
         trays=trays,
         slots=slots,
         spares=spares,
@@ -214,7 +216,7 @@ def _beyond(seed: int, draw: random.Random) -> Drawn | None:
     when = AtStep(step=step, plus_s=round(0.05 * draw.random(), 3))
     wrap, reduction = draw.choice(["ddp", "fsdp"]), draw.choice(["fast", "exact"])
     trays, slots, spares = draw.choice(SHAPES)
-    layout = Layout(trays=trays, slots=slots, spares=spares, sharded=wrap == "fsdp")
+    layout = JobLayout(trays=trays, slots=slots, spares=spares, sharded=wrap == "fsdp")
     how = draw.choice(["coordinator", "ranks", "rack", "tray", "sample"])
     fault: Fault = Kill()
     target: Target
@@ -237,7 +239,7 @@ def _beyond(seed: int, draw: random.Random) -> Drawn | None:
     return _told(layout, wrap, reduction, plan, Label.BEYOND)
 
 
-def _told(layout: Layout, wrap: str, reduction: str, plan: Plan, wanted: Label) -> Drawn | None:
+def _told(layout: JobLayout, wrap: str, reduction: str, plan: Plan, wanted: Label) -> Drawn | None:
     """Return the drawn run; None if it has another label than wanted, or a fault would have no subject."""
     kinds = [
         part.target.of for part in parts_of(plan.plan) if isinstance(part, Inject) and isinstance(part.target, One)

@@ -15,7 +15,7 @@ import msgspec
 from rackrun.chaos.base.job_command import arguments, check_script
 from rackrun.chaos.evidence.explanations import last_words
 from rackrun.chaos.evidence.run_evidence import Trace, read_trace
-from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.errors import UsageError
 
 __all__ = ["Reference", "Twin", "make_folder", "read_reference", "run_reference", "writable"]
@@ -54,7 +54,7 @@ def run_reference(
     """
     check_script(command)
     make_folder(folder)
-    with Job(folder, arguments(command, folder), env=env, step_by_step=step_by_step) as job:
+    with JobUnderTest(folder, arguments(command, folder), env=env, step_by_step=step_by_step) as job:
         job.let_go_on()
         ended = job.finish(REFERENCE_LIMIT_S if limit_s is None else limit_s)
     trace = read_trace(folder / "run", folder / "inside")

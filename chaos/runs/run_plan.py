@@ -26,20 +26,20 @@ import msgspec
 from rackrun.chaos.base.job_command import ENTER, arguments, check_command, check_script, preloading
 from rackrun.chaos.base.job_layout import layout_of
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.evidence.history import History
-from rackrun.chaos.evidence.run_evidence import Evidence, Trace, read_trace
+from rackrun.chaos.evidence.history import HistoryWriter
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, read_trace
 from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
 from rackrun.chaos.faults.crash_points import POINTS
 from rackrun.chaos.faults.fault_row import Need
 from rackrun.chaos.faults.fault_types import Subjects, name_of
 from rackrun.chaos.faults.table.fault_table import needs_of, row_of
-from rackrun.chaos.faults.targets import Place
-from rackrun.chaos.injectors import Injected, Missed, Outcome, inject
+from rackrun.chaos.faults.targets import SlotOccupant
+from rackrun.chaos.injectors import Injected, Missed, StrikeOutcome, inject
 from rackrun.chaos.injectors.doctor import check_plan
 from rackrun.chaos.injectors.resources.gpu_errors import driver_for
 from rackrun.chaos.oracles import judge, overall
 from rackrun.chaos.oracles.training.diagnosis import judge_script, judge_untracked
-from rackrun.chaos.plan.conductor import Conductor, Order, Record, See, Strike, TakeBack
+from rackrun.chaos.plan.conductor import Conductor, Order, See, StrikeOrder, StrikeRecord, TakeBack
 from rackrun.chaos.plan.definition import (
     AtPoint,
     FlipFlop,
@@ -58,8 +58,8 @@ from rackrun.chaos.report.write_reports import report_on
 from rackrun.chaos.runs.reference_run import Reference, Twin, make_folder, read_reference, run_reference
 from rackrun.chaos.runs.repro_script import write_repro
 from rackrun.chaos.testbed.host_placement import check_hosts, hosts_needed, links_needed, trays_of
-from rackrun.chaos.testbed.job_under_test import Ended, Job, Sight, checkpoints_in
-from rackrun.chaos.testbed.network.hosts import Spread
+from rackrun.chaos.testbed.job_under_test import JobResult, JobUnderTest, Sight, checkpoints_in
+from rackrun.chaos.testbed.network.hosts import HostSpread
 from rackrun.errors import UsageError
 
 __all__ = ["Performance", "StrikeTold", "Summary", "check_run", "run_plan"]
@@ -122,7 +122,7 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
             tell(line)
         raise
     conductor = performance.conductor
-    evidence = Evidence(
+    evidence = RunEvidence(
         plan,
         reference_trace,
         read_trace(performance.folder / "run", performance.folder / "inside"),
@@ -199,13 +199,13 @@ class Performance:
         self.begun_s: dict[int, float] = {}
         """Strike -> when it was injected, in seconds since the job's start. Finding the subjects takes a moment."""
 
-    def play(self, limit_s: float) -> Ended:
+    def play(self, limit_s: float) -> JobResult:
         """Start the job, carry the plan out, and return how the job ended; after ``limit_s`` seconds it is killed."""
         with (
             (self._out / "history.jsonl").open("w", encoding="utf-8") as file,
             self._start() as job,
         ):
-            self._job, self._history, self.began_wall_s = job, History(file), time.time() - job.now_s
+            self._job, self._history, self.began_wall_s = job, HistoryWriter(file), time.time() - job.now_s
             self.began_monotonic_s = job.started_s
             self._write("started", 0.0, pid=job.process.pid, monotonic_s=job.started_s, wall_s=self.began_wall_s)
             while not job.over and job.now_s < limit_s:
@@ -237,16 +237,16 @@ class Performance:
         where = f"after step {step}" if step >= 0 else "before the first step"
         return [f"it was interrupted {where}", *(struck or ["nothing was struck"])]
 
-    def _start(self) -> Job:
+    def _start(self) -> JobUnderTest:
         rack, env = driver_for(self._plan, self._command, self.folder) or (None, {})
         if rack is not None:
             self._close = rack.close
         words, spread = arguments(self._command, self.folder), None
         if hosts_needed(self._plan):
             trays, words = trays_of(preloading(words, ENTER))
-            spread = Spread(trays, links_needed(self._plan))
+            spread = HostSpread(trays, links_needed(self._plan))
         needs = needs_of(faults_of(self._plan))
-        return Job(
+        return JobUnderTest(
             self.folder,
             words,
             points=_points(self._plan),
@@ -280,12 +280,12 @@ class Performance:
         elif self._sight is not None:
             self._job.let_go_on(self._sight.step + 1)
 
-    def _hides(self, record: Record) -> bool:
+    def _hides(self, record: StrikeRecord) -> bool:
         """Whether the strike hides the job, because its coordinator stands still."""
         of_coordinator = any(subject.kind is Subjects.COORDINATOR for subject in record.strike.subjects)
         return of_coordinator and record.took is not False and record.back_s is None
 
-    def _place(self, place: Place) -> None:
+    def _place(self, place: SlotOccupant) -> None:
         if place.slot not in self._placed:
             self._placed.add(place.slot)
             self._write("placed", slot=place.slot, tray=place.tray, clique=place.clique, rack=place.rack)
@@ -296,7 +296,7 @@ class Performance:
             try:
                 outcome = injected.outcome()
             except OSError as error:  # the evidence has gone with the job
-                outcome = Outcome(False, f"nobody knows: {error}")
+                outcome = StrikeOutcome(False, f"nobody knows: {error}")
             if outcome is not None:
                 del self._under_way[number]
                 self._confirm(number, outcome)
@@ -313,7 +313,7 @@ class Performance:
     def _obey(self, orders: Sequence[Order]) -> None:
         for order in orders:
             match order:
-                case Strike():
+                case StrikeOrder():
                     self._strike(order)
                 case TakeBack(number) if number in self._lasting:
                     self._lasting.pop(number).take_back()
@@ -325,7 +325,7 @@ class Performance:
         while self._lasting:
             self._lasting.popitem()[1].take_back()
 
-    def _strike(self, strike: Strike) -> None:
+    def _strike(self, strike: StrikeOrder) -> None:
         assert self._sight is not None, "orders follow from what is seen"
         whom = [str(subject) for subject in strike.subjects]
         slots = [(p.slot, p.incarnation) for subject in strike.subjects for p in self._sight.scene.of(subject)]
@@ -337,7 +337,7 @@ class Performance:
         try:
             injected = inject(strike, self._sight.scene, self._job, lambda: draw.getrandbits(32))
         except (Missed, OSError) as error:
-            self._confirm(strike.number, Outcome(False, str(error)))
+            self._confirm(strike.number, StrikeOutcome(False, str(error)))
         else:
             self._under_way[strike.number] = injected
             self.begun_s[strike.number] = self._job.now_s
@@ -346,7 +346,7 @@ class Performance:
             self._write("begun", strike=strike.number)
             self._hear()
 
-    def _confirm(self, number: int, outcome: Outcome) -> None:
+    def _confirm(self, number: int, outcome: StrikeOutcome) -> None:
         struck_s = None if outcome.struck_s is None else outcome.struck_s - self._job.started_s
         if struck_s is not None:
             self.struck_s[number] = struck_s
@@ -398,7 +398,7 @@ def _points(plan: Plan) -> list[str]:
 
 
 # -- after
-def _diagnosis(evidence: Evidence) -> str:
+def _diagnosis(evidence: RunEvidence) -> str:
     """Return why the runs differ.
 
     Returns "" if nothing differs, or only what also differs between two runs without faults.
@@ -407,7 +407,7 @@ def _diagnosis(evidence: Evidence) -> str:
     return str(found or judge_untracked(evidence) or "")
 
 
-def _undone(conductor: Conductor, ended: Ended) -> str:
+def _undone(conductor: Conductor, ended: JobResult) -> str:
     """Return why the plan was not carried out completely, or ""."""
     stops = conductor.plan.expect == "stops" and ended.exit_code != 0
     if stops or not conductor.owes:
@@ -416,7 +416,7 @@ def _undone(conductor: Conductor, ended: Ended) -> str:
 
 
 def _summary(
-    evidence: Evidence, reference: Reference, command: Sequence[str], out: Path, reference_folder: Path
+    evidence: RunEvidence, reference: Reference, command: Sequence[str], out: Path, reference_folder: Path
 ) -> Summary:
     verdicts = judge(evidence)
     result, ended = evidence.trace.result, evidence.ended

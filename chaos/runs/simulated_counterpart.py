@@ -12,11 +12,11 @@ import msgspec
 
 from rackrun.chaos.base.errors import PlanError, Unsupported
 from rackrun.chaos.base.job_command import option
-from rackrun.chaos.base.job_layout import Layout, layout_of, rack_of
+from rackrun.chaos.base.job_layout import JobLayout, layout_of, rack_of
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import Inject, Par, Plan
 from rackrun.chaos.plan.shrink_plan import shrink
-from rackrun.chaos.simulator.cluster.simulation import Job, Simulation
+from rackrun.chaos.simulator.cluster.simulation import SimulatedJob, Simulation
 from rackrun.protocol.job_config import JobConfig
 
 __all__ = ["counterpart", "reduced_in_simulator"]
@@ -24,7 +24,7 @@ __all__ = ["counterpart", "reduced_in_simulator"]
 SEEDS = 20
 
 
-def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
+def counterpart(plan: Plan, command: Sequence[str], steps: int) -> SimulatedJob:
     """Return the simulated job for ``command``, whose options say how large it is, with its plan.
 
     Raises `Unsupported` for what has no model, and `PlanError` for a plan that does not strike by name.
@@ -36,7 +36,7 @@ def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
     for part in parts:
         if not isinstance(part, Inject) or not isinstance(part.target, Exactly):
             raise PlanError("the simulator repeats strikes by name and step.", remedy="give resolved.json of a run.")
-    job = Job(
+    job = SimulatedJob(
         seed=0,
         config=JobConfig(
             trays_min=layout.trays,
@@ -79,7 +79,7 @@ def reduced_in_simulator(plan: Plan, command: Sequence[str], steps: int) -> tupl
     return _renamed(smallest, back), last
 
 
-def _names(command: Sequence[str], of: Layout | Job) -> dict[str, str]:
+def _names(command: Sequence[str], of: JobLayout | SimulatedJob) -> dict[str, str]:
     """Return the name of each real tray (``tray-00``, or as the rack file names it) -> its name in the simulator,
     ``tray-0``."""
     rack = rack_of(command)

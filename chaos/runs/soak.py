@@ -31,7 +31,7 @@ from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import Budget, Every, Inject, Par, Plan, Quiet, Seq
 from rackrun.chaos.runs.run_plan import Performance, check_run
-from rackrun.chaos.testbed.job_under_test import Ended
+from rackrun.chaos.testbed.job_under_test import JobResult
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import read_report
 from rackrun.ctl.coordinator_client import ask
@@ -133,7 +133,7 @@ def run_soak(
     try:
         ended = soaking.play(minutes * 60 + 600)
     except KeyboardInterrupt:
-        ended, interrupted = Ended(None, 0.0, ()), True
+        ended, interrupted = JobResult(None, 0.0, ()), True
     trace = read_trace(soaking.folder / "run", soaking.folder / "inside", whole=True)
     if interrupted and not trace.steps:
         tell(f"interrupted before the first step; what there is: {out}")

@@ -21,17 +21,17 @@ from rackrun.chaos.base.job_command import check_script
 from rackrun.chaos.evidence.run_evidence import began_wall_s
 from rackrun.chaos.faults.fault_types import Subjects, name_of
 from rackrun.chaos.faults.table.fault_table import row_of
-from rackrun.chaos.faults.targets import Place, Scene
-from rackrun.chaos.inprocess.step_probe import FOLDER, Told, read_told
+from rackrun.chaos.faults.targets import Scene, SlotOccupant
+from rackrun.chaos.inprocess.step_probe import FOLDER, FinishedStep, read_told
 from rackrun.chaos.plan.definition import AtPoint, FlipFlop, Inject, Plan, Swizzle, kind_of, parts_of, write_plan
 from rackrun.chaos.runs.reference_run import writable
 from rackrun.chaos.runs.run_plan import Performance
-from rackrun.chaos.testbed.job_under_test import Job, Sight
+from rackrun.chaos.testbed.job_under_test import JobUnderTest, Sight
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.coordinator.journal.journal_reader import open_journal
 from rackrun.errors import UsageError
 
-__all__ = ["Compared", "Outside", "compare", "run_outside", "told_by"]
+__all__ = ["TorchrunComparison", "Outside", "compare", "run_outside", "told_by"]
 
 FORMAT = 1
 _TRAY = "host"
@@ -43,7 +43,7 @@ ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 continues."""
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class TorchrunComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of two runs of the same training, one of them with faults."""
 
     steps: int
@@ -63,7 +63,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that two finished steps or two ranks report, beyond those that do so without faults."""
 
 
-class Outside(Compared, frozen=True, kw_only=True):
+class Outside(TorchrunComparison, frozen=True, kw_only=True):
     """``summary.json`` of a job that rackrun did not start."""
 
     format: int = FORMAT
@@ -149,7 +149,9 @@ def run_outside(
     return outside
 
 
-def compare(without: Sequence[Told], told: Sequence[Told], struck_s: Sequence[float]) -> Compared:
+def compare(
+    without: Sequence[FinishedStep], told: Sequence[FinishedStep], struck_s: Sequence[float]
+) -> TorchrunComparison:
     """Compare the reports of a run without faults with those of one with faults.
 
     ``told`` is in the order of time, and so are the strikes ``struck_s`` (Unix time).
@@ -159,7 +161,7 @@ def compare(without: Sequence[Told], told: Sequence[Told], struck_s: Sequence[fl
     expected = {(one.rank, one.step): one for one in without}
     times = Counter((one.rank, one.step) for one in told)
     again = {step for (_, step), count in times.items() if count > 1}
-    return Compared(
+    return TorchrunComparison(
         steps=len({step for _, step in last}),
         steps_without=len({step for _, step in expected}),
         steps_again=len(again),
@@ -169,7 +171,7 @@ def compare(without: Sequence[Told], told: Sequence[Told], struck_s: Sequence[fl
     )
 
 
-def _good_step(told: Sequence[Told], struck_s: float, ranks: set[int]) -> float | None:
+def _good_step(told: Sequence[FinishedStep], struck_s: float, ranks: set[int]) -> float | None:
     known = max((one.step for one in told if one.at_s < struck_s), default=-1)
     done: dict[int, set[int]] = {}
     for one in told:
@@ -180,12 +182,12 @@ def _good_step(told: Sequence[Told], struck_s: float, ranks: set[int]) -> float 
     return None
 
 
-def _twice(told: Iterable[Told]) -> int:
+def _twice(told: Iterable[FinishedStep]) -> int:
     ids = Counter(sample for one in told for sample in one.samples)
     return sum(count - 1 for count in ids.values())
 
 
-def told_by(run: Path) -> list[Told]:
+def told_by(run: Path) -> list[FinishedStep]:
     """Return the same reports for a job of rackrun, from its journal. ``run``: its ``--out-dir``."""
     with open_journal(run / "journal.sqlite") as (journal, _):
         began_s = began_wall_s(journal) or 0.0
@@ -199,7 +201,7 @@ def told_by(run: Path) -> list[Told]:
             "SELECT step, rank, generation, committed_at_ms, gate FROM units WHERE phase = 0 AND gate != x'' ORDER BY committed_at_ms"
         ).fetchall()
     return [
-        Told(
+        FinishedStep(
             rank=rank,
             step=step,
             loss=float(struct.unpack("<d", gate[:8])[0]).hex(),
@@ -212,7 +214,7 @@ def told_by(run: Path) -> list[Told]:
 
 
 # -- the job
-class _Torchrun(Job):
+class _Torchrun(JobUnderTest):
     """A job that torchrun runs on this host; its slots are ``host/RANK``."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
@@ -233,10 +235,11 @@ class _Torchrun(Job):
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
-            steps = [msgspec.json.decode(line, type=Told).step for line in whole.splitlines()]
+            steps = [msgspec.json.decode(line, type=FinishedStep).step for line in whole.splitlines()]
             self._step = max([self._step, *steps])
         places = [
-            Place(slot, _TRAY, _TRAY, _TRAY, int(slot.rpartition("/")[2]), pid.pid) for slot, pid in self._ranks()
+            SlotOccupant(slot, _TRAY, _TRAY, _TRAY, int(slot.rpartition("/")[2]), pid.pid)
+            for slot, pid in self._ranks()
         ]
         return Sight(self._step, Scene(tuple(places)))
 
@@ -262,7 +265,7 @@ class _Torchrun(Job):
 
 
 class _Outside(Performance):
-    def _start(self) -> Job:
+    def _start(self) -> JobUnderTest:
         return _Torchrun(self.folder, _filled(self._command, self.folder), env=self._env)
 
 

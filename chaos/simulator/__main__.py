@@ -12,7 +12,7 @@ import msgspec
 
 from rackrun.chaos.plan.definition import write_plan
 from rackrun.chaos.simulator.base.coverage_marks import MARKS
-from rackrun.chaos.simulator.cluster.simulation import Outcome
+from rackrun.chaos.simulator.cluster.simulation import SimulationOutcome
 from rackrun.chaos.simulator.core_benchmark import measure
 from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
 from rackrun.chaos.simulator.fuzzing.fuzz import CHUNK, Tally, play, reduce, sweep
@@ -88,7 +88,7 @@ def _tell(seed: int) -> None:
     print(f"{msgspec.json.encode(job.config).decode()}\n{_of(outcome)}")
 
 
-def _of(outcome: Outcome) -> str:
+def _of(outcome: SimulationOutcome) -> str:
     lines = [*(line[:600] for line in outcome.last[-LAST:])]
     if outcome.stopped is not None:
         lines.append(f"exit {outcome.stopped.exit_code}: {outcome.stopped.because}")

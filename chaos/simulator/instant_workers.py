@@ -15,8 +15,8 @@ from rackrun.protocol.commands import (
     BreakGeneration,
     Command,
     FenceWorker,
+    GenerationPlan,
     PauseWorkers,
-    Plan,
     ReleaseWorkers,
     ResumeGeneration,
     SetTimer,
@@ -63,7 +63,7 @@ class Crowd:
         self.core = ControlPlane(config)
         self.slots, self.own = slots, own
         self.events, self.cpu_s = 0, 0.0
-        self.plan: Plan | None = None
+        self.plan: GenerationPlan | None = None
         self.stopped: StopJob | None = None
         self.done = 0
         """The last step whose gate all ranks have passed."""
@@ -226,7 +226,7 @@ class Crowd:
             snapshots=self.sealed,
         )
 
-    def _resume(self, plan: Plan) -> list[Event]:
+    def _resume(self, plan: GenerationPlan) -> list[Event]:
         if plan.rollback is not None:
             self.done = plan.rollback
         found = self._in_no_order(Worker(member.slot, member.incarnation) for member in plan.members)

@@ -21,23 +21,23 @@ import msgspec
 
 import rackrun
 from rackrun.chaos.base.job_command import option
-from rackrun.chaos.faults.targets import Place, Scene
+from rackrun.chaos.faults.targets import Scene, SlotOccupant
 from rackrun.chaos.inprocess.inprocess_faults import FOLDER, POINTS
 from rackrun.chaos.inprocess.state_recorder import FREE, STEP_BY_STEP, let_go_on
 from rackrun.chaos.testbed.extra_processes import Beside
 from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack
 from rackrun.chaos.testbed.machine.fake_clock import ClockPages
-from rackrun.chaos.testbed.machine.leaked_resources import Remains
+from rackrun.chaos.testbed.machine.leaked_resources import LeakedResources
 from rackrun.chaos.testbed.machine.private_filesystem import mount
 from rackrun.chaos.testbed.machine.processes import Process, marked
 from rackrun.chaos.testbed.machine.undo_log import EndJob, UndoLog, Unmount, Watcher, heal_all
 from rackrun.chaos.testbed.network.enter_host import AGENT_HOST, visit
-from rackrun.chaos.testbed.network.hosts import HEAD, PORT, Hosts, Spread
+from rackrun.chaos.testbed.network.hosts import HEAD, PORT, Hosts, HostSpread
 from rackrun.chaos.testbed.network.proxy_control import Links
 from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
 
-__all__ = ["Ended", "Job", "Sight", "checkpoints_in"]
+__all__ = ["JobResult", "JobUnderTest", "Sight", "checkpoints_in"]
 
 MARK = "RACKRUN_CHAOS_JOB"
 SETTLE_S = 20.0
@@ -57,20 +57,20 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobResult:
     """How the job ended."""
 
     exit_code: int | None
     """The exit code as `subprocess` gives it; None if the job did not end by its deadline and was killed."""
     seconds: float
     left: tuple[str, ...]
-    """Processes that were still alive some time after the exit, files that `Remains` found, and network namespaces.
+    """Processes that were still alive some time after the exit, files that `LeakedResources` found, and network namespaces.
 
     All of them are gone by now.
     """
 
 
-class Job:
+class JobUnderTest:
     """A job under test, whose ``--out-dir`` is ``folder/run``.
 
     Use it as a context manager: at its end no process of the job is alive, even if this process is killed.
@@ -92,7 +92,7 @@ class Job:
         driver: FakeRack | None = None,
         own_disk: bool = False,
         own_clocks: bool = False,
-        spread: Spread | None = None,
+        spread: HostSpread | None = None,
         step_by_step: bool = False,
     ) -> None:
         self.folder, self.run, self.inside = folder, folder / "run", folder / "inside"
@@ -140,10 +140,12 @@ class Job:
         self.process = self._launchers[HEAD]
         """The launcher with the coordinator."""
 
-    def _prepare(self, arguments: Sequence[str], spread: Spread | None, *, own_disk: bool, own_clocks: bool) -> None:
+    def _prepare(
+        self, arguments: Sequence[str], spread: HostSpread | None, *, own_disk: bool, own_clocks: bool
+    ) -> None:
         """Prepare what has to exist before the job's first process. Raises `UsageError` and OSError."""
         folder = self.folder
-        self._remains = Remains(folder, arguments, self.undo)
+        self._remains = LeakedResources(folder, arguments, self.undo)
         self.checkpoints = checkpoints_in(arguments)
         self.clocks = ClockPages(folder / "clocks") if own_clocks else None
         if own_disk and self.checkpoints is not None:
@@ -192,7 +194,7 @@ class Job:
     def _program(self, arguments: Sequence[str]) -> list[str]:
         return ["-m", "rackrun", "--out-dir", str(self.run), *arguments]
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> JobUnderTest:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -299,7 +301,7 @@ class Job:
         """Whether the job's launchers have ended, on all hosts; those that are cut off take time to notice."""
         return all(process.poll() is not None for process in self._launchers.values())
 
-    def finish(self, timeout_s: float) -> Ended:
+    def finish(self, timeout_s: float) -> JobResult:
         """Wait for the job's end, at most ``timeout_s`` seconds, then end all of its processes."""
         limit_s = self.now_s + timeout_s
         exit_code: int | None = None
@@ -317,7 +319,7 @@ class Job:
         if exit_code is not None:
             told = (*(f"process {process.pid}: {_command(process.pid)}" for process in left), *self._remains.found())
         self.close()
-        return Ended(exit_code, seconds, told + (self.hosts.left() if self.hosts is not None else ()))
+        return JobResult(exit_code, seconds, told + (self.hosts.left() if self.hosts is not None else ()))
 
     def close(self) -> None:
         """Undo the faults in force, and end every process of the job."""
@@ -344,12 +346,14 @@ def checkpoints_in(arguments: Sequence[str]) -> Path | None:
     return Path(value).absolute() if value else None
 
 
-def _place(one: Mapping[str, Any], rank: int | None, trays: Mapping[str, Mapping[str, Any]]) -> Place:
+def _place(one: Mapping[str, Any], rank: int | None, trays: Mapping[str, Mapping[str, Any]]) -> SlotOccupant:
     """Build the place of one worker. Where racks and NVLink cliques are unknown, a host counts as one."""
     name = one["slot"].partition("/")[0]
     tray = trays.get(name, {})
     host = tray.get("host", "")
-    return Place(one["slot"], name, tray.get("clique") or host, tray.get("rack") or host, rank, int(one["incarnation"]))
+    return SlotOccupant(
+        one["slot"], name, tray.get("clique") or host, tray.get("rack") or host, rank, int(one["incarnation"])
+    )
 
 
 def _command(pid: int) -> str:

@@ -34,7 +34,7 @@ from rackrun.checkpoint.base.errors import (
     NoUsableGeneration,
     StaleEpoch,
 )
-from rackrun.checkpoint.base.process_identity import NOBODY, Process, begin_session, end_session
+from rackrun.checkpoint.base.process_identity import NOBODY, ProcessIdentity, begin_session, end_session
 from rackrun.checkpoint.host_memory.populate import BY_ITSELF, Populating
 from rackrun.protocol.crash_points import crash_point, register
 
@@ -54,7 +54,7 @@ change_points(
 class Arena:
     """One rank's slots for checkpoint images. Use `create` or `attach` to get one."""
 
-    def __init__(self, file: ArenaFile, superblock: Superblock, me: Process | None) -> None:
+    def __init__(self, file: ArenaFile, superblock: Superblock, me: ProcessIdentity | None) -> None:
         """Use `create` or `attach`."""
         self._file, self._superblock, self._me = file, superblock, me
         self._writers: list[SlotWriter] = []
@@ -337,7 +337,7 @@ class Arena:
             self._me = me
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[Process]:
+    def _changing(self) -> Iterator[ProcessIdentity]:
         """Hold the file's lock, after checking that the file is whole and that this process is still its writer.
 
         Every change runs inside it. Raises `CheckpointError`, `StaleEpoch`, `DuplicateOwner` or `IntegrityError`.

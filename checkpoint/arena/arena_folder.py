@@ -36,7 +36,7 @@ from rackrun.checkpoint.base.digest import content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, MemoryPlanError
 from rackrun.checkpoint.base.location import local_path
 from rackrun.checkpoint.base.messages import say
-from rackrun.checkpoint.base.process_identity import Process, begin_session, end_session, process_of
+from rackrun.checkpoint.base.process_identity import ProcessIdentity, begin_session, end_session, process_of
 from rackrun.checkpoint.commit.commit_records import CommitRecord, decode_record
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.protocol.crash_points import crash_point, register
@@ -245,11 +245,11 @@ def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:
     return found, unreadable
 
 
-def keepers_in(folder: Path) -> list[Process]:
+def keepers_in(folder: Path) -> list[ProcessIdentity]:
     """Return the processes that may come back for the arenas in ``folder``."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         matches = [_KEEPER.fullmatch(name) for name in os.listdir(folder)]
-        return [Process(*map(int, match.groups())) for match in matches if match]
+        return [ProcessIdentity(*map(int, match.groups())) for match in matches if match]
     return []
 
 
@@ -264,12 +264,12 @@ def _private(path: Path) -> None:
         )
 
 
-def _restarter() -> tuple[Process, ...]:
+def _restarter() -> tuple[ProcessIdentity, ...]:
     """Return the process that would restart this worker: torchrun's. Empty when torchrun did not start it."""
     return (process_of(os.getppid()),) if "TORCHELASTIC_RUN_ID" in os.environ else ()
 
 
-def _keeper_name(process: Process) -> str:
+def _keeper_name(process: ProcessIdentity) -> str:
     return "keeper-{}-{}-{}-{}".format(*process)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from rackrun.checkpoint.base.digest import content_digest, crc
 from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError
-from rackrun.checkpoint.base.process_identity import NOBODY, Process
+from rackrun.checkpoint.base.process_identity import NOBODY, ProcessIdentity
 
 __all__ = [
     "PAGE",
@@ -129,7 +129,7 @@ class Superblock(NamedTuple):
     epoch: int
     """The newest epoch that has attached as writer. Smaller epochs are fenced."""
     geometry: Geometry
-    claim: Process
+    claim: ProcessIdentity
     """The process that writes in this epoch."""
     seq: int = 0
 
@@ -161,7 +161,7 @@ class Superblock(NamedTuple):
         text = _text(job, job_bytes)
         if text is None or geometry.problem():
             return None
-        return cls(arena_id, text, rank, epoch, geometry, Process(*claim), seq)
+        return cls(arena_id, text, rank, epoch, geometry, ProcessIdentity(*claim), seq)
 
 
 class SlotHeader(NamedTuple):
@@ -179,7 +179,7 @@ class SlotHeader(NamedTuple):
     layout_hash: str = ""
     digest: bytes = bytes(32)
     reason: str = ""
-    writer: Process = NOBODY
+    writer: ProcessIdentity = NOBODY
     seq: int = 0
 
     def encode(self) -> bytes:
@@ -255,7 +255,7 @@ class SlotHeader(NamedTuple):
             texts[0],
             digest,
             texts[1],
-            Process(*writer),
+            ProcessIdentity(*writer),
             seq,
         )
 

@@ -70,7 +70,7 @@ class MemoryPlan:
     ceilings: tuple[Ceiling, ...]
     slots: int = 2
     kept: Fraction | None = None
-    """How many shards a rank keeps for others: `Placement.kept`, whose sets may be smaller than asked for.
+    """How many shards a rank keeps for others: `ShardPlacement.kept`, whose sets may be smaller than asked for.
 
     None: as asked.
     """

@@ -21,7 +21,7 @@ from pathlib import Path
 from rackrun.checkpoint.arena.arena_file import ArenaFile
 from rackrun.checkpoint.arena.arena_format import PAGE, RECORD_BYTES, SlotHeader, Superblock
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.base.process_identity import NOBODY, Process
+from rackrun.checkpoint.base.process_identity import NOBODY, ProcessIdentity
 
 __all__ = ["ArenaState", "FoundArena", "find_arenas", "remove"]
 
@@ -138,7 +138,7 @@ def _state_of(file: ArenaFile, held: dict[Inode, int], besides: int = 0) -> Foun
     return FoundArena(file.path, file.size, state, why, superblock.job, superblock.rank, superblock.epoch)
 
 
-def _judged(processes: list[Process], holder: int, besides: int) -> tuple[ArenaState, str]:
+def _judged(processes: list[ProcessIdentity], holder: int, besides: int) -> tuple[ArenaState, str]:
     living = next((process for process in processes if process.alive()), None)
     if living is not None:
         return ArenaState.USED, f"{living} writes it"

@@ -12,14 +12,14 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NOBODY", "Process", "begin_session", "end_session", "kill_pending", "namespace", "process_of"]
+__all__ = ["NOBODY", "ProcessIdentity", "begin_session", "end_session", "kill_pending", "namespace", "process_of"]
 
 _PF_EXITING = 0x4
 """Flag in ``/proc/PID/stat`` that the kernel sets when the process has begun to exit."""
 _sessions: set[int] = set()
 
 
-class Process(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """A writer: a process and one session in it. A process may attach several arenas; each is a session."""
 
     pid: int
@@ -63,24 +63,24 @@ def kill_pending(status: str) -> bool:
     return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for _, mask in rows)
 
 
-NOBODY = Process(0, 0, 0, 0)
+NOBODY = ProcessIdentity(0, 0, 0, 0)
 
 
-def begin_session() -> Process:
+def begin_session() -> ProcessIdentity:
     """Register a new session of this process and return its identity."""
     session = secrets.randbits(63)
     _sessions.add(session)
-    return Process(os.getpid(), _start_time(os.getpid()), namespace(), session)
+    return ProcessIdentity(os.getpid(), _start_time(os.getpid()), namespace(), session)
 
 
-def end_session(process: Process) -> None:
+def end_session(process: ProcessIdentity) -> None:
     """End a session, so that its claims are free again."""
     _sessions.discard(process.session)
 
 
-def process_of(pid: int) -> Process:
+def process_of(pid: int) -> ProcessIdentity:
     """Return the identity of a process in this pid namespace, without a session."""
-    return Process(pid, _start_time(pid), namespace(), 0)
+    return ProcessIdentity(pid, _start_time(pid), namespace(), 0)
 
 
 def _start_time(pid: int) -> int:

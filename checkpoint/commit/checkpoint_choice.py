@@ -28,7 +28,7 @@ import msgspec
 from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
 from rackrun.checkpoint.commit.commit_records import CommitRecord, Item, Kind, ParitySet, ShardRecord, rebuild_inputs
 
-__all__ = ["ATTEMPTS_MAX", "Holding", "RestorePlan", "Source", "Tier", "choose"]
+__all__ = ["ATTEMPTS_MAX", "Holding", "RestorePlan", "ShardSource", "Tier", "choose"]
 
 ATTEMPTS_MAX = 3
 """How many restores of one generation may end badly before an older one is chosen.
@@ -72,7 +72,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return self.owner, self.kind
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class ShardSource(msgspec.Struct, frozen=True, kw_only=True):
     """One way to get a shard. ``inputs``: for a rebuild, one holding for each shard and parity block that it reads."""
 
     tier: Tier
@@ -88,7 +88,7 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     committed: bool
     digests: dict[int, str]
-    sources: dict[int, tuple[Source, ...]]
+    sources: dict[int, tuple[ShardSource, ...]]
     passed_over: dict[int, str]
     """Newer generation -> why it was not taken."""
 
@@ -181,7 +181,7 @@ def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owner
 
 def _sources(
     wanted: _Wanted, holdings: Sequence[Holding], lost: Collection[str]
-) -> tuple[dict[int, tuple[Source, ...]], list[str]]:
+) -> tuple[dict[int, tuple[ShardSource, ...]], list[str]]:
     """Return each shard's sources, nearest first, and a sentence for each shard that has none."""
     identity = wanted.step, wanted.epoch
     records = {(shard.owner, shard.kind): shard for shard in wanted.shards}
@@ -204,12 +204,12 @@ def _sources(
     for found in copies.values():
         found.sort(key=lambda holding: (holding.tier, holding.holder))
 
-    sources: dict[int, tuple[Source, ...]] = {}
+    sources: dict[int, tuple[ShardSource, ...]] = {}
     missing: list[str] = []
     for owner, kind in records:
         if kind != "data":
             continue
-        plain = [Source(tier=holding.tier, holder=holding.holder) for holding in copies.get((owner, "data"), ())]
+        plain = [ShardSource(tier=holding.tier, holder=holding.holder) for holding in copies.get((owner, "data"), ())]
         parity = next((found for found in wanted.sets if owner in found.members), None)
         ordered = sorted([*plain, *_rebuild(owner, parity, copies)], key=lambda source: source.tier)
         sources[owner] = tuple(ordered)
@@ -218,10 +218,10 @@ def _sources(
     return sources, missing
 
 
-def _rebuild(owner: int, parity: ParitySet | None, copies: Mapping[Item, Sequence[Holding]]) -> list[Source]:
+def _rebuild(owner: int, parity: ParitySet | None, copies: Mapping[Item, Sequence[Holding]]) -> list[ShardSource]:
     """Return the rebuild of ``owner``'s shard as a source; empty when too many members are missing."""
     needed = rebuild_inputs(owner, parity, lambda item: bool(copies.get(item))) if parity else ()
-    return [Source(tier=Tier.PARITY, inputs=tuple(copies[item][0] for item in needed))] if needed else []
+    return [ShardSource(tier=Tier.PARITY, inputs=tuple(copies[item][0] for item in needed))] if needed else []
 
 
 def _story(record: ShardRecord, unfit: Sequence[str], lost: Collection[str], in_set: bool) -> str:

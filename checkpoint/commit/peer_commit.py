@@ -26,7 +26,7 @@ from rackrun.checkpoint.commit.commit_records import CommitRecord
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["CommitDesk", "Outcome", "Sealed"]
+__all__ = ["CommitDesk", "CommitOutcome", "Sealed"]
 
 register("commit.said", "commit.decided", "commit.announced")
 
@@ -50,7 +50,7 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     """An older generation is still being written to disk on this rank."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class CommitOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a generation."""
 
     record: CommitRecord | None = None
@@ -72,7 +72,7 @@ class CommitDesk:
         self._heard: list[str] = []
         """Keys that all ranks have read once all have sealed the next generation."""
 
-    def settle(self, generation: int, mine: Sealed) -> Outcome:
+    def settle(self, generation: int, mine: Sealed) -> CommitOutcome:
         """Report this rank's shard, and return the outcome, which is the same on all ranks.
 
         Raises `PeersGone` when the outcome cannot be known.
@@ -81,7 +81,7 @@ class CommitDesk:
         self._peers.say(f"{own}/{self._peers.rank}", mine)
         crash_point("commit.said")
         if self._peers.rank != 0:
-            return self._peers.hear([outcome_key], Outcome, seconds=2 * self._seconds)[0]
+            return self._peers.hear([outcome_key], CommitOutcome, seconds=2 * self._seconds)[0]
         outcome = self._decide(generation, mine, [f"{own}/{rank}" for rank in range(self._peers.world_size)])
         crash_point("commit.decided")
         self._peers.say(outcome_key, outcome)
@@ -94,7 +94,7 @@ class CommitDesk:
         with contextlib.suppress(PeersGone):
             self._peers.say(f"sealed/{generation}/{self._peers.rank}", mine)
 
-    def _decide(self, generation: int, mine: Sealed, keys: list[str]) -> Outcome:
+    def _decide(self, generation: int, mine: Sealed, keys: list[str]) -> CommitOutcome:
         """Decide on rank 0 whether the generation commits. ``keys``: where the ranks' reports are."""
         former = self._committer.newest
         self._committer.handle(GenerationBegan(generation=generation, step=mine.step))
@@ -102,7 +102,7 @@ class CommitDesk:
             said = self._peers.hear(keys, Sealed, seconds=self._seconds)
         except PeersGone as error:
             self._committer.handle(Deadline(generation=generation))
-            return Outcome(reason=error.what)
+            return CommitOutcome(reason=error.what)
         self._peers.forget([*self._heard, *keys])
         self._heard.clear()
         record: CommitRecord | None = None
@@ -120,11 +120,11 @@ class CommitDesk:
                 record = next((output.record for output in outputs if isinstance(output, Commit)), record)
         if record is None:
             self._committer.handle(Deadline(generation=generation))
-            return Outcome(reason=_why(said, mine.step))
+            return CommitOutcome(reason=_why(said, mine.step))
         writing = any(sealed.writing for sealed in said)
         asked = any(sealed.asked for sealed in said)
         flush = asked or (mine.due and not writing)
-        return Outcome(record=record, flush=flush, passed_over=mine.due and not flush)
+        return CommitOutcome(record=record, flush=flush, passed_over=mine.due and not flush)
 
 
 def _why(said: list[Sealed], step: int) -> str:

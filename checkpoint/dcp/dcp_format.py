@@ -39,7 +39,7 @@ from rackrun.checkpoint.image.boxes import Box, cover
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, read_layout
 
 __all__ = [
-    "Found",
+    "VerifiedGeneration",
     "Id",
     "Paths",
     "find",
@@ -73,7 +73,7 @@ def packed(items: dict[str, bytes], paths: Paths | None) -> bytes:
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedGeneration:
     """A whole generation, with its headers and plain parts read and verified."""
 
     store: DurableStore
@@ -119,7 +119,7 @@ class Found:
         return described
 
 
-def find(path: Id | None) -> Found:
+def find(path: Id | None) -> VerifiedGeneration:
     """Read the headers and plain parts of a generation: the one that ``path`` names, else the newest whole one.
 
     Raises `NoUsableGeneration` when there is none, `IntegrityError` when it is damaged.
@@ -142,7 +142,7 @@ def find(path: Id | None) -> Found:
             items.update(decoded.items)
             paths.append(decoded.paths)
         entries.update({entry.name: entry for entry in layouts[-1].entries})
-    return Found(store, manifest, digest, layouts, items, merged(paths), entries, passed_over)
+    return VerifiedGeneration(store, manifest, digest, layouts, items, merged(paths), entries, passed_over)
 
 
 def place_of(path: Id | None) -> tuple[DurableStore, int | None]:

@@ -54,9 +54,9 @@ from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.dcp.dcp_format import (
-    Found,
     Id,
     Paths,
+    VerifiedGeneration,
     find,
     foreign_planner_data,
     generations_in,
@@ -244,7 +244,7 @@ class RackrunStorageReader(StorageReader):
         self._path, self._unsafe_pickle = path, unsafe_pickle
         self._load_id = uuid.uuid4().hex
         self._rank = 0
-        self._found: Found | RackrunError | None = None
+        self._found: VerifiedGeneration | RackrunError | None = None
         self.passed_over: Mapping[int, str] = {}
         """Newer generation -> why the last load did not take it. Rank 0 reports these on stderr too."""
 
@@ -323,7 +323,7 @@ class RackrunStorageReader(StorageReader):
         return done
 
     def _read(
-        self, found: Found, reader: GenerationReader, items: Mapping[str, ReadItem], planner: LoadPlanner
+        self, found: VerifiedGeneration, reader: GenerationReader, items: Mapping[str, ReadItem], planner: LoadPlanner
     ) -> None:
         targets, places, tensors = [], {}, {}
         for name, item in items.items():
@@ -353,8 +353,8 @@ class RackrunStorageReader(StorageReader):
             planner.commit_tensor(item, tensors[name])
 
     @property
-    def _opened(self) -> Found:
-        assert isinstance(self._found, Found)
+    def _opened(self) -> VerifiedGeneration:
+        assert isinstance(self._found, VerifiedGeneration)
         return self._found
 
 

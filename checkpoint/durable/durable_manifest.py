@@ -36,7 +36,7 @@ __all__ = [
     "Fragment",
     "Manifest",
     "Record",
-    "ShardRecord",
+    "ManifestEntry",
     "TemporaryName",
     "attempt_epoch",
     "attempt_name",
@@ -91,7 +91,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's entry in a manifest."""
 
     rank: int
@@ -111,7 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     epoch: int
     world_size: int
-    shards: tuple[ShardRecord, ...]
+    shards: tuple[ManifestEntry, ...]
 
     def same_content(self, other: Manifest) -> bool:
         """Whether both are equal, apart from the epochs that wrote them."""

@@ -25,7 +25,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,
     Fragment,
     Manifest,
-    ShardRecord,
+    ManifestEntry,
     fragment_name,
     shard_name,
     unseal,
@@ -50,7 +50,7 @@ def fill(files: Files, fd: int, into: memoryview, offset: int, path: Path) -> No
 class ShardReader:
     """Reads one rank's file of a generation. Raises IntegrityError for whatever is missing, unreadable or wrong."""
 
-    def __init__(self, files: Files, directory: Path, manifest: Manifest, record: ShardRecord) -> None:
+    def __init__(self, files: Files, directory: Path, manifest: Manifest, record: ManifestEntry) -> None:
         self.path = directory / shard_name(record.rank, manifest.world_size)
         self.rank, self.size, self.layout_hash = record.rank, record.size, record.layout_hash
         self._files = files
@@ -187,7 +187,7 @@ def _room(count: int) -> memoryview:
     return np.empty(count, dtype=np.uint8).data
 
 
-def _read_fragment(files: Files, directory: Path, manifest: Manifest, record: ShardRecord) -> Fragment:
+def _read_fragment(files: Files, directory: Path, manifest: Manifest, record: ManifestEntry) -> Fragment:
     """Read a rank's fragment, and check that it is the one that the manifest lists."""
     path = directory / fragment_name(record.rank, manifest.world_size)
     with _typed(path):

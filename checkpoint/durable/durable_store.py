@@ -53,7 +53,7 @@ from rackrun.checkpoint.durable.files import Files, Unsynced, read_small, sync_d
 from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.object_writer import ObjectWriter
 
-__all__ = ["Damage", "DurableStore", "GenerationInfo", "GenerationWriter", "Part", "Verification"]
+__all__ = ["Damage", "DurableStore", "GenerationInfo", "GenerationWriter", "UnpublishedGeneration", "Verification"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Part:
+class UnpublishedGeneration:
     """The directory in which the writers of one epoch have a generation that is not published."""
 
     path: Path
@@ -215,18 +215,18 @@ class DurableStore:
             return self.attempt(manifest.generation, manifest.step, manifest.epoch, manifest.world_size)
         return self.path(manifest.generation)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[UnpublishedGeneration]:
         """Return what writers have not published, because they are at work or died. Raises OSError."""
         found = []
         for name in self.files.listdir(self.directory):
             if (temporary := TemporaryName.parse(name)) is not None:
-                found.append(Part(self.directory / name, temporary.generation, temporary.epoch))
+                found.append(UnpublishedGeneration(self.directory / name, temporary.generation, temporary.epoch))
             elif self.files.objects and (generation := generation_of(name)) is not None:
                 with contextlib.suppress(FileNotFoundError):
                     for below in self.files.listdir(self.directory / name):
                         epoch, path = attempt_epoch(below), self.directory / name / below
                         if epoch is not None and not self.is_used(path):
-                            found.append(Part(path, generation, epoch))
+                            found.append(UnpublishedGeneration(path, generation, epoch))
         return found
 
     def is_used(self, attempt: Path) -> bool:

@@ -28,7 +28,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
     MANIFEST,
     Fragment,
     Manifest,
-    ShardRecord,
+    ManifestEntry,
     fragment_name,
     seal,
     shard_name,
@@ -36,9 +36,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
 )
 from rackrun.checkpoint.durable.durable_reader import fill
 from rackrun.checkpoint.durable.files import (
-    Failure,
     FailureKind,
-    Refused,
+    FileFailure,
+    FileRefused,
     Unsynced,
     delete_tree,
     failure_of,
@@ -99,7 +99,7 @@ class GenerationWriter:
                 f"generation {generation}, epoch {epoch} or world size {world_size} is too small: give 0, 0 and 1 or more"
             )
         self.generation, self.step, self.epoch, self.world_size = generation, step, epoch, world_size
-        self.failure: Failure | None = None
+        self.failure: FileFailure | None = None
         """Why the last call returned False. None: fragments of other ranks are not there yet."""
         self._store, self._files = store, store.files
         self._final = store.path(generation)
@@ -130,10 +130,12 @@ class GenerationWriter:
             fragment = msgspec.structs.replace(fragment, share_of=share_of)
             if not self._has(fragment):
                 self._write(fragment, data.cast("B") if isinstance(data, memoryview) else data)
-        except (OSError, Refused, CheckpointError) as error:
+        except (OSError, FileRefused, CheckpointError) as error:
             return self._failed(error, fragment)
         except (ValueError, BufferError) as error:  # the lease has ended, and the view was released
-            return self._failed(Refused(FailureKind.SOURCE, f"the payload of rank {rank} is gone: {error}"), fragment)
+            return self._failed(
+                FileRefused(FailureKind.SOURCE, f"the payload of rank {rank} is gone: {error}"), fragment
+            )
         self.failure = None
         return True
 
@@ -155,8 +157,8 @@ class GenerationWriter:
             self._sync_name()
             crash_point("durable.parent_synced")
             if not self._is_published(manifest):
-                raise Refused(FailureKind.VANISHED, f"{self._final} was there and is gone")
-        except (OSError, Refused, CheckpointError) as error:
+                raise FileRefused(FailureKind.VANISHED, f"{self._final} was there and is gone")
+        except (OSError, FileRefused, CheckpointError) as error:
             self.failure = failure_of(error)
         return self.failure is None
 
@@ -182,26 +184,26 @@ class GenerationWriter:
         try:
             fragment.check()
         except IntegrityError as error:
-            raise Refused(FailureKind.SOURCE, error.what) from error
+            raise FileRefused(FailureKind.SOURCE, error.what) from error
         return fragment
 
     def _has(self, fragment: Fragment) -> bool:
         """Whether this very shard is on disk already, in the temporary or the published directory.
 
-        Raises Refused when another shard of the rank is there.
+        Raises FileRefused when another shard of the rank is there.
         """
         sealed, digest = seal(fragment)
         with contextlib.suppress(CheckpointError):
             record = self._store.whole(self.generation)[0].shards
             if [shard.fragment for shard in record[fragment.rank : fragment.rank + 1]] != [digest]:
-                raise Refused(FailureKind.DISAGREES, f"{self._final} has another shard of rank {fragment.rank}")
+                raise FileRefused(FailureKind.DISAGREES, f"{self._final} has another shard of rank {fragment.rank}")
             return True
         if self._temporary in self._store.doubtful:
             return False
         with contextlib.suppress(FileNotFoundError):
             path = self._temporary / fragment_name(fragment.rank, self.world_size)
             if read_small(self._files, path, FRAGMENT_BYTES_MAX) != sealed:
-                raise Refused(FailureKind.DISAGREES, f"{path} describes another shard")
+                raise FileRefused(FailureKind.DISAGREES, f"{path} describes another shard")
             return self._files.stat(path.with_name(shard_name(fragment.rank, self.world_size))).st_size == fragment.size
         return False
 
@@ -220,7 +222,7 @@ class GenerationWriter:
         with self._new_file(name, [memoryview(seal(fragment)[0])]) as part:
             crash_point("durable.fragment_synced")
             if not put_name(self._files, part, self._temporary / name) and not self._has(fragment):
-                raise Refused(FailureKind.IO, f"{self._temporary / name} exists, and its shard does not")
+                raise FileRefused(FailureKind.IO, f"{self._temporary / name} exists, and its shard does not")
         crash_point("durable.fragment_named")
 
     @contextlib.contextmanager
@@ -251,7 +253,7 @@ class GenerationWriter:
         """Read a shard's file from the disk and compare every chunk, before its fragment is written.
 
         Another writer or an earlier attempt may have written the file first; that is fine if the bytes are the same.
-        Raises Refused when they are not.
+        Raises FileRefused when they are not.
         """
         with opened(self._files, name) as fd:
             self._files.forget(fd)
@@ -265,13 +267,13 @@ class GenerationWriter:
                         break
                 else:
                     return
-        raise Refused(FailureKind.DISAGREES, f"{name} has other bytes than this rank has written")
+        raise FileRefused(FailureKind.DISAGREES, f"{name} has other bytes than this rank has written")
 
     def _failed(self, error: Exception, fragment: Fragment | None) -> bool:
         """Record an error. Return True if another writer has written the shard meanwhile."""
         self.failure = failure_of(error)
         if fragment is not None:
-            with contextlib.suppress(OSError, Refused, CheckpointError):
+            with contextlib.suppress(OSError, FileRefused, CheckpointError):
                 if self._has(fragment):
                     self.failure = None
         return self.failure is None
@@ -280,7 +282,7 @@ class GenerationWriter:
     def _manifest(self) -> Manifest | None:
         """Build the manifest from the fragments; None while some are missing.
 
-        Raises Refused for a fragment that does not fit.
+        Raises FileRefused for a fragment that does not fit.
         """
         if self._temporary in self._store.doubtful:
             return None
@@ -301,11 +303,11 @@ class GenerationWriter:
                 self._store.job,
                 size,
             ):
-                raise Refused(
+                raise FileRefused(
                     FailureKind.IO, f"{path} describes another shard than the one beside it, which has {size} bytes"
                 )
             shards.append(
-                ShardRecord(
+                ManifestEntry(
                     rank=rank, size=size, layout_hash=found.layout_hash, fragment=digest, fragment_bytes=len(data)
                 )
             )
@@ -337,7 +339,7 @@ class GenerationWriter:
                 if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
                     raise
                 if not self._is_published(manifest):
-                    raise Refused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
+                    raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
                 self._discard()
             crash_point("durable.renamed")
         except FileNotFoundError:  # another writer was faster
@@ -347,7 +349,7 @@ class GenerationWriter:
     def _is_published(self, manifest: Manifest | None) -> bool:
         """Whether the generation is published, whole and the same (None: of the same step and world size).
 
-        Raises Refused when another generation has its name.
+        Raises FileRefused when another generation has its name.
         """
         try:
             found, _ = self._store.whole(self.generation)
@@ -357,7 +359,7 @@ class GenerationWriter:
             found.same_content(manifest) if manifest else (found.step, found.world_size) == (self.step, self.world_size)
         )
         if not same:
-            raise Refused(FailureKind.DISAGREES, f"{self._final} exists with other content")
+            raise FileRefused(FailureKind.DISAGREES, f"{self._final} exists with other content")
         return True
 
     def _sync_name(self) -> None:
@@ -405,7 +407,7 @@ class GenerationWriter:
 def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
     """Yield a private copy of each chunk, after comparing it with its sealed CRC32C.
 
-    Raises Refused for a difference.
+    Raises FileRefused for a difference.
     """
     buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
     for index, wanted in enumerate(fragment.chunk_crcs()):
@@ -413,7 +415,7 @@ def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[m
         chunk = buffer[: min(fragment.chunk_bytes, fragment.size - start)]
         chunk[:] = data[start : start + len(chunk)]
         if crc(chunk) != int(wanted):
-            raise Refused(
+            raise FileRefused(
                 FailureKind.SOURCE, f"chunk {index} of the payload of rank {fragment.rank} does not match its CRC32C"
             )
         yield chunk

@@ -1,7 +1,7 @@
 """The file operations of the durable tier in one replaceable object, and their errors as values.
 
 Storage may fail in the middle of a save, and a save is never worth a training run: whatever `Files` raises becomes a
-`Failure` before it reaches code that trains.
+`FileFailure` before it reaches code that trains.
 
 A failed ``fsync`` may have dropped the pages it could not write and marked them clean, so the next one succeeds over
 lost data: the file is thrown away and never synced again. ``close`` reports errors too (NFS, quotas). A name is on disk
@@ -23,10 +23,10 @@ from pathlib import Path
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
 
 __all__ = [
-    "Failure",
+    "FileFailure",
     "FailureKind",
     "Files",
-    "Refused",
+    "FileRefused",
     "Unsynced",
     "delete_tree",
     "failure_of",
@@ -58,7 +58,7 @@ class FailureKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class FileFailure:
     """Why a file operation failed. ``errno`` is 0 when no system call failed."""
 
     kind: FailureKind
@@ -69,12 +69,12 @@ class Failure:
         return f"{self.kind}: {self.what}"
 
 
-class Refused(Exception):
-    """Carries a Failure that no system call reported, up to the caller that turns it into a value."""
+class FileRefused(Exception):
+    """Carries a FileFailure that no system call reported, up to the caller that turns it into a value."""
 
     def __init__(self, kind: FailureKind, what: str) -> None:
         super().__init__(what)
-        self.failure = Failure(kind, what)
+        self.failure = FileFailure(kind, what)
 
 
 class Unsynced(OSError):
@@ -93,15 +93,15 @@ _KINDS = {
 }
 
 
-def failure_of(error: Exception) -> Failure:
-    """Return an exception as a Failure."""
-    if isinstance(error, Refused):
+def failure_of(error: Exception) -> FileFailure:
+    """Return an exception as a FileFailure."""
+    if isinstance(error, FileRefused):
         return error.failure
     if isinstance(error, CheckpointError):
-        return Failure(FailureKind.IO, str(error))
+        return FileFailure(FailureKind.IO, str(error))
     number = error.errno or 0 if isinstance(error, OSError) else 0
     kind = FailureKind.UNSYNCED if isinstance(error, Unsynced) else _KINDS.get(number, FailureKind.IO)
-    return Failure(kind, str(error), number)
+    return FileFailure(kind, str(error), number)
 
 
 class Files:

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.base.process_identity import Process, begin_session, end_session, namespace
+from rackrun.checkpoint.base.process_identity import ProcessIdentity, begin_session, end_session, namespace
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import read_small
 from rackrun.errors import UsageError
@@ -113,7 +113,7 @@ class Lease:
             moved = seen is not None and found.beat != seen
             seen = found.beat if seen is None else seen
             if _is_near(found):
-                process = Process(*found.process)
+                process = ProcessIdentity(*found.process)
                 wait_s = _DEAD_S if process.dying() else _DYING_S
                 refused = time.monotonic() - began > wait_s and process.alive()  # it may have died meanwhile
             else:
@@ -211,13 +211,13 @@ def _is_alive(store: DurableStore, path: Path, owner: _Owner) -> bool:
     if owner.ended:
         return False
     if _is_near(owner):
-        return Process(*owner.process).alive()
+        return ProcessIdentity(*owner.process).alive()
     return _age_s(store, path) <= (EXPIRY_S if owner.renewed else _SILENT_S)
 
 
 def _is_near(owner: _Owner) -> bool:
     """Whether the owner's process is on this host and in this pid namespace, so that it can be checked."""
-    return owner.boot == _boot() and Process(*owner.process).namespace == namespace()
+    return owner.boot == _boot() and ProcessIdentity(*owner.process).namespace == namespace()
 
 
 def _age_s(store: DurableStore, path: Path) -> float:

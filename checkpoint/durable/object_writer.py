@@ -17,7 +17,7 @@ import contextlib
 
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name
 from rackrun.checkpoint.durable.durable_writer import GenerationWriter, Sliced, _checked_chunks
-from rackrun.checkpoint.durable.files import FailureKind, Refused, delete_tree, write_new
+from rackrun.checkpoint.durable.files import FailureKind, FileRefused, delete_tree, write_new
 from rackrun.protocol.crash_points import crash_point
 
 __all__ = ["ObjectWriter"]
@@ -41,7 +41,7 @@ class ObjectWriter(GenerationWriter):
                 self._files.create(self._final / MANIFEST, seal(manifest)[0])
             except FileExistsError as error:
                 if not self._is_published(manifest):
-                    raise Refused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
+                    raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
             crash_point("durable.manifest_named")
         self._discard()
 

@@ -27,8 +27,8 @@ import msgspec
 
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
-from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo, Part
-from rackrun.checkpoint.durable.files import Failure, delete_tree, failure_of, set_aside
+from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo, UnpublishedGeneration
+from rackrun.checkpoint.durable.files import FileFailure, delete_tree, failure_of, set_aside
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.protocol.crash_points import crash_point, register
 
@@ -79,7 +79,7 @@ class Collected:
     orphans: list[str] = field(default_factory=list)
     trash: int = 0
     """How many trash directories were deleted."""
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FileFailure] = field(default_factory=list)
 
 
 def choose(
@@ -289,7 +289,7 @@ def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     return gone
 
 
-def _is_orphan(store: DurableStore, part: Part, epoch: int, before: float, finished: int) -> bool:
+def _is_orphan(store: DurableStore, part: UnpublishedGeneration, epoch: int, before: float, finished: int) -> bool:
     """Whether no process will finish this unfinished data."""
     if part.epoch == epoch:
         return part.generation < finished

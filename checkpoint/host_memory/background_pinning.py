@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rackrun.checkpoint.host_memory.host_registration import Runtime, register_memory, unregister_memory
+from rackrun.checkpoint.host_memory.host_registration import CudaRuntime, register_memory, unregister_memory
 
 __all__ = ["PIECE_BYTES", "Pinning"]
 
@@ -36,7 +36,7 @@ class Pinning:
     """
 
     def __init__(
-        self, use_device: Callable[[], None], tell: Callable[[str], None], runtime: Runtime | None = None
+        self, use_device: Callable[[], None], tell: Callable[[str], None], runtime: CudaRuntime | None = None
     ) -> None:
         self._use_device, self._tell, self._runtime = use_device, tell, runtime
         self._memories: dict[int, _Memory] = {}

@@ -9,10 +9,10 @@ import torch
 
 from rackrun.checkpoint.host_memory.loaded_libraries import loaded_library
 
-__all__ = ["Runtime", "register_memory", "unregister_memory"]
+__all__ = ["CudaRuntime", "register_memory", "unregister_memory"]
 
 
-class Runtime(Protocol):
+class CudaRuntime(Protocol):
     """The calls of CUDA's runtime that are used here. Each returns an error code, or 0."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int: ...  # noqa: N802 - CUDA's names
@@ -20,7 +20,7 @@ class Runtime(Protocol):
     def cudaHostUnregister(self, address: int) -> int: ...  # noqa: N802
 
 
-def register_memory(address: int, size: int, runtime: Runtime | None = None) -> bool:
+def register_memory(address: int, size: int, runtime: CudaRuntime | None = None) -> bool:
     """Register ``size`` bytes at ``address``. Return False when they are not registered; copies are slower then.
 
     Memory may be refused because it is registered already, or is too large.
@@ -28,7 +28,7 @@ def register_memory(address: int, size: int, runtime: Runtime | None = None) -> 
     return _done((runtime or torch.cuda.cudart()).cudaHostRegister(address, size, 0))
 
 
-def unregister_memory(address: int, runtime: Runtime | None = None) -> bool:
+def unregister_memory(address: int, runtime: CudaRuntime | None = None) -> bool:
     """Undo `register_memory` with the CUDA driver, before the memory is freed. Return whether that succeeded.
     ``runtime``: the CUDA runtime library; None: the one that is loaded."""
     return _done((runtime or torch.cuda.cudart()).cudaHostUnregister(address))

@@ -25,7 +25,7 @@ from rackrun.checkpoint.image.image_layout import Buffer, ImageLayout, TensorEnt
 from rackrun.checkpoint.image.safetensors_image import bits_of, check_local, memory_of
 from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
 
-__all__ = ["Copy", "Fetch", "Read", "entries_of", "fill", "locals_of", "plan_from", "plan_reshard"]
+__all__ = ["BoxCopy", "Fetch", "Read", "entries_of", "fill", "locals_of", "plan_from", "plan_reshard"]
 
 GAP_BYTES = 32 * 2**10
 FETCH_BYTES = 64 * 2**20
@@ -35,7 +35,7 @@ Read = Callable[[int, int, int], Buffer]
 
 
 @dataclass(frozen=True)
-class Copy:
+class BoxCopy:
     """A box of a target tensor, and where its elements lie in the fetched bytes."""
 
     entry: TensorEntry
@@ -54,7 +54,7 @@ class Fetch:
     shard: int
     start: int
     stop: int
-    copies: tuple[Copy, ...]
+    copies: tuple[BoxCopy, ...]
 
 
 _Holder = tuple[int, TensorEntry]
@@ -229,7 +229,7 @@ def _coalesced(parts: Sequence[_Part]) -> Iterator[Fetch]:
 
 def _fetch(parts: Sequence[_Part], stop: int) -> Fetch:
     start = parts[0].start
-    copies = tuple(Copy(part.entry, part.piece, part.start - start, part.strides) for part in parts)
+    copies = tuple(BoxCopy(part.entry, part.piece, part.start - start, part.strides) for part in parts)
     return Fetch(parts[0].shard, start, stop, copies)
 
 
@@ -249,7 +249,7 @@ def _places(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor]) -> dict[
     return places
 
 
-def _copy(copy: Copy, memory: Any, place: torch.Tensor) -> None:
+def _copy(copy: BoxCopy, memory: Any, place: torch.Tensor) -> None:
     for dim, (start, size) in enumerate(zip(copy.piece.offsets, copy.piece.sizes, strict=True)):
         if size != place.shape[dim]:
             place = place.narrow(dim, start - copy.entry.box.offsets[dim], size)

@@ -48,7 +48,7 @@ from rackrun.checkpoint.image.host_copies import copies_from
 from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
 from rackrun.checkpoint.manager.restoring import RestoreReport, restore
 from rackrun.checkpoint.manager.save_handle import Counters, SaveHandle
-from rackrun.checkpoint.manager.saver import Place, Saved, Saver
+from rackrun.checkpoint.manager.saver import Saved, SaveLocation, Saver
 from rackrun.checkpoint.manager.user_state import Contents
 from rackrun.protocol.crash_points import crash_point, register
 
@@ -161,7 +161,7 @@ class CheckpointManager:
         for optimizer in contents.optimizers.values():
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()))
 
-    def _agree(self) -> Place:
+    def _agree(self) -> SaveLocation:
         """Exchange with all ranks what each has seen, and agree on the epoch and the first generation."""
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         clock_ms, quarantined = time.time_ns() // 1_000_000, tuple(self._probation.quarantined())
@@ -181,7 +181,7 @@ class CheckpointManager:
         if peers.rank == 0:
             self._lease = Lease(self._store, f"{self.job}-{self._epoch}", self._epoch)
         slots = self._memory.slots if self._memory is not None else None
-        return Place(
+        return SaveLocation(
             job=self.job,
             peers=peers,
             store=self._store,

@@ -25,10 +25,10 @@ from rackrun.checkpoint.image.plain_part import with_elsewhere
 if TYPE_CHECKING:
     from rackrun.checkpoint.commit.peers import Peers
 
-__all__ = ["Held", "Share", "Writers", "agree", "assign", "held_in"]
+__all__ = ["SharedTensors", "Share", "Writers", "agree", "assign", "held_in"]
 
 
-class Held(msgspec.Struct, frozen=True):
+class SharedTensors(msgspec.Struct, frozen=True):
     """The tensors of a rank's sealed image that other ranks may hold too, one list entry each.
 
     Empty when the rank failed.
@@ -42,7 +42,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Writers(msgspec.Struct, frozen=True):
-    """Which rank writes each tensor of a rank's `Held`, in the same order."""
+    """Which rank writes each tensor of a rank's `SharedTensors`, in the same order."""
 
     ranks: list[int] = []
     """The rank that writes each tensor."""
@@ -52,8 +52,8 @@ class Writers(msgspec.Struct, frozen=True):
 
 def held_in(
     reader: SlotReader, layout: ImageLayout, names: Collection[str], chunk_bytes: int
-) -> tuple[list[str], Held]:
-    """Return the names of the non-empty tensors among ``names``, and their `Held` record.
+) -> tuple[list[str], SharedTensors]:
+    """Return the names of the non-empty tensors among ``names``, and their `SharedTensors` record.
 
     Raises `IntegrityError` when the sealed image is damaged.
     """
@@ -66,17 +66,17 @@ def held_in(
         digests.append(value)
     boxes = [content_digest(msgspec.json.encode(entry))[:32] for entry in entries]
     sizes = [entry.box.numel * itemsize_of(entry.dtype) for entry in entries]
-    return [entry.name for entry in entries], Held(boxes, digests, sizes)
+    return [entry.name for entry in entries], SharedTensors(boxes, digests, sizes)
 
 
-def agree(peers: Peers, generation: int, mine: Held, *, seconds: float) -> Writers:
-    """Exchange `Held` records with all ranks through rank 0, and return this rank's `Writers`. Collective.
+def agree(peers: Peers, generation: int, mine: SharedTensors, *, seconds: float) -> Writers:
+    """Exchange `SharedTensors` records with all ranks through rank 0, and return this rank's `Writers`. Collective.
 
     ``seconds``: how long to wait for other ranks. Raises `PeersGone` when one does not answer.
     """
     if peers.rank == 0:
         keys = [f"held/{generation}/{rank}" for rank in range(1, peers.world_size)]
-        answers = assign([mine, *(peers.hear(keys, Held, seconds=seconds) if keys else ())])
+        answers = assign([mine, *(peers.hear(keys, SharedTensors, seconds=seconds) if keys else ())])
         peers.forget(keys)
         for rank, answer in enumerate(answers[1:], start=1):
             peers.say(f"writers/{generation}/{rank}", answer)
@@ -88,7 +88,7 @@ def agree(peers: Peers, generation: int, mine: Held, *, seconds: float) -> Write
     return answer
 
 
-def assign(everyone: Sequence[Held]) -> list[Writers]:
+def assign(everyone: Sequence[SharedTensors]) -> list[Writers]:
     """Assign a writer to every tensor of every rank. Pure.
 
     Tensors held by one rank are assigned first. The others follow from the largest down, each to the holder with the

@@ -19,10 +19,10 @@ from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationWri
 from rackrun.checkpoint.durable.retention import Retention, collect
 from rackrun.checkpoint.image.host_copies import ImageCopy
 from rackrun.checkpoint.image.image_layout import ImageLayout
-from rackrun.checkpoint.manager.replica_writers import Held, Share, agree, held_in
+from rackrun.checkpoint.manager.replica_writers import Share, SharedTensors, agree, held_in
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["Counters", "Disk", "Flush", "SaveHandle", "Saving"]
+__all__ = ["Counters", "DurableTier", "Flush", "SaveHandle", "Saving"]
 
 register("save.copied", "save.sealed", "flush.leased", "flush.written", "flush.gathered", "flush.finished")
 
@@ -124,7 +124,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DurableTier:
     """Where generations become durable, and how many stay. ``began``: the generation that was restored; -1 for none."""
 
     store: DurableStore
@@ -147,7 +147,7 @@ class Flush:
     def __init__(
         self,
         saving: Saving,
-        disk: Disk,
+        disk: DurableTier,
         arena: Arena,
         *,
         peers: Peers,
@@ -208,7 +208,7 @@ class Flush:
 
         A rank that fails shares nothing.
         """
-        names, held = list[str](), Held()
+        names, held = list[str](), SharedTensors()
         try:
             if self._reader is not None:
                 names, held = held_in(self._reader, self._layout, self._settled, self._arena.chunk_bytes)

@@ -23,10 +23,10 @@ from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
 from rackrun.checkpoint.image.rank_image import Image
-from rackrun.checkpoint.manager.save_handle import Counters, Disk, Flush, SaveHandle, Saving
+from rackrun.checkpoint.manager.save_handle import Counters, DurableTier, Flush, SaveHandle, Saving
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["Place", "Saved", "Saver"]
+__all__ = ["SaveLocation", "Saved", "Saver"]
 
 register("restore.marking", "restore.marked", "save.begun", "commit.heard", "commit.done", "commit.retired")
 
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class SaveLocation:
     """Where a rank saves, as all ranks have agreed."""
 
     job: str
@@ -63,7 +63,7 @@ class Place:
 class Saver:
     """Carries out one rank's saves, in threads of their own."""
 
-    def __init__(self, place: Place, device: HostCopies, counters: Counters) -> None:
+    def __init__(self, place: SaveLocation, device: HostCopies, counters: Counters) -> None:
         self._place, self._device, self._counters = place, device, counters
         self._desk = CommitDesk(place.peers.another(), place.epoch, seconds=place.seconds)
         self._next = place.first
@@ -304,7 +304,7 @@ class Saver:
         place, handle = self._place, saving.handle
         flush = Flush(
             saving,
-            Disk(place.store, place.epoch, place.keep, self._began, place.hold),
+            DurableTier(place.store, place.epoch, place.keep, self._began, place.hold),
             arena,
             peers=place.peers.another(),
             former=self._flushed,

@@ -16,20 +16,20 @@ from typing import Literal
 from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration
 from rackrun.checkpoint.base.location import absolute
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, TemporaryName, check_job, generation_of
-from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo, Part
+from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo, UnpublishedGeneration
 from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.errors import UsageError
 
-__all__ = ["Damaged", "Leftover", "Survey", "nothing_in", "one_store", "stores_in", "survey"]
+__all__ = ["DamagedGeneration", "Leftover", "DirectorySurvey", "nothing_in", "one_store", "stores_in", "survey"]
 
 _TRASH = re.compile(r"\.trash-(?:tmp-)?gen-(\d+)-", re.ASCII)
 _FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Damaged:
+class DamagedGeneration:
     """A directory with a generation's name that is not a whole generation."""
 
     generation: int
@@ -57,7 +57,7 @@ class Leftover:
 
 
 @dataclass(frozen=True)
-class Survey:
+class DirectorySurvey:
     """The content of one job's directory. Generations are newest first."""
 
     job: str
@@ -65,7 +65,7 @@ class Survey:
     whole: tuple[GenerationInfo, ...]
     written_s: Mapping[int, float]
     """Generation -> when its manifest was written, in Unix seconds."""
-    damaged: tuple[Damaged, ...]
+    damaged: tuple[DamagedGeneration, ...]
     leftovers: tuple[Leftover, ...]
     barred: Mapping[int, str]
     """Generation -> why no restore takes it."""
@@ -125,7 +125,7 @@ def nothing_in(directory: Path) -> NoUsableGeneration:
     )
 
 
-def survey(store: DurableStore) -> Survey:
+def survey(store: DurableStore) -> DirectorySurvey:
     """List the content of a job's directory. Raises CheckpointError when it cannot be listed."""
     whole = store.generations()
     names = _listed(store.files, store.directory)
@@ -137,7 +137,7 @@ def survey(store: DurableStore) -> Survey:
         except NoUsableGeneration:
             continue  # deleted meanwhile
         except CheckpointError as error:
-            damaged.append(Damaged(number, store.path(number), error.what, error.remedy))
+            damaged.append(DamagedGeneration(number, store.path(number), error.what, error.remedy))
     written = {}
     for info in whole:
         with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def survey(store: DurableStore) -> Survey:
     with contextlib.suppress(OSError):
         leftovers += [found for part in store.parts() if (found := _unfinished(store, part)) is not None]
     barred = {g: why for g, why in Probation(store.directory, store.files).barred().items() if g in seen}
-    return Survey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers), barred)
+    return DirectorySurvey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers), barred)
 
 
 def _listed(files: Files, path: Path) -> list[str]:
@@ -178,7 +178,7 @@ def _trash(store: DurableStore, name: str) -> Leftover | None:
     return _leftover(store, "trash", store.directory / name, int(match[1]), -1) if match else None
 
 
-def _unfinished(store: DurableStore, part: Part) -> Leftover | None:
+def _unfinished(store: DurableStore, part: UnpublishedGeneration) -> Leftover | None:
     return _leftover(store, "unfinished", part.path, part.generation, part.epoch)
 
 

@@ -27,7 +27,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import read_small
 from rackrun.checkpoint.manager.checkpoint_sources import identity_of, newest_records
 
-__all__ = ["Found", "Remains", "Sought", "identities"]
+__all__ = ["VerifiedShard", "Remains", "Sought", "identities"]
 
 Identity = tuple[str, str]
 """(digest of a sealed image, its layout hash)."""
@@ -45,7 +45,7 @@ class Sought:
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedShard:
     """One rank's shard, verified."""
 
     where: str
@@ -110,9 +110,9 @@ class Remains:
         manifest = self._manifest(generation)
         return Sought(generation, manifest.step, manifest.epoch, identities(self.store, manifest))
 
-    def find(self, sought: Sought) -> tuple[dict[int, Found], dict[int, str]]:
+    def find(self, sought: Sought) -> tuple[dict[int, VerifiedShard], dict[int, str]]:
         """Return rank -> its shard, from memory where possible; and rank -> why no verified shard was found."""
-        found: dict[int, Found] = {}
+        found: dict[int, VerifiedShard] = {}
         missing: dict[int, str] = {}
         for rank, identity in enumerate(sought.shards):
             if identity is None:
@@ -136,7 +136,7 @@ class Remains:
         self._open.close()
 
     # -- one shard
-    def _in_memory(self, sought: Sought, rank: int, identity: Identity) -> Found:
+    def _in_memory(self, sought: Sought, rank: int, identity: Identity) -> VerifiedShard:
         reasons = []
         for path, arena, info in self._slots:
             if (info.generation, info.owner, info.kind, info.step) != (sought.generation, rank, "data", sought.step):
@@ -146,12 +146,12 @@ class Remains:
                     raise IntegrityError("It is not what was committed.")
                 reader = arena.reader(info.generation, owner=rank)
                 reader.verify()
-                return Found(str(path), reader, identity, arena.chunk_bytes, len(reader.payload))
+                return VerifiedShard(str(path), reader, identity, arena.chunk_bytes, len(reader.payload))
             except CheckpointError as error:
                 reasons.append(f"{path}: {error.what}")
         raise CheckpointError(" ".join(reasons) or "No arena holds it.")
 
-    def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> Found:
+    def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> VerifiedShard:
         manifest = self._manifest(sought.generation)
         # closed at once, so that there is not one open file for each rank
         with contextlib.closing(_shard(self.store, manifest, rank)) as shard:
@@ -159,7 +159,7 @@ class Remains:
                 raise IntegrityError(f"{shard.path} is not what was committed.")
             if bad := shard.verify():
                 raise IntegrityError(bad[0][1])
-        return Found(
+        return VerifiedShard(
             str(shard.path), partial(_shard, self.store, manifest, rank), identity, shard.chunk_bytes, shard.size
         )
 

@@ -25,8 +25,8 @@ from rackrun.checkpoint.durable.durable_writer import GenerationWriter
 from rackrun.checkpoint.durable.files import delete_tree, set_aside
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, layout_in
-from rackrun.checkpoint.manager.replica_writers import Held, Share, assign, held_in
-from rackrun.checkpoint.offline.job_remains import Found, Remains, Sought, identities
+from rackrun.checkpoint.manager.replica_writers import Share, SharedTensors, assign, held_in
+from rackrun.checkpoint.offline.job_remains import Remains, Sought, VerifiedShard, identities
 
 __all__ = ["BESIDE", "Rebuilt", "rebuild_generation"]
 
@@ -104,7 +104,7 @@ def rebuild_generation(
 class _Source:
     told: Rebuilt
     sought: Sought
-    found: Mapping[int, Found]
+    found: Mapping[int, VerifiedShard]
     """Rank -> its shard. Empty when an earlier attempt has assembled the generation, and it is right."""
     shares: Mapping[int, Share] = field(default_factory=dict)
 
@@ -279,7 +279,7 @@ def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> 
         )
 
 
-def _write_shard(writer: GenerationWriter, rank: int, found: Found, share: Share | None) -> bool:
+def _write_shard(writer: GenerationWriter, rank: int, found: VerifiedShard, share: Share | None) -> bool:
     if share is not None:
         return writer.write_shard(rank, share, share.layout.layout_hash, share.crcs(), share_of=found.identity)
     if isinstance(found.reader, SlotReader):
@@ -310,7 +310,7 @@ def _publish(beside: DurableStore, target: DurableStore, generation: int) -> Non
     _clear(beside, generation)
 
 
-def _shares(found: Mapping[int, Found]) -> dict[int, Share]:
+def _shares(found: Mapping[int, VerifiedShard]) -> dict[int, Share]:
     """Divide the writing of equal tensors, as the job itself does; empty when each shard is written whole.
 
     If some shards come from disk, they rely on what the other shards had there, so all others are written whole.
@@ -319,7 +319,7 @@ def _shares(found: Mapping[int, Found]) -> dict[int, Share]:
         return {}
     layouts: dict[int, ImageLayout] = {}
     names: dict[int, list[str]] = {}
-    held: list[Held] = []
+    held: list[SharedTensors] = []
     for rank, one in found.items():
         assert isinstance(one.reader, SlotReader)
         layouts[rank] = layout_in(one.reader.payload)
@@ -336,7 +336,7 @@ def _shares(found: Mapping[int, Found]) -> dict[int, Share]:
     return shares
 
 
-def _total(found: Mapping[int, Found], shares: Mapping[int, Share]) -> int:
+def _total(found: Mapping[int, VerifiedShard], shares: Mapping[int, Share]) -> int:
     """Return how many bytes will be written."""
     return sum(shares[rank].nbytes if rank in shares else one.bytes for rank, one in found.items())
 

@@ -12,7 +12,7 @@ agent computes the same one.
 * **Data parallelism's own copies count**: ranks with one shard id in enough domains need nothing.
 
 ``across="tray"`` promises the survival of trays only. What the loss of a rack does depends on where the ranks are: see
-`Placement.statement`.
+`ShardPlacement.statement`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rackrun.checkpoint.redundancy.failure_domain_sets import Domain, Site, assi
 from rackrun.checkpoint.redundancy.galois import POINTS
 from rackrun.errors import UsageError
 
-__all__ = ["LEVELS", "Labels", "Level", "Placement", "PlacementError", "Redundancy", "place"]
+__all__ = ["LEVELS", "Labels", "Level", "ShardPlacement", "PlacementError", "Redundancy", "place"]
 
 Level = Literal["process", "gpu", "tray", "rack", "power"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -113,7 +113,7 @@ class Redundancy:
             )
 
     def kept(self) -> Fraction:
-        """Return how many shards a rank keeps for others, by these terms; `Placement.kept` has the figure of a plan."""
+        """Return how many shards a rank keeps for others, by these terms; `ShardPlacement.kept` has the figure of a plan."""
         if self.in_sets:
             return Fraction(self.parity, self.width - self.parity)
         return Fraction(self.width - 1)
@@ -132,7 +132,7 @@ class Redundancy:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ShardPlacement:
     """Which rank keeps what for which other rank. A shard is named by any rank that owns it."""
 
     redundancy: Redundancy
@@ -280,7 +280,7 @@ class Placement:
 
 def place(
     labels: Mapping[int, Labels], redundancy: Redundancy, replicas: Mapping[int, str | int] | None = None
-) -> Placement:
+) -> ShardPlacement:
     """Plan ``redundancy`` for the ranks of ``labels``.
 
     ``replicas``: rank -> shard id; ranks of equal id hold the same bytes. A rank without an id has a shard of its own.
@@ -294,13 +294,13 @@ def place(
     twins = tuple(map(tuple, by_shard.values()))
     table = {rank: labels[rank] for rank in order}
     if redundancy.kind == "local":
-        return Placement(redundancy, table, twins, {}, ())
+        return ShardPlacement(redundancy, table, twins, {}, ())
     site = _site(table, redundancy)
     sends = _mirror(site, twins, redundancy.width) if redundancy.kind == "mirror" else {}
     sets = _sets(site, twins, redundancy) if redundancy.in_sets else ()
     if sends is None or sets is None:
         raise _refusal(site, table, redundancy)
-    return Placement(redundancy, table, twins, sends, sets)
+    return ShardPlacement(redundancy, table, twins, sends, sets)
 
 
 def _sets(site: Site, twins: Sequence[tuple[int, ...]], redundancy: Redundancy) -> tuple[tuple[int, ...], ...] | None:

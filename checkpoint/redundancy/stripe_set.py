@@ -66,7 +66,7 @@ class Recipe(NamedTuple):
 
 @dataclass(frozen=True)
 class StripeSet:
-    """The members of a set: ranks, in the order of `Placement.sets`. Any ``parity`` of them may be lost."""
+    """The members of a set: ranks, in the order of `ShardPlacement.sets`. Any ``parity`` of them may be lost."""
 
     members: tuple[int, ...]
     parity: int = 1

@@ -7,9 +7,9 @@ pytest examples/testing --chaos-seed 7       # the same random plan again
 from __future__ import annotations
 
 from rackrun.chaos import Kill, Pause, exactly, inject, par
-from rackrun.chaos.testing import Chaos, Job
+from rackrun.chaos.testing import Chaos, JobOptions
 
-JOB: Job = {"ranks": 2, "spares": 2, "args": ["--steps", 10]}
+JOB: JobOptions = {"ranks": 2, "spares": 2, "args": ["--steps", 10]}
 
 
 def test_it_does_the_same_twice(chaos: Chaos) -> None:

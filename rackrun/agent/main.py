@@ -22,11 +22,11 @@ from rackrun.agent.gpus.gpu_monitor import Devices
 from rackrun.agent.host import proc
 from rackrun.agent.snapshots.mirror import Mirror
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
-from rackrun.agent.tray.coordinator_lease import End
-from rackrun.agent.tray.tray import Tray
+from rackrun.agent.tray.coordinator_lease import LeaseEnd
+from rackrun.agent.tray.tray import TrayAgent
 from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.agent.tray.uplink import Uplink
-from rackrun.agent.tray.worker_liveness import Watch
+from rackrun.agent.tray.worker_liveness import LivenessWatch
 from rackrun.agent.worker_start.fork_server import ForkServer, preload, unsound_because
 from rackrun.agent.worker_start.tcp_stores import Stores
 from rackrun.agent.worker_start.worker_logs import Logs
@@ -43,8 +43,8 @@ from rackrun.protocol.wire import encode
 __all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
 
 EXIT_DONE = 0
-EXIT_REFUSED = End.REFUSED.value
-EXIT_LOST = End.LOST.value
+EXIT_REFUSED = LeaseEnd.REFUSED.value
+EXIT_LOST = LeaseEnd.LOST.value
 _ORPHAN_S = 30.0
 _FLUSH_S = 2.0
 _DESCRIPTORS_A_START = 12
@@ -101,7 +101,7 @@ class _Agent:
         exchange = ExchangeServer(config.advertise, config.token, reserve=reserve)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
         fillers = Fillers(config.filler, config.slots, logs, devices.binding, gpus=torch.cuda.device_count())
-        tray = Tray(config, server, stores, logs, devices, fillers)
+        tray = TrayAgent(config, server, stores, logs, devices, fillers)
         snapshots = SnapshotService(config.tray, config.advertise, config.token, tray, reserve=reserve)
         joined = TrayJoined(
             tray=config.tray,
@@ -118,7 +118,7 @@ class _Agent:
         devices.tell(uplink.event)
         fillers.tell = lambda told: uplink.forward(Urgency.SOON, encode(told))
         mirror = Mirror(config.token, tray.destination, uplink.event)
-        watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
+        watch = LivenessWatch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon
         tray.leave = leave.set_result
         because = f"SIGTERM to the agent of {config.tray}"
@@ -151,15 +151,15 @@ class _Agent:
         because = f"SIGINT to the agent of {self._config.tray}"
         uplink.event(StopRequested(because=because, exit_code=128 + signal.SIGINT))
 
-    def _told_that_it_is_over(self, uplink: Uplink, tray: Tray) -> None:
+    def _told_that_it_is_over(self, uplink: Uplink, tray: TrayAgent) -> None:
         """Handle the launcher's signal that the job is over. A connected agent learns from the coordinator how it
         ended; an unconnected one exits."""
         uplink.job_is_over()
         tray.job_is_over(connected=uplink.connected)
 
 
-async def _refuse(because: str) -> End:
+async def _refuse(because: str) -> LeaseEnd:
     """Refuse to join, because the tray's topology is contradictory or no worker can compute on it. The job must not be
     built on such a tray."""
     print(f"rackrun: agent: {because}", file=sys.stderr)
-    return End.REFUSED
+    return LeaseEnd.REFUSED

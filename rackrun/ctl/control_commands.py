@@ -11,7 +11,7 @@ from rackrun.ctl.coordinator_client import ask, running
 from rackrun.errors import RackrunError, UsageError
 from rackrun.protocol.commands import Answer
 
-__all__ = ["RequestRefused", "add_control"]
+__all__ = ["ControlRefused", "add_control"]
 
 _Run = Annotated[
     str | None,
@@ -29,7 +29,7 @@ _LOAD_S = 70.0
 """Seconds to wait for an answer: a function is loaded before it becomes the policy."""
 
 
-class RequestRefused(RackrunError):
+class ControlRefused(RackrunError):
     """The job cannot do this, or not now. Nothing was changed; if it had begun, the rest is called off."""
 
 
@@ -138,6 +138,6 @@ def _control(run: str | None, what: str, fields: dict[str, Any], *, wait: bool) 
 
 def _show(answer: Answer) -> None:
     if answer.outcome == "refused":
-        kind = UsageError if answer.refusal in _YOURS else RequestRefused
+        kind = UsageError if answer.refusal in _YOURS else ControlRefused
         raise kind(f"{answer.text}.", remedy=answer.remedy)
     print(answer.text, flush=True)

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rackrun.protocol import policy_types
-from rackrun.protocol.events import Failure
+from rackrun.protocol.events import ScriptFailure
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.protocol.timers import Timer
 
@@ -31,7 +31,7 @@ __all__ = [
     "Member",
     "Notice",
     "PauseWorkers",
-    "Plan",
+    "GenerationPlan",
     "Refusal",
     "ReleaseRack",
     "ReleaseWorkers",
@@ -93,11 +93,11 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     rank: Rank
     sources: tuple[Rank, ...] = ()
-    """Live members of the same replica class, all clean at ``Plan.committed``. Empty: the state comes from
+    """Live members of the same replica class, all clean at ``GenerationPlan.committed``. Empty: the state comes from
     snapshots."""
     snapshot: str = ""
     """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot. The snapshot is that of
-    ``Plan.rollback`` if set, else that of ``Plan.committed``."""
+    ``GenerationPlan.rollback`` if set, else that of ``GenerationPlan.committed``."""
     rebuild: tuple[Stripes, ...] = ()
     """The surviving members of the lost rank's set, if no agent keeps the rank's snapshot itself."""
     members: tuple[Rank, ...] = ()
@@ -109,18 +109,18 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Reshard(msgspec.Struct, frozen=True, kw_only=True):
     """Instruction to enter ``main`` again in the same processes, as a world of another size.
 
-    Each rank fills its state from what the old ranks had at the end of ``Plan.committed``, and takes a snapshot of it
+    Each rank fills its state from what the old ranks had at the end of ``GenerationPlan.committed``, and takes a snapshot of it
     in the new layout before it reports that it has resumed.
     """
 
     layout: Generation
-    """The old layout. The snapshot's id is `snapshot_id` of this layout and ``Plan.committed.step``. A worker that
+    """The old layout. The snapshot's id is `snapshot_id` of this layout and ``GenerationPlan.committed.step``. A worker that
     stands after that step and is named in ``images`` seals that snapshot first."""
     images: tuple[str, ...]
     """For each old rank, ``host:port/slot/incarnation`` of the agent that keeps its snapshot."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a worker needs to go on in a new generation."""
 
     generation: Generation
@@ -230,7 +230,7 @@ class ResumeGeneration(_Command, frozen=True, kw_only=True):
     """Build the groups of the new generation, restore missing state and go on. Each member answers with
     `WorkerResumed`."""
 
-    plan: Plan
+    plan: GenerationPlan
     because: str
     protected: str = ""
     """A description of the losses that the snapshots survive in this generation, and of the cost; "" with one tray."""
@@ -261,7 +261,7 @@ class DealShards(_Command, frozen=True, kw_only=True):
     number: int
     """Number of this deal within the generation, from 1."""
     shares: tuple[int, ...]
-    """As `Plan.shares`."""
+    """As `GenerationPlan.shares`."""
     workers: tuple[Worker, ...]
     because: str
 
@@ -363,7 +363,7 @@ class StopJob(_Command, frozen=True, kw_only=True):
     exit_code: int
     because: str
     remedy: str = ""
-    failure: Failure | None = None
+    failure: ScriptFailure | None = None
     rank: Rank | None = None
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rackrun.protocol.gpu_health import Verdict
+from rackrun.protocol.gpu_health import GpuVerdict
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.protocol.policy_types import Decision
 from rackrun.protocol.timers import Timer
@@ -26,7 +26,7 @@ __all__ = [
     "DeviceJudged",
     "DrainRequested",
     "Event",
-    "Failure",
+    "ScriptFailure",
     "GrowRequested",
     "JobEvent",
     "JournalFailed",
@@ -77,7 +77,7 @@ class OfWorker(_Event, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A Python exception that ended a worker's script."""
 
     type: str
@@ -132,7 +132,7 @@ class DeviceJudged(_Event, frozen=True, kw_only=True):
     """The health of a tray's GPU has changed, or the process on it has to be restarted."""
 
     tray: TrayId
-    verdict: Verdict
+    verdict: GpuVerdict
 
 
 class DeviceChecked(_Event, frozen=True, kw_only=True):
@@ -305,7 +305,7 @@ class WorkerExited(OfWorker, frozen=True, kw_only=True):
 
     exit_code: int | None = None
     signal: int | None = None
-    failure: Failure | None = None
+    failure: ScriptFailure | None = None
     early: bool = False
     """Whether the script failed before it had created a process group, so that other ranks had no part in the
     failure."""

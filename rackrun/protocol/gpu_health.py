@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["SEVERITY", "Evidence", "Health", "Response", "Scope", "Verdict", "health_of_action", "response_to"]
+__all__ = ["SEVERITY", "Evidence", "Health", "Response", "Scope", "GpuVerdict", "health_of_action", "response_to"]
 
 Scope = Literal["gpu", "tray", "peers"]
 """What is taken out of use: the GPU, its tray, or the GPU with all processes that map its memory."""
@@ -72,7 +72,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope = "gpu"
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class GpuVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU's health has changed, or the process on it has to be restarted; with the evidence."""
 
     at_ms: int

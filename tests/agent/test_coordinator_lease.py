@@ -10,10 +10,10 @@ from rackrun.agent.tray.coordinator_lease import (
     LINK_TRANSITIONS,
     AttemptFailed,
     CoordinatorLease,
-    End,
     GiveUp,
     HangUp,
     JoinAnew,
+    LeaseEnd,
     LinkBroke,
     LinkEffect,
     LinkFact,
@@ -57,11 +57,13 @@ def test_an_agent_that_joins_tries_for_a_minute_ever_more_rarely(told: Told) -> 
     pauses = [told(FAILED) for _ in range(8)]
     assert pauses == [Retry(pause_s) for pause_s in (0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0)]
     told.now_s += 60.0
-    assert told(FAILED) == GiveUp(End.LOST, "no coordinator at http://head: connection refused")
+    assert told(FAILED) == GiveUp(LeaseEnd.LOST, "no coordinator at http://head: connection refused")
 
 
 def test_an_agent_that_is_refused_when_it_joins_says_why_and_ends(told: Told) -> None:
-    assert told(AttemptFailed("409 taken", 409)) == GiveUp(End.REFUSED, "the coordinator refuses this tray: 409 taken")
+    assert told(AttemptFailed("409 taken", 409)) == GiveUp(
+        LeaseEnd.REFUSED, "the coordinator refuses this tray: 409 taken"
+    )
 
 
 def test_an_agent_whose_tray_is_taken_says_so_once_and_asks_again(told: Told) -> None:
@@ -82,12 +84,12 @@ def test_a_connection_that_breaks_is_resumed_and_the_time_for_it_counts_anew(bro
 
 def test_a_coordinator_that_does_not_come_back_in_time_is_given_up(broken: Told) -> None:
     broken.now_s += ORPHAN_S
-    assert broken(FAILED) == GiveUp(End.LOST, "no coordinator at http://head: connection refused")
+    assert broken(FAILED) == GiveUp(LeaseEnd.LOST, "no coordinator at http://head: connection refused")
 
 
 def test_an_agent_that_was_heard_and_given_up_is_refused_and_ends(broken: Told) -> None:
     assert broken(AttemptFailed("409 given up", 409)) == GiveUp(
-        End.LOST, "the coordinator refuses this tray: 409 given up"
+        LeaseEnd.LOST, "the coordinator refuses this tray: 409 given up"
     )
 
 
@@ -95,7 +97,7 @@ def test_an_agent_of_which_no_word_was_heard_joins_anew(broken: Told) -> None:
     assert broken(AttemptFailed("409 unknown", 409, unheard=True)) == JoinAnew(0.04)
     assert broken.lease.state is LinkState.JOINING
     assert broken(AttemptFailed("409 unknown", 409, unheard=True)) == GiveUp(
-        End.REFUSED, "the coordinator refuses this tray: 409 unknown"
+        LeaseEnd.REFUSED, "the coordinator refuses this tray: 409 unknown"
     ), "once"
 
 
@@ -104,7 +106,7 @@ def test_an_agent_gives_up_when_more_waits_than_is_kept(told: Told, fact: LinkFa
     told(LinkWelcomed())
     if isinstance(fact, AttemptFailed):
         told(LinkBroke())
-    assert told(fact) == GiveUp(End.LOST, "more waits for the coordinator than is kept without a connection")
+    assert told(fact) == GiveUp(LeaseEnd.LOST, "more waits for the coordinator than is kept without a connection")
 
 
 def test_what_waits_before_the_agent_has_joined_is_no_reason_to_give_up(told: Told) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from rackrun.agent.gpus.gpu_monitor import Devices, Pace, _library_here
+from rackrun.agent.gpus.gpu_monitor import Devices, GpuMonitorTimes, _library_here
 from rackrun.agent.gpus.gpu_verdicts import DeviceEvent
 from rackrun.agent.host import proc
 from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeTray, build
@@ -29,7 +29,7 @@ from tests.topology.conftest import Fake
 
 TRAY = TrayId("tray-03")
 DEADLINE_S = 100.0
-PACE = Pace(period_ms=40, patience_ms=1_000, pause_s=(0.05, 0.1))
+PACE = GpuMonitorTimes(period_ms=40, patience_ms=1_000, pause_s=(0.05, 0.1))
 
 
 # -- a whole agent -----------------------------------------------------------------------------------------------------

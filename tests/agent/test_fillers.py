@@ -19,7 +19,7 @@ import torch
 import rackrun.agent.fillers.filler_runner
 import rackrun.agent.workers.worker_handle
 from rackrun.agent.fillers.filler_runner import CAGE, HOLD_S, LATE_S, MARK, Fillers
-from rackrun.agent.fillers.filler_supervisor import HELD, Order
+from rackrun.agent.fillers.filler_supervisor import HELD, FillerOrder
 from rackrun.agent.gpus.start_checks import SHARE
 from rackrun.agent.host import proc
 from rackrun.agent.host.cgroup import Cgroup
@@ -28,7 +28,7 @@ from rackrun.agent.host.priority import finish_off, idle_can_be_left
 from rackrun.agent.worker_start.worker_logs import Logs
 from rackrun.launch.options.filler_options import GRACE_S_MAX
 from rackrun.protocol.agent_config import FillerConfig, FillerPauses, LogConfig
-from rackrun.protocol.commands import Member, Plan, ReleaseWorkers, ResumeGeneration
+from rackrun.protocol.commands import GenerationPlan, Member, ReleaseWorkers, ResumeGeneration
 from rackrun.protocol.commands import Worker as Who
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
 from rackrun.protocol.wire import FillerTold
@@ -77,7 +77,7 @@ def plan(*spares: tuple[int, int]) -> ResumeGeneration:
         Member(rank=Rank(rank), slot=SlotId(f"tray-0/{index}"), incarnation=Incarnation(incarnation))
         for rank, (index, incarnation) in enumerate(spares)
     )
-    found = Plan(
+    found = GenerationPlan(
         generation=Generation(2),
         world_size=len(members),
         members=members,
@@ -207,7 +207,7 @@ def test_the_grace_time_and_the_agents_patience_with_a_cage_leave_time_to_die_wi
 
 async def test_a_filler_that_is_held_is_stopped_with_all_below_it_and_ends_with_the_cages_agent():
     script = "import os, signal\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nsignal.pause()"
-    order = Order(
+    order = FillerOrder(
         command=[sys.executable, "-c", script], hold_s=1000.0, grace_s=1000.0, cpus=[], cgroup="", last_in_line=False
     )
     pipe = subprocess.PIPE

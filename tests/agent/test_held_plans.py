@@ -9,14 +9,14 @@ import socket
 import pytest
 
 import rackrun.agent.workers.worker_handle
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.channel import frame
-from rackrun.protocol.commands import Plan, ReleaseWorkers, ResumeGeneration, StartWorker
+from rackrun.protocol.commands import GenerationPlan, ReleaseWorkers, ResumeGeneration, StartWorker
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
 
 PLAN = frame(
     ResumeGeneration(
-        plan=Plan(
+        plan=GenerationPlan(
             generation=Generation(2), world_size=0, members=(), store="127.0.0.1:1", layout=Generation(0), full=0
         ),
         because="a test",
@@ -54,8 +54,8 @@ async def test_what_follows_a_plan_that_waits_does_not_overtake_it() -> None:
     end_of(worker, theirs)
 
 
-def worker_and_its_end() -> tuple[Worker, socket.socket]:
-    worker = Worker(START, lambda _worker, _body: None)
+def worker_and_its_end() -> tuple[WorkerHandle, socket.socket]:
+    worker = WorkerHandle(START, lambda _worker, _body: None)
     theirs = socket.socket(fileno=os.dup(worker.fds_for_birth[0]))
     theirs.setblocking(False)
     return worker, theirs
@@ -68,7 +68,7 @@ async def received(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def end_of(worker: Worker, theirs: socket.socket) -> None:
+def end_of(worker: WorkerHandle, theirs: socket.socket) -> None:
     theirs.close()
     worker.sent_off()
     worker.buried()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.ids import BEGIN, Position
 
@@ -26,7 +26,7 @@ def page() -> Iterator[HeartbeatPage]:
 
 
 def untold(page: HeartbeatPage, told: tuple[int, Position] = (0, BEGIN)) -> object:
-    return Worker.untold(SimpleNamespace(page=page, told=told, slot="t/0", incarnation=3))  # type: ignore[arg-type]
+    return WorkerHandle.untold(SimpleNamespace(page=page, told=told, slot="t/0", incarnation=3))  # type: ignore[arg-type]
 
 
 def does_the_step(page: HeartbeatPage, generation: int) -> None:

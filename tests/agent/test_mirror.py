@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rackrun.agent.snapshots.memory_limit import Refused
+from rackrun.agent.snapshots.memory_limit import OverMemoryLimit
 from rackrun.agent.snapshots.mirror import Copies, Mirror
 from rackrun.agent.snapshots.mirror import Holder as Destination
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.protocol.boot import MEMORY_HEADER, SNAPSHOT_JOB
 from rackrun.protocol.commands import StartWorker
@@ -127,7 +127,7 @@ async def test_without_the_token_nothing_is_taken_or_given(holder: Holder) -> No
 
 
 def test_more_than_the_host_has_is_refused() -> None:
-    with pytest.raises(Refused, match="do not fit"):
+    with pytest.raises(OverMemoryLimit, match="do not fit"):
         Copies().room(1 << 50)
 
 
@@ -153,7 +153,7 @@ async def test_what_comes_late_from_an_older_generation_takes_nobodys_place(
 
 # -- the owner's side --------------------------------------------------------------------------------------------------
 @pytest.fixture
-async def worker() -> AsyncIterator[Worker]:
+async def worker() -> AsyncIterator[WorkerHandle]:
     start = StartWorker(
         slot=SlotId("a/0"),
         incarnation=Incarnation(7),
@@ -163,7 +163,7 @@ async def worker() -> AsyncIterator[Worker]:
         generation=Generation(1),
         store="",
     )
-    made = Worker(start, lambda worker, body: None)
+    made = WorkerHandle(start, lambda worker, body: None)
     yield made
     made.sent_off()
     made.buried()
@@ -172,7 +172,7 @@ async def worker() -> AsyncIterator[Worker]:
 
 
 async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_it(
-    holder: Holder, worker: Worker
+    holder: Holder, worker: WorkerHandle
 ) -> None:
     told: list[Event] = []
     mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", holder.address), told.append)
@@ -198,7 +198,7 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
 
 
 @pytest.mark.parametrize("wrong", ["overwritten", "no such host", "damaged"])
-async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Worker, wrong: str) -> None:
+async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: WorkerHandle, wrong: str) -> None:
     told: list[Any] = []
     address = "127.0.0.1:1" if wrong == "no such host" else holder.address
     mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", address), told.append)
@@ -213,7 +213,7 @@ async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Wor
     await mirror.close()
 
 
-async def test_with_one_tray_nothing_is_copied(worker: Worker) -> None:
+async def test_with_one_tray_nothing_is_copied(worker: WorkerHandle) -> None:
     mirror = Mirror(TOKEN, lambda worker: None, lambda event: None)
     worker.page.want_mirror(4, -1, 1)
     mirror.look(worker)
@@ -221,7 +221,7 @@ async def test_with_one_tray_nothing_is_copied(worker: Worker) -> None:
     await mirror.close()
 
 
-async def pushed(mirror: Mirror, worker: Worker) -> None:
+async def pushed(mirror: Mirror, worker: WorkerHandle) -> None:
     mirror.look(worker)
     await mirror._pushing[worker]
     assert not worker.page.mirroring

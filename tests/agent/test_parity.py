@@ -16,11 +16,11 @@ import aiohttp
 import pytest
 
 from rackrun.agent.snapshots import snapshot_parity as parity
-from rackrun.agent.snapshots.memory_limit import Refused, check_room
+from rackrun.agent.snapshots.memory_limit import OverMemoryLimit, check_room
 from rackrun.agent.snapshots.mirror import Mirror
 from rackrun.agent.snapshots.snapshot_parity import TRAILER, Set
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.base.digest import crc
 from rackrun.checkpoint.redundancy.stripe_set import Part, StripeSet, decode_header
@@ -28,7 +28,7 @@ from rackrun.protocol.boot import SNAPSHOT_JOB
 from rackrun.protocol.commands import Keeper, Restore, StartWorker, Stripes
 from rackrun.protocol.events import Event, SnapshotStriped
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, Step, TrayId
-from rackrun.worker.restore.snapshot_fetch import Damaged, fetch_snapshot
+from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot, fetch_snapshot
 
 TOKEN = "a-token"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
@@ -41,11 +41,11 @@ GENERATION, STEP = 5, 8
 class Tray:
     """Of one rank: its worker, and the service of its agent."""
 
-    worker: Worker
+    worker: WorkerHandle
     service: SnapshotService
     address: str = ""
 
-    def kept(self, index: int, incarnation: int) -> Worker | None:
+    def kept(self, index: int, incarnation: int) -> WorkerHandle | None:
         return self.worker if (index, incarnation) == (0, self.worker.incarnation) else None
 
     def seal(self, step: int) -> bytes:
@@ -135,7 +135,7 @@ class Rack:
 
 
 @pytest.fixture
-async def workers() -> AsyncIterator[list[Worker]]:
+async def workers() -> AsyncIterator[list[WorkerHandle]]:
     made = []
     for rank in range(RANKS + 1):
         start = StartWorker(
@@ -147,7 +147,7 @@ async def workers() -> AsyncIterator[list[Worker]]:
             generation=Generation(1),
             store="",
         )
-        made.append(Worker(start, lambda worker, body: None))
+        made.append(WorkerHandle(start, lambda worker, body: None))
     yield made
     for worker in made:
         worker.sent_off()
@@ -157,7 +157,7 @@ async def workers() -> AsyncIterator[list[Worker]]:
 
 
 @contextlib.asynccontextmanager
-async def racked(workers: list[Worker], lost_at_most: int) -> AsyncIterator[Rack]:
+async def racked(workers: list[WorkerHandle], lost_at_most: int) -> AsyncIterator[Rack]:
     trays = []
     for number, worker in enumerate(workers):
         tray = Tray(worker, None)  # type: ignore[arg-type]
@@ -173,13 +173,13 @@ async def racked(workers: list[Worker], lost_at_most: int) -> AsyncIterator[Rack
 
 
 @pytest.fixture
-async def rack(workers: list[Worker]) -> AsyncIterator[Rack]:
+async def rack(workers: list[WorkerHandle]) -> AsyncIterator[Rack]:
     async with racked(workers[:RANKS], 1) as made:
         yield made
 
 
 @pytest.fixture
-async def rack_of_four(workers: list[Worker]) -> AsyncIterator[Rack]:
+async def rack_of_four(workers: list[WorkerHandle]) -> AsyncIterator[Rack]:
     pytest.importorskip("pyeclib")
     async with racked(workers, 2) as made:
         yield made
@@ -209,7 +209,7 @@ async def test_any_twos_snapshots_are_rebuilt_from_the_other_two(rack_of_four: R
 
 async def test_three_of_four_are_one_too_many(rack_of_four: Rack) -> None:
     await rack_of_four.push_all()
-    with pytest.raises(Damaged, match=r"from \[3\], in a set of \[0, 1, 2, 3\]: parity replaces 2 members"):
+    with pytest.raises(CorruptSnapshot, match=r"from \[3\], in a set of \[0, 1, 2, 3\]: parity replaces 2 members"):
         await rack_of_four.rebuild(0, 1, 2)
 
 
@@ -293,7 +293,7 @@ async def test_without_the_token_no_row_is_given_and_no_stripe_taken(rack: Rack)
 
 
 def test_more_than_the_host_has_is_refused() -> None:
-    with pytest.raises(Refused, match="do not fit"):
+    with pytest.raises(OverMemoryLimit, match="do not fit"):
         check_room(1 << 50)
 
 
@@ -309,7 +309,7 @@ async def test_a_push_without_memory_at_one_keeper_is_over_and_says_so(
     rack: Rack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(size: int) -> None:
-        raise Refused(f"{size} bytes do not fit into this host's memory")
+        raise OverMemoryLimit(f"{size} bytes do not fit into this host's memory")
 
     for tray in rack.trays:
         tray.seal(STEP)
@@ -324,7 +324,7 @@ def test_rows_that_grow_at_the_same_time_do_not_take_the_same_free_memory(monkey
 
     def check(size: int) -> None:
         if size > free[0]:
-            raise Refused(f"{size} bytes do not fit into this host's memory")
+            raise OverMemoryLimit(f"{size} bytes do not fit into this host's memory")
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.2)
 
@@ -340,7 +340,7 @@ def test_rows_that_grow_at_the_same_time_do_not_take_the_same_free_memory(monkey
     for row in rows:
         row.close()
     assert free[0] >= 0
-    assert [type(one) for one in failed].count(Refused) == 1
+    assert [type(one) for one in failed].count(OverMemoryLimit) == 1
 
 
 async def test_a_snapshot_that_is_written_over_on_its_way_is_not_taken(rack: Rack) -> None:
@@ -362,14 +362,14 @@ async def test_what_was_taken_in_another_generation_is_not_given_to_this_ones_ke
 async def test_a_keeper_that_is_gone_ends_the_rebuild_with_its_name(rack: Rack) -> None:
     await rack.push_all()
     await rack.trays[2].service.close()
-    with pytest.raises(Damaged, match="does not give it"):
+    with pytest.raises(CorruptSnapshot, match="does not give it"):
         await rack.rebuild(0)
 
 
 async def test_a_member_that_has_another_snapshot_in_that_slot_ends_it_too(rack: Rack) -> None:
     await rack.push_all()
     rack.trays[2].seal(STEP + 4)
-    with pytest.raises(Damaged, match="not kept any more"):
+    with pytest.raises(CorruptSnapshot, match="not kept any more"):
         await rack.rebuild(0)
 
 
@@ -378,7 +378,7 @@ async def test_a_damaged_input_is_noticed_before_anything_is_loaded(rack: Rack) 
     fd = rack.trays[2].worker.snapshot_fds[STEP // 2 % 2]
     at = os.fstat(fd).st_size - 30_000
     os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)
-    with pytest.raises(Damaged, match="the stripe of rank 0"):
+    with pytest.raises(CorruptSnapshot, match="the stripe of rank 0"):
         await rack.rebuild(0)
 
 

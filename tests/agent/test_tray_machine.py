@@ -15,15 +15,15 @@ from rackrun.protocol.commands import (
     BreakGeneration,
     DismissTray,
     FenceWorker,
+    GenerationPlan,
     Member,
-    Plan,
     ReleaseWorkers,
     ResumeGeneration,
     StartWorker,
     StopJob,
     Worker,
 )
-from rackrun.protocol.events import DepartureAnnounced, Failure, WorkerExited, WorkerFinished, WorkerReady
+from rackrun.protocol.events import DepartureAnnounced, ScriptFailure, WorkerExited, WorkerFinished, WorkerReady
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, TrayId
 from rackrun.protocol.wire import Logged, UnitCommitted, UnitSealed
 
@@ -52,7 +52,7 @@ def plan(*members: Worker, generation: int = 2) -> ResumeGeneration:
     found = tuple(
         Member(rank=Rank(rank), slot=one.slot, incarnation=one.incarnation) for rank, one in enumerate(members)
     )
-    of = Plan(
+    of = GenerationPlan(
         generation=Generation(generation), world_size=len(found), members=found, store="", layout=Generation(0), full=1
     )
     return ResumeGeneration(plan=of, because="a test")
@@ -182,9 +182,9 @@ def test_a_second_start_takes_the_place_of_one_whose_store_is_being_found(told: 
 
 def test_a_start_that_fails_is_reported_with_its_reason_and_its_place_is_free(told: Told) -> None:
     told.start(1)
-    effects = told(t.StartFailed(worker(1), "no store"))
+    effects = told(t.WorkerStartFailed(worker(1), "no store"))
     assert t.PrintLine("tray-0/0 cannot start: no store") in effects
-    failure = Failure(type="rackrun.StartFailed", message="no store", traceback="", where="rackrun.agent")
+    failure = ScriptFailure(type="rackrun.StartFailed", message="no store", traceback="", where="rackrun.agent")
     assert t.ReportExit(worker(1), None, None, failure) in effects
     assert kinds(told.start(2)) == [t.AdmitWorker, t.ForgetWorker, t.FindStore]
 

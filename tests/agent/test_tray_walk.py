@@ -109,13 +109,13 @@ class Walk:
         if self.finding and self.draw.random() < 0.5:
             at = self.draw.choice([*self.finding])
             del self.finding[at]
-            self.tell(t.StartFailed(at, "no store") if fails else t.StoreFound(at))
+            self.tell(t.WorkerStartFailed(at, "no store") if fails else t.StoreFound(at))
         elif self.forking:
             at = self.draw.choice([*self.forking])
             killed = self.forking.pop(at)
             if not fails:
                 self.living[at] = killed
-            self.tell(t.StartFailed(at, "no memory") if fails else t.WorkerBorn(at))
+            self.tell(t.WorkerStartFailed(at, "no memory") if fails else t.WorkerBorn(at))
 
     def die(self) -> None:
         if self.living:

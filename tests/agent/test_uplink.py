@@ -7,7 +7,7 @@ import os
 
 from aiohttp import WSMsgType
 
-from rackrun.agent.tray.coordinator_lease import End
+from rackrun.agent.tray.coordinator_lease import LeaseEnd
 from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.link.channel import frame
@@ -172,7 +172,7 @@ async def test_an_agent_that_was_heard_and_given_up_does_not_begin_anew(rig):
     await rig.eventually(lambda: uplink._numbered.received, "a command")
     rig.coordinator.cut()
     rig.coordinator.session = "another's"
-    assert await connection is End.LOST
+    assert await connection is LeaseEnd.LOST
 
 
 async def test_workers_go_on_while_the_connection_is_broken(rig):
@@ -194,7 +194,7 @@ async def test_more_than_is_kept_ends_the_agent(rig, monkeypatch):
     await rig.coordinator.stop()
     for number in range(4):
         uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=Incarnation(number)))
-    assert await asyncio.wait_for(connection, 60) is End.LOST
+    assert await asyncio.wait_for(connection, 60) is LeaseEnd.LOST
 
 
 async def test_a_coordinator_that_sends_what_cannot_be_read_is_not_asked_again(rig):
@@ -202,7 +202,7 @@ async def test_a_coordinator_that_sends_what_cannot_be_read_is_not_asked_again(r
     connection = asyncio.create_task(uplink.run())
     await rig.coordinator.connections(1)
     await rig.coordinator._socket.send_bytes(b"hello")
-    assert await asyncio.wait_for(connection, 60) is End.LOST
+    assert await asyncio.wait_for(connection, 60) is LeaseEnd.LOST
 
 
 async def test_a_command_that_cannot_be_carried_out_ends_the_agent(rig):
@@ -220,4 +220,4 @@ async def test_a_command_that_cannot_be_carried_out_ends_the_agent(rig):
     await asyncio.wait((connection, again), return_when=asyncio.FIRST_COMPLETED)
     again.cancel()
     assert connection.done()
-    assert connection.result() is End.LOST
+    assert connection.result() is LeaseEnd.LOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.chaos.faults.targets import Place, Scene
+from rackrun.chaos.faults.targets import Scene, SlotOccupant
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def scene() -> Scene:
         for slot in range(3):
             waits = slot == 2 and tray % 2 == 1
             places.append(
-                Place(f"t{tray}/{slot}", f"t{tray}", "AABB"[tray], "rack", None if waits else rank),
+                SlotOccupant(f"t{tray}/{slot}", f"t{tray}", "AABB"[tray], "rack", None if waits else rank),
             )
             rank += not waits
     return Scene(tuple(places), {f"t{tray}": f"t{(tray + 1) % 4}" for tray in range(4)})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.evidence.history import History
+from rackrun.chaos.evidence.history import HistoryWriter
 from rackrun.chaos.evidence.run_evidence import Verdict
 from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
 from rackrun.chaos.faults.processes.kill import Kill
@@ -21,8 +21,7 @@ from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan, write_plan
 from rackrun.coordinator.journal.journal_writer import Journal
 from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
-from rackrun.protocol.commands import Decided, Member, Notice, ResumeGeneration, StartWorker
-from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.commands import Decided, GenerationPlan, Member, Notice, ResumeGeneration, StartWorker
 from rackrun.protocol.events import TrayJoined, WorkerExited
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.protocol.policy_types import Decision, Failure, Rung
@@ -123,7 +122,7 @@ class _Job:
             Member(rank=Rank(rank), slot=slot, incarnation=Incarnation(of), fresh=rank == fresh)
             for rank, (slot, of) in self.seat.items()
         )
-        plan = WorldPlan(
+        plan = GenerationPlan(
             generation=Generation(self.generation),
             world_size=len(members),
             members=members,
@@ -211,7 +210,7 @@ def write_run(
         journal.command(Notice(text=notice), 1500, 1)
         journal.close()
     with (out / "history.jsonl").open("w") as file:
-        _tell(History(file), job)
+        _tell(HistoryWriter(file), job)
     parts = tuple(
         Inject(when=AtStep(step=step - 1), fault=Kill(), target=Exactly("rank", (str(rank),)))
         for step, rank in kills.items()  # type: ignore[arg-type]
@@ -258,7 +257,7 @@ def write_run(
     return out
 
 
-def _tell(history: History, job: _Job) -> None:
+def _tell(history: HistoryWriter, job: _Job) -> None:
     history.tell("started", 0.0, pid=1, monotonic_s=BEGAN_S, wall_s=1.7e9)
     per_tray = SLOTS - 1
     for index, tray in enumerate(job.trays):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rackrun.chaos.base.errors import PlanError
-from rackrun.chaos.base.job_layout import Layout, layout_of
+from rackrun.chaos.base.job_layout import JobLayout, layout_of
 from rackrun.chaos.faults.data.flip_bit import FlipBit
 from rackrun.chaos.faults.data.poison_batch import PoisonBatch
 from rackrun.chaos.faults.data.step_clock import StepClock
@@ -24,18 +24,18 @@ from rackrun.chaos.plan.definition import AtStep, Every, Inject, Par, Part, Plan
 from rackrun.chaos.plan.survivability import Label, check_budget, judge_plan
 
 RANK, TRAY, RACK, COORDINATOR = Subjects.RANK, Subjects.TRAY, Subjects.RACK, Subjects.COORDINATOR
-DDP = Layout(slots=4, spares=1, sharded=False)
+DDP = JobLayout(slots=4, spares=1, sharded=False)
 FSDP = msgspec.structs.replace(DDP, sharded=True)
-TRAYS = Layout(trays=3, slots=2, spares=2, sharded=False)
-FIXED = Layout(trays=3, slots=2, spares=1, sharded=False, max_restarts=0, shrinks=False)
-ON_DISK = Layout(trays=2, slots=2, spares=1, sharded=False, checkpoints=True, starts_over=True)
+TRAYS = JobLayout(trays=3, slots=2, spares=2, sharded=False)
+FIXED = JobLayout(trays=3, slots=2, spares=1, sharded=False, max_restarts=0, shrinks=False)
+ON_DISK = JobLayout(trays=2, slots=2, spares=1, sharded=False, checkpoints=True, starts_over=True)
 
 
 def strike(fault: Fault, target: Target, step: int = 12) -> Inject:
     return Inject(fault=fault, target=target, when=AtStep(step=step))
 
 
-def label(part: Part, layout: Layout = DDP) -> Label:
+def label(part: Part, layout: JobLayout = DDP) -> Label:
     return judge_plan(Plan(plan=part), layout).label
 
 
@@ -58,7 +58,7 @@ def label(part: Part, layout: Layout = DDP) -> Label:
         (strike(FlipBit(of="snapshot"), One(RANK)), FSDP),
     ],
 )
-def test_what_spares_and_copies_are_for_is_survivable(part: Part, layout: Layout) -> None:
+def test_what_spares_and_copies_are_for_is_survivable(part: Part, layout: JobLayout) -> None:
     assert label(part, layout) is Label.SURVIVABLE
 
 
@@ -75,7 +75,7 @@ def test_what_spares_and_copies_are_for_is_survivable(part: Part, layout: Layout
         (strike(PoisonBatch(), One(RANK)), DDP),
     ],
 )
-def test_what_leaves_nobody_or_no_copy_is_beyond(part: Part, layout: Layout) -> None:
+def test_what_leaves_nobody_or_no_copy_is_beyond(part: Part, layout: JobLayout) -> None:
     assert label(part, layout) is Label.BEYOND
 
 
@@ -106,7 +106,7 @@ def test_what_leaves_nobody_or_no_copy_is_beyond(part: Part, layout: Layout) -> 
         (strike(Pause(for_s=60.0), One(COORDINATOR)), DDP),
     ],
 )
-def test_what_depends_on_the_moment_is_unclear(part: Part, layout: Layout) -> None:
+def test_what_depends_on_the_moment_is_unclear(part: Part, layout: JobLayout) -> None:
     assert label(part, layout) is Label.UNCLEAR
 
 
@@ -130,7 +130,7 @@ def test_what_is_unclear_or_of_a_job_of_unknown_size_runs_as_it_says() -> None:
 
 def test_a_layout_is_read_from_the_command_and_written_as_one() -> None:
     command = ["--trays", "3", "--nproc_per_node=2", "--spares", "1", "--quiet", "train.py", "--trays", "9"]
-    assert layout_of(command) == Layout(trays=3, slots=2, spares=1)
+    assert layout_of(command) == JobLayout(trays=3, slots=2, spares=1)
     for layout in (DDP, TRAYS, FIXED, ON_DISK, msgspec.structs.replace(DDP, copies="local")):
         assert layout_of([*layout.options(), "train.py"]) == msgspec.structs.replace(layout, sharded=None)
     assert layout_of(["--rack", "nvl72.yaml", "train.py"]) is None

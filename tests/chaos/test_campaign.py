@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.faults.data.flip_bit import FlipBit
 from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.processes.kill import Kill
@@ -96,7 +96,7 @@ def test_seeds_share_a_run_without_faults_and_what_fails_is_kept(tmp_path: Path)
         """Seed 1 flips a bit, which nobody was asked to see. Both compute the same, with and without a checkpoint."""
         fault = FlipBit(of="parameters") if seed else Kill()
         plan = Plan(plan=Inject(fault=fault, target=One(Subjects.RANK), when=AtStep(step=4)), seed=seed)
-        layout = Layout(slots=3, spares=1, checkpoints=bool(seed), starts_over=bool(seed))
+        layout = JobLayout(slots=3, spares=1, checkpoints=bool(seed), starts_over=bool(seed))
         return Drawn(layout, "ddp", "fast", plan, Label.SURVIVABLE, "", ("flip_bit" if seed else "kill",))
 
     told: list[str] = []

@@ -12,7 +12,7 @@ from rackrun.chaos.faults.hangs.pause_process import Pause
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.processes.return_tray import Return
 from rackrun.chaos.faults.targets import Exactly, Last, One, Scene, Several, Subject
-from rackrun.chaos.plan.conductor import TARGET_PATIENCE_S, Conductor, Order, See, Strike, TakeBack
+from rackrun.chaos.plan.conductor import TARGET_PATIENCE_S, Conductor, Order, See, StrikeOrder, TakeBack
 from rackrun.chaos.plan.definition import (
     AtPoint,
     AtStep,
@@ -64,13 +64,13 @@ class Played:
     def _obey(self, now: float, orders: list[Order]) -> None:
         for order in orders:
             self.log.append((round(now, 3), order))
-            if isinstance(order, Strike):
+            if isinstance(order, StrikeOrder):
                 took = order.number not in self.fails
                 if took:
                     self._strike(order)
                 self._obey(now, self.conductor.confirm(order.number, took=took))
 
-    def _strike(self, order: Strike) -> None:
+    def _strike(self, order: StrikeOrder) -> None:
         for subject in order.subjects:
             of = {place.slot for place in self.whole.places if subject.name in (str(place.rank), place.tray)}
             live = [place for place in self.scene.places if place.slot not in of]
@@ -81,7 +81,9 @@ class Played:
 
     @property
     def strikes(self) -> list[tuple[float, tuple[str, ...]]]:
-        return [(now, tuple(s.name for s in order.subjects)) for now, order in self.log if isinstance(order, Strike)]
+        return [
+            (now, tuple(s.name for s in order.subjects)) for now, order in self.log if isinstance(order, StrikeOrder)
+        ]
 
     @property
     def taken_back(self) -> list[float]:
@@ -293,5 +295,5 @@ def test_the_record_as_a_plan_strikes_the_same_at_the_same_times(seed: int, scen
 
 def test_all_orders_of_a_plan_name_what_they_strike(scene: Scene) -> None:
     for _, order in Played(scene, STORM).play(100).log:
-        if isinstance(order, Strike):
+        if isinstance(order, StrikeOrder):
             assert all(isinstance(subject, Subject) and subject.name for subject in order.subjects)

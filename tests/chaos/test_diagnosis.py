@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from rackrun.chaos.evidence.run_evidence import Trace
-from rackrun.chaos.inprocess.state_recorder import Held
+from rackrun.chaos.inprocess.state_recorder import StepState
 from rackrun.chaos.oracles.training.diagnosis import first_difference, judge_script
 
 STEPS = 4
 
 
-def held(step: int, rank: int, **changes: Any) -> Held:
+def held(step: int, rank: int, **changes: Any) -> StepState:
     """``mean`` goes on from step to step; ``order`` stays."""
     usual = {
         "pid": 10 + rank,
         "tracked": {"model/param/w": f"w{step}", "optimizer/groups/0/lr": "0.1"},
         "reached": {"norm.mean": f"m{step}", "data.order": "abc"},
     }
-    return Held(step=step, rank=rank, **{"world": 2, **usual, **changes})
+    return StepState(step=step, rank=rank, **{"world": 2, **usual, **changes})
 
 
 def gates(**losses: float) -> dict[tuple[int, int], bytes]:
@@ -28,14 +28,14 @@ def gates(**losses: float) -> dict[tuple[int, int], bytes]:
     return {(step, 0): struct.pack("<3d", losses.get(f"s{step}", 1.0 / (1 + step)), 4.0, 7.0) for step in range(STEPS)}
 
 
-def trace(*others: Held, **losses: float) -> Trace:
+def trace(*others: StepState, **losses: float) -> Trace:
     """As usual, but for ``others``."""
     instead = {(one.step, one.rank): one for one in others}
     witness = [instead.get((step, rank), held(step, rank)) for step in range(STEPS + 1) for rank in range(2)]
     return Trace(gates(**losses), witness=witness)
 
 
-def newcomer(step: int, **changes: Any) -> Held:
+def newcomer(step: int, **changes: Any) -> StepState:
     return held(step, 1, pid=99, **changes)
 
 

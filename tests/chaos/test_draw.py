@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.faults.fault_types import name_of
 from rackrun.chaos.faults.table.fault_table import all_faults
 from rackrun.chaos.injectors.doctor import check_plan
@@ -16,7 +16,7 @@ from rackrun.topology.model.rack_file import read_rack_file
 SEEDS = 100
 
 
-def anything(_plan: Plan, _layout: Layout) -> bool:
+def anything(_plan: Plan, _layout: JobLayout) -> bool:
     return True
 
 

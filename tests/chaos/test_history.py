@@ -11,11 +11,11 @@ import pytest
 
 from rackrun.chaos.evidence.history import (
     Committed,
-    Confirmed,
     Entry,
-    History,
+    HistoryWriter,
     Started,
     Strike,
+    StrikeConfirmed,
     read_history,
     write_history,
 )
@@ -24,7 +24,7 @@ from rackrun.errors import UsageError
 
 def told(*lines: tuple[str, dict[str, Any]], give_up: bool = False) -> list[dict[str, Any]]:
     file = io.StringIO()
-    history = History(file)
+    history = HistoryWriter(file)
     for at, (what, more) in enumerate(lines):
         history.tell(what, float(at), **more)
     if give_up:
@@ -64,7 +64,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
         Strike(
             at_s=1.0, type="invoke", id="h2", strike=0, fault={"fault": "kill"}, whom=("rank 1",), slots=(("t0/1", 4),)
         ),
-        Confirmed(at_s=1.5, type="ok", id="h3", cause="h2", strike=0, took=True, detail="gone", struck_s=1.25),
+        StrikeConfirmed(at_s=1.5, type="ok", id="h3", cause="h2", strike=0, took=True, detail="gone", struck_s=1.25),
     ]
     write_history(tmp_path / "history.jsonl", entries)
     assert read_history(tmp_path / "history.jsonl") == entries

@@ -28,7 +28,7 @@ from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.processes.raise_exception import Raise
 from rackrun.chaos.faults.table.fault_table import Fault, all_faults
 from rackrun.chaos.faults.targets import One
-from rackrun.chaos.injectors.common.injection import Injected, Outcome
+from rackrun.chaos.injectors.common.injection import Injected, StrikeOutcome
 from rackrun.chaos.injectors.common.inprocess_orders import Ordered
 from rackrun.chaos.injectors.doctor import check_plan, examine
 from rackrun.chaos.injectors.processes.cpu_slowdown import ByQuota, ByTurns, quota_here
@@ -63,7 +63,7 @@ def undo(tmp_path: Path) -> UndoLog:
     return UndoLog(tmp_path / "undo")
 
 
-def outcome_of(injected: Injected) -> Outcome:
+def outcome_of(injected: Injected) -> StrikeOutcome:
     deadline = time.monotonic() + WAIT_S
     while (outcome := injected.outcome()) is None:
         assert time.monotonic() < deadline
@@ -80,7 +80,7 @@ def test_a_kill_has_taken_effect_when_all_are_gone(start: Callable[..., Process]
 def test_who_was_gone_already_was_not_killed(start: Callable[..., Process]) -> None:
     process = start()
     outcome_of(Killed([process], signal.SIGKILL))
-    assert outcome_of(Killed([process], signal.SIGKILL)) == Outcome(False, "gone already")
+    assert outcome_of(Killed([process], signal.SIGKILL)) == StrikeOutcome(False, "gone already")
 
 
 def test_a_pause_has_taken_effect_when_the_kernel_says_so_and_ends_when_it_is_taken_back(

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos.evidence.history import History
+from rackrun.chaos.evidence.history import HistoryWriter
 from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One, Scene
-from rackrun.chaos.injectors import Outcome
+from rackrun.chaos.injectors import StrikeOutcome
 from rackrun.chaos.plan.conductor import See
 from rackrun.chaos.plan.definition import Inject, Plan
 from rackrun.chaos.runs.run_plan import Performance
 from rackrun.chaos.testbed import job_under_test
-from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.chaos.testbed.machine.leaked_resources import can_be_private
 from rackrun.chaos.testbed.machine.processes import Process, marked
 
@@ -32,9 +32,9 @@ HELD = """
 import sys
 from pathlib import Path
 from typing import Any
-from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.testbed.job_under_test import JobUnderTest
 
-class Held(Job):
+class Held(JobUnderTest):
     def _prepare(self, *given: Any, **more: Any) -> None:
         super()._prepare(*given, **more)
         print("prepared", flush=True)
@@ -68,7 +68,7 @@ def test_a_job_that_cannot_be_prepared_leaves_nothing(tmp_path: Path, temporary:
     folder = tmp_path / "job"
     (folder / "clocks").mkdir(parents=True)
     with pytest.raises(FileExistsError):
-        Job(folder, ["nowhere.py"], own_clocks=True)
+        JobUnderTest(folder, ["nowhere.py"], own_clocks=True)
     assert made(folder, temporary) == []
 
 
@@ -89,7 +89,7 @@ def test_a_harness_that_is_killed_before_its_job_starts_leaves_nothing(tmp_path:
     assert made(folder, temporary) == []
 
 
-class Escaping(Job):
+class Escaping(JobUnderTest):
     def _program(self, _: Sequence[str]) -> list[str]:
         return ["-c", "import subprocess; subprocess.Popen(['env', '-i', 'setsid', 'sleep', '600'])"]
 
@@ -115,7 +115,7 @@ def test_a_folder_on_which_nothing_is_mounted_is_nobodys_shared_memory(tmp_path:
 class Gone:
     """A strike whose subject has taken along all that it could be seen by."""
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         raise FileNotFoundError("/proc/1/fd")
 
     def take_back(self) -> None:
@@ -126,7 +126,7 @@ def test_a_strike_that_cannot_be_looked_at_any_more_has_no_known_effect(tmp_path
     said: list[str] = []
     plan = Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK)))
     performance: Any = Performance(plan, [], tmp_path, None, said.append)
-    performance._job, performance._history = SimpleNamespace(now_s=1.0), History(io.StringIO())
+    performance._job, performance._history = SimpleNamespace(now_s=1.0), HistoryWriter(io.StringIO())
     performance.conductor.see(See(1.0, 3, scene))
     performance._under_way[0] = Gone()
     performance._hear()

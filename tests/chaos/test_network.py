@@ -21,7 +21,7 @@ from rackrun.chaos.faults.network.network_partition import Partition
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.injectors import machine_abilities
-from rackrun.chaos.injectors.common.injection import Injected, Missed, Outcome
+from rackrun.chaos.injectors.common.injection import Injected, Missed, StrikeOutcome
 from rackrun.chaos.injectors.doctor import check_plan
 from rackrun.chaos.injectors.network.link_faults import BadLink
 from rackrun.chaos.injectors.network.packet_filters import Lossy, Partitioned
@@ -100,7 +100,7 @@ def wires(hosts: Hosts) -> Iterator[Wires]:
     made.close()
 
 
-def outcome_of(injected: Injected) -> Outcome:
+def outcome_of(injected: Injected) -> StrikeOutcome:
     while (outcome := injected.outcome()) is None:  # it ends by itself
         pass
     return outcome

@@ -11,26 +11,26 @@ import msgspec
 import pytest
 
 from rackrun.chaos.evidence.journal_replay import Replayed
-from rackrun.chaos.evidence.run_evidence import Evidence, Trace
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace
 from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.hangs.pause_process import Pause
 from rackrun.chaos.faults.hangs.slow_down import Slow
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One, Subject
-from rackrun.chaos.inprocess.state_recorder import End
+from rackrun.chaos.inprocess.state_recorder import EndState
 from rackrun.chaos.oracles import judge, overall
-from rackrun.chaos.plan.conductor import Record, Strike
+from rackrun.chaos.plan.conductor import StrikeOrder, StrikeRecord
 from rackrun.chaos.plan.definition import Every, Inject, Plan
-from rackrun.chaos.testbed.job_under_test import Ended
+from rackrun.chaos.testbed.job_under_test import JobResult
 from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.coordinator.report.run_report import Goodput
 from rackrun.launch.run.run_directory import Result
-from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step
 
 PLAN = Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK)))
 STOPS = Plan(plan=PLAN.plan, expect="stops")
-STRIKE = Strike(0, Kill(), (Subject(Subjects.RANK, "1"),))
+STRIKE = StrikeOrder(0, Kill(), (Subject(Subjects.RANK, "1"),))
 GOODPUT = Goodput(
     wall_s=4.0,
     productive_s=2.0,
@@ -57,15 +57,15 @@ def trace(**changes: Any) -> Trace:
     return replace(fine, **changes)
 
 
-def end(rank: int, since: int = 0, **changes: str) -> End:
+def end(rank: int, since: int = 0, **changes: str) -> EndState:
     """An average, which all ranks have alike, and a counter, which is a rank's own."""
-    return End(rank=rank, world=2, since=since, reached={"ema.mean": "0.5", "count": f"{rank}", **changes})
+    return EndState(rank=rank, world=2, since=since, reached={"ema.mean": "0.5", "count": f"{rank}", **changes})
 
 
-def world(generation: int, committed: int, rollback: int | None = None) -> WorldPlan:
+def world(generation: int, committed: int, rollback: int | None = None) -> GenerationPlan:
     at = Position(committed) if committed >= 0 else BEGIN
     back = None if rollback is None else Step(rollback)
-    return WorldPlan(
+    return GenerationPlan(
         generation=Generation(generation),
         world_size=2,
         members=(),
@@ -85,15 +85,24 @@ def recovery(slot: str = "tray-00/1", **changes: Any) -> RecoveryRecord:
     return RecoveryRecord(**{**told, **times, **changes})
 
 
-def evidence(plan: Plan = PLAN, **changes: Any) -> Evidence:
-    records = (Record(STRIKE, 3, 0.0, 4.0, took=True),)
-    fine = Evidence(
-        plan, trace(), trace(), Ended(0, 5.0, ()), 60.0, records, (), "", began_wall_s=1000.0, began_monotonic_s=50.0
+def evidence(plan: Plan = PLAN, **changes: Any) -> RunEvidence:
+    records = (StrikeRecord(STRIKE, 3, 0.0, 4.0, took=True),)
+    fine = RunEvidence(
+        plan,
+        trace(),
+        trace(),
+        JobResult(0, 5.0, ()),
+        60.0,
+        records,
+        (),
+        "",
+        began_wall_s=1000.0,
+        began_monotonic_s=50.0,
     )
     return replace(fine, places={0: ("tray-00/1",)}, **changes)
 
 
-def said(of: Evidence) -> dict[str, bool | None]:
+def said(of: RunEvidence) -> dict[str, bool | None]:
     return {verdict.oracle: verdict.holds for verdict in judge(of) if verdict.holds is not True}
 
 
@@ -112,7 +121,7 @@ def test_a_step_that_was_never_committed_is_seen_unless_it_was_to_stop() -> None
     first = {(0, 0): trace().gates[0, 0]}
     assert said(evidence(trace=trace(gates=first))) == {"losses": False}
     stopped = trace(gates=first, held={}, result=result(3, "no copy is left", "add spares"))
-    assert not said(evidence(STOPS, trace=stopped, ended=Ended(3, 5.0, ())))
+    assert not said(evidence(STOPS, trace=stopped, ended=JobResult(3, 5.0, ())))
 
 
 def test_a_step_that_came_out_otherwise_the_second_time_is_seen() -> None:
@@ -158,7 +167,7 @@ def test_where_all_hold_the_same_a_smaller_world_can_be_told_from_any_other() ->
     assert said(evidence(reference=both, trace=trace(held={}))) == {"weights": None}
 
 
-def because(of: Evidence, oracle: str) -> str:
+def because(of: RunEvidence, oracle: str) -> str:
     return next(verdict.because for verdict in judge(of) if verdict.oracle == oracle)
 
 
@@ -202,12 +211,15 @@ def test_in_a_world_that_was_resized_a_newcomer_is_compared_with_who_stayed() ->
 # -- what comes too late, and worlds of another size
 def test_a_kill_after_the_last_commit_proves_nothing() -> None:
     """`evidence` strikes 4 s after the start, which is 3.5 s on the coordinator's clock."""
-    died = {"ended": Ended(3, 5.0, ()), "trace": trace(last_commit_ms=3400.0, result=result(3, "did not exit well"))}
+    died = {
+        "ended": JobResult(3, 5.0, ()),
+        "trace": trace(last_commit_ms=3400.0, result=result(3, "did not exit well")),
+    }
     assert said(evidence(**died)) == {"ending": None, "strikes": None}
     assert "came after the last commit" in because(evidence(**died), "ending")
     assert said(evidence(trace=trace(last_commit_ms=3400.0))) == {"strikes": None}
     before = trace(last_commit_ms=3600.0, result=result(3, "no copy is left"))
-    assert said(evidence(ended=Ended(3, 5.0, ()), trace=before)) == {"ending": False}
+    assert said(evidence(ended=JobResult(3, 5.0, ()), trace=before)) == {"ending": False}
     first = {(0, 0): trace().gates[0, 0]}
     assert said(evidence(trace=trace(gates=first, last_commit_ms=100.0))) == {"losses": False}, (
         "it had not been the last"
@@ -281,45 +293,45 @@ def test_an_order_that_is_not_on_disk_is_seen() -> None:
 def test_nobody_knows_what_nobody_has_looked_at() -> None:
     assert said(evidence(reference=trace(ends={}))) == {"untracked": None}
     assert said(evidence(trace=trace(ends={}))) == {"untracked": None}
-    assert not said(evidence(STOPS, trace=trace(ends={}, result=result(3, "lost", "add")), ended=Ended(3, 5.0, ())))
+    assert not said(evidence(STOPS, trace=trace(ends={}, result=result(3, "lost", "add")), ended=JobResult(3, 5.0, ())))
 
 
 def test_another_ending_is_seen() -> None:
     failed = trace(result=result(3, "no copy is left", "add spares"))
-    assert said(evidence(trace=failed, ended=Ended(3, 5.0, ()))) == {"ending": False}
+    assert said(evidence(trace=failed, ended=JobResult(3, 5.0, ()))) == {"ending": False}
     assert said(evidence(STOPS)) == {"ending": False}
 
 
 def test_a_job_that_was_not_struck_need_not_stop() -> None:
-    missed = (Record(STRIKE, 3, 0.0, 4.0, took=False, detail="gone already"),)
+    missed = (StrikeRecord(STRIKE, 3, 0.0, 4.0, took=False, detail="gone already"),)
     assert said(evidence(STOPS, records=missed)) == {"ending": None, "strikes": None}
 
 
 def test_who_stops_says_why_and_what_to_do() -> None:
     for told in (None, result(3), result(3, "no copy is left")):
-        assert said(evidence(STOPS, trace=trace(result=told), ended=Ended(3, 5.0, ()))) == {"ending": False}
+        assert said(evidence(STOPS, trace=trace(result=told), ended=JobResult(3, 5.0, ()))) == {"ending": False}
 
 
 def test_a_killed_coordinator_says_nothing_more() -> None:
-    killed = evidence(STOPS, trace=trace(result=None), ended=Ended(-9, 5.0, ()))
+    killed = evidence(STOPS, trace=trace(result=None), ended=JobResult(-9, 5.0, ()))
     assert said(killed) == {"ending": False}
     assert not said(replace(killed, killed_coordinator=True))
 
 
 def test_a_hang_is_seen() -> None:
-    hung = said(evidence(ended=Ended(None, 60.0, ())))
+    hung = said(evidence(ended=JobResult(None, 60.0, ())))
     assert hung == {"ending": False, "time": False, "leftovers": None}
 
 
 def test_a_process_that_outlives_the_job_is_seen() -> None:
-    assert said(evidence(ended=Ended(0, 5.0, ("process 7: sleep",)))) == {"leftovers": False}
+    assert said(evidence(ended=JobResult(0, 5.0, ("process 7: sleep",)))) == {"leftovers": False}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"records": (Record(STRIKE, 3, 0.0, 4.0, took=False, detail="gone already"),)},
-        {"records": (Record(STRIKE, 3, 0.0, 4.0),)},
+        {"records": (StrikeRecord(STRIKE, 3, 0.0, 4.0, took=False, detail="gone already"),)},
+        {"records": (StrikeRecord(STRIKE, 3, 0.0, 4.0),)},
         {"nobody": ("after step 3: there is no rank 7 now",)},
         {"undone": "the job ended before the plan was carried out"},
     ],
@@ -339,7 +351,7 @@ def test_a_strike_that_was_not_done_makes_the_run_unknown(changes: dict[str, Any
         [world(1, -1), world(3, 5, rollback=6)],
     ],
 )
-def test_a_plan_that_takes_back_what_was_committed_is_seen(plans: list[WorldPlan]) -> None:
+def test_a_plan_that_takes_back_what_was_committed_is_seen(plans: list[GenerationPlan]) -> None:
     assert said(evidence(trace=trace(plans=plans))) == {"committed": False}
 
 
@@ -391,15 +403,15 @@ def test_a_rank_that_nothing_struck_is_not_given_up() -> None:
 
 @pytest.mark.parametrize(("lasted_s", "holds"), [(0.5, False), (3.0, True)])
 def test_a_pause_shorter_than_a_lease_is_no_reason_to_give_anybody_up(lasted_s: float, holds: bool) -> None:
-    strike = Strike(0, Pause(for_s=lasted_s), (Subject(Subjects.RANK, "1"),))
-    paused = (Record(strike, 3, 0.0, 4.0, took=True, back_s=4.0 + lasted_s),)
+    strike = StrikeOrder(0, Pause(for_s=lasted_s), (Subject(Subjects.RANK, "1"),))
+    paused = (StrikeRecord(strike, 3, 0.0, 4.0, took=True, back_s=4.0 + lasted_s),)
     found = evidence(trace=trace(recoveries=[recovery()]), records=paused)
     assert said(found) == ({} if holds else {"restraint": False})
 
 
 def test_slowness_is_no_reason_to_give_anybody_up() -> None:
-    slow = Strike(0, Slow(), (Subject(Subjects.RANK, "1"),))
-    found = evidence(trace=trace(recoveries=[recovery()]), records=(Record(slow, 3, 0.0, 4.0, took=True),))
+    slow = StrikeOrder(0, Slow(), (Subject(Subjects.RANK, "1"),))
+    found = evidence(trace=trace(recoveries=[recovery()]), records=(StrikeRecord(slow, 3, 0.0, 4.0, took=True),))
     assert said(found) == {"restraint": False}
 
 
@@ -413,13 +425,13 @@ def test_another_command_than_the_core_gives_is_seen() -> None:
 
 def test_a_core_that_contradicts_itself_stops_for_no_honest_reason() -> None:
     broken = trace(result=result(3, "rackrun contradicts itself on WorkerExited", "please report this"))
-    assert said(evidence(STOPS, trace=broken, ended=Ended(3, 5.0, ()))) == {"ending": False}
+    assert said(evidence(STOPS, trace=broken, ended=JobResult(3, 5.0, ()))) == {"ending": False}
 
 
 def test_a_run_in_which_nothing_was_struck_proves_nothing() -> None:
     assert said(evidence(records=())) == {"strikes": None}
     stopped = trace(result=result(3, "no copy is left", "add spares"))
-    assert said(evidence(STOPS, trace=stopped, ended=Ended(3, 5.0, ()), records=())) == {"strikes": None}
+    assert said(evidence(STOPS, trace=stopped, ended=JobResult(3, 5.0, ()), records=())) == {"strikes": None}
 
 
 def test_wrong_outweighs_unknown() -> None:

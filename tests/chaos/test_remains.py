@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rackrun.chaos.testbed.machine import leaked_resources
-from rackrun.chaos.testbed.machine.leaked_resources import Remains, can_be_private
+from rackrun.chaos.testbed.machine.leaked_resources import LeakedResources, can_be_private
 from rackrun.chaos.testbed.machine.undo_log import UndoLog, heal_all
 
 NOBODY = 4_194_305
@@ -37,7 +37,7 @@ def test_a_segment_that_a_job_has_left_is_found_where_nobody_else_sees_it(tmp_pa
     if not can_be_private():
         pytest.skip("it takes root and mount namespaces")
     name = f"left-{uuid.uuid4().hex}"
-    found = Remains(tmp_path, ["train.py"], undo)
+    found = LeakedResources(tmp_path, ["train.py"], undo)
     assert found.found() == ()
     subprocess.run([*found.before, "sh", "-c", f"echo > /dev/shm/{name}"], check=True)
     assert found.found() == (f"/dev/shm/{name}",)
@@ -50,20 +50,20 @@ def test_where_it_cannot_be_private_only_what_has_our_name_is_looked_at(
     tmp_path: Path, undo: UndoLog, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leaked_resources, "can_be_private", lambda: False)
-    found = Remains(tmp_path, ["train.py"], undo)
+    found = LeakedResources(tmp_path, ["train.py"], undo)
     outside.touch()
     assert found.found() == (str(outside),)
-    assert Remains(tmp_path, ["train.py"], undo).found() == (), "it was there before"
+    assert LeakedResources(tmp_path, ["train.py"], undo).found() == (), "it was there before"
 
 
 def test_a_command_that_names_shared_memory_keeps_the_hosts(tmp_path: Path, undo: UndoLog) -> None:
-    assert Remains(tmp_path, ["train.py", "--data=/dev/shm/tokens"], undo).before == []
+    assert LeakedResources(tmp_path, ["train.py", "--data=/dev/shm/tokens"], undo).before == []
 
 
 def test_a_folder_with_our_name_is_found_among_temporary_files_and_the_scripts_own_are_not(
     tmp_path: Path, undo: UndoLog
 ) -> None:
-    found = Remains(tmp_path, ["train.py", "/dev/shm"], undo)
+    found = LeakedResources(tmp_path, ["train.py", "/dev/shm"], undo)
     temporary = Path(found.env["TMPDIR"])
     for name in ("rackrun-kernel-x", "pymp-y"):
         (temporary / name).mkdir()
@@ -75,7 +75,7 @@ def test_a_folder_with_our_name_is_found_among_temporary_files_and_the_scripts_o
 def test_a_control_group_of_the_dead_is_found(tmp_path: Path, undo: UndoLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaked_resources, "own_group", lambda: tmp_path / "group")
     (tmp_path / "group").mkdir()
-    found = Remains(tmp_path, ["train.py", "/dev/shm"], undo)
+    found = LeakedResources(tmp_path, ["train.py", "/dev/shm"], undo)
     for owner in (NOBODY, os.getpid()):
         (tmp_path / "group" / f"rackrun-filler-{owner}-tray-00.0").mkdir()
     (tmp_path / "group" / f"rackrun-chaos-{NOBODY}").mkdir()  # that of an injector of another run, whose name is drawn

@@ -16,7 +16,7 @@ from rackrun.chaos.evidence.history import Recovered, Strike, read_history
 from rackrun.chaos.evidence.run_evidence import Verdict
 from rackrun.chaos.evidence.summary import quantile, read_summary
 from rackrun.chaos.report.analysis.downsample import choose_detail, envelope, every_nth, lanes, merged
-from rackrun.chaos.report.analysis.journal_timeline import Planned, RankUnit, Recorded, Unit
+from rackrun.chaos.report.analysis.journal_timeline import CommittedUnit, JournalTimeline, PlannedGeneration, RankUnit
 from rackrun.chaos.report.chrome_trace import STEP_SLICES
 from rackrun.chaos.report.plots import BARS, POINTS, losses
 from rackrun.chaos.report.run_text import duration, markdown, next_steps, one_line, sentence
@@ -24,7 +24,7 @@ from rackrun.chaos.report.write_reports import make_report, report_on
 from rackrun.chaos.runs.campaign import Head, Line
 from rackrun.coordinator.report.run_report import read_goodput, read_report
 from rackrun.errors import UsageError
-from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Generation
 from tests.chaos.recorded import RECOVERY_S, STEP_S, write_run
 from tests.chaos.test_report_chains import strike
@@ -65,7 +65,7 @@ def test_the_first_good_step_leads_back_to_the_strike(tmp_path: Path) -> None:
     while at.cause is not None:
         at = history[at.cause]
         line.append(type(at).__name__)
-    assert line == ["Recovered", "Resumed", "Planned", "Decided", "Noticed", "Strike"]
+    assert line == ["Recovered", "Resumed", "Planned", "RungChosen", "Noticed", "Strike"]
     assert isinstance(at, Strike)
 
 
@@ -184,21 +184,21 @@ def test_every_nth_keeps_both_ends() -> None:
 
 
 # -- a large run
-def large(ranks: int = 72, steps: int = 100_000, strikes: int = 500) -> tuple[Recorded, list[object]]:
+def large(ranks: int = 72, steps: int = 100_000, strikes: int = 500) -> tuple[JournalTimeline, list[object]]:
     from rackrun.chaos.report.analysis.recovery_chains import Chain
 
     draw = random.Random(1)
-    job = Recorded(Path("nowhere"), end_s=1e5)
+    job = JournalTimeline(Path("nowhere"), end_s=1e5)
     job.plans = [
-        Planned(
+        PlannedGeneration(
             0.0,
-            WorldPlan(
+            GenerationPlan(
                 generation=Generation(1), world_size=ranks, members=(), store="", layout=Generation(0), full=ranks
             ),
         )
     ]
     gate = b"\0" * 24
-    job.units = [Unit(step, 0, 1, float(step), 0, gate, True) for step in range(steps)]
+    job.units = [CommittedUnit(step, 0, 1, float(step), 0, gate, True) for step in range(steps)]
     struck = sorted(draw.sample(range(steps), strikes))
     chains: list[object] = [
         Chain(

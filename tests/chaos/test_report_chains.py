@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rackrun.chaos.evidence.history import Committed, Confirmed, Entry, Noticed, Strike, TakenBack
+from rackrun.chaos.evidence.history import Committed, Entry, Noticed, Strike, StrikeConfirmed, TakenBack
 from rackrun.chaos.inprocess.restore_times import Restored
-from rackrun.chaos.report.analysis.journal_timeline import Happened, Recorded
+from rackrun.chaos.report.analysis.journal_timeline import Happened, JournalTimeline
 from rackrun.chaos.report.analysis.recovery_chains import Chain, chains_of, entries_of, stages_of
 from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.protocol.ids import Rank, SlotId
@@ -21,8 +21,8 @@ def strike(number: int, at_s: float, *slots: tuple[str, int], whom: str = "rank 
     return Strike(at_s=at_s, type="invoke", id=f"h{number}", strike=number, fault=fault_of, whom=(whom,), slots=slots)
 
 
-def took(number: int, at_s: float, took: bool | None = True, struck_s: float | None = None) -> Confirmed:
-    return Confirmed(at_s=at_s, id=f"c{number}", strike=number, took=took, detail="", struck_s=struck_s)
+def took(number: int, at_s: float, took: bool | None = True, struck_s: float | None = None) -> StrikeConfirmed:
+    return StrikeConfirmed(at_s=at_s, id=f"c{number}", strike=number, took=took, detail="", struck_s=struck_s)
 
 
 def event(number: int, at_s: float, name: str, **body: Any) -> Happened:
@@ -51,11 +51,11 @@ def recovery(generation: int, fault_s: float, *lost: tuple[int, str], **more: An
     )
 
 
-def job(seen: Sequence[Happened], recoveries: Sequence[RecoveryRecord] = ()) -> Recorded:
-    return Recorded(Path("nowhere"), end_s=100.0, seen=list(seen), recoveries=list(recoveries))
+def job(seen: Sequence[Happened], recoveries: Sequence[RecoveryRecord] = ()) -> JournalTimeline:
+    return JournalTimeline(Path("nowhere"), end_s=100.0, seen=list(seen), recoveries=list(recoveries))
 
 
-def only(history: Sequence[Entry], of: Recorded | None) -> Chain:
+def only(history: Sequence[Entry], of: JournalTimeline | None) -> Chain:
     (chain,) = chains_of(history, of)
     return chain
 

@@ -30,7 +30,7 @@ from rackrun.chaos.simulator.base.ground_truth import Truth, Violation
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, Engine
 from rackrun.chaos.simulator.cluster.agent_model import Agent
 from rackrun.chaos.simulator.cluster.checkpoint_storage import _Files
-from rackrun.chaos.simulator.cluster.simulation import Job, Outcome, Simulation
+from rackrun.chaos.simulator.cluster.simulation import SimulatedJob, Simulation, SimulationOutcome
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 
@@ -39,10 +39,10 @@ RANK, TRAY = Subjects.RANK, Subjects.TRAY
 
 def job(
     part: Part, *, spares: int = 1, trays: int = 2, shards: str = "replicas", units: int = 30, checkpoint_every: int = 0
-) -> Job:
+) -> SimulatedJob:
     config = JobConfig(trays_min=trays, trays_max=trays, spares=spares, start_over=bool(checkpoint_every))
     plan = Plan(plan=part, seed=1)
-    return Job(
+    return SimulatedJob(
         seed=1,
         config=config,
         trays=trays,
@@ -58,7 +58,7 @@ def at(step: int, fault: Fault, target: Target, plus_s: float = 0.5) -> Inject:
     return Inject(fault=fault, target=target, when=AtStep(step=step, plus_s=plus_s))
 
 
-def run(part: Part, *, spares: int = 1, trays: int = 2, shards: str = "replicas", units: int = 30) -> Outcome:
+def run(part: Part, *, spares: int = 1, trays: int = 2, shards: str = "replicas", units: int = 30) -> SimulationOutcome:
     outcome = Simulation(job(part, spares=spares, trays=trays, shards=shards, units=units)).run()
     assert not outcome.violation
     assert outcome.stopped is not None
@@ -168,7 +168,7 @@ LOST = (ALL_TRAYS, BACK)
 DISK = One(Subjects.STORAGE)
 
 
-def on_disk(*parts: Part) -> Outcome:
+def on_disk(*parts: Part) -> SimulationOutcome:
     """A checkpoint after steps 4, 9, 14, ...: that of step 14 is not whole when all is lost."""
     config = JobConfig(trays_min=2, trays_max=2, spares=0, start_over=True, repair_patience_ms=60_000)
     told = replace(job(Seq(parts=parts), checkpoint_every=5, shards="unique"), config=config)

@@ -12,7 +12,7 @@ from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.processes.preempt_tray import Preempt
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan
-from rackrun.chaos.simulator.cluster.simulation import Job, Simulation
+from rackrun.chaos.simulator.cluster.simulation import SimulatedJob, Simulation
 from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
 from rackrun.chaos.simulator.fuzzing.fuzz import play, reduce
 from rackrun.core.faults import divergence
@@ -138,7 +138,7 @@ def test_a_core_that_does_not_hear_of_copies_of_who_is_condemned_is_found() -> N
     found = {
         core: [
             Simulation(
-                Job(
+                SimulatedJob(
                     seed=seed,
                     config=config,
                     trays=4,

@@ -30,14 +30,14 @@ from rackrun.chaos.faults.storage.disk_full import DiskFull
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.injectors import refusal
-from rackrun.chaos.injectors.common.injection import Injected, Missed, Outcome
+from rackrun.chaos.injectors.common.injection import Injected, Missed, StrikeOutcome
 from rackrun.chaos.injectors.resources.bit_flips import checkpoint_bit, snapshot_bit
 from rackrun.chaos.injectors.resources.clock_jumps import Stepped
 from rackrun.chaos.injectors.resources.memory_exhaustion import Confined, memory_here
 from rackrun.chaos.injectors.resources.storage_faults import Failing, Filled
 from rackrun.chaos.inprocess.data_faults import Poison
 from rackrun.chaos.inprocess.file_faults import BadFiles
-from rackrun.chaos.inprocess.inprocess_faults import Order, _Hooks
+from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, _Hooks
 from rackrun.chaos.plan.definition import Inject, Plan
 from rackrun.chaos.runs.run_plan import run_plan
 from rackrun.chaos.testbed.job_under_test import checkpoints_in
@@ -117,7 +117,7 @@ def own_process() -> Process:
     return own
 
 
-def outcome_of(injected: Injected) -> Outcome:
+def outcome_of(injected: Injected) -> StrikeOutcome:
     deadline = time.monotonic() + WAIT_S
     while (outcome := injected.outcome()) is None:
         assert time.monotonic() < deadline
@@ -209,7 +209,7 @@ def test_who_has_no_memory_left_is_killed_by_the_kernel(answering: Callable[...,
 
     def order() -> Any:
         there.tell("[b'1' * (1 << 20) for _ in range(4096)]")
-        return SimpleNamespace(outcome=lambda: Outcome(True, "allocates"))
+        return SimpleNamespace(outcome=lambda: StrikeOutcome(True, "allocates"))
 
     assert outcome_of(Confined(there.process, order, undo, above)).took
     assert there.popen.wait() == -signal.SIGKILL
@@ -309,7 +309,7 @@ def test_one_sample_is_poison_for_everybody_from_the_order_on(how: Any, inside: 
     assert mine.among([4, 5]) is None
     orders = inside / "orders" / str(os.getpid())
     orders.mkdir()
-    (orders / "0.json").write_bytes(msgspec.json.encode(Order(0, PoisonBatch(how=how), 7)))
+    (orders / "0.json").write_bytes(msgspec.json.encode(FaultOrder(0, PoisonBatch(how=how), 7)))
     mine.choose(4, [6, 7])
     found = others.among([7, 6, 8])
     assert found is not None

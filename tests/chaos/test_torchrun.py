@@ -12,7 +12,7 @@ from rackrun.chaos.faults.processes.crash_at_point import CrashAt
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One, Target
-from rackrun.chaos.inprocess.step_probe import FOLDER, Told, read_told, report_step
+from rackrun.chaos.inprocess.step_probe import FOLDER, FinishedStep, read_told, report_step
 from rackrun.chaos.plan.definition import AtPoint, AtStep, Inject, Now, Plan, Trigger
 from rackrun.chaos.runs.torchrun import compare, run_outside
 from rackrun.errors import UsageError
@@ -20,10 +20,10 @@ from rackrun.errors import UsageError
 EITHER = Path(__file__).resolve().parents[2] / "examples" / "chaos" / "either.py"
 
 
-def told(steps: Sequence[int], *, began_s: float = 0.0, loss: float = 1.0, ranks: int = 2) -> list[Told]:
+def told(steps: Sequence[int], *, began_s: float = 0.0, loss: float = 1.0, ranks: int = 2) -> list[FinishedStep]:
     """One second a step; each rank has a sample of its own in each."""
     return [
-        Told(
+        FinishedStep(
             rank=rank,
             step=step,
             loss=(loss + step).hex(),
@@ -61,7 +61,7 @@ def test_what_a_lost_rank_could_not_tell_is_no_difference() -> None:
 def test_a_script_that_begins_its_data_again_uses_samples_twice() -> None:
     first, later = told(range(3)), told(range(3, 6), began_s=5.0)
     again = [
-        Told(rank=one.rank, step=one.step, loss=one.loss, samples=(one.samples[0] % 6,), at_s=one.at_s, pid=0)
+        FinishedStep(rank=one.rank, step=one.step, loss=one.loss, samples=(one.samples[0] % 6,), at_s=one.at_s, pid=0)
         for one in later
     ]
     assert compare(told(range(6)), first + again, [2.5]).samples_twice == 6

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.inprocess.state_recorder import FREE, Held, Witness, _called, let_go_on, read_witness
+from rackrun.chaos.inprocess.state_recorder import FREE, StepState, Witness, _called, let_go_on, read_witness
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "witness").mkdir()
-    whole = [Held(step=step, rank=1, world=2, pid=7, tracked={"w": str(step)}) for step in (0, 1)]
+    whole = [StepState(step=step, rank=1, world=2, pid=7, tracked={"w": str(step)}) for step in (0, 1)]
     lines = b"".join(msgspec.json.encode(held) + b"\n" for held in whole)
     (tmp_path / "witness" / "1-7.jsonl").write_bytes(lines + b'{"step": 2, "ra')
     (tmp_path / "witness" / "0-6.jsonl").write_bytes(b'{"st')

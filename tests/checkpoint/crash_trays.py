@@ -17,7 +17,7 @@ from typing import Any
 from rackrun.agent.snapshots.mirror import verify
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration
-from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, Source, Tier, choose
+from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, ShardSource, Tier, choose
 from rackrun.checkpoint.commit.commit_protocol import (
     Commit,
     CommitPolicy,
@@ -225,7 +225,7 @@ class Trays:
                 raise Wrong(f"torn: {holding}")
         return None
 
-    def _holding(self, generation: int, owner: int, source: Source) -> Holding:
+    def _holding(self, generation: int, owner: int, source: ShardSource) -> Holding:
         return next(
             h for h in self.inventory
             if (h.generation, h.owner, h.holder, h.tier) == (generation, owner, source.holder, source.tier)

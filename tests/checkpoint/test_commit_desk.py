@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from rackrun.checkpoint.commit.peer_commit import CommitDesk, Outcome, Sealed
+from rackrun.checkpoint.commit.peer_commit import CommitDesk, CommitOutcome, Sealed
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 
 WORLD = 3
-Settle = Callable[..., list[Outcome | PeersGone]]
+Settle = Callable[..., list[CommitOutcome | PeersGone]]
 
 
 def sealed(rank: int, step: int = 7, **what: bool) -> Sealed:
@@ -29,7 +29,7 @@ def settle(store: dist.HashStore) -> Settle:
     """``settle(generation, {rank: what it says}, seconds={rank: how long it waits})``: what each of those ranks hears."""
     desks = [CommitDesk(Peers(store, rank, WORLD), 1, seconds=60) for rank in range(WORLD)]
 
-    def one(rank: int, generation: int, said: Sealed, seconds: float) -> Outcome | PeersGone:
+    def one(rank: int, generation: int, said: Sealed, seconds: float) -> CommitOutcome | PeersGone:
         desks[rank]._seconds = seconds
         try:
             return desks[rank].settle(generation, said)
@@ -38,7 +38,7 @@ def settle(store: dist.HashStore) -> Settle:
 
     def run(
         generation: int, said: dict[int, Sealed], seconds: dict[int, float] | None = None
-    ) -> list[Outcome | PeersGone]:
+    ) -> list[CommitOutcome | PeersGone]:
         waits = dict.fromkeys(range(WORLD), 60.0) | (seconds or {})
         with ThreadPoolExecutor(WORLD) as pool:
             return list(pool.map(lambda rank: one(rank, generation, said[rank], waits[rank]), said))
@@ -46,9 +46,9 @@ def settle(store: dist.HashStore) -> Settle:
     return run
 
 
-def committed(heard: list[Outcome | PeersGone]) -> Outcome:
+def committed(heard: list[CommitOutcome | PeersGone]) -> CommitOutcome:
     """The one outcome that all have heard."""
-    assert isinstance(heard[0], Outcome)
+    assert isinstance(heard[0], CommitOutcome)
     assert all(one == heard[0] for one in heard)
     return heard[0]
 

@@ -14,7 +14,7 @@ import pytest
 
 from rackrun.checkpoint import CheckpointManager
 from rackrun.checkpoint.base.location import RemotePath
-from rackrun.checkpoint.base.process_identity import Process, kill_pending, namespace, process_of
+from rackrun.checkpoint.base.process_identity import ProcessIdentity, kill_pending, namespace, process_of
 from rackrun.checkpoint.durable import lease
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import Files
@@ -96,14 +96,14 @@ def test_a_killed_process_that_takes_long_to_die_is_waited_for(
     first = taken(tmp_path, "a")
     looks = iter([True] * 20)
 
-    def dying(_: Process) -> bool:
+    def dying(_: ProcessIdentity) -> bool:
         if next(looks, False):
             return True
         first.leave(ended=False)  # its process is gone
         return False
 
     monkeypatch.setattr(lease, "_DYING_S", 0.0)
-    monkeypatch.setattr(Process, "dying", dying)
+    monkeypatch.setattr(ProcessIdentity, "dying", dying)
     taken(tmp_path, "b")
 
 
@@ -112,7 +112,7 @@ def test_a_process_is_dying_from_the_moment_at_which_it_was_killed() -> None:
     assert kill_pending("SigPnd:\t0000000000000100\nShdPnd:\t0000000000004000\n")
     assert not kill_pending("SigPnd:\t0000000000000000\nShdPnd:\t0000000000004000\nSigBlk:\t0000000000000100\n")
     assert not process_of(os.getpid()).dying()
-    assert not Process(os.getpid(), 1, namespace(), 0).dying(), "another process that had the same pid"
+    assert not ProcessIdentity(os.getpid(), 1, namespace(), 0).dying(), "another process that had the same pid"
 
 
 @BOTH

@@ -16,9 +16,9 @@ from rackrun.checkpoint.redundancy.shard_placement import (
     LEVELS,
     Labels,
     Level,
-    Placement,
     PlacementError,
     Redundancy,
+    ShardPlacement,
     place,
 )
 
@@ -35,7 +35,7 @@ def domain(labels: dict[int, Labels], rank: int, level: Level) -> str | int:
     return labels[rank].at(level) or rank
 
 
-def is_recoverable(plan: Placement, lost: frozenset[int], shard_of: dict[int, object]) -> bool:
+def is_recoverable(plan: ShardPlacement, lost: frozenset[int], shard_of: dict[int, object]) -> bool:
     """From first principles: go on rebuilding, whole sets at a time, until nothing changes."""
     alive = {shard for rank, shard in shard_of.items() if rank not in lost}
     alive |= {shard_of[sender] for sender, holders in plan.sends.items() if not lost.issuperset(holders)}

@@ -22,7 +22,7 @@ from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, header_byt
 from rackrun.checkpoint.image.plain_part import Plain, decode_plain, pack_plain
 from rackrun.checkpoint.image.safetensors_image import parse_image, plan_image, read_plain, read_tensor, write_image
 from rackrun.checkpoint.image.tensor_entries import entries_of
-from rackrun.checkpoint.manager.replica_writers import Held, Share, assign, held_in
+from rackrun.checkpoint.manager.replica_writers import Share, SharedTensors, assign, held_in
 from rackrun.checkpoint.offline.export import export
 from tests.checkpoint.test_manager import flip
 from tests.checkpoint.test_manager_torchrun import forked, lines, states
@@ -36,9 +36,9 @@ def shm() -> Iterator[Path]:
 
 
 # -- who writes what
-def held(**boxes: tuple[int, int]) -> Held:
+def held(**boxes: tuple[int, int]) -> SharedTensors:
     """box -> (digest, bytes)"""
-    return Held(list(boxes), [digest for digest, _ in boxes.values()], [size for _, size in boxes.values()])
+    return SharedTensors(list(boxes), [digest for digest, _ in boxes.values()], [size for _, size in boxes.values()])
 
 
 def test_replicas_write_each_tensor_once_and_about_as_much_each() -> None:
@@ -62,7 +62,7 @@ def test_a_rank_with_other_bytes_writes_its_own_and_is_told() -> None:
 
 def test_a_rank_that_has_failed_is_left_nothing_to_write() -> None:
     one = held(a=(1, 100), b=(2, 60))
-    assert [answer.ranks for answer in assign([one, Held(), one])] == [[0, 2], [], [0, 2]]
+    assert [answer.ranks for answer in assign([one, SharedTensors(), one])] == [[0, 2], [], [0, 2]]
 
 
 # -- a share is an image

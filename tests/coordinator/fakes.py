@@ -18,7 +18,7 @@ from rackrun.coordinator.shell.driver import Driver
 from rackrun.launch.run.rendezvous import listen
 from rackrun.link.channel import frame
 from rackrun.link.reliable_messages import Numbered, Welcome
-from rackrun.protocol.commands import Command, Member, Plan, StopJob, Worker, WorkerCommand
+from rackrun.protocol.commands import Command, GenerationPlan, Member, StopJob, Worker, WorkerCommand
 from rackrun.protocol.events import Event, TrayJoined
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
 from rackrun.protocol.wire import PROTOCOL, Logged, UnitCommitted, Upward, decode_command
@@ -163,8 +163,8 @@ def joined(tray: str = "tray-00", host: str = "here", at: str = "h:1") -> TrayJo
     return TrayJoined(tray=TrayId(tray), host=host, slots=4, store=at, snapshots="h:2")
 
 
-def plan(generation: int, *members: Member, committed: Position = BEGIN, rollback: int | None = None) -> Plan:
-    return Plan(
+def plan(generation: int, *members: Member, committed: Position = BEGIN, rollback: int | None = None) -> GenerationPlan:
+    return GenerationPlan(
         generation=Generation(generation),
         world_size=len(members),
         members=members,

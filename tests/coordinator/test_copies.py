@@ -10,7 +10,7 @@ import pytest
 
 from rackrun.coordinator.observe.metrics import Metrics
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
-from rackrun.protocol.commands import BreakGeneration, Plan, Restore, ResumeGeneration
+from rackrun.protocol.commands import BreakGeneration, GenerationPlan, Restore, ResumeGeneration
 from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, TrayJoined
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
 from rackrun.protocol.wire import StateCopied
@@ -103,7 +103,7 @@ def test_restores_are_counted_by_where_the_state_came_from(metrics: Metrics) -> 
         member(0, "tray-00/0", 1),
         *(member(rank, f"tray-01/{rank}", rank + 5, fresh=True) for rank in (1, 2, 3)),
     )
-    after = Plan(
+    after = GenerationPlan(
         generation=Generation(2),
         world_size=4,
         members=members,

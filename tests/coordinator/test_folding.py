@@ -15,7 +15,7 @@ import pytest
 
 from rackrun.coordinator.journal.folding import Folding
 from rackrun.coordinator.journal.journal_writer import Journal, digest_of
-from rackrun.coordinator.journal.ledger_check import FINDINGS, Folded, LedgerCheck, Row, check_ledger, fold
+from rackrun.coordinator.journal.ledger_check import FINDINGS, Folded, LedgerCheck, LedgerRow, check_ledger, fold
 from rackrun.coordinator.report.run_report import Report, read_goodput, read_report
 from rackrun.protocol.commands import ResumeGeneration
 from rackrun.protocol.ids import Position
@@ -103,7 +103,7 @@ def test_other_samples_in_a_unit_that_is_computed_again_are_found_though_its_row
 def test_what_was_wrong_with_a_unit_is_found_when_it_is_folded() -> None:
     plans = {1: plan(1, *WORLD)}
     at, same = Position(3), b"".join(n.to_bytes(8, "little") for n in (7, 8))
-    rows = [Row(at, rank, 1, 2, digest_of(same), same) for rank in (0, 1)]
+    rows = [LedgerRow(at, rank, 1, 2, digest_of(same), same) for rank in (0, 1)]
     _, check = fold(at, [(0, 1, 4.0), (1, 1, 4.0)], rows, plans)
     assert check.doubled == ("step 3: 7, 8",)
     _, check = fold(at, [(0, 1, 4.0)], rows[:1], plans)
@@ -123,7 +123,7 @@ def test_of_a_unit_whose_rows_are_all_there_nothing_else_is_asked() -> None:
 
 def test_a_unit_that_all_went_back_behind_before_its_gate_counted_leaves_nothing() -> None:
     plans = {1: plan(1, *WORLD), 2: plan(2, *WORLD, committed=Position(2))}
-    left, check = fold(Position(3), [(0, 1, None)], [Row(Position(3), 0, 1, 2, b"", None)], plans)
+    left, check = fold(Position(3), [(0, 1, None)], [LedgerRow(Position(3), 0, 1, 2, b"", None)], plans)
     assert left is None
     assert check.units == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rackrun.coordinator.observe.step_log import StepLog
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Generation, Step
 from tests.coordinator.fakes import logged
 
@@ -57,7 +57,7 @@ def test_what_was_wrong_is_told_again_and_what_was_on_its_way_is_dropped(log: Pr
     for step in (0, 1, 2, 3):
         log.take([logged(step, 0)])
     log.takes_back(
-        Plan(
+        GenerationPlan(
             generation=Generation(2),
             world_size=1,
             members=(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.coordinator.observe.speed_measurements import Pace
+from rackrun.coordinator.observe.speed_measurements import SpeedMeasurements
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
 from rackrun.protocol.wire import StateCopied
 from tests.coordinator.fakes import unit
@@ -23,7 +23,7 @@ def copied(kind: str, step: int, size: int = 0, seconds: float = 0.0, outcome: s
 
 
 def test_a_steady_pace_is_told_once() -> None:
-    pace, told = Pace(), []
+    pace, told = SpeedMeasurements(), []
     for step in range(50):
         pace.committed(unit(step, 0, seconds=0.1 + 0.001 * (step % 3)))
         pace.committed(unit(step, 1, seconds=9.0))
@@ -32,7 +32,7 @@ def test_a_steady_pace_is_told_once() -> None:
 
 
 def test_a_pace_that_changes_is_told_again_and_steps_done_again_do_not_count() -> None:
-    pace, told = Pace(), []
+    pace, told = SpeedMeasurements(), []
     for step in range(200):
         pace.committed(unit(step, 0, seconds=0.1 if step < 100 else 0.2))
         pace.committed(unit(step, 0, seconds=30.0, attempt=1))
@@ -41,7 +41,7 @@ def test_a_pace_that_changes_is_told_again_and_steps_done_again_do_not_count() -
 
 
 def test_a_checkpoint_is_told_when_it_is_on_disk_with_what_lies_between_two() -> None:
-    pace = Pace()
+    pace = SpeedMeasurements()
     pace.copied(copied("resume", 9), 0.0)
     pace.copied(copied("checkpoint", 19, outcome="passed_over"), 50_000.0)
     pace.copied(copied("checkpoint", 29, outcome="failed"), 60_000.0)
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_told_when_it_is_on_disk_with_what_lies_between_two() ->
 
 
 def test_the_size_of_a_ranks_state_and_the_speed_of_its_copies_are_the_snapshots() -> None:
-    pace = Pace()
+    pace = SpeedMeasurements()
     pace.copied(copied("snapshot", 3, size=2_000_000), 0.0)
     pace.copied(copied("copy", 3, size=2_000_000, seconds=0.01), 0.0)
     pace.committed(unit(4, 0))

@@ -13,8 +13,8 @@ import pytest
 
 from rackrun.coordinator.journal.committed_units import Eras
 from rackrun.coordinator.journal.journal_writer import digest_of
-from rackrun.coordinator.journal.ledger_check import LedgerCheck, Row, check_ledger
-from rackrun.protocol.commands import Plan
+from rackrun.coordinator.journal.ledger_check import LedgerCheck, LedgerRow, check_ledger
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Position
 from tests.coordinator.fakes import member, plan
 
@@ -28,9 +28,9 @@ class History:
 
     seed: int
     digests: bool = False
-    plans: dict[int, Plan] = field(default_factory=dict)
+    plans: dict[int, GenerationPlan] = field(default_factory=dict)
     units: list[tuple[Position, int, int, float | None]] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LedgerRow] = field(default_factory=list)
     lost_at_end: bool = False
 
     def __post_init__(self) -> None:
@@ -56,16 +56,16 @@ class History:
         members = [member(rank, f"t/{who}", who) for rank, who in self.who.items()]
         self.plans[self.generation] = plan(self.generation, *members, committed=committed, rollback=rollback)
         self.committed = committed if rollback is None else Position(rollback)
-        self.unsaid: dict[int, list[Row]] = {rank: [] for rank in self.who}
+        self.unsaid: dict[int, list[LedgerRow]] = {rank: [] for rank in self.who}
 
-    def share(self, at: Position, rank: int) -> Row:
+    def share(self, at: Position, rank: int) -> LedgerRow:
         """Of a rank in this world."""
         size = len(self.who)
         first, stop = rank * BATCH // size, (rank + 1) * BATCH // size
         ids = b"".join((BATCH * at.step + i).to_bytes(8, "little") for i in range(first, stop))
-        return Row(at, rank, self.generation, stop - first, digest_of(ids), None if self.digests else ids)
+        return LedgerRow(at, rank, self.generation, stop - first, digest_of(ids), None if self.digests else ids)
 
-    def tell(self, row: Row) -> None:
+    def tell(self, row: LedgerRow) -> None:
         self.units.append((row.at, row.rank, row.generation, float(BATCH)))
         self.rows.append(row)
 
@@ -124,7 +124,7 @@ class History:
     def eras(self) -> Eras:
         return Eras(self.plans)
 
-    def counts(self, row: Row) -> bool:
+    def counts(self, row: LedgerRow) -> bool:
         return self.eras.counts(row.at, row.generation)
 
     def check(self) -> LedgerCheck:

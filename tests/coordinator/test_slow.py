@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from rackrun.coordinator.observe.slow_ranks import SlowMetrics, SlowWatch
 from rackrun.core.stragglers.straggler_detection import Limits
-from rackrun.protocol.commands import BreakGeneration, Plan, ResumeGeneration
+from rackrun.protocol.commands import BreakGeneration, GenerationPlan, ResumeGeneration
 from rackrun.protocol.events import SlowRanksChanged, WorkerReady
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
 from rackrun.protocol.wire import UnitCommitted
@@ -19,7 +19,7 @@ ENOUGH = Limits().settle + Limits().hits
 
 
 class Watched:
-    def __init__(self, after_s: float | None = 10.0, world: Plan = FOUR) -> None:
+    def __init__(self, after_s: float | None = 10.0, world: GenerationPlan = FOUR) -> None:
         self.changed: list[SlowRanksChanged] = []
         self.registry = CollectorRegistry()
         metrics = SlowMetrics()
@@ -28,7 +28,7 @@ class Watched:
         self.step = 0
         self.resume(world)
 
-    def resume(self, world: Plan) -> None:
+    def resume(self, world: GenerationPlan) -> None:
         self.world = world
         self.watch.told(ResumeGeneration(plan=world, because="test"))
 

@@ -25,9 +25,9 @@ from rackrun.protocol.commands import (
     DismissTray,
     DrainWorkers,
     FenceWorker,
+    GenerationPlan,
     Notice,
     PauseWorkers,
-    Plan,
     ReleaseRack,
     ReleaseWorkers,
     RequestRack,
@@ -41,8 +41,8 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import (
     Event,
-    Failure,
     RackDelivered,
+    ScriptFailure,
     SnapshotDamaged,
     SnapshotStriped,
     TimerFired,
@@ -87,7 +87,7 @@ class Process:
     """Generation in which it entered the unit after its chain, whose gate it has not seen pass."""
     told: int = -1
     """The last unit that any plan told it is committed."""
-    plan: Plan | None = None
+    plan: GenerationPlan | None = None
     hung: str = ""  # "", "code" (parks, but never computes), "silent"
     reported: bool = False
     finished: bool = False
@@ -158,7 +158,7 @@ class Cluster:
         """Beside ``arenas``: no two snapshots are the same bytes. Both are by `snapshot_id`."""
         self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, Chain]]] = {}
         """(tray, generation, keeper, step) -> whose stripes are in it, and of which file."""
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, GenerationPlan] = {}
         self.gates: dict[tuple[int, int], set[int]] = {}
         self.pausing: set[tuple[int, int]] = set()
         """Generation and unit whose gate says that all are to pause after it."""
@@ -380,7 +380,7 @@ class Cluster:
         process.state = "dead"
         process.down.clear()
         arena = self.arenas.get((process.slot, process.incarnation), {})
-        failure = Failure(type="ValueError", message=bug, traceback="", where=bug) if bug else None
+        failure = ScriptFailure(type="ValueError", message=bug, traceback="", where=bug) if bug else None
         process.up.append(
             WorkerExited(
                 slot=process.slot,
@@ -610,7 +610,7 @@ class Cluster:
             resumed=process.resumed,
         )
 
-    def _take(self, process: Process, plan: Plan) -> None:
+    def _take(self, process: Process, plan: GenerationPlan) -> None:
         """A plan arrives: from here on, who is fresh has nothing to lose."""
         me = next(m for m in plan.members if (m.slot, m.incarnation) == (process.slot, process.incarnation))
         assert plan.generation > process.generation, "an old plan"
@@ -630,7 +630,7 @@ class Cluster:
         process.reported = False
         process.torn = process.stateful and (process.torn or plan.rollback is not None)
 
-    def _hand_over(self, process: Process, plan: Plan, of: Reshard) -> None:
+    def _hand_over(self, process: Process, plan: GenerationPlan, of: Reshard) -> None:
         """Who has its old state still, and is asked for it, seals it, and leaves main."""
         here = f"{tray_of(process.slot)}:2/{process.slot}/{process.incarnation}"
         stands = process.stateful and process.layout == of.layout and plan.rollback is None
@@ -643,7 +643,7 @@ class Cluster:
             self._apply(process)
         self._seal(process)
 
-    def _from_images(self, plan: Plan, of: Reshard) -> Chain | None:
+    def _from_images(self, plan: GenerationPlan, of: Reshard) -> Chain | None:
         """What all the old ranks had, in one history; None as long as somebody has still to seal."""
         found: set[Chain] = set()
         named = snapshot_id(of.layout, Step(plan.committed.step))
@@ -713,7 +713,7 @@ class Cluster:
         generation = Generation(process.generation)
         self._say(process, SnapshotDamaged, generation=generation, step=Step(step), where=where, because="chunk 0")
 
-    def _fetch(self, restore: Restore, plan: Plan, at: int) -> Chain | None:
+    def _fetch(self, restore: Restore, plan: GenerationPlan, at: int) -> Chain | None:
         if restore.snapshot:
             _, tray, index, incarnation = restore.snapshot.split("/")
             arena = self.arenas.get((SlotId(f"{tray}/{index}"), int(incarnation)))
@@ -820,7 +820,7 @@ def _id(process: Process) -> int:
     return snapshot_id(Generation(process.layout), Step(process.passed))
 
 
-def _named(plan: Plan, step: int) -> Step:
+def _named(plan: GenerationPlan, step: int) -> Step:
     return snapshot_id(plan.layout, Step(step))
 
 

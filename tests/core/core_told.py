@@ -8,12 +8,20 @@ from typing import TypeVar
 import msgspec
 
 from rackrun.core.machine.control_plane import ControlPlane, View
-from rackrun.protocol.commands import Command, CondemnWorker, FenceWorker, Plan, ResumeGeneration, StartWorker, StopJob
+from rackrun.protocol.commands import (
+    Command,
+    CondemnWorker,
+    FenceWorker,
+    GenerationPlan,
+    ResumeGeneration,
+    StartWorker,
+    StopJob,
+)
 from rackrun.protocol.events import (
     DeviceChecked,
     DeviceJudged,
     Event,
-    Failure,
+    ScriptFailure,
     SlowRank,
     SlowRanksChanged,
     SnapshotDamaged,
@@ -33,7 +41,7 @@ from rackrun.protocol.events import (
     WorkerStalled,
     WorkerUnbuilt,
 )
-from rackrun.protocol.gpu_health import Evidence, Health, Scope, Verdict, response_to
+from rackrun.protocol.gpu_health import Evidence, GpuVerdict, Health, Scope, response_to
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
@@ -144,13 +152,13 @@ class Told:
         signal: int | None = None,
         code: int | None = None,
         bug: str = "",
-        failure: Failure | None = None,
+        failure: ScriptFailure | None = None,
         step: int = 5,
         snapshots: Sequence[int] = (),
         early: bool = False,
     ) -> Sequence[Command]:
         if bug:
-            failure = Failure(type="builtins.ValueError", message="no", traceback="", where=bug)
+            failure = ScriptFailure(type="builtins.ValueError", message="no", traceback="", where=bug)
         if signal is None and code is None and failure is None:
             signal = 9
         steps = tuple(Step(step) for step in snapshots)
@@ -271,11 +279,11 @@ def topology_of(tray: str, slots: int, clique: str) -> bytes:
     return msgspec.json.encode([PartialTopology(kind="nvml", where=f"NVML on {tray}", trays=(found,))])
 
 
-def verdict_on(index: int, health: Health, fabric: bool = False, scope: Scope = "gpu") -> Verdict:
+def verdict_on(index: int, health: Health, fabric: bool = False, scope: Scope = "gpu") -> GpuVerdict:
     response, usual, repair = response_to(health)
     what = "it was tested" if health is not Health.OK else ""
     evidence = Evidence(at_ms=0, source="nvml", what=what, health=health, fabric=fabric)
-    return Verdict(
+    return GpuVerdict(
         at_ms=0,
         uuid="",
         index=index,
@@ -315,7 +323,7 @@ def only_condemned(commands: Sequence[Command]) -> CondemnWorker | FenceWorker:
     return one
 
 
-def plan_in(commands: Sequence[Command]) -> Plan:
+def plan_in(commands: Sequence[Command]) -> GenerationPlan:
     return only(ResumeGeneration, commands).plan
 
 
@@ -323,5 +331,5 @@ def stop_in(commands: Sequence[Command]) -> StopJob:
     return only(StopJob, commands)
 
 
-def ranks(plan: Plan) -> dict[Rank, str]:
+def ranks(plan: GenerationPlan) -> dict[Rank, str]:
     return {member.rank: member.slot for member in plan.members}

@@ -15,7 +15,7 @@ from rackrun.protocol.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.protocol.events import Failure, JournalFailed, StopRequested, TimerFired
+from rackrun.protocol.events import JournalFailed, ScriptFailure, StopRequested, TimerFired
 from rackrun.protocol.ids import BEGIN
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
@@ -187,7 +187,7 @@ def test_too_many_restarts_end_the_job_and_say_whose_failure_it_was(how: dict[st
 def test_a_job_that_cannot_be_restored_however_often_says_why_and_what_to_do() -> None:
     told = Told(config(max_restarts=0))
     told.join("a", 2)
-    error = Failure(
+    error = ScriptFailure(
         type="rackrun.errors.StateLost",
         message="no checkpoint can be read. Remedy: mend it.",
         traceback="",
@@ -201,7 +201,9 @@ def test_a_job_that_cannot_be_restored_however_often_says_why_and_what_to_do() -
 
 def test_a_newcomer_without_memory_costs_its_slot_and_a_second_one_ends_the_job_with_what_to_do(training: Told) -> None:
     """Another process may hold one GPU's memory; that it holds two is less likely than that a rank does not fit."""
-    full = Failure(type="torch.OutOfMemoryError", message="CUDA out of memory.", traceback="", where="state.py:80")
+    full = ScriptFailure(
+        type="torch.OutOfMemoryError", message="CUDA out of memory.", traceback="", where="state.py:80"
+    )
     training.exits("b/1", signal=9)
     newcomer = plan_in(training.park_all()).members[3].slot
     again = training.exits(newcomer, failure=full, step=4)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from rackrun.protocol import commands, events
-from rackrun.protocol.commands import Member, Plan, Restore, Worker
-from rackrun.protocol.events import CollectiveWait, Failure, SlowRank
-from rackrun.protocol.gpu_health import Evidence, Health, Response, Verdict
+from rackrun.protocol.commands import GenerationPlan, Member, Restore, Worker
+from rackrun.protocol.events import CollectiveWait, ScriptFailure, SlowRank
+from rackrun.protocol.gpu_health import Evidence, GpuVerdict, Health, Response
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.protocol.policy_types import Decision, Option, Rung
 from rackrun.protocol.timers import FenceOver, Timer, timer_named
@@ -23,7 +23,7 @@ SAMPLES: dict[object, object] = {
     bool: True,
     str: "words",
     bytes: b"bytes",
-    Verdict: Verdict(
+    GpuVerdict: GpuVerdict(
         at_ms=3,
         uuid="GPU-1",
         index=2,
@@ -34,8 +34,8 @@ SAMPLES: dict[object, object] = {
         evidence=(Evidence(at_ms=2, source="nvml", what="words", health=Health.LOST, fabric=True),),
     ),
     Position: Position(4, 1),
-    Failure: Failure(type="builtins.ValueError", message="no", traceback="Traceback", where="train.py:3"),
-    Plan: Plan(
+    ScriptFailure: ScriptFailure(type="builtins.ValueError", message="no", traceback="Traceback", where="train.py:3"),
+    GenerationPlan: GenerationPlan(
         generation=Generation(2),
         world_size=1,
         members=(Member(rank=Rank(0), slot=SlotId("a/0"), incarnation=Incarnation(3), fresh=True),),

@@ -8,7 +8,7 @@ import pytest
 from core_told import Told, every, only, plan_in, stop_in
 
 from rackrun.core.placement.snapshot_keepers import keepers_of
-from rackrun.protocol.commands import BreakGeneration, FenceWorker, Keeper, Plan, ResumeGeneration, Stripes
+from rackrun.protocol.commands import BreakGeneration, FenceWorker, GenerationPlan, Keeper, ResumeGeneration, Stripes
 from rackrun.protocol.events import SnapshotStriped, TrayJoined
 from rackrun.protocol.ids import Generation, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
@@ -41,7 +41,7 @@ class Rack(Told):
             self.stripes(slot, step, besides)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> GenerationPlan:
         return every(ResumeGeneration, self.answers)[-1].plan
 
 
@@ -55,7 +55,7 @@ def four() -> Rack:
     return rack
 
 
-def sets(plan: Plan) -> list[list[str]]:
+def sets(plan: GenerationPlan) -> list[list[str]]:
     return [[f"{keeper.rank}{keeper.tray}" for keeper in of] for of in plan.sets]
 
 

@@ -8,7 +8,7 @@ import pytest
 from core_told import Told, every, only, plan_in
 
 from rackrun.core.faults.partition import PartitionReports
-from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, Plan, StopJob
+from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, GenerationPlan, StopJob
 from rackrun.protocol.ids import Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
 
@@ -27,7 +27,7 @@ def apart() -> Told:
     return told
 
 
-def again(told: Told) -> Plan:
+def again(told: Told) -> GenerationPlan:
     """All park; the plan that follows."""
     return plan_in(told.park_all(passed=4))
 

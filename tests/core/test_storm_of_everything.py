@@ -14,7 +14,7 @@ from test_storms import ASKED, HEALTH, KINDS, SIZED, play
 
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
-from rackrun.protocol.commands import Command, DealShards, Plan, ReleaseRack, RequestRack
+from rackrun.protocol.commands import Command, DealShards, GenerationPlan, ReleaseRack, RequestRack
 from rackrun.protocol.events import Event
 from rackrun.protocol.job_config import JobConfig, SlowRanks
 
@@ -99,7 +99,7 @@ def test_in_a_storm_of_everything_each_story_ends_with_one_history_or_with_a_rea
             raise AssertionError(f"seed {seed}") from error
         assert cluster.stopped is not None
         seen[f"exit {cluster.stopped.exit_code}"] += 1
-        plans: list[Plan] = list(cluster.plans.values())
+        plans: list[GenerationPlan] = list(cluster.plans.values())
         told = "\n".join(cluster.log)
         seen["asked"] += RequestRack.__name__ in told
         seen["released"] += ReleaseRack.__name__ in told

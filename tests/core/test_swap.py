@@ -15,7 +15,7 @@ from rackrun.protocol.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.protocol.events import CostsMeasured, Failure, WorkerExited, WorkerParked, WorkerResumed
+from rackrun.protocol.events import CostsMeasured, ScriptFailure, WorkerExited, WorkerParked, WorkerResumed
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.protocol.job_config import JobConfig
 
@@ -645,7 +645,7 @@ def test_a_stalled_spare_is_fenced_and_started_again(training: Told) -> None:
 
 
 def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> None:
-    failure = Failure(type="rackrun.errors.StepError", message="no", traceback="", where="train.py:1")
+    failure = ScriptFailure(type="rackrun.errors.StepError", message="no", traceback="", where="train.py:1")
     event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
     stop = only(StopJob, training.tell(event))
     assert stop.exit_code == 1
@@ -662,13 +662,15 @@ def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> N
     ],
 )
 def test_the_line_of_a_broken_rule_is_told_once(message: str, told: str, training: Told) -> None:
-    failure = Failure(type="rackrun.errors.StepError", message=message, traceback="", where="/a/train.py:1")
+    failure = ScriptFailure(type="rackrun.errors.StepError", message=message, traceback="", where="/a/train.py:1")
     event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
     assert only(StopJob, training.tell(event)).because.endswith(told)
 
 
 def test_an_error_of_rackruns_own_has_one_remedy_and_it_is_that_of_the_error(training: Told) -> None:
-    failure = Failure(type="rackrun.errors.UsageError", message="no. Remedy: this.", traceback="", where="train.py:1")
+    failure = ScriptFailure(
+        type="rackrun.errors.UsageError", message="no. Remedy: this.", traceback="", where="train.py:1"
+    )
     event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
     stop = only(StopJob, training.tell(event))
     assert (stop.because.count("Remedy"), stop.remedy) == (1, "")

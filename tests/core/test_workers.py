@@ -9,7 +9,7 @@ import pytest
 from rackrun.core.members.workers import TRANSITIONS, Trigger, WorkerRecord, WorkerState, why_exited
 from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import Worker
-from rackrun.protocol.events import Failure, WorkerExited
+from rackrun.protocol.events import ScriptFailure, WorkerExited
 from rackrun.protocol.ids import Incarnation, SlotId
 
 
@@ -64,6 +64,6 @@ def test_how_a_process_ended_in_words(fields: dict[str, int], words: str) -> Non
 
 
 def test_an_exception_is_told_by_its_type_and_place() -> None:
-    failure = Failure(type="builtins.ValueError", message="no", traceback="", where="train.py:7")
+    failure = ScriptFailure(type="builtins.ValueError", message="no", traceback="", where="train.py:7")
     event = WorkerExited(slot=SlotId("a/0"), incarnation=Incarnation(1), exit_code=1, failure=failure)
     assert why_exited(event) == "builtins.ValueError at train.py:7"

@@ -15,7 +15,7 @@ from rackrun.checkpoint.arena.arena_format import PAGE, Superblock
 from rackrun.checkpoint.arena.orphans import ArenaState, find_arenas, remove
 from rackrun.checkpoint.base.digest import crc
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.base.process_identity import Process
+from rackrun.checkpoint.base.process_identity import ProcessIdentity
 from rackrun.checkpoint.redundancy.redundancy_presets import even_labels, redundancy_of
 from rackrun.checkpoint.redundancy.shard_placement import PlacementError, Redundancy, place
 from tests.checkpoint.storage import ended, in_child
@@ -170,7 +170,7 @@ def test_only_arenas_of_dead_processes_are_orphans(tmp_path: Path) -> None:
     assert states(tmp_path)["read"] is ArenaState.ORPHANED
 
 
-def claimed_by(path: Path, claim: Process) -> None:
+def claimed_by(path: Path, claim: ProcessIdentity) -> None:
     file = ArenaFile.open(path, writable=True)
     superblock = file.load(0, Superblock)
     assert superblock is not None
@@ -182,13 +182,13 @@ def claimed_by(path: Path, claim: Process) -> None:
 def test_a_pid_that_another_process_has_now_is_not_the_writer(tmp_path: Path) -> None:
     left_by_the_dead(tmp_path / "a")
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    claimed_by(tmp_path / "a", Process(os.getppid(), 1, namespace, 5))
+    claimed_by(tmp_path / "a", ProcessIdentity(os.getppid(), 1, namespace, 5))
     assert states(tmp_path) == {"a": ArenaState.ORPHANED}
 
 
 def test_the_pid_of_another_namespace_counts_as_alive(tmp_path: Path) -> None:
     left_by_the_dead(tmp_path / "a")
-    claimed_by(tmp_path / "a", Process(2**22, 1, 1, 5))
+    claimed_by(tmp_path / "a", ProcessIdentity(2**22, 1, 1, 5))
     assert states(tmp_path) == {"a": ArenaState.USED}
 
 
@@ -196,7 +196,7 @@ def test_a_writer_of_a_slot_that_lives_keeps_the_arena(tmp_path: Path) -> None:
     left_by_the_dead(tmp_path / "a")
     with Arena.attach(tmp_path / "a", job="job", writable=True, epoch=2) as arena:
         arena.begin(1, 1)
-        claimed_by(tmp_path / "a", Process(2**22, 1, os.stat("/proc/self/ns/pid").st_ino, 5))
+        claimed_by(tmp_path / "a", ProcessIdentity(2**22, 1, os.stat("/proc/self/ns/pid").st_ino, 5))
         assert states(tmp_path) == {"a": ArenaState.USED}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.planner.analysis.recommendation import Survey
+from rackrun.chaos.planner.analysis.recommendation import GridSurvey
 from rackrun.chaos.planner.inputs.operation_costs import read_costs
 from rackrun.chaos.planner.swap_model.predict_swap import Swap
 from tests.ctl.conftest import Said
@@ -34,7 +34,7 @@ SMALL = (
 def test_it_answers_spares_policy_and_intervals_with_formulas_beside(rackctl: Rackctl) -> None:
     said = rackctl(*SMALL, "--json")
     assert said.code == 0
-    found = msgspec.json.decode(said.out, type=Survey)
+    found = msgspec.json.decode(said.out, type=GridSurvey)
     assert (found.gpus, found.racks, found.seeds) == (288, 4, (0, 1))
     assert [(one.spares_per_rack, one.spare_racks) for one in found.points] == [(0, 0), (0, 1), (8, 0), (8, 1)]
     assert found.best == max(found.points, key=lambda one: one.goodput.mean)
@@ -83,14 +83,14 @@ def test_presets_traces_and_calibrated_costs_are_taken(rackctl: Rackctl, tmp_pat
     costs.write_text('{"step_s": 2.0, "origin": {"step_s": "said so"}}')
     common = ("--gpus", 144, "--replica", 8, "--spares-per-rack", 0, "--spare-racks", 0, "--seeds", 1, "--costs", costs)
     said = rackctl("plan", "--trace", trace, *common, "--json")
-    found = msgspec.json.decode(said.out, type=Survey)
+    found = msgspec.json.decode(said.out, type=GridSurvey)
     assert found.best.goodput.half is None
     assert found.breaks_a_day == pytest.approx(2 / 30)
     assert "step_s" not in found.guessed
     assert "failures are a trace's" in found.best.formulas["wall"].why_not or found.best.formulas["wall"].value is None
     more = ("--rack-mtbf", "500h", "--process-mtbf", "5000h", "--stall-mtbf", "100h", "--lemons", "0.1:5", "--crews", 1)
     said = rackctl("plan", "--preset", "ant-a100", "--burn-in", "50h:3", *more, *common, "--json")
-    assert msgspec.json.decode(said.out, type=Survey).best.rungs.get("absorb", 0) > 0
+    assert msgspec.json.decode(said.out, type=GridSurvey).best.rungs.get("absorb", 0) > 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from rackrun.coordinator.journal.journal_reader import resume_of
 from rackrun.coordinator.report.run_report import read_report
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from tests.faults.resized import APART, BATCH, Story
 from tests.faults.trained import Trained
 
@@ -75,7 +75,7 @@ def seats_in_turn(trained: Trained) -> list[list[tuple[str, int]]]:
     return [found for found, _ in itertools.groupby(seats(resume_of(body).plan) for (body,) in rows)]
 
 
-def seats(plan: Plan) -> list[tuple[str, int]]:
+def seats(plan: GenerationPlan) -> list[tuple[str, int]]:
     return [(member.slot, member.incarnation) for member in sorted(plan.members, key=lambda member: member.rank)]
 
 

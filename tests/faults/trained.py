@@ -50,7 +50,7 @@ class Trained:
     sizes: list[int] = field(default_factory=list)
     """Of the world, whenever it changed."""
     worlds: tuple[int, tuple[tuple[int, int], ...]] = (0, ())
-    """`Plan.full` and `Plan.worlds` of the last plan."""
+    """`GenerationPlan.full` and `GenerationPlan.worlds` of the last plan."""
     slowest_s: float = 0.0
     """The 99th percentile of the durations of committed steps."""
 

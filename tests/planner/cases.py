@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rackrun.chaos.planner.analysis.simulation_case import Case
-from rackrun.chaos.planner.inputs.failures import Process
-from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.inputs.failures import FailureProcess
+from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.model.job_state import Intervals
 
@@ -28,14 +28,14 @@ QUICK = PlanCosts(
 NEVER = Intervals(snapshot=0, checkpoint=0)
 
 
-def trays(mtbf_h: float, repair_h: float, **more: Any) -> Process:
-    return Process(name="tray", domain="tray", mtbf_s=mtbf_h * HOUR, repair_s=repair_h * HOUR, **more)
+def trays(mtbf_h: float, repair_h: float, **more: Any) -> FailureProcess:
+    return FailureProcess(name="tray", domain="tray", mtbf_s=mtbf_h * HOUR, repair_s=repair_h * HOUR, **more)
 
 
 def case(
-    *processes: Process, racks: int = 4, tray_count: int = 18, gpus: int = 4, days: float = 30, **more: Any
+    *processes: FailureProcess, racks: int = 4, tray_count: int = 18, gpus: int = 4, days: float = 30, **more: Any
 ) -> Case:
-    job = more.pop("job", Job(group=8, replica=16))
+    job = more.pop("job", FleetJob(group=8, replica=16))
     costs = more.pop("costs", QUICK)
     fleet = Fleet(racks=racks, trays=tray_count, gpus=gpus)
     return Case(fleet=fleet, job=job, costs=costs, processes=processes, horizon_s=days * DAY, **more)

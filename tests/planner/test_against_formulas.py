@@ -9,8 +9,8 @@ from rackrun.chaos.planner.analysis import closed_forms
 from rackrun.chaos.planner.analysis.applicable_formulas import restart_only, takeovers_only, whole_share
 from rackrun.chaos.planner.analysis.seed_statistics import spread_of
 from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals, simulate
-from rackrun.chaos.planner.inputs.failures import Process
-from rackrun.chaos.planner.inputs.fleet import Job
+from rackrun.chaos.planner.inputs.failures import FailureProcess
+from rackrun.chaos.planner.inputs.fleet import FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.model.job_state import Intervals
 from tests.planner.cases import HOUR, NEVER, QUICK, case, trays
@@ -26,12 +26,12 @@ def wall(one: Case) -> float:
 
 def on_disk(mtbf_h: float, every_s: float, costs: PlanCosts = DISK) -> Case:
     """One rack whose processes all die at once; everybody begins again from the newest checkpoint."""
-    dies = Process(name="rack", domain="rack", mtbf_s=mtbf_h * HOUR)
+    dies = FailureProcess(name="rack", domain="rack", mtbf_s=mtbf_h * HOUR)
     return case(
         dies,
         racks=1,
         days=60 * mtbf_h / 24 * 4,
-        job=Job(group=8, replica=64, state="disk"),
+        job=FleetJob(group=8, replica=64, state="disk"),
         costs=costs,
         intervals=Intervals(snapshot=0, checkpoint=round(every_s)),
     )
@@ -66,7 +66,7 @@ def test_the_planner_s_own_choice_is_daly_s() -> None:
 @pytest.mark.parametrize("mtbf_h", [8000, 500])
 def test_spares_that_answer_everything_are_a_renewal_cycle(state: str, mtbf_h: float) -> None:
     costs = PlanCosts(step_s=10.0, takeover_s=40.0, regroup_s=10.0, first_step_s=5.0, between_steps_s=0.5)
-    job = Job(spares_per_rack=16, group=8, replica=16, state=state)  # type: ignore[arg-type]
+    job = FleetJob(spares_per_rack=16, group=8, replica=16, state=state)  # type: ignore[arg-type]
     one = case(trays(mtbf_h, 2), racks=20, job=job, costs=costs)
     outcomes = [simulate(one, seed) for seed in SEEDS]
     rungs: dict[str, float] = {}
@@ -81,12 +81,12 @@ def test_spares_that_answer_everything_are_a_renewal_cycle(state: str, mtbf_h: f
 def test_two_levels_waste_what_the_first_order_says() -> None:
     """Trays go back to a snapshot in memory, racks to the disk: their copies are lost with them."""
     costs = msgspec.structs.replace(QUICK, snapshot_s=2.0, checkpoint_s=60.0, start_s=1.0, load_s=0.0, takeover_s=0.0)
-    tray, rack = trays(200, 0.01), Process(name="rack", domain="rack", mtbf_s=200 * HOUR, repair_s=36.0)
+    tray, rack = trays(200, 0.01), FailureProcess(name="rack", domain="rack", mtbf_s=200 * HOUR, repair_s=36.0)
     rates = [72 / 200 / HOUR * 0.75, 4 / 200 / HOUR]
     snapshot_s, checkpoint_s = closed_forms.two_levels([2.0, 60.0], rates)
     waste = closed_forms.multi_level_waste([2.0, 60.0], rates)
     assert 0.03 < waste < 0.2
-    job = Job(group=8, replica=24, spare_racks=1, state="mirror")
+    job = FleetJob(group=8, replica=24, spare_racks=1, state="mirror")
     every = Intervals(snapshot=round(snapshot_s), checkpoint=round(checkpoint_s))
     one = case(tray, rack, job=job, costs=costs, intervals=every, policy="swap,move,restart")
     outcomes = [simulate(one, seed) for seed in SEEDS]
@@ -105,7 +105,7 @@ def test_the_formula_for_takeovers_does_not_speak_of_anything_else() -> None:
 
 def stalls(group: int, *, mtbf_h: float = 400, repair_h: float = 12, **more: object) -> Case:
     """The world has one size: all stand still until a rack that is short of trays is whole again."""
-    job = Job(group=group, replica=group, min_ranks=0, wait_for_hardware_s=1e9)
+    job = FleetJob(group=group, replica=group, min_ranks=0, wait_for_hardware_s=1e9)
     return case(trays(mtbf_h, repair_h), racks=20, job=job, intervals=NEVER, policy="swap,wait", days=40, **more)
 
 
@@ -142,7 +142,7 @@ def test_crews_that_can_hardly_keep_up_have_no_formula(crews: int) -> None:
 
 
 def test_spare_racks_are_the_binomial_distribution_of_racks() -> None:
-    job = Job(group=64, replica=64, spare_racks=2, min_ranks=0, wait_for_hardware_s=1e9)
+    job = FleetJob(group=64, replica=64, spare_racks=2, min_ranks=0, wait_for_hardware_s=1e9)
     one = case(trays(300, 12), racks=20, job=job, intervals=NEVER, policy="swap,move,wait", days=40)
     formula, without = (
         whole_share(one),

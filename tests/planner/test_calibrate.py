@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rackrun.chaos.base.errors import PlannerError
-from rackrun.chaos.planner.inputs.calibrate import Measured, calibrated, read_run
+from rackrun.chaos.planner.inputs.calibrate import RunMeasurements, calibrated, read_run
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts, read_costs, write_costs
 from rackrun.chaos.planner.predict import predict
 from rackrun.coordinator.journal.journal_writer import Journal
@@ -64,7 +64,7 @@ def report(*recoveries: RecoveryReport, steps: int = 100, other_s: float = 2.0) 
 
 def test_each_figure_comes_from_the_recoveries_that_show_it_and_says_so() -> None:
     costs = calibrated(
-        Measured(
+        RunMeasurements(
             report=report(
                 recovery("swap", 0.3),
                 recovery("swap", 0.5),
@@ -87,16 +87,16 @@ def test_each_figure_comes_from_the_recoveries_that_show_it_and_says_so() -> Non
 
 
 def test_what_a_run_does_not_show_stays_a_guess() -> None:
-    costs = calibrated(Measured(report=report()))
+    costs = calibrated(RunMeasurements(report=report()))
     assert costs.takeover_s == PlanCosts().takeover_s
     assert {"takeover_s", "regroup_s", "detect_s", "start_s", "load_s"} <= set(costs.guessed())
-    seen = calibrated(Measured(report=report(recovery("swap", 20.0, how="tray lost: no lease"))))
+    seen = calibrated(RunMeasurements(report=report(recovery("swap", 20.0, how="tray lost: no lease"))))
     assert "detect_s" in seen.guessed()
 
 
 def test_a_run_without_steps_cannot_calibrate() -> None:
     with pytest.raises(PlannerError, match="no committed step"):
-        calibrated(Measured(report=report(steps=0)))
+        calibrated(RunMeasurements(report=report(steps=0)))
 
 
 def test_a_journal_tells_how_long_workers_take_to_start(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.planner.inputs.failure_traces import Trace, read_trace
-from rackrun.chaos.planner.inputs.failures import Failures, Process, Strike, slots_of, units
+from rackrun.chaos.planner.inputs.failure_traces import FailureTrace, read_trace
+from rackrun.chaos.planner.inputs.failures import FailureProcess, Failures, UnitFailure, slots_of, units
 from rackrun.chaos.planner.inputs.fleet import Fleet
 from rackrun.chaos.planner.inputs.repair_crews import Crews
 from tests.planner.cases import DAY, HOUR, trays
@@ -18,11 +18,11 @@ from tests.planner.cases import DAY, HOUR, trays
 FLEET = Fleet(racks=100)
 
 
-def first_times(process: Process, seed: int = 1) -> dict[int, float]:
+def first_times(process: FailureProcess, seed: int = 1) -> dict[int, float]:
     return {strike.unit: at_s for at_s, strike in Failures([process], FLEET, seed, 1e12).begin()}
 
 
-def renewals(process: Process, count: int = 4000) -> float:
+def renewals(process: FailureProcess, count: int = 4000) -> float:
     """The mean time from one failure of a unit to the next, in hours."""
     draw = stream(7, "renewals")
     return mean(process.wait(0.0, draw.expovariate(1.0), 1.0) for _ in range(count)) / HOUR
@@ -61,7 +61,7 @@ def test_burn_in_adds_failures_at_first_only() -> None:
 
 
 def test_what_strikes_when_is_the_seed_s_and_no_other_process_moves_it() -> None:
-    rack = Process(name="rack", domain="rack", mtbf_s=2000 * HOUR, repair_s=8 * HOUR)
+    rack = FailureProcess(name="rack", domain="rack", mtbf_s=2000 * HOUR, repair_s=8 * HOUR)
     alone = Failures([trays(8000, 4)], FLEET, 3, 30 * DAY).begin()
     beside = [one for one in Failures([trays(8000, 4), rack], FLEET, 3, 30 * DAY).begin() if one[1].source == 0]
     assert alone == beside
@@ -69,9 +69,9 @@ def test_what_strikes_when_is_the_seed_s_and_no_other_process_moves_it() -> None
 
 
 def test_a_rack_s_power_takes_all_of_it() -> None:
-    assert slots_of(FLEET, Strike(0, "rack", 3, 0.0)) == range(216, 288)
-    assert slots_of(FLEET, Strike(0, "tray", 19, 0.0)) == range(76, 80)
-    assert slots_of(FLEET, Strike(0, "gpu", 7, 0.0)) == range(7, 8)
+    assert slots_of(FLEET, UnitFailure(0, "rack", 3, 0.0)) == range(216, 288)
+    assert slots_of(FLEET, UnitFailure(0, "tray", 19, 0.0)) == range(76, 80)
+    assert slots_of(FLEET, UnitFailure(0, "gpu", 7, 0.0)) == range(7, 8)
     assert [units(FLEET, domain) for domain in ("gpu", "tray", "rack")] == [7200, 1800, 100]
 
 
@@ -90,7 +90,7 @@ def test_a_rack_s_power_takes_all_of_it() -> None:
 )
 def test_a_law_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(PlannerError, match="Remedy"):
-        Process(**{"name": "tray", "domain": "tray", "mtbf_s": 1.0, **wrong})  # type: ignore[arg-type]
+        FailureProcess(**{"name": "tray", "domain": "tray", "mtbf_s": 1.0, **wrong})  # type: ignore[arg-type]
 
 
 def test_a_repair_longer_than_the_run_is_refused() -> None:
@@ -100,7 +100,7 @@ def test_a_repair_longer_than_the_run_is_refused() -> None:
 
 def test_crews_are_asked_in_turn() -> None:
     crews = Crews(2)
-    one, two, three, four = (Strike(0, "tray", unit, 1.0) for unit in range(4))
+    one, two, three, four = (UnitFailure(0, "tray", unit, 1.0) for unit in range(4))
     assert [crews.take(strike) for strike in (one, two, three, four)] == [True, True, False, False]
     assert (crews.done(), crews.done(), crews.done(), crews.done()) == (three, four, None, None)
     assert (crews.busy, crews.queued_max) == (0, 2)
@@ -116,11 +116,11 @@ def test_a_trace_is_struck_as_it_is_written(tmp_path: Path) -> None:
     )
     found = read_trace(path, FLEET)
     assert found == [
-        (2.5 * HOUR, Strike(0, "tray", 17, 0.0)),
-        (9 * HOUR, Strike(0, "tray", 56, 0.0, stalls=True)),
-        (30 * HOUR, Strike(0, "rack", 1, 6 * HOUR)),
+        (2.5 * HOUR, UnitFailure(0, "tray", 17, 0.0)),
+        (9 * HOUR, UnitFailure(0, "tray", 56, 0.0, stalls=True)),
+        (30 * HOUR, UnitFailure(0, "rack", 1, 6 * HOUR)),
     ]
-    trace = Trace(found, 10 * HOUR)
+    trace = FailureTrace(found, 10 * HOUR)
     assert [at_s for at_s, _ in trace.begin()] == [2.5 * HOUR, 9 * HOUR]
     assert trace.again(found[0][1], 0.0) is None
 

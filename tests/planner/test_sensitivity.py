@@ -10,28 +10,28 @@ import pytest
 from rackrun.chaos.planner.analysis.recommendation import COSTS
 from rackrun.chaos.planner.analysis.sensitivity import applies, resaved, rescaled
 from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals, simulate
-from rackrun.chaos.planner.inputs.fleet import Job
+from rackrun.chaos.planner.inputs.fleet import FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import Outcome
+from rackrun.chaos.planner.model.outcome import FleetOutcome
 from tests.planner.cases import case, trays
 
 SEEDS = range(2)
 SIX_RACKS = {
     "state in replicas": case(
-        trays(400, 6), racks=6, job=Job(group=8, replica=16, spares_per_rack=8), costs=PlanCosts()
+        trays(400, 6), racks=6, job=FleetJob(group=8, replica=16, spares_per_rack=8), costs=PlanCosts()
     ),
     "state in snapshots": case(
         trays(400, 6),
         racks=6,
-        job=Job(group=8, replica=16, spares_per_rack=8, state="mirror"),
+        job=FleetJob(group=8, replica=16, spares_per_rack=8, state="mirror"),
         costs=PlanCosts(snapshot_s=1.0),
     ),
     "state on disk": case(
-        trays(400, 6), racks=6, job=Job(group=8, replica=16, spares_per_rack=8, state="disk"), costs=PlanCosts()
+        trays(400, 6), racks=6, job=FleetJob(group=8, replica=16, spares_per_rack=8, state="disk"), costs=PlanCosts()
     ),
     "a world that shrinks": case(
-        trays(400, 6), racks=6, job=Job(group=8, replica=16, exact=True), costs=PlanCosts(), policy="shrink"
+        trays(400, 6), racks=6, job=FleetJob(group=8, replica=16, exact=True), costs=PlanCosts(), policy="shrink"
     ),
 }
 
@@ -41,7 +41,7 @@ def _goodput(one: Case) -> float:
 
 
 @lru_cache
-def _usual(name: str) -> list[Outcome]:
+def _usual(name: str) -> list[FleetOutcome]:
     return [simulate(SIX_RACKS[name], seed) for seed in SEEDS]
 
 
@@ -78,7 +78,7 @@ def test_other_intervals_are_arithmetic_where_nothing_goes_back() -> None:
 
 
 def test_a_cost_that_no_recovery_paid_changes_nothing() -> None:
-    quiet = case(trays(1e7, 6), racks=2, job=Job(group=8, replica=16), costs=PlanCosts(checkpoint_s=0.0), days=1)
+    quiet = case(trays(1e7, 6), racks=2, job=FleetJob(group=8, replica=16), costs=PlanCosts(checkpoint_s=0.0), days=1)
     usual = simulate(quiet, 0)
     assert not usual.breaks
     assert rescaled(quiet, usual, "takeover_s", 2.0).goodput == usual.goodput

@@ -14,13 +14,13 @@ import pytest
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.planner.analysis.simulation_case import Case, simulate
-from rackrun.chaos.planner.inputs.failures import Process, Strike
-from rackrun.chaos.planner.inputs.fleet import Fleet, Job, fleet_of
+from rackrun.chaos.planner.inputs.failures import FailureProcess, UnitFailure
+from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob, fleet_of
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.model.fleet_state import Hall
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import Outcome
-from rackrun.chaos.planner.model.undisturbed_training import Pace, progress
+from rackrun.chaos.planner.model.outcome import FleetOutcome
+from rackrun.chaos.planner.model.undisturbed_training import TrainingTimes, progress
 from rackrun.core.policy.choice import choose
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure
 from rackrun.topology.model.errors import DoesNotFit
@@ -44,9 +44,11 @@ COSTS = PlanCosts(
 RACK, TRAY, GPU = "rack", "tray", "gpu"
 
 
-def struck(*strikes: tuple[float, Strike], days: float = 1.0, every: Intervals = NEVER, **more: object) -> Outcome:
+def struck(
+    *strikes: tuple[float, UnitFailure], days: float = 1.0, every: Intervals = NEVER, **more: object
+) -> FleetOutcome:
     """By hours."""
-    job = more.pop("job", Job(group=8, replica=16, spares_per_rack=8))
+    job = more.pop("job", FleetJob(group=8, replica=16, spares_per_rack=8))
     costs = more.pop("costs", COSTS)
     racks = int(str(more.pop("racks", 2)))
     one = case(racks=racks, days=days, job=job, costs=costs, intervals=every, **more)  # type: ignore[arg-type]
@@ -54,8 +56,8 @@ def struck(*strikes: tuple[float, Strike], days: float = 1.0, every: Intervals =
     return simulate(msgspec.structs.replace(one, trace=trace), 0, checked=True)
 
 
-def tray(unit: int, repair_h: float = 4.0) -> Strike:
-    return Strike(0, TRAY, unit, repair_h * HOUR)  # type: ignore[arg-type]
+def tray(unit: int, repair_h: float = 4.0) -> UnitFailure:
+    return UnitFailure(0, TRAY, unit, repair_h * HOUR)  # type: ignore[arg-type]
 
 
 def test_a_lost_tray_costs_its_detection_a_takeover_and_the_step_that_broke() -> None:
@@ -87,7 +89,7 @@ def test_a_loss_in_the_middle_of_a_recovery_begins_it_anew() -> None:
 
 
 def test_without_a_spare_the_world_shrinks_and_grows_again() -> None:
-    job = Job(group=4, replica=4, exact=True, micro_batches=36)
+    job = FleetJob(group=4, replica=4, exact=True, micro_batches=36)
     outcome = struck((1.0, tray(0)), job=job)
     assert outcome.rungs == {"grow": 1, "shrink": 1}
     away_s = 4 * HOUR + 120
@@ -99,21 +101,21 @@ def test_without_a_spare_the_world_shrinks_and_grows_again() -> None:
 
 
 def test_after_a_shrink_some_ranks_have_a_micro_batch_more_and_all_wait_for_them() -> None:
-    coarse = struck((1.0, tray(0)), job=Job(group=4, replica=4, exact=True, micro_batches=2))
-    fine = struck((1.0, tray(0)), job=Job(group=4, replica=4, exact=True, micro_batches=0))
+    coarse = struck((1.0, tray(0)), job=FleetJob(group=4, replica=4, exact=True, micro_batches=2))
+    fine = struck((1.0, tray(0)), job=FleetJob(group=4, replica=4, exact=True, micro_batches=0))
     assert coarse.where.slowed == pytest.approx(coarse.short_s / 3, rel=0.01)  # 3 where there were 2
     assert fine.where.slowed == pytest.approx(fine.short_s / 36, rel=0.01)
 
 
 def test_who_may_not_shrink_waits_for_the_repair() -> None:
-    job = Job(group=4, replica=4, min_ranks=0, wait_for_hardware_s=8 * HOUR)
+    job = FleetJob(group=4, replica=4, min_ranks=0, wait_for_hardware_s=8 * HOUR)
     outcome = struck((1.0, tray(0)), job=job)
     assert outcome.rungs == {"swap": 1, "wait": 1}
     assert outcome.where.waiting == pytest.approx(4 * HOUR + 120 - 15)
 
 
 def test_a_wait_that_is_too_short_ends_the_job_and_somebody_launches_it_again() -> None:
-    job = Job(group=4, replica=4, min_ranks=0, wait_for_hardware_s=HOUR)
+    job = FleetJob(group=4, replica=4, min_ranks=0, wait_for_hardware_s=HOUR)
     outcome = struck((1.0, tray(0)), job=job, every=Intervals(snapshot=0, checkpoint=30))
     assert outcome.rungs == {"relaunch": 1, "stop": 1, "wait": 1}
     assert outcome.where.waiting == pytest.approx(HOUR - 15)
@@ -122,7 +124,7 @@ def test_a_wait_that_is_too_short_ends_the_job_and_somebody_launches_it_again() 
 
 
 def test_a_job_that_is_launched_again_takes_what_there_is_and_grows() -> None:
-    job = Job(group=4, replica=4, wait_for_hardware_s=HOUR)
+    job = FleetJob(group=4, replica=4, wait_for_hardware_s=HOUR)
     outcome = struck((1.0, tray(0)), job=job, every=Intervals(snapshot=0, checkpoint=30), policy="swap,wait,stop")
     assert outcome.rungs == {"grow": 1, "relaunch": 1, "stop": 1, "wait": 1}
     assert outcome.where.stopped == pytest.approx(HOUR)
@@ -146,7 +148,7 @@ def test_a_restart_goes_back_to_the_newest_checkpoint_that_was_whole() -> None:
 
 def test_snapshots_take_everybody_back_where_state_has_no_replica() -> None:
     every = Intervals(snapshot=20, checkpoint=30)
-    job = Job(group=8, replica=16, spares_per_rack=8, state="mirror")
+    job = FleetJob(group=8, replica=16, spares_per_rack=8, state="mirror")
     outcome = struck((1 + 70 / 3600, tray(0)), job=job, every=every)
     assert outcome.rungs == {"swap": 1}
     assert outcome.where.redone == 70
@@ -156,7 +158,7 @@ def test_snapshots_take_everybody_back_where_state_has_no_replica() -> None:
 
 
 def test_a_restart_is_taken_where_the_core_finds_it_cheaper_than_a_rollback() -> None:
-    job = Job(group=8, replica=16, spares_per_rack=8, state="mirror")
+    job = FleetJob(group=8, replica=16, spares_per_rack=8, state="mirror")
     slow = msgspec.structs.replace(COSTS, copy_s=71.0)
     outcome = struck((1 + 70 / 3600, tray(0)), job=job, every=Intervals(snapshot=20, checkpoint=30), costs=slow)
     assert outcome.rungs == {"restart": 1}
@@ -166,8 +168,8 @@ def test_a_restart_is_taken_where_the_core_finds_it_cheaper_than_a_rollback() ->
 def test_a_tray_and_the_next_one_take_snapshot_and_copy_with_them() -> None:
     """The core's mirrors lie on the next tray in order: a whole rack takes nearly all of its copies along."""
     every = Intervals(snapshot=20, checkpoint=30)
-    job = Job(group=8, replica=16, spares_per_rack=16, spare_racks=1, state="mirror")
-    lost = Strike(0, RACK, 0, 4 * HOUR)  # type: ignore[arg-type]
+    job = FleetJob(group=8, replica=16, spares_per_rack=16, spare_racks=1, state="mirror")
+    lost = UnitFailure(0, RACK, 0, 4 * HOUR)  # type: ignore[arg-type]
     apart = struck((1.0, tray(0)), (1.001, tray(5)), job=job, every=every, racks=3)
     beside = struck((1.0, tray(0)), (1.001, tray(1)), job=job, every=every, racks=3)
     rack = struck((1.0, lost), job=job, every=every, racks=3)
@@ -177,21 +179,21 @@ def test_a_tray_and_the_next_one_take_snapshot_and_copy_with_them() -> None:
 
 
 def test_a_dead_process_leaves_its_slot_and_its_tray_s_memory() -> None:
-    dead = Strike(0, GPU, 0, 0.0)  # type: ignore[arg-type]
+    dead = UnitFailure(0, GPU, 0, 0.0)  # type: ignore[arg-type]
     every = Intervals(snapshot=20, checkpoint=30)
-    job = Job(group=8, replica=16, spares_per_rack=8, state="mirror")
+    job = FleetJob(group=8, replica=16, spares_per_rack=8, state="mirror")
     outcome = struck((1.0, dead), (1.001, tray(1)), job=job, every=every)
     assert outcome.rungs == {"swap": 1}
 
 
 def test_a_stall_is_absorbed() -> None:
-    outcome = struck((1.0, Strike(0, RACK, 0, 0.0, stalls=True)))  # type: ignore[arg-type]
+    outcome = struck((1.0, UnitFailure(0, RACK, 0, 0.0, stalls=True)))  # type: ignore[arg-type]
     assert outcome.rungs == {"absorb": 1}
     assert (outcome.where.recovering, outcome.where.redone) == (5.0, 0.0)
 
 
 def test_a_group_that_finds_no_spare_in_its_rack_moves() -> None:
-    job = Job(group=64, replica=64, spare_racks=1)
+    job = FleetJob(group=64, replica=64, spare_racks=1)
     outcome = struck((1.0, tray(0)), (2.0, tray(1)), (3.0, tray(2)), job=job)
     assert outcome.rungs == {"move": 1, "swap": 2}
     assert outcome.where.recovering == 20 + 20 + 25
@@ -219,7 +221,7 @@ def test_a_function_of_the_user_s_is_asked() -> None:
 def test_takeovers_are_those_that_the_placement_answers() -> None:
     """Hundreds of losses and repairs, with moves between racks; after each the same question to `rackrun.topology.placement.rank_assignment`."""
     fleet = Fleet(racks=8, trays=6)
-    job = Job(group=8, replica=8, spares_per_rack=4, spare_racks=1)
+    job = FleetJob(group=8, replica=8, spares_per_rack=4, spare_racks=1)
     hall, draw = Hall(fleet, job), stream(11, "hall")
     down: set[int] = set()
     asked = moved = short = 0
@@ -264,7 +266,7 @@ def test_takeovers_are_those_that_the_placement_answers() -> None:
 
 def test_a_rank_that_is_lost_already_is_not_lost_again_with_its_slot() -> None:
     """Its process died, another waits on the slot as a spare, and then the tray fails: nobody more is lost."""
-    fleet, job = Fleet(racks=2, trays=4), Job(group=4, replica=8, spares_per_rack=4)
+    fleet, job = Fleet(racks=2, trays=4), FleetJob(group=4, replica=8, spares_per_rack=4)
     hall = Hall(fleet, job)
     rank, slot = 3, int(hall.seats[3])
     assert hall.strike(range(slot, slot + 1), hardware=False) == [rank]
@@ -280,7 +282,7 @@ def test_a_rank_that_is_lost_already_is_not_lost_again_with_its_slot() -> None:
 
 @pytest.mark.parametrize(("group", "spares"), [(8, 8), (16, 4), (64, 8), (4, 0)])
 def test_the_shortcut_answers_as_the_solver_does(group: int, spares: int) -> None:
-    job = Job(group=group, replica=64, spares_per_rack=spares, exact=True)
+    job = FleetJob(group=group, replica=64, spares_per_rack=spares, exact=True)
     one = case(trays(300, 8), racks=6, job=job, costs=COSTS, days=20)
     assert simulate(one, 5, checked=True) == simulate(one, 5, shortcut=False)
 
@@ -289,9 +291,9 @@ def test_the_shortcut_answers_as_the_solver_does(group: int, spares: int) -> Non
 def test_what_the_hall_knows_of_seats_changes_no_answer_of_the_solver(policy: str) -> None:
     """Groups that move, worlds that shrink and grow, and whole worlds that begin again, on a fleet with one rack to spare. Who takes over
     is asked of the solver only where the policy may need it; without the shortcut, each time."""
-    job = Job(group=8, replica=16, spare_racks=1, exact=True)
-    rack = Process(name="rack", domain="rack", mtbf_s=900 * HOUR, repair_s=8 * HOUR)
-    process = Process(name="process", domain="gpu", mtbf_s=20_000 * HOUR)
+    job = FleetJob(group=8, replica=16, spare_racks=1, exact=True)
+    rack = FailureProcess(name="rack", domain="rack", mtbf_s=900 * HOUR, repair_s=8 * HOUR)
+    process = FailureProcess(name="process", domain="gpu", mtbf_s=20_000 * HOUR)
     one = case(trays(300, 12), rack, process, racks=6, job=job, costs=COSTS, days=20, policy=policy)
     found = simulate(one, 5, checked=True)
     assert found == simulate(one, 5, shortcut=False)
@@ -301,7 +303,7 @@ def test_what_the_hall_knows_of_seats_changes_no_answer_of_the_solver(policy: st
 
 # -- reproducible, and bad input -----------------------------------------------------------------------------------
 def test_the_same_seed_is_the_same_run_in_another_process() -> None:
-    rack = Process(name="rack", domain="rack", mtbf_s=500 * HOUR, repair_s=8 * HOUR)
+    rack = FailureProcess(name="rack", domain="rack", mtbf_s=500 * HOUR, repair_s=8 * HOUR)
     one = case(trays(500, 8, lemons=0.1, lemon_factor=5.0), rack, racks=6, crews=3, costs=COSTS)
     here = simulate(one, 7)
     program = (
@@ -317,15 +319,15 @@ def test_the_same_seed_is_the_same_run_in_another_process() -> None:
         cwd=root,
         env={**os.environ, "PYTHONHASHSEED": "99"},
     )
-    assert msgspec.json.decode(there.stdout, type=Outcome) == here
+    assert msgspec.json.decode(there.stdout, type=FleetOutcome) == here
     assert simulate(one, 8) != here
 
 
 def test_ten_thousand_gpus_for_thirty_days_are_a_few_events_for_each_failure() -> None:
     """One for a failure, a repair, a start, the knowledge of it, the end of the recovery: none for a step or a heartbeat."""
     mtbf_s = 8 * HOUR * 365 * 24 / 12  # a tray fails every eight months
-    tray_fails = Process(name="tray", domain="tray", mtbf_s=mtbf_s, repair_s=4 * HOUR)
-    one = Case(fleet=fleet_of(10_008), job=Job(spares_per_rack=8, group=8), processes=(tray_fails,))
+    tray_fails = FailureProcess(name="tray", domain="tray", mtbf_s=mtbf_s, repair_s=4 * HOUR)
+    one = Case(fleet=fleet_of(10_008), job=FleetJob(spares_per_rack=8, group=8), processes=(tray_fails,))
     outcome = simulate(one, 1)
     assert outcome.strikes > 200
     assert outcome.events < 6 * outcome.strikes
@@ -346,7 +348,7 @@ def test_ten_thousand_gpus_for_thirty_days_are_a_few_events_for_each_failure() -
 )
 def test_a_job_that_cannot_be_is_refused(job: dict[str, float], what: str) -> None:
     with pytest.raises(PlannerError, match=r"Remedy: .+") as refused:
-        Job(**job).replicas(Fleet(racks=4))  # type: ignore[arg-type]
+        FleetJob(**job).replicas(Fleet(racks=4))  # type: ignore[arg-type]
     assert what in str(refused.value)
 
 
@@ -378,7 +380,7 @@ def test_nothing_to_simulate_is_refused() -> None:
 def test_a_stretch_of_training_is_what_counting_step_by_step_gives() -> None:
     draw = stream(3, "stretches")
     for _ in range(200):
-        pace = Pace(
+        pace = TrainingTimes(
             step_s=draw.choice((1.0, 2.5)),
             snapshot_every=draw.choice((0, 1, 3)),
             snapshot_s=draw.choice((0.0, 0.5)),

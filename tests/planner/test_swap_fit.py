@@ -10,7 +10,7 @@ import pytest
 
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.swap_model.fit_measurements import fitted, held_against, read_kit
-from rackrun.chaos.planner.swap_model.predict_swap import WARM, Question, predict_swap
+from rackrun.chaos.planner.swap_model.predict_swap import WARM, SwapScenario, predict_swap
 from rackrun.chaos.planner.swap_model.stage_costs import FIGURES, built_s
 
 
@@ -66,7 +66,7 @@ def test_a_measured_figure_takes_the_place_of_a_thought(box: Path) -> None:
 
 def test_the_prediction_follows_and_says_what_is_measured(box: Path) -> None:
     figures, told = fitted(read_kit(box))
-    found = predict_swap(Question(ranks=8, groups={"dp": 8}, state_bytes=31e9), figures, told)
+    found = predict_swap(SwapScenario(ranks=8, groups={"dp": 8}, state_bytes=31e9), figures, told)
     assert found.row(WARM).likely == pytest.approx(0.8 + 7 * FIGURES.host_pair.likely)
     assert found.row(WARM).source == "reasoned", "its growth is"
     assert found.row("restore over nvlink").source == "measured"

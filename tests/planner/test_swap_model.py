@@ -9,7 +9,7 @@ import pytest
 
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.swap_model import stage_costs
-from rackrun.chaos.planner.swap_model.predict_swap import COLD, WARM, Question, predict_swap
+from rackrun.chaos.planner.swap_model.predict_swap import COLD, WARM, SwapScenario, predict_swap
 from rackrun.chaos.planner.swap_model.stage_costs import FIGURES, GROWN_BY_S, SHRUNK_BY_S, between, built_s, cold_s
 from rackrun.worker.communicators.gate_tree import FANOUT, blocks_of
 from rackrun.worker.communicators.on_demand import EAGER_RANKS
@@ -17,9 +17,9 @@ from rackrun.worker.communicators.on_demand import EAGER_RANKS
 WHOLE, WHOLE_COLD = "whole swap, spare warm", "whole swap, spare cold"
 
 
-def question(ranks: int = 64, **changed: object) -> Question:
+def question(ranks: int = 64, **changed: object) -> SwapScenario:
     fields = {"groups": {"tp": 8, "dp": ranks // 8}, "state_bytes": 12.7e9, **changed}
-    return Question(ranks=ranks, **fields)  # type: ignore[arg-type]
+    return SwapScenario(ranks=ranks, **fields)  # type: ignore[arg-type]
 
 
 # -- it adds up

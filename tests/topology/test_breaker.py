@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.protocol.gpu_health import Evidence, Health, Verdict, response_to
+from rackrun.protocol.gpu_health import Evidence, GpuVerdict, Health, response_to
 from rackrun.topology.health.circuit_breaker import Breaker, BreakerPolicy, Decision, Passed, SwitchSuspected, Withheld
 from rackrun.topology.model.racks import CliqueId
 
@@ -10,10 +10,10 @@ LEFT, RIGHT = CliqueId("left", 1), CliqueId("right", 1)
 TRAYS: dict[str, CliqueId | None] = {f"left-{at}": LEFT for at in range(6)} | {f"right-{at}": RIGHT for at in range(6)}
 
 
-def verdict(health: Health = Health.DEGRADED, *, fabric: bool = False, at_ms: int = 0, gpu: int = 0) -> Verdict:
+def verdict(health: Health = Health.DEGRADED, *, fabric: bool = False, at_ms: int = 0, gpu: int = 0) -> GpuVerdict:
     response, scope, repair = response_to(health)
     evidence = Evidence(at_ms=at_ms, source="nvml", what="something", health=health, fabric=fabric)
-    return Verdict(
+    return GpuVerdict(
         at_ms=at_ms, uuid="GPU-0", index=gpu, health=health, response=response, scope=scope, repair=repair, evidence=(evidence,)
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rackrun.protocol.gpu_health import SEVERITY, Health, Response, Verdict
+from rackrun.protocol.gpu_health import SEVERITY, GpuVerdict, Health, Response
 from rackrun.topology.gpu_driver.kernel_messages import KernelXid, parse_kernel_line
 from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading, XidEvent
 from rackrun.topology.health.tray_health import GpuRepaired, HealthPolicy, TrayHealth
@@ -25,7 +25,7 @@ def machine(**policy: int) -> TrayHealth:
     return health
 
 
-def one(verdicts: list[Verdict]) -> Verdict:
+def one(verdicts: list[GpuVerdict]) -> GpuVerdict:
     (verdict,) = verdicts
     return verdict
 
@@ -41,7 +41,7 @@ def test_an_xid_79_fences_its_gpu_at_once() -> None:
     verdict = one(machine().handle(5, XidEvent(xid=79, index=2, uuid="GPU-2")))
     assert (verdict.index, verdict.uuid, verdict.health, verdict.response) == (2, "GPU-2", Health.LOST, Response.FENCE)
     assert "FALLEN_OFF_THE_BUS" in str(verdict)
-    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict, "it goes over the wire"
+    assert msgspec.json.decode(msgspec.json.encode(verdict), type=GpuVerdict) == verdict, "it goes over the wire"
 
 
 def test_a_fatal_149_of_the_kernel_log_fences_its_gpu_and_speaks_of_the_fabric() -> None:

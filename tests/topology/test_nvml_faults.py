@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeTray
-from rackrun.protocol.gpu_health import Health, Response, Verdict
+from rackrun.protocol.gpu_health import GpuVerdict, Health, Response
 from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch
 from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading
 from rackrun.topology.health.findings import preflight
@@ -79,11 +79,11 @@ class Watched:
         self._marks = self._readings = 0
         assert self._until_read_anew() == []
 
-    def strike(self, fault: Fault) -> tuple[list[Verdict], int]:
+    def strike(self, fault: Fault) -> tuple[list[GpuVerdict], int]:
         """The first verdicts about it, and how many readings had come since it struck; the tray is well again afterwards."""
         fault.strike(self._tray)
         before = self._readings
-        verdicts: list[Verdict] = []
+        verdicts: list[GpuVerdict] = []
         if fault.health is Health.OK:
             verdicts = self._until_read_anew()
         while not verdicts and fault.health is not Health.OK:
@@ -94,19 +94,19 @@ class Watched:
         self._health.handle(self._now_ms(), GpuRepaired(index=GPU))
         return verdicts, took
 
-    def _until_read_anew(self) -> list[Verdict]:
+    def _until_read_anew(self) -> list[GpuVerdict]:
         """Verdicts of all that was on its way, up to a reading that began after this call."""
         self._marks += 1
         mark = f"580.{self._marks}"
         self._tray.driver = mark.encode()
-        verdicts: list[Verdict] = []
+        verdicts: list[GpuVerdict] = []
         driver = ""
         while driver != mark:
             driver, more = self._step()
             verdicts += more
         return verdicts
 
-    def _step(self) -> tuple[str, list[Verdict]]:
+    def _step(self) -> tuple[str, list[GpuVerdict]]:
         message = self._watch.next(DEADLINE_S)
         assert message is not None
         assert not isinstance(message, NvmlUnavailable), message

@@ -14,7 +14,7 @@ import torch
 
 from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.ids import Incarnation, SlotId
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
 from harness import Ended, TinyCluster
@@ -61,10 +61,10 @@ def train() -> Iterator[Callable[..., Ended]]:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world() -> Iterator[WorkerMembership]:
     """Of one process, on the host, that has joined no group yet."""
     fd = HeartbeatPage.create("alone")
     page = HeartbeatPage(fd)
     os.close(fd)
-    yield World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
+    yield WorkerMembership(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
     page.close()

@@ -57,9 +57,9 @@ from rackrun.protocol.commands import (
     DealShards,
     DrainWorkers,
     FenceWorker,
+    GenerationPlan,
     Notice,
     PauseWorkers,
-    Plan,
     ReleaseWorkers,
     ResumeGeneration,
     SetTimer,
@@ -70,7 +70,7 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import (
     Event,
-    Failure,
+    ScriptFailure,
     SlowRank,
     SlowRanksChanged,
     StopRequested,
@@ -87,7 +87,7 @@ from rackrun.protocol.timers import timer_named
 from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, decode_upward
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
-from rackrun.worker.membership.worker_membership import Scope, World
+from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 from rackrun.worker.state.tracked_state import TrackedState
 
 __all__ = ["HOSTS_ONLY", "Ended", "Paused", "Swap", "TinyCluster", "moments"]
@@ -126,7 +126,7 @@ class Ended:
 
     exit_code: int = -1
     because: str = ""
-    failure: Failure | None = None
+    failure: ScriptFailure | None = None
     state: dict[int, dict[str, str]] = field(default_factory=dict)
     """Rank -> what it holds when ``main`` has returned: path -> hash of the bits."""
     said: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Ended:
     """By rank, when it was first told."""
     ready: dict[int, WorkerReady] = field(default_factory=dict)
     """By slot, the last."""
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[GenerationPlan] = field(default_factory=list)
     """Every plan after the first."""
     story: list[str] = field(default_factory=list)
 
@@ -526,7 +526,7 @@ class TinyCluster:
             self._ended.state[rank], self._ended.moments[rank] = result["state"], result["moments"]
             self._ended.said[rank] = result["said"]
         self._remember_delivered(child)
-        failure = Failure(**result["failure"]) if "failure" in result else None
+        failure = ScriptFailure(**result["failure"]) if "failure" in result else None
         self._event(
             WorkerExited(
                 slot=child.worker.slot,
@@ -728,13 +728,17 @@ def _count_moments(dies_at: int | str | None) -> list[str]:
             print(f"dies at moment {dies_at}: {what}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def enter_collective(world: World, *args: Any, _original: Any = World.enter_collective) -> int | None:
+    def enter_collective(
+        world: WorkerMembership, *args: Any, _original: Any = WorkerMembership.enter_collective
+    ) -> int | None:
         if world.scope is Scope.UNIT:
             live(f"enters a collective after {world.passed}")
         generation: int | None = _original(world, *args)
         return generation
 
-    def pass_gate(world: World, at: Position, *more: Any, _original: Any = World.pass_gate) -> None:
+    def pass_gate(
+        world: WorkerMembership, at: Position, *more: Any, _original: Any = WorkerMembership.pass_gate
+    ) -> None:
         _original(world, at, *more)
         live(f"passed the gate of {at}")
 
@@ -746,8 +750,8 @@ def _count_moments(dies_at: int | str | None) -> list[str]:
         _original(units, at, *more)
         live(f"committed {at}")
 
-    World.enter_collective = enter_collective  # type: ignore[method-assign]
-    World.pass_gate = pass_gate  # type: ignore[method-assign]
+    WorkerMembership.enter_collective = enter_collective  # type: ignore[method-assign]
+    WorkerMembership.pass_gate = pass_gate  # type: ignore[method-assign]
     Run._begin_shard = begin_shard  # type: ignore[method-assign]
     UnitRunner._committed = committed  # type: ignore[method-assign]
     return lived

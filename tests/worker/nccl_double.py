@@ -392,7 +392,7 @@ class Queue:
 
 
 def stream_of(world: Any) -> Stream:
-    """For scripts: that of this process's `World`."""
+    """For scripts: that of this process's `WorkerMembership`."""
     stream: Stream = world.queue._stream
     return stream
 
@@ -408,9 +408,9 @@ def install(mode: str) -> TorchDispatchMode:
             host, GlooCommunicator(dist.PrefixStore("device", store), rank, size, timeout), stream, mode
         )
 
-    attempt = world.World.attempt
+    attempt = world.WorkerMembership.attempt
 
-    def attempt_in_stream(self: world.World, plan: Any, transfer: Callable[[], Any]) -> Any:
+    def attempt_in_stream(self: world.WorkerMembership, plan: Any, transfer: Callable[[], Any]) -> Any:
         def in_stream() -> Any:
             with InStream(stream):
                 return transfer()
@@ -451,7 +451,7 @@ def install(mode: str) -> TorchDispatchMode:
     torch.futures.Future.then = then_at_the_end  # type: ignore[method-assign]
     communicator_builder.build_communicator = build  # type: ignore[assignment]
     world.queue_of = lambda _: Queue(stream)  # type: ignore[assignment, return-value]
-    world.World.attempt = attempt_in_stream  # type: ignore[method-assign]
+    world.WorkerMembership.attempt = attempt_in_stream  # type: ignore[method-assign]
     live_restore.readable = unreadable  # type: ignore[assignment]
     tensor_bytes._of_host = tensor_bytes._of_device  # type: ignore[assignment]
     return InStream(stream)

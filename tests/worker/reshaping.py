@@ -16,7 +16,15 @@ from typing import Any
 
 from harness import Ended, TinyCluster
 
-from rackrun.protocol.commands import BreakGeneration, Member, Plan, ReleaseWorkers, Reshard, ResumeGeneration, Worker
+from rackrun.protocol.commands import (
+    BreakGeneration,
+    GenerationPlan,
+    Member,
+    ReleaseWorkers,
+    Reshard,
+    ResumeGeneration,
+    Worker,
+)
 from rackrun.protocol.events import (
     Event,
     SnapshotDamaged,
@@ -50,7 +58,7 @@ class Change:
     """All are told to pause when somebody tells of this as committed, and change then; None: as soon as a member is lost, or something
     is damaged."""
     rollback: int | None = None
-    edit: Callable[[Reshaped, Plan], Plan] = lambda _, plan: plan
+    edit: Callable[[Reshaped, GenerationPlan], GenerationPlan] = lambda _, plan: plan
     lost: int | None = None
     """The slot of a worker that is killed once all have paused: nothing but what it has sealed is left of it."""
 
@@ -59,7 +67,7 @@ class Change:
 class Seen:
     """What the coordinator was told in a generation that it has planned itself."""
 
-    plan: Plan
+    plan: GenerationPlan
     resumed: set[Worker] = field(default_factory=set)
     ready: dict[Worker, WorkerReady] = field(default_factory=dict)
     pages: dict[Worker, tuple[int, ...]] = field(default_factory=dict)
@@ -74,7 +82,7 @@ class Reshaped(TinyCluster):
         self.distant, NOTED[0] = distant, 0
         self._changes = list(changes)
         self._took_over = self._asked = False
-        self._plan: Plan | None = None
+        self._plan: GenerationPlan | None = None
         self._old: tuple[Reshard, Position, tuple[float, ...]] | None = None
         """Of the last plan, until all have resumed in it."""
         self._paused_workers: set[Worker] = set()
@@ -186,7 +194,7 @@ class Reshaped(TinyCluster):
                 for at in [at for at in found if at > committed]:
                     del found[at]
         here, before = [self._worker_in(slot) for slot in change.slots], set(self._members())
-        plan = Plan(
+        plan = GenerationPlan(
             generation=generation,
             world_size=len(here),
             members=tuple(

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from rackrun.protocol.ids import Generation
 from rackrun.worker.communicators.deferred_collective import DeferredWork
 from rackrun.worker.membership.elastic_group import ElasticGroup
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 
 
 @pytest.fixture
-def group(world: World) -> ElasticGroup:
+def group(world: WorkerMembership) -> ElasticGroup:
     """Of two ranks, in generation 1."""
     group = world.create_default(0, 2)
     world.generation, world._broken = Generation(1), False
@@ -41,7 +41,7 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 def test_of_a_synchronous_call_that_gives_nothing_there_is_a_work_all_the_same(
-    group: ElasticGroup, world: World
+    group: ElasticGroup, world: WorkerMembership
 ) -> None:
     """c10d takes whatever it is given for a work, and would end the process. The call stands in the order of the stream."""
     answers(group, lambda *_, **__: None)
@@ -63,7 +63,9 @@ def test_of_a_synchronous_call_that_gives_nothing_there_is_a_work_all_the_same(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_is_no_error_of_the_transport_is_the_callers(group: ElasticGroup, world: World, error: Exception) -> None:
+def test_what_is_no_error_of_the_transport_is_the_callers(
+    group: ElasticGroup, world: WorkerMembership, error: Exception
+) -> None:
     """To take it for a lost peer would break a healthy generation, and the next, for the same call."""
     answers(group, raises(error))
     with pytest.raises(type(error)):
@@ -80,7 +82,9 @@ def test_what_is_no_error_of_the_transport_is_the_callers(group: ElasticGroup, w
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_of_the_transport_breaks_the_generation(group: ElasticGroup, world: World, error: Exception) -> None:
+def test_an_error_of_the_transport_breaks_the_generation(
+    group: ElasticGroup, world: WorkerMembership, error: Exception
+) -> None:
     answers(group, raises(error))
     tensor = torch.ones(3)
     group.allreduce([tensor]).wait()
@@ -100,7 +104,9 @@ def late(group: ElasticGroup, error: Exception) -> DeferredWork:
     return work
 
 
-def test_wrong_arguments_of_a_call_that_begins_late_are_the_scripts_error(group: ElasticGroup, world: World) -> None:
+def test_wrong_arguments_of_a_call_that_begins_late_are_the_scripts_error(
+    group: ElasticGroup, world: WorkerMembership
+) -> None:
     begun = late(group, RuntimeError("ProcessGroupGloo::allreduce: invalid tensor type"))
     work = group.allreduce([torch.ones(3)])
     begun.begin()
@@ -111,7 +117,7 @@ def test_wrong_arguments_of_a_call_that_begins_late_are_the_scripts_error(group:
 
 
 def test_a_communicator_that_is_broken_before_a_call_could_begin_breaks_the_generation(
-    group: ElasticGroup, world: World
+    group: ElasticGroup, world: WorkerMembership
 ) -> None:
     begun = late(group, AssertionError("it never begins"))
     tensor = torch.ones(3)

@@ -15,7 +15,7 @@ from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.events import CollectiveWait
 from rackrun.worker.communicators.gate_tree import GATE_SUM
 from rackrun.worker.membership.elastic_group import ElasticGroup
-from rackrun.worker.membership.worker_membership import Scope, World
+from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 
 SIZE = 4
 
@@ -63,17 +63,17 @@ class Slow:
 
 
 @pytest.fixture
-def page(world: World) -> HeartbeatPage:
+def page(world: WorkerMembership) -> HeartbeatPage:
     return world.page
 
 
 @pytest.fixture
-def slow(world: World) -> Slow:
+def slow(world: WorkerMembership) -> Slow:
     return Slow(world.page)
 
 
 @pytest.fixture(autouse=True)
-def in_step(world: World, slow: Slow) -> None:
+def in_step(world: WorkerMembership, slow: Slow) -> None:
     """Rank 0 of four, in a step of generation 7, with a pair besides."""
     world.create_default(0, SIZE)
     assert world.new_group([0, 1], "", "pair") is not None
@@ -87,7 +87,7 @@ def ones() -> torch.Tensor:
 
 
 def test_who_waits_for_a_while_tells_in_what_and_how_many_it_has_called_in_each_group(
-    world: World, page: HeartbeatPage, slow: Slow
+    world: WorkerMembership, page: HeartbeatPage, slow: Slow
 ) -> None:
     everyone, pair = world.groups
     for group in (everyone, pair, everyone):
@@ -100,7 +100,7 @@ def test_who_waits_for_a_while_tells_in_what_and_how_many_it_has_called_in_each_
     assert page.blocked is None, "it goes on"
 
 
-def test_one_group_has_one_number_whoever_tells_of_it(world: World, slow: Slow) -> None:
+def test_one_group_has_one_number_whoever_tells_of_it(world: WorkerMembership, slow: Slow) -> None:
     everyone, pair = world.groups
     everyone.allreduce([ones()]).wait()
     pair.allreduce([ones()]).wait()
@@ -130,14 +130,14 @@ def calls(group: ElasticGroup, name: str) -> dist.Work:
 
 
 @pytest.mark.parametrize("name", ["send", "recv", "broadcast", "reduce", "alltoall", "of nothing"])
-def test_what_may_end_before_all_have_called_it_is_not_told(name: str, world: World, slow: Slow) -> None:
+def test_what_may_end_before_all_have_called_it_is_not_told(name: str, world: WorkerMembership, slow: Slow) -> None:
     calls(world.groups[1], name).wait()
     assert slow.seen == [None]
 
 
 @pytest.mark.parametrize(("name", "count"), [("send", 1), ("recv", 1), ("broadcast", 2)])
 def test_sends_and_receives_are_not_in_the_order_of_collectives_and_all_else_is(
-    name: str, count: int, world: World, slow: Slow
+    name: str, count: int, world: WorkerMembership, slow: Slow
 ) -> None:
     calls(world.groups[1], name).wait()
     world.groups[1].allreduce([ones()]).wait()
@@ -146,7 +146,7 @@ def test_sends_and_receives_are_not_in_the_order_of_collectives_and_all_else_is(
     assert last.number == count
 
 
-def test_the_gates_tree_has_an_order_of_its_own(world: World) -> None:
+def test_the_gates_tree_has_an_order_of_its_own(world: WorkerMembership) -> None:
     everyone = world.groups[0]
     first, second = (world.blocked.called(everyone, name, [ones()]) for name in ("allreduce", GATE_SUM))
     assert first is not None
@@ -156,7 +156,7 @@ def test_the_gates_tree_has_an_order_of_its_own(world: World) -> None:
 
 
 def test_in_a_phase_threads_of_the_script_may_call_collectives(
-    world: World, slow: Slow, monkeypatch: pytest.MonkeyPatch
+    world: WorkerMembership, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main, ours, theirs = (
         threading.main_thread(),
@@ -171,13 +171,13 @@ def test_in_a_phase_threads_of_the_script_may_call_collectives(
 
 
 @pytest.mark.parametrize("scope", [Scope.AFTER, Scope.SETUP])
-def test_what_is_neither_a_step_nor_a_phase_is_not_told_of(scope: Scope, world: World, slow: Slow) -> None:
+def test_what_is_neither_a_step_nor_a_phase_is_not_told_of(scope: Scope, world: WorkerMembership, slow: Slow) -> None:
     world.scope = scope
     world.groups[0].allreduce([ones()]).wait()
     assert slow.seen == [None]
 
 
-def test_as_long_as_a_future_is_out_its_callbacks_may_call_collectives(world: World, slow: Slow) -> None:
+def test_as_long_as_a_future_is_out_its_callbacks_may_call_collectives(world: WorkerMembership, slow: Slow) -> None:
     world.groups[0].allreduce([ones()]).get_future()
     world.groups[1].allreduce([ones()]).wait()
     assert slow.seen == [None]
@@ -186,7 +186,7 @@ def test_as_long_as_a_future_is_out_its_callbacks_may_call_collectives(world: Wo
     assert slow.seen[-1] is not None
 
 
-def test_a_future_whose_callback_runs_is_still_out(world: World, slow: Slow) -> None:
+def test_a_future_whose_callback_runs_is_still_out(world: WorkerMembership, slow: Slow) -> None:
     future = world.groups[0].allreduce([ones()]).get_future()
     future.add_done_callback(lambda _: world.groups[1].allreduce([ones()]).wait())
     slow.works[0].future.set_result(None)
@@ -194,7 +194,7 @@ def test_a_future_whose_callback_runs_is_still_out(world: World, slow: Slow) -> 
 
 
 def test_where_another_thread_has_called_a_collective_nothing_is_certain_until_the_next_generation(
-    world: World, slow: Slow
+    world: WorkerMembership, slow: Slow
 ) -> None:
     thread = threading.Thread(
         target=lambda: world.groups[1].allreduce([ones()], None), name="rackrun-of-a-test", daemon=True
@@ -210,7 +210,7 @@ def test_where_another_thread_has_called_a_collective_nothing_is_certain_until_t
     assert last.number == 1
 
 
-def test_what_another_thread_waits_for_is_not_told(world: World, slow: Slow) -> None:
+def test_what_another_thread_waits_for_is_not_told(world: WorkerMembership, slow: Slow) -> None:
     work = world.groups[0].allreduce([ones()])
     thread = threading.Thread(target=work.wait, daemon=True)
     thread.start()

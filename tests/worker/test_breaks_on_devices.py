@@ -29,7 +29,7 @@ from rackrun.worker.device.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device.device_return import RETURNS_S, DeviceReturn
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership import worker_membership as world_module
-from rackrun.worker.membership.worker_membership import Scope, World
+from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_undo import Undo
 
@@ -133,9 +133,9 @@ def test_nothing_is_done_again_before_what_was_in_flight_is_over(
     def main(run: Run) -> None:
         stream = stream_of(run._world)
         begins: list[tuple[int, bool]] = []
-        begin_unit = World.begin_unit
+        begin_unit = WorkerMembership.begin_unit
 
-        def looked_at(world: World, *, phase: bool) -> None:
+        def looked_at(world: WorkerMembership, *, phase: bool) -> None:
             begins.append((int(world.generation), stream.is_empty()))
             say(begins=begins)
             begin_unit(world, phase=phase)
@@ -147,7 +147,7 @@ def test_nothing_is_done_again_before_what_was_in_flight_is_over(
                 say(undone_when_empty=stream.is_empty())
             return discard(undo, backward_open=backward_open)
 
-        World.begin_unit, Undo.discard = looked_at, undone  # type: ignore[method-assign]
+        WorkerMembership.begin_unit, Undo.discard = looked_at, undone  # type: ignore[method-assign]
         model = net().to(run.device)
         fit(run, model, adam(model), average=True)
 
@@ -165,7 +165,7 @@ def test_nothing_is_done_again_before_what_was_in_flight_is_over(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("future", [False, True])
 def test_before_the_first_step_a_broken_collective_ends_its_script_and_gives_it_nothing(
-    asynchronous: bool, future: bool, alone: World
+    asynchronous: bool, future: bool, alone: WorkerMembership
 ) -> None:
     """The communicator is broken while the script waits; the kernel leaves, and all waits pass."""
     group = alone.groups[0]
@@ -190,7 +190,7 @@ def test_before_the_first_step_a_broken_collective_ends_its_script_and_gives_it_
     ids=["source of a broadcast", "broadcast", "send", "reduce"],
 )
 def test_what_a_broken_collective_only_read_is_kept_and_what_it_wrote_is_zero(
-    start: Callable[[Any, torch.Tensor], dist.Work], kept: bool, alone: World
+    start: Callable[[Any, torch.Tensor], dist.Work], kept: bool, alone: WorkerMembership
 ) -> None:
     """In the first phase, in a backward pass, which cannot be left."""
     tensor = torch.ones(4)
@@ -208,7 +208,7 @@ def root(rank: int) -> dist.BroadcastOptions:
     return options
 
 
-def breaks_in_it(world: World, *, writes: bool = True) -> None:
+def breaks_in_it(world: WorkerMembership, *, writes: bool = True) -> None:
     """The communicator of its only group, in the first collective, beside who waits for it. ``writes``: it leaves garbage."""
     stream = stream_of(world)
 
@@ -232,7 +232,7 @@ def breaks_in_it(world: World, *, writes: bool = True) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_came_from_a_peer_that_is_gone_is_not_taken_for_good(lost: bool, alone: World) -> None:
+def test_what_came_from_a_peer_that_is_gone_is_not_taken_for_good(lost: bool, alone: WorkerMembership) -> None:
     """Its kernel left, and this rank's ended as if all were well; nobody has told this rank yet."""
     alone.groups[0].communicator = cast("Any", SimpleNamespace(lost_a_peer=lambda: lost))
     over = SimpleNamespace(passed=lambda: True)
@@ -240,7 +240,9 @@ def test_what_came_from_a_peer_that_is_gone_is_not_taken_for_good(lost: bool, al
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_a_script_raises_beside_a_peer_that_is_gone_may_come_of_its_garbage(lost: bool, alone: World) -> None:
+def test_what_a_script_raises_beside_a_peer_that_is_gone_may_come_of_its_garbage(
+    lost: bool, alone: WorkerMembership
+) -> None:
     """Two ranks that stop at the same NaN would be taken for a mistake of the script's, and end the job."""
     alone.groups[0].communicator = cast("Any", SimpleNamespace(lost_a_peer=lambda: lost))
     assert alone.led_astray(FloatingPointError("the loss is not finite")) == lost
@@ -248,7 +250,7 @@ def test_what_a_script_raises_beside_a_peer_that_is_gone_may_come_of_its_garbage
 
 
 @pytest.mark.parametrize("error", OWN_FAULTS)
-def test_a_rank_whose_own_device_cannot_build_its_groups_ends(error: type[Exception], alone: World) -> None:
+def test_a_rank_whose_own_device_cannot_build_its_groups_ends(error: type[Exception], alone: WorkerMembership) -> None:
     """No peer is missed, and whoever takes its place builds them elsewhere."""
     builder, plan = SimpleNamespace(over=True, error=error("CUDA error")), SimpleNamespace(generation=0)
     with pytest.raises(error):
@@ -257,7 +259,7 @@ def test_a_rank_whose_own_device_cannot_build_its_groups_ends(error: type[Except
 
 
 def test_on_hosts_a_lost_peer_is_an_error_and_nobody_looks_for_it(
-    alone: World, monkeypatch: pytest.MonkeyPatch
+    alone: WorkerMembership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alone, "queue", queue_of(torch.device("cpu")))
     alone.groups[0].communicator = cast("Any", SimpleNamespace())
@@ -295,7 +297,7 @@ def test_a_number_that_is_no_sockets_any_more_is_let_go_of(tmp_path: Path) -> No
         assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_rank_whose_group_is_being_built_is_on_its_way(alone: World) -> None:
+def test_a_rank_whose_group_is_being_built_is_on_its_way(alone: WorkerMembership) -> None:
     alone.look_at_device()
     since_ns = alone.page.since_ns
     alone.look_at_device()
@@ -305,7 +307,7 @@ def test_a_rank_whose_group_is_being_built_is_on_its_way(alone: World) -> None:
     assert alone.page.since_ns > since_ns
 
 
-def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> None:
+def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: WorkerMembership) -> None:
     """It polls, which is no work."""
     seen: list[int] = []
 
@@ -320,14 +322,14 @@ def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> Non
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerMembership]:
     """Of two ranks, in generation 1, on a device."""
     fd = HeartbeatPage.create("alone")
     page = HeartbeatPage(fd)
     os.close(fd)
     stream = Stream()
     monkeypatch.setattr(world_module, "queue_of", lambda _: Queue(stream))
-    world = World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
+    world = WorkerMembership(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
     world.create_default(0, 2)
     world.generation = Generation(1)
     yield world
@@ -512,6 +514,10 @@ def test_a_collective_in_a_graph_is_refused_before_it_is_captured(
 
 def test_a_world_that_nobody_changes_may_capture_its_loopbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(queue=SimpleNamespace(is_capturing=lambda: True), _plan=None)
-    World._refuse_capture(cast("World", world), cast("Any", SimpleNamespace(size=lambda: 1)), "allreduce")
+    WorkerMembership._refuse_capture(
+        cast("WorkerMembership", world), cast("Any", SimpleNamespace(size=lambda: 1)), "allreduce"
+    )
     with pytest.raises(StepError):
-        World._refuse_capture(cast("World", world), cast("Any", SimpleNamespace(size=lambda: 2)), "allreduce")
+        WorkerMembership._refuse_capture(
+            cast("WorkerMembership", world), cast("Any", SimpleNamespace(size=lambda: 2)), "allreduce"
+        )

@@ -56,7 +56,7 @@ ALLOWED = {
     "state/tracked_generators.py _OfTorch.load_state_dict": RARE,
     "restore/process_vm.py Neighbour.__init__": HOST,
     "loop/nccl_warmup.py _OneRank.use": "in a thread of its own, of a spare",
-    "loop/pause.py Pause.stand": RARE,
+    "loop/pause.py WorkerPause.stand": RARE,
     "tensors/readback.py Readback.__init__": HOST,
     "tensors/readback.py Readback.value": HOST,
     "loop/join_generation.py _most": RARE,
@@ -71,7 +71,7 @@ ALLOWED = {
     "tensors/undo_copies.py same_bits": RARE,
     "integrity/unshared_buffers.py UniqueBuffers.committed": "where replicas have buffers of their own: what has changed them after the gate is known before the next unit",
     "script/untracked_changes.py _sample": RARE,
-    "membership/worker_membership.py World._sum": HOST,
+    "membership/worker_membership.py WorkerMembership._sum": HOST,
 }
 
 STARTS = "before torch or a thread reads it"

@@ -15,7 +15,7 @@ from scripts import adam, ddp
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.collective_work import Guarded
 from rackrun.worker.membership.elastic_group import ElasticGroup
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.torch_compat.data_parallel.ddp import reset
 
 SIZE, RANK = 3, 1
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
 
 @pytest.fixture
-def group(world: World) -> ElasticGroup:
+def group(world: WorkerMembership) -> ElasticGroup:
     return world.create_default(RANK, SIZE)
 
 
@@ -133,7 +133,7 @@ class EndsWhileItIsLookedAfter(dist.Work):
 
 
 @pytest.mark.parametrize("error", ["", "Connection reset by peer"])
-def test_a_look_that_times_out_is_no_verdict(world: World, error: str) -> None:
+def test_a_look_that_times_out_is_no_verdict(world: WorkerMembership, error: str) -> None:
     tensor = ones(4)
     work = EndsWhileItIsLookedAfter(error)
     Guarded(world, world.generation, work, [tensor], lambda: None, entered=world.progress.enter()).wait()
@@ -141,7 +141,7 @@ def test_a_look_that_times_out_is_no_verdict(world: World, error: str) -> None:
     assert world.broken == bool(error)
 
 
-def test_groups_of_a_promoted_spare_are_those_of_the_rank_that_it_replaces(world: World) -> None:
+def test_groups_of_a_promoted_spare_are_those_of_the_rank_that_it_replaces(world: WorkerMembership) -> None:
     """Two disjoint families of equal size: which one a group belongs to shows in who is not in it."""
     world.create_default(0, 4)
     made = [world.new_group(ranks, "", "undefined") for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -188,7 +188,7 @@ def test_objects_may_be_exchanged_before_the_first_step(train: Callable[..., har
 
 
 def test_when_ddp_lays_out_its_buckets_nobody_is_asked(
-    world: World, group: ElasticGroup, monkeypatch: pytest.MonkeyPatch
+    world: WorkerMembership, group: ElasticGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layout is the same on all ranks. torch would have rank 0 tell it, and raise where what comes is garbage: a rank that is lost in that would
     take another with it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rackrun.worker.device.own_time import OwnTime
+from rackrun.worker.device.own_time import OwnTimeMeter
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-def backward(*, bucket: float, rest: float, landed: float, clock: Clock, own: OwnTime, together: int = 1) -> None:
+def backward(*, bucket: float, rest: float, landed: float, clock: Clock, own: OwnTimeMeter, together: int = 1) -> None:
     """One that gives collectives' futures when ``bucket`` seconds of it are computed, computes for ``rest`` more, and then waits until
     they are all done, ``landed`` seconds after that, as DDP's does."""
     leaf = torch.ones(1, requires_grad=True)
@@ -42,7 +42,7 @@ def backward(*, bucket: float, rest: float, landed: float, clock: Clock, own: Ow
 
 
 def test_what_is_waited_in_a_collective_is_not_its_own() -> None:
-    own = OwnTime()
+    own = OwnTimeMeter()
     own.begin()
     own.waited(0.3)
     own.waited(0.1)
@@ -50,7 +50,7 @@ def test_what_is_waited_in_a_collective_is_not_its_own() -> None:
 
 
 def test_a_unit_begins_with_nothing_waited() -> None:
-    own = OwnTime()
+    own = OwnTimeMeter()
     own.waited(0.3)
     own.passes = 2
     own.begin()
@@ -59,7 +59,7 @@ def test_a_unit_begins_with_nothing_waited() -> None:
 
 def test_the_wait_at_the_end_of_a_backward_pass_is_not_its_own() -> None:
     clock = Clock()
-    own = OwnTime(clock)
+    own = OwnTimeMeter(clock)
     own.begin()
     backward(bucket=0.2, rest=0.3, landed=0.5, clock=clock, own=own, together=3)
     clock.now += 0.1
@@ -68,7 +68,7 @@ def test_the_wait_at_the_end_of_a_backward_pass_is_not_its_own() -> None:
 
 def test_a_collective_that_is_done_before_the_last_gradient_was_not_waited_for() -> None:
     clock = Clock()
-    own = OwnTime(clock)
+    own = OwnTimeMeter(clock)
     own.begin()
     leaf = torch.ones(1, requires_grad=True)
     out = leaf * 2
@@ -85,7 +85,7 @@ def test_a_collective_that_is_done_before_the_last_gradient_was_not_waited_for()
 
 def test_each_of_several_backward_passes_has_its_own_wait() -> None:
     clock = Clock()
-    own = OwnTime(clock)
+    own = OwnTimeMeter(clock)
     own.begin()
     for _ in range(3):
         backward(bucket=0.1, rest=0.1, landed=0.2, clock=clock, own=own)
@@ -95,7 +95,7 @@ def test_each_of_several_backward_passes_has_its_own_wait() -> None:
 
 
 def test_of_a_unit_in_which_the_world_broke_nothing_is_known() -> None:
-    own = OwnTime()
+    own = OwnTimeMeter()
     own.begin()
     own.disturbed()
     assert own.of(1.0) == 0.0
@@ -105,7 +105,7 @@ def test_of_a_unit_in_which_the_world_broke_nothing_is_known() -> None:
 
 def test_what_micro_batches_take_is_told_apart_from_the_rest_of_a_step() -> None:
     clock = Clock()
-    own = OwnTime(clock)
+    own = OwnTimeMeter(clock)
     own.begin()
     clock.now += 0.1  # before the first
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_what_micro_batches_take_is_told_apart_from_the_rest_of_a_step() -> None
 
 def test_the_wait_at_the_end_of_the_last_backward_is_not_its_micro_batchs() -> None:
     clock = Clock()
-    own = OwnTime(clock)
+    own = OwnTimeMeter(clock)
     own.begin()
     own.next_pass()
     backward(bucket=0.2, rest=0.3, landed=0.5, clock=clock, own=own)

@@ -14,7 +14,7 @@ from harness import Ended, say
 from nccl_double import MODES
 from scripts import adam, ddp, fit, loss_of, net
 
-from rackrun.worker.device.own_time import OwnTime
+from rackrun.worker.device.own_time import OwnTimeMeter
 from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
@@ -75,24 +75,24 @@ def device() -> Device:
 
 
 @pytest.fixture
-def own(device: Device) -> OwnTime:
-    found = OwnTime(lambda: 0.0, device)  # the host's clock says nothing
+def own(device: Device) -> OwnTimeMeter:
+    found = OwnTimeMeter(lambda: 0.0, device)  # the host's clock says nothing
     found.begin()
     return found
 
 
-def waits(own: OwnTime, device: Device) -> None:
+def waits(own: OwnTimeMeter, device: Device) -> None:
     own.stream_waited(device.moment(), device.moment())
 
 
-def test_what_the_stream_stood_is_not_its_own(own: OwnTime, device: Device) -> None:
+def test_what_the_stream_stood_is_not_its_own(own: OwnTimeMeter, device: Device) -> None:
     waits(own, device)
     waits(own, device)
     device.come(10.0, 10.25, 11.0, 11.5)
     assert own.of(2.0) == 1.25
 
 
-def test_a_wait_behind_the_gate_counts_for_the_next_unit_and_once(own: OwnTime, device: Device) -> None:
+def test_a_wait_behind_the_gate_counts_for_the_next_unit_and_once(own: OwnTimeMeter, device: Device) -> None:
     waits(own, device)
     device.come(10.0, 10.5)
     waits(own, device)
@@ -104,14 +104,14 @@ def test_a_wait_behind_the_gate_counts_for_the_next_unit_and_once(own: OwnTime, 
     assert own.of(2.0) == 2.0
 
 
-def test_what_another_stream_waits_for_holds_up_nothing_that_is_computed(own: OwnTime, device: Device) -> None:
+def test_what_another_stream_waits_for_holds_up_nothing_that_is_computed(own: OwnTimeMeter, device: Device) -> None:
     device.current = 2
     waits(own, device)
     device.come(10.0, 10.5)
     assert own.of(2.0) == 2.0
 
 
-def test_what_a_broken_unit_waited_for_is_forgotten(own: OwnTime, device: Device) -> None:
+def test_what_a_broken_unit_waited_for_is_forgotten(own: OwnTimeMeter, device: Device) -> None:
     waits(own, device)
     own.disturbed()
     assert own.of(2.0) == 0.0
@@ -120,7 +120,7 @@ def test_what_a_broken_unit_waited_for_is_forgotten(own: OwnTime, device: Device
     assert own.of(2.0) == 2.0
 
 
-def test_micro_batches_take_what_the_device_took_for_them(own: OwnTime, device: Device) -> None:
+def test_micro_batches_take_what_the_device_took_for_them(own: OwnTimeMeter, device: Device) -> None:
     for _ in range(2):
         own.next_pass()  # one place, before the first
     waits(own, device)
@@ -132,7 +132,7 @@ def test_micro_batches_take_what_the_device_took_for_them(own: OwnTime, device: 
 
 
 def test_the_end_of_a_backward_pass_is_bounded_before_and_after_all_that_waits_in_it(
-    own: OwnTime, device: Device
+    own: OwnTimeMeter, device: Device
 ) -> None:
     leaf = torch.ones(1, requires_grad=True)
     order: list[str] = []
@@ -160,14 +160,14 @@ _SLOW_S = 0.3
 def measured(run: Run) -> list[tuple[float, float]]:
     """Of each unit of this rank: what it took, and its own part."""
     found: list[tuple[float, float]] = []
-    of = OwnTime.of
+    of = OwnTimeMeter.of
 
-    def kept(own: OwnTime, seconds: float) -> float:
+    def kept(own: OwnTimeMeter, seconds: float) -> float:
         found.append((seconds, of(own, seconds)))
         say(times=found)
         return found[-1][1]
 
-    OwnTime.of = kept  # type: ignore[method-assign]
+    OwnTimeMeter.of = kept  # type: ignore[method-assign]
     return found
 
 
@@ -236,14 +236,14 @@ def test_who_waits_at_the_end_of_ddps_backward_is_not_slow(
 
     def main(run: Run) -> None:
         measured(run)
-        computed = OwnTime._backward_computed
+        computed = OwnTimeMeter._backward_computed
 
-        def shown(own: OwnTime) -> None:
+        def shown(own: OwnTimeMeter) -> None:
             computed(own)
             if run._world.passed.step == 1:
                 (tmp_path / str(run.rank)).touch()
 
-        OwnTime._backward_computed = shown  # type: ignore[method-assign]
+        OwnTimeMeter._backward_computed = shown  # type: ignore[method-assign]
         model = ddp(run)
 
         def slow(step: int) -> None:

@@ -25,7 +25,7 @@ from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.commands import BreakGeneration
 from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 
 Train = Callable[..., Ended]
@@ -261,7 +261,7 @@ def test_told_to_end_in_a_pause_the_run_ends_a_step_later(folder: Path, train: T
 def test_a_pause_is_of_one_generation_and_nobody_else_hears_of_it() -> None:
     fd = HeartbeatPage.create("test")
     page = HeartbeatPage(fd)
-    world = World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
+    world = WorkerMembership(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
     world.on_pause(Generation(0))
     assert not world.pausing, "a spare"
     world.generation = 3

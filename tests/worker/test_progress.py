@@ -14,12 +14,12 @@ from scripts import adam, ddp, fit
 from test_own_time_of_devices import Device, Place
 
 from rackrun.agent.tray.worker_liveness import _stall
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.ids import Step
 from rackrun.worker.device.device_queue import queue_of
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.collective_progress import Entered, Progress
+from rackrun.worker.membership.collective_progress import CollectiveProgress, Entered
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def page() -> Iterator[HeartbeatPage]:
 
 
 @pytest.fixture
-def progress(page: HeartbeatPage) -> Progress:
-    return Progress(page, Device())
+def progress(page: HeartbeatPage) -> CollectiveProgress:
+    return CollectiveProgress(page, Device())
 
 
 class Asked:
@@ -48,7 +48,7 @@ class Asked:
         return self.over
 
 
-def enqueue(progress: Progress) -> tuple[Entered, Place, Asked]:
+def enqueue(progress: CollectiveProgress) -> tuple[Entered, Place, Asked]:
     entered, reached, work = progress.enter(), Place(), Asked()
     entered.reached = reached
     entered.enqueued(cast("Any", work), cast("Any", work))
@@ -56,7 +56,7 @@ def enqueue(progress: Progress) -> tuple[Entered, Place, Asked]:
 
 
 def test_a_collective_is_entered_when_the_device_has_come_to_it_and_completed_when_it_has_passed(
-    progress: Progress, page: HeartbeatPage
+    progress: CollectiveProgress, page: HeartbeatPage
 ) -> None:
     _, first, work = enqueue(progress)
     _, second, _ = enqueue(progress)
@@ -74,7 +74,7 @@ def test_a_collective_is_entered_when_the_device_has_come_to_it_and_completed_wh
 
 
 def test_what_the_stream_has_waited_for_is_known_by_the_place_behind_the_wait(
-    progress: Progress, page: HeartbeatPage
+    progress: CollectiveProgress, page: HeartbeatPage
 ) -> None:
     entered, reached, work = enqueue(progress)
     behind = Place()
@@ -90,7 +90,7 @@ def test_what_the_stream_has_waited_for_is_known_by_the_place_behind_the_wait(
 
 
 def test_a_hosts_collective_that_is_ahead_of_the_device_does_not_hide_where_that_stands(
-    progress: Progress, page: HeartbeatPage
+    progress: CollectiveProgress, page: HeartbeatPage
 ) -> None:
     enqueue(progress)
     progress.completed(progress.enter())
@@ -98,7 +98,9 @@ def test_a_hosts_collective_that_is_ahead_of_the_device_does_not_hide_where_that
     assert page.collectives == (0, 0)
 
 
-def test_a_rank_that_waits_in_a_collective_of_the_hosts_waits(progress: Progress, page: HeartbeatPage) -> None:
+def test_a_rank_that_waits_in_a_collective_of_the_hosts_waits(
+    progress: CollectiveProgress, page: HeartbeatPage
+) -> None:
     entered = progress.enter()
     progress.look()
     assert page.collectives == (1, 0)
@@ -108,7 +110,7 @@ def test_a_rank_that_waits_in_a_collective_of_the_hosts_waits(progress: Progress
 
 
 def test_behind_a_gate_all_is_over_and_a_generation_begins_from_nothing(
-    progress: Progress, page: HeartbeatPage
+    progress: CollectiveProgress, page: HeartbeatPage
 ) -> None:
     enqueue(progress)
     progress.look()
@@ -124,7 +126,7 @@ def test_behind_a_gate_all_is_over_and_a_generation_begins_from_nothing(
     assert page.collectives == (0, 0)
 
 
-def test_a_device_that_has_failed_is_no_further_than_it_was(progress: Progress, page: HeartbeatPage) -> None:
+def test_a_device_that_has_failed_is_no_further_than_it_was(progress: CollectiveProgress, page: HeartbeatPage) -> None:
     entered, reached, _ = enqueue(progress)
     reached.at_s = 1.0
     progress.look()
@@ -141,7 +143,7 @@ def test_a_device_that_has_failed_is_no_further_than_it_was(progress: Progress, 
 def test_where_the_host_computes_what_it_has_called_for_is_entered(page: HeartbeatPage) -> None:
     import torch
 
-    progress = Progress(page, queue_of(torch.device("cpu")))
+    progress = CollectiveProgress(page, queue_of(torch.device("cpu")))
     entered = progress.enter()
     assert page.collectives == (1, 0)
     progress.completed(entered)
@@ -166,7 +168,7 @@ class Watched(TinyCluster):
         for child in list(self._children.values()):
             if not child.spare:
                 worker = SimpleNamespace(page=child.page, slot=child.worker.slot, incarnation=child.worker.incarnation)
-                self._event(_stall(cast("Worker", worker), for_ms=5000))
+                self._event(_stall(cast("WorkerHandle", worker), for_ms=5000))
 
     def _stands(self, rank: int, page: HeartbeatPage) -> bool:
         entered, completed = page.collectives

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import cast
 
 from rackrun.protocol.ids import Position
-from rackrun.worker.steps.recorded_units import Recorded, Unit
+from rackrun.worker.steps.recorded_units import RecordedUnit, RecordedUnits
 
 
 def at(step: int, phase: int = 0) -> Position:
     return Position(step, phase)
 
 
-def recorded(*positions: Position) -> Recorded:
-    units = Recorded()
+def recorded(*positions: Position) -> RecordedUnits:
+    units = RecordedUnits()
     for position in positions:
-        units.append(Unit(position, lambda _step: None))
+        units.append(RecordedUnit(position, lambda _step: None))
     return units
 
 

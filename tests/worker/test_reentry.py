@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from rackrun.checkpoint.arena.arena_format import PAGE
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.protocol.commands import Plan, Restore
+from rackrun.protocol.commands import GenerationPlan, Restore
 from rackrun.protocol.ids import Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 
 Make = Callable[[Run], nn.Module]
 Reshape = Callable[..., tuple[Ended, Reshaped]]
@@ -55,7 +55,7 @@ def hsdp(run: Run) -> nn.Module:
     return fsdp(run, run.mesh)
 
 
-def of_members(_: Reshaped, plan: Plan) -> Plan:
+def of_members(_: Reshaped, plan: GenerationPlan) -> GenerationPlan:
     """Replicas have all: who goes has nothing that is needed."""
     assert plan.reshard is not None
     here = {f"/{member.slot}/{member.incarnation}" for member in plan.members}
@@ -63,7 +63,7 @@ def of_members(_: Reshaped, plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, reshard=msgspec.structs.replace(plan.reshard, images=images))
 
 
-def as_it_is(_: Reshaped, plan: Plan) -> Plan:
+def as_it_is(_: Reshaped, plan: GenerationPlan) -> GenerationPlan:
     return plan
 
 
@@ -232,7 +232,7 @@ def test_what_other_trays_had_of_the_old_layout_counts_for_nothing_in_the_new_on
         say(seen=seen)
 
     def have_mirrors(_: Run) -> None:
-        World.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
+        WorkerMembership.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
 
     ended, _ = reshape(
         script(fsdp, in_main=have_mirrors, after_a_step=copies_come_through, holds={1: 5}),
@@ -252,7 +252,7 @@ def test_what_other_trays_had_of_the_old_layout_counts_for_nothing_in_the_new_on
 def test_replicas_of_shards_are_dropped_along_the_first_axis(reshape: Reshape) -> None:
     mesh = {"dp_replicate": 2, "dp_shard": 2}
 
-    def replicas_have_the_same(_: Reshaped, plan: Plan) -> Plan:
+    def replicas_have_the_same(_: Reshaped, plan: GenerationPlan) -> GenerationPlan:
         assert plan.reshard is not None
         images = plan.reshard.images
         return msgspec.structs.replace(
@@ -343,9 +343,9 @@ def test_a_rank_that_is_lost_in_main_leads_to_another_entry_from_the_same_snapsh
 
 
 def test_a_rank_that_is_lost_while_another_has_left_its_groups_and_made_no_new_ones(reshape: Reshape) -> None:
-    begin_again = World.begin_again
+    begin_again = WorkerMembership.begin_again
 
-    def slowly(self: World, plan: Plan, rank: int) -> None:
+    def slowly(self: WorkerMembership, plan: GenerationPlan, rank: int) -> None:
         begin_again(self, plan, rank)
         if plan.generation == 2 and self._slot == "t/1":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -354,7 +354,7 @@ def test_a_rank_that_is_lost_while_another_has_left_its_groups_and_made_no_new_o
                 assert self._changed.wait_for(lambda: self._announced > 2, timeout=60)
 
     def patched(_: Run) -> None:
-        World.begin_again = slowly  # type: ignore[method-assign]
+        WorkerMembership.begin_again = slowly  # type: ignore[method-assign]
 
     ended, _ = reshape(
         script(ddp, in_main=patched),
@@ -384,7 +384,7 @@ def test_who_has_met_nobody_in_main_goes_on_when_a_spare_takes_the_place_of_the_
 def test_a_loss_in_the_new_world_is_made_good_from_its_own_first_snapshot(reshape: Reshape) -> None:
     """The former layout's snapshot of the same step is not taken for it."""
 
-    def from_the_first(cluster: Reshaped, plan: Plan) -> Plan:
+    def from_the_first(cluster: Reshaped, plan: GenerationPlan) -> GenerationPlan:
         assert plan.reshard is not None
         (first,) = (seen.plan for seen in cluster.seen)
         lost = Restore(rank=Rank(1), snapshot=plan.reshard.images[1])
@@ -408,7 +408,7 @@ def test_a_loss_in_the_new_world_is_made_good_from_its_own_first_snapshot(reshap
 
 @pytest.mark.stories
 def test_a_damaged_snapshot_is_told_of_and_never_used(reshape: Reshape, capfd: Any) -> None:
-    def spoil(cluster: Reshaped, plan: Plan) -> Plan:
+    def spoil(cluster: Reshaped, plan: GenerationPlan) -> GenerationPlan:
         fd = cluster.snapshot_of(3, plan.committed.step)
         at = 6 * PAGE + 100  # behind the arena's records and the image's header: tensors
         os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)

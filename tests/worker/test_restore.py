@@ -26,7 +26,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.restore import live_restore, process_vm
 from rackrun.worker.restore.live_restore import Callbacks, run_restores
 from rackrun.worker.restore.restore_transfer import landing_places
-from rackrun.worker.state.state_manifest import Manifest, TensorInfo
+from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 
@@ -116,7 +116,7 @@ def test_a_newcomer_whose_gpu_cannot_take_the_state_ends_and_another_takes_the_p
     """It is no lost peer: the next generation would come to the same, with the same newcomer, and so would all after that."""
     allocate = TrackedState.allocate
 
-    def first_fails(state: TrackedState, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def first_fails(state: TrackedState, manifest: StateManifest) -> dict[str, torch.Tensor]:
         with contextlib.suppress(FileExistsError), open(tmp_path / "first", "x") as file:
             file.write(str(os.getpid()))
         if (tmp_path / "first").read_text() == str(os.getpid()):
@@ -193,9 +193,9 @@ class Given(NamedTuple):
     infos: list[TensorInfo]
     tensors: dict[str, torch.Tensor]
 
-    def manifest(self, replica_class: str) -> Manifest:
+    def manifest(self, replica_class: str) -> StateManifest:
         del replica_class
-        return Manifest(self.infos, b"")
+        return StateManifest(self.infos, b"")
 
 
 def given(*paths: str, sizes: int = 2**17) -> Given:

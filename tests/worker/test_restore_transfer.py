@@ -16,18 +16,24 @@ from test_restore import wide
 from rackrun.worker.communicators.communicator import PointToPoint
 from rackrun.worker.restore import process_vm, restore_layout, restore_transfer
 from rackrun.worker.restore.live_restore import _receive_pieces, _send_pieces
-from rackrun.worker.restore.restore_layout import PIECE_BYTES_MAX, PIECE_BYTES_MIN, ROUND_BYTES, ROUND_PIECES, Layout
+from rackrun.worker.restore.restore_layout import (
+    PIECE_BYTES_MAX,
+    PIECE_BYTES_MIN,
+    ROUND_BYTES,
+    ROUND_PIECES,
+    RestoreLayout,
+)
 from rackrun.worker.restore.restore_transfer import Given, Landing
-from rackrun.worker.state.state_manifest import Manifest, TensorInfo
+from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 
 Train = Callable[..., Ended]
 CPU = torch.device("cpu")
 GIB = 2**30
 
 
-def layout_of(*sizes: int, sources: tuple[int, ...] = (1, 2)) -> Layout:
+def layout_of(*sizes: int, sources: tuple[int, ...] = (1, 2)) -> RestoreLayout:
     tensors = [TensorInfo(f"t/param/{i}", "uint8", (size,), False, False) for i, size in enumerate(sizes)]
-    return Layout(Manifest(tensors, b""), sources)
+    return RestoreLayout(StateManifest(tensors, b""), sources)
 
 
 # -- what is given by whom -----------------------------------------------------------------------------------------
@@ -123,7 +129,7 @@ class Work:
         self._parts = []
 
 
-def tensors_of(layout: Layout, *, seed: int | None = None) -> dict[str, torch.Tensor]:
+def tensors_of(layout: RestoreLayout, *, seed: int | None = None) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed or 0)
     return {
         info.path: torch.zeros(info.shape, dtype=torch.uint8)

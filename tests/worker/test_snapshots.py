@@ -22,7 +22,7 @@ from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState
@@ -252,7 +252,7 @@ def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_someth
     has none of step 6, all go back; and whatever is taken from then on without coming through, that to which all went back stays."""
 
     def main(run: Run) -> None:
-        World.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
+        WorkerMembership.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
         model = net()
         with torch.no_grad():
             model[0].bias.add_(run.rank)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from rackrun.errors import StepError
-from rackrun.worker.restore.restore_layout import PIECE_BYTES_MIN, Layout
-from rackrun.worker.state.state_manifest import Manifest, TensorInfo
+from rackrun.worker.restore.restore_layout import PIECE_BYTES_MIN, RestoreLayout
+from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.unit_undo import Undo
 from rackrun.worker.tensors.device_digest import device_digest
@@ -63,7 +63,7 @@ def tracked(seed: int = 0, steps: int = 0) -> TrackedState:
 
 
 def carried(source: TrackedState, newcomer: TrackedState) -> None:
-    manifest = msgspec.msgpack.decode(msgspec.msgpack.encode(source.manifest("a class")), type=Manifest)
+    manifest = msgspec.msgpack.decode(msgspec.msgpack.encode(source.manifest("a class")), type=StateManifest)
     tensors = newcomer.allocate(manifest)
     for path, tensor in source.tensors().items():
         tensors[path].copy_(tensor)
@@ -464,13 +464,13 @@ def test_a_digest_is_of_the_memory_whatever_its_type() -> None:
 
 
 # -- how a transfer is laid out ---------------------------------------------------------------------------------------------
-def manifest_of(*sizes: int) -> Manifest:
-    return Manifest([TensorInfo(f"t{i}", "uint8", (size,), False, False) for i, size in enumerate(sizes)], b"")
+def manifest_of(*sizes: int) -> StateManifest:
+    return StateManifest([TensorInfo(f"t{i}", "uint8", (size,), False, False) for i, size in enumerate(sizes)], b"")
 
 
 def test_sources_share_the_pieces_and_each_byte_is_sent_once() -> None:
     sizes = (10, 3 * PIECE_BYTES_MIN + 5, 100_000)
-    layout = Layout(manifest_of(*sizes), (2, 5))
+    layout = RestoreLayout(manifest_of(*sizes), (2, 5))
     assert layout.small == ["t0"]
     for index in (1, 2):
         parts = [(piece.start, piece.stop) for piece in layout.pieces if piece.path == f"t{index}"]
@@ -481,7 +481,7 @@ def test_sources_share_the_pieces_and_each_byte_is_sent_once() -> None:
 
 
 def test_a_tensor_is_checked_by_another_source_than_the_one_that_sends_its_first_piece() -> None:
-    layout = Layout(manifest_of(100_000, 100_000, 100_000), (1, 4, 6))
+    layout = RestoreLayout(manifest_of(100_000, 100_000, 100_000), (1, 4, 6))
     first = {piece.path: piece.source for piece in layout.pieces if piece.start == 0}
     assert all(layout.checker[path] != source for path, source in first.items())
 

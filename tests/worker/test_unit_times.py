@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from rackrun.worker.steps.hang_deadlines import Pace
+from rackrun.worker.steps.hang_deadlines import HangDeadlines
 from rackrun.worker.steps.unit_times import EXITS, PEERS_LEAST_MS, UNKNOWN, UnitTimes
 
 STEP_S = 0.05
 
 
-def paced(steps: int = 20) -> Pace:
-    pace = Pace()
+def paced(steps: int = 20) -> HangDeadlines:
+    pace = HangDeadlines()
     for _ in range(2):
         pace.committed()
     for _ in range(steps):
@@ -76,7 +76,7 @@ def test_run_expect_raises_both_limits_once() -> None:
 
 
 def test_where_a_rank_knows_too_little_the_times_of_others_count_after_half_a_minute() -> None:
-    pace = Pace()
+    pace = HangDeadlines()
     for _ in range(5):
         pace.took(1.0)
     assert pace.allowance("save").least_ms == PEERS_LEAST_MS == 30_000
@@ -90,7 +90,7 @@ def test_where_a_rank_knows_too_little_the_times_of_others_count_after_half_a_mi
 
 
 def test_first_steps_too() -> None:
-    pace = Pace()
+    pace = HangDeadlines()
     assert pace.step_allowance() == (600_000, 0, 30_000)
     pace.took(15.0)
     assert pace.step_allowance() == (150_000, 0, 45_000)
@@ -111,7 +111,7 @@ def test_a_copy_beside_a_step_has_time_by_its_size_until_one_was_seen() -> None:
 
 
 def test_a_copy_is_no_reason_to_be_without_a_sign_of_life() -> None:
-    pace = Pace()
+    pace = HangDeadlines()
     pace.took(0.1)
     alone, beside = pace.step_allowance(), pace.step_allowance(copying_bytes=10**12)
     assert (alone.least_ms, beside.least_ms) == (30_000, 30_000)

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.script.script_checks import _elements
-from rackrun.worker.script.untracked_changes import Untracked
+from rackrun.worker.script.untracked_changes import UntrackedChanges
 from rackrun.worker.state.tracked_state import TrackedState
 
 
@@ -45,7 +45,7 @@ def said(*, track: bool) -> set[str]:
         of_python.random()
         queue.add_(1)
 
-    untracked, found = Untracked(state), set()
+    untracked, found = UntrackedChanges(state), set()
     for number in range(4):
         step(number)
         found |= {change.name for change in untracked.after_step(step, (), {})}
@@ -79,7 +79,7 @@ def test_what_a_tracked_object_saves_and_loads_by_a_variables_name_is_tracked(lo
         counters["curve"].append(number)
         elsewhere["n"] += 1
 
-    untracked, found = Untracked(state), set()
+    untracked, found = UntrackedChanges(state), set()
     for number in range(4):
         step(number)
         found |= {change.name for change in untracked.after_step(step, (), {})}
@@ -107,7 +107,7 @@ def test_a_number_on_a_tracked_module_is_named_in_the_step_after_it_was_first_se
         if number >= 7:
             model.scale *= 0.9
 
-    untracked, found = Untracked(state), dict[int, list[str]]()
+    untracked, found = UntrackedChanges(state), dict[int, list[str]]()
     for number in range(12):
         step(number)
         if changes := untracked.after_step(step, (), {}):
@@ -121,7 +121,7 @@ def test_what_a_library_keeps_to_itself_is_not_looked_into() -> None:
     def step(_: int) -> None:
         logger.setLevel(logger.level + 1)
 
-    untracked = Untracked(state)
+    untracked = UntrackedChanges(state)
     for number in range(4):
         step(number)
         found |= {change.name for change in untracked.after_step(step, (), {})}

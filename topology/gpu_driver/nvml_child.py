@@ -1,7 +1,7 @@
 """The child process that calls NVML, and reports to its parent until the parent closes its standard input.
 
 ``python -m rackrun.topology.gpu_driver.nvml_child [--once] [--period-ms N]``. Each message on its standard output is a
-length (4 bytes, little-endian) and msgpack of a `Message`. An Xid is reported as it happens, a reading every period.
+length (4 bytes, little-endian) and msgpack of a `NvmlMessage`. An Xid is reported as it happens, a reading every period.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from rackrun.topology.gpu_driver.nvml import Nvml
 from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading, XidEvent
 
-__all__ = ["Message", "main"]
+__all__ = ["NvmlMessage", "main"]
 
 _PARENT = os.getppid()
 _PR_SET_PDEATHSIG = 1
@@ -26,7 +26,7 @@ XIDS_MAX = 64
 """How many Xids are reported in a row before there is a reading again."""
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class NvmlMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of a reading, an Xid, or the reason why NVML is not available."""
 
     reading: TrayReading | None = None
@@ -45,7 +45,7 @@ def main() -> None:
     while os.getppid() == _PARENT:
         nvml = Nvml.open()
         if isinstance(nvml, NvmlUnavailable):
-            _send(Message(unavailable=nvml))
+            _send(NvmlMessage(unavailable=nvml))
             going = not options.once and _parent_waits(options.period_ms)
         else:
             going = _report(nvml, options.period_ms, once=options.once)
@@ -59,9 +59,9 @@ def _report(nvml: Nvml, period_ms: int, *, once: bool) -> bool:
     while True:
         reading = nvml.read()
         if isinstance(reading, NvmlUnavailable):
-            _send(Message(unavailable=reading))
+            _send(NvmlMessage(unavailable=reading))
             return not once and _parent_waits(period_ms)
-        _send(Message(reading=reading))
+        _send(NvmlMessage(reading=reading))
         if once or not _parent_waits(0):
             return False
         if not nvml.listens:
@@ -81,7 +81,7 @@ def _tell_xids(nvml: Nvml, timeout_ms: int) -> bool:
         for _ in range(XIDS_MAX):
             if event is None:
                 break
-            _send(Message(xid=event))
+            _send(NvmlMessage(xid=event))
             event = nvml.wait(0)
     except nvml.errors:
         return False
@@ -97,7 +97,7 @@ def _parent_waits(timeout_ms: int) -> bool:
     return not readable and os.getppid() == _PARENT
 
 
-def _send(message: Message) -> None:
+def _send(message: NvmlMessage) -> None:
     data = msgspec.msgpack.encode(message)
     frame = len(data).to_bytes(4, "little") + data
     while frame:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rackrun.topology.gpu_driver.nvml_child import Message
+from rackrun.topology.gpu_driver.nvml_child import NvmlMessage
 from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading, XidEvent
 
 __all__ = ["NvmlWatch", "read_once"]
@@ -141,7 +141,7 @@ class NvmlWatch:
         size = int.from_bytes(self._buffer[:4], "little")
         if len(self._buffer) < 4 + size or len(self._buffer) < 4:
             return None
-        message = msgspec.msgpack.decode(self._buffer[4 : 4 + size], type=Message)
+        message = msgspec.msgpack.decode(self._buffer[4 : 4 + size], type=NvmlMessage)
         del self._buffer[: 4 + size]
         return message.reading or message.xid or message.unavailable
 

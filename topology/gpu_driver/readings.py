@@ -18,7 +18,7 @@ __all__ = [
     "Fabric",
     "FabricState",
     "GpuReading",
-    "LinkState",
+    "NvlinkState",
     "NvmlUnavailable",
     "Platform",
     "RecoveryAction",
@@ -49,7 +49,7 @@ class RecoveryAction(IntEnum):
     DRAIN_AND_RESET = 4
 
 
-class LinkState(IntEnum):
+class NvlinkState(IntEnum):
     """State of an NVLink."""
 
     INACTIVE = 0
@@ -131,7 +131,7 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fabric: Fabric | None = None
     platform: Platform | None = None
     links: tuple[int, ...] | None = None
-    """`LinkState` of every NVLink."""
+    """`NvlinkState` of every NVLink."""
     remapped: RemappedRows | None = None
     recovery_action: int | None = None
     ecc_uncorrected: int | None = None

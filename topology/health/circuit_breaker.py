@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rackrun.protocol.gpu_health import Health, Response, Verdict
+from rackrun.protocol.gpu_health import GpuVerdict, Health, Response
 from rackrun.topology.model.racks import CliqueId
 
 __all__ = ["Breaker", "BreakerPolicy", "Passed", "SwitchSuspected", "Withheld"]
@@ -39,14 +39,14 @@ class Passed(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict to act on."""
 
     tray: str
-    verdict: Verdict
+    verdict: GpuVerdict
 
 
 class Withheld(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict not to act on, but to report."""
 
     tray: str
-    verdict: Verdict
+    verdict: GpuVerdict
     reason: str
 
 
@@ -73,7 +73,7 @@ class Breaker:
         self._fabric: dict[CliqueId, dict[str, int]] = {}
         """Clique -> tray -> when it last had a verdict against the fabric."""
         self._suspected: dict[CliqueId, int] = {}
-        self._waiting: list[tuple[int, str, Verdict]] = []
+        self._waiting: list[tuple[int, str, GpuVerdict]] = []
         self.open_since_ms: int | None = None
         self.withheld: dict[tuple[str, int], Withheld] = {}
         """(tray, GPU index) -> the verdict that was not acted on.
@@ -102,7 +102,7 @@ class Breaker:
         self._fabric.clear()
         self.withheld.clear()
 
-    def handle(self, at_ms: int, tray: str, verdict: Verdict) -> list[Decision]:
+    def handle(self, at_ms: int, tray: str, verdict: GpuVerdict) -> list[Decision]:
         """Return what to do about a verdict, and about earlier ones that have waited long enough."""
         self.withheld.pop((tray, verdict.index), None)
         self._waiting = [one for one in self._waiting if (one[1], one[2].index) != (tray, verdict.index)]
@@ -112,7 +112,7 @@ class Breaker:
         """Return what to do about verdicts that have waited long enough."""
         return self._noted(self._ripe(at_ms))
 
-    def _decide(self, at_ms: int, tray: str, verdict: Verdict) -> list[Decision]:
+    def _decide(self, at_ms: int, tray: str, verdict: GpuVerdict) -> list[Decision]:
         if verdict.response not in {Response.SWAP, Response.FENCE}:
             return [Passed(tray=tray, verdict=verdict)]
         clique = self._clique_of.get(tray)
@@ -162,7 +162,7 @@ class Breaker:
         suspected = SwitchSuspected(at_ms=at_ms, clique=clique, trays=trays, reason=reason)
         return [suspected, *(_blame_the_switch(one, verdict, clique) for _, one, verdict in waited)]
 
-    def _quarantine(self, at_ms: int, tray: str, verdict: Verdict) -> Decision:
+    def _quarantine(self, at_ms: int, tray: str, verdict: GpuVerdict) -> Decision:
         if verdict.health is Health.LOST:  # the GPU is gone, whatever is decided
             return Passed(tray=tray, verdict=verdict)
         policy = self._policy
@@ -180,5 +180,5 @@ class Breaker:
         return Withheld(tray=tray, verdict=verdict, reason=reason)
 
 
-def _blame_the_switch(tray: str, verdict: Verdict, clique: CliqueId) -> Withheld:
+def _blame_the_switch(tray: str, verdict: GpuVerdict, clique: CliqueId) -> Withheld:
     return Withheld(tray=tray, verdict=verdict, reason=f"the switches of clique {clique} are suspected, not this GPU")

@@ -17,7 +17,7 @@ from rackrun.protocol.gpu_health import Health, Scope, health_of_action
 from rackrun.topology.gpu_driver.readings import (
     FabricState,
     GpuReading,
-    LinkState,
+    NvlinkState,
     NvmlUnavailable,
     TrayReading,
     fabric_faults,
@@ -26,7 +26,7 @@ from rackrun.topology.model.racks import CliqueId
 
 __all__ = ["Finding", "against", "best_of", "preflight"]
 
-_UP = (LinkState.ACTIVE, LinkState.SLEEP)
+_UP = (NvlinkState.ACTIVE, NvlinkState.SLEEP)
 _SUMMARIES = {2: "unhealthy", 3: "limited capacity"}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rackrun.protocol.gpu_health import SEVERITY, Evidence, Health, Response, Scope, Verdict, response_to
+from rackrun.protocol.gpu_health import SEVERITY, Evidence, GpuVerdict, Health, Response, Scope, response_to
 from rackrun.topology.gpu_driver.kernel_messages import KernelXid
 from rackrun.topology.gpu_driver.readings import GpuReading, NvmlUnavailable, TrayReading, XidEvent
 from rackrun.topology.health.findings import against, best_of
@@ -89,7 +89,7 @@ class TrayHealth:
         They are other kinds of devices, or their errors came before the first reading.
         """
 
-    def handle(self, at_ms: int, said: Said) -> list[Verdict]:
+    def handle(self, at_ms: int, said: Said) -> list[GpuVerdict]:
         """Take in a reading, an error or a repair.
 
         Return the verdicts that have changed, in the order of GPU indices.
@@ -111,10 +111,10 @@ class TrayHealth:
         return self._gpus[index].health
 
     # -- readings
-    def _on_reading(self, at_ms: int, reading: TrayReading) -> list[Verdict]:
+    def _on_reading(self, at_ms: int, reading: TrayReading) -> list[GpuVerdict]:
         self.blind = None
         self._driver = reading.driver_branch
-        verdicts: list[Verdict] = []
+        verdicts: list[GpuVerdict] = []
         listed = {gpu.index: gpu for gpu in reading.gpus}
         for index in sorted(listed.keys() | self._gpus.keys()):
             seen, known = listed.get(index), self._gpus.get(index)
@@ -147,7 +147,7 @@ class TrayHealth:
         gpu.best = best_of(gpu.best, reading)
 
     # -- errors
-    def _on_xid(self, at_ms: int, event: XidEvent | KernelXid) -> list[Verdict]:
+    def _on_xid(self, at_ms: int, event: XidEvent | KernelXid) -> list[GpuVerdict]:
         index = self._index_of(event)
         if index is None:
             self.strays = [*self.strays[-99:], event]
@@ -183,7 +183,7 @@ class TrayHealth:
             gpu.said.append(said)
         return self._settle(at_ms, index, gpu)
 
-    def _process_failed(self, at_ms: int, index: int, gpu: _Gpu, said: Evidence) -> list[Verdict]:
+    def _process_failed(self, at_ms: int, index: int, gpu: _Gpu, said: Evidence) -> list[GpuVerdict]:
         """Count a failed process; after too many the GPU counts as degraded."""
         policy = self._policy
         gpu.failed = [at for at in gpu.failed if at_ms - at < policy.app_window_ms]
@@ -204,7 +204,7 @@ class TrayHealth:
                 return index
         return None
 
-    def _on_repaired(self, at_ms: int, event: GpuRepaired) -> list[Verdict]:
+    def _on_repaired(self, at_ms: int, event: GpuRepaired) -> list[GpuVerdict]:
         known = self._gpus.get(event.index)
         if known is None:
             return []
@@ -212,7 +212,7 @@ class TrayHealth:
         return [] if known.health is Health.OK else [self._verdict(at_ms, event.index, fresh, [])]
 
     # -- judgement
-    def _settle(self, at_ms: int, index: int, gpu: _Gpu) -> list[Verdict]:
+    def _settle(self, at_ms: int, index: int, gpu: _Gpu) -> list[GpuVerdict]:
         """Compare the evidence with the GPU's present health, and return a verdict if it changes."""
         evidence = [*gpu.said, *gpu.read]
         now = max((one.health for one in evidence), key=SEVERITY.__getitem__, default=Health.OK)
@@ -229,7 +229,7 @@ class TrayHealth:
 
     def _better(
         self, at_ms: int, index: int, gpu: _Gpu, now: Health, scope: Scope, evidence: list[Evidence]
-    ) -> list[Verdict]:
+    ) -> list[GpuVerdict]:
         """Make a GPU better once it was calm long enough, unless it has flapped too often."""
         policy = self._policy
         gpu.calm_since = at_ms if gpu.calm_since is None else gpu.calm_since
@@ -247,12 +247,12 @@ class TrayHealth:
 
     def _verdict(
         self, at_ms: int, index: int, gpu: _Gpu, evidence: list[Evidence], health: Health | None = None
-    ) -> Verdict:
+    ) -> GpuVerdict:
         health = health or gpu.health
         response, scope, repair = response_to(health)
         if gpu.scope == "tray" and response is not Response.RESTART:
             scope = "tray"
-        return Verdict(
+        return GpuVerdict(
             at_ms=at_ms,
             uuid=gpu.last.uuid or gpu.best.uuid,
             index=index,

@@ -12,7 +12,7 @@ from rackrun.protocol.gpu_health import SEVERITY, Health, health_of_action
 from rackrun.topology.gpu_driver.kernel_messages import NvlinkReport
 from rackrun.topology.health.xid_table import CATALOGUE, NVLINK5, NVLINK5_UNITS
 
-__all__ = ["Judgement", "Nvlink5", "decode_nvlink5", "judge_xid"]
+__all__ = ["XidClass", "Nvlink5", "decode_nvlink5", "judge_xid"]
 
 FALLEN_OFF_THE_BUS, DOUBLE_BIT_ECC, ACTION_CHANGED = 79, 48, 154
 NVLINK5_XIDS = range(144, 151)
@@ -40,7 +40,7 @@ _ACTIONS: dict[str, Health] = {
 }
 
 
-class Judgement(NamedTuple):
+class XidClass(NamedTuple):
     """The health class of an Xid, and why."""
 
     health: Health
@@ -64,7 +64,7 @@ def judge_xid(
     driver: int | None = None,
     nvlink: NvlinkReport | None = None,
     recent: frozenset[int] = frozenset(),
-) -> Judgement:
+) -> XidClass:
     """Return the health class of a GPU that reported ``xid``, and why.
 
     ``live``: its recovery action read after the report; None when it could not be read. ``announced``: the last
@@ -78,13 +78,13 @@ def judge_xid(
             continue
         wanted = health_of_action(action)
         if wanted is not Health.OK:
-            return Judgement(wanted, f"{why}; recovery action {action}, by {source}", fabric or wanted is Health.FABRIC)
+            return XidClass(wanted, f"{why}; recovery action {action}, by {source}", fabric or wanted is Health.FABRIC)
         if _announces(xid, driver) and SEVERITY[health] > SEVERITY[Health.APP]:
             undecoded = xid in NVLINK5_XIDS and nvlink is None  # most undecoded reports matter to no one
             calm = Health.OK if undecoded else Health.APP
-            return Judgement(calm, f"{why}; {source} asks for no recovery", fabric=False)
+            return XidClass(calm, f"{why}; {source} asks for no recovery", fabric=False)
         break  # the source asks for nothing, but with this Xid that means nothing
-    return Judgement(health, why, fabric)
+    return XidClass(health, why, fabric)
 
 
 def decode_nvlink5(xid: int, intr_info: int, error_status: int, driver: int | None = None) -> Nvlink5 | None:

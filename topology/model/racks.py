@@ -18,7 +18,7 @@ import msgspec
 
 from rackrun.topology.model.errors import TopologyError
 
-__all__ = ["Clique", "CliqueId", "Gpu", "Rack", "Seat", "Topology", "Tray"]
+__all__ = ["Clique", "CliqueId", "Gpu", "Rack", "GpuLocation", "Topology", "Tray"]
 
 
 class CliqueId(msgspec.Struct, frozen=True, order=True):
@@ -85,7 +85,7 @@ class Clique(msgspec.Struct, frozen=True, kw_only=True):
     """GPU UUIDs."""
 
 
-class Seat(NamedTuple):
+class GpuLocation(NamedTuple):
     """A GPU, its place, and its clique."""
 
     rack: Rack
@@ -139,18 +139,18 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hashlib.sha256(self.to_json()).hexdigest()
 
     @cached_property
-    def seats(self) -> tuple[Seat, ...]:
+    def seats(self) -> tuple[GpuLocation, ...]:
         """Every GPU, rack by rack and tray by tray."""
         clique_of = {gpu: clique.id for clique in self.cliques for gpu in clique.gpus}
         return tuple(
-            Seat(rack, tray, gpu, clique_of.get(gpu.uuid) or CliqueId(f"host:{tray.name}", 0))
+            GpuLocation(rack, tray, gpu, clique_of.get(gpu.uuid) or CliqueId(f"host:{tray.name}", 0))
             for rack in self.racks
             for tray in rack.trays
             for gpu in tray.gpus
         )
 
     @cached_property
-    def by_slot(self) -> dict[str, Seat]:
+    def by_slot(self) -> dict[str, GpuLocation]:
         return {seat.slot: seat for seat in self.seats}
 
     @cached_property

@@ -12,12 +12,12 @@ import heapq
 import numpy as np
 
 from rackrun.topology.model.mesh import Ints
-from rackrun.topology.placement.objective import NOWHERE, Fitness, Question
+from rackrun.topology.placement.objective import NOWHERE, Fitness, PlacementInput
 
 __all__ = ["counts", "domain_rooms", "lay_out"]
 
 
-def lay_out(question: Question) -> Ints:
+def lay_out(question: PlacementInput) -> Ints:
     """Return a clique for each bound group, int64[groups]; `NOWHERE` for a group that fits into none."""
     mesh = question.mesh
     groups = len(mesh.groups)
@@ -37,7 +37,7 @@ def lay_out(question: Question) -> Ints:
     return home
 
 
-def counts(question: Question) -> tuple[Ints, Ints]:
+def counts(question: PlacementInput) -> tuple[Ints, Ints]:
     """Return how many slots of each clique may be used, and how many of them need not be avoided: int64[cliques]."""
     if question.known is not None:
         return question.known.usable, question.known.usable
@@ -47,7 +47,7 @@ def counts(question: Question) -> tuple[Ints, Ints]:
     return usable, usable - np.bincount(board.clique[states == Fitness.AVOID], minlength=cliques)
 
 
-def domain_rooms(question: Question) -> Ints:
+def domain_rooms(question: PlacementInput) -> Ints:
     """Return how many groups each NVLink domain may hold, int64[domains], so that its spares are held back.
 
     Bad slots count as held back.
@@ -57,7 +57,7 @@ def domain_rooms(question: Question) -> Ints:
     return np.maximum(slots - question.spares, 0) // question.mesh.group_size
 
 
-def _room(question: Question) -> Ints:
+def _room(question: PlacementInput) -> Ints:
     """Return the most groups that each clique may take, int64[cliques].
 
     Whichever of these places are chosen, no more ranks than necessary are on degrading slots.
@@ -106,7 +106,7 @@ def _worse(groups: int, good: int, size: int) -> int:
 class _Tree:
     """Fills the fabric's tree with pipelines of ``stages`` groups."""
 
-    def __init__(self, question: Question, room: Ints, stages: int) -> None:
+    def __init__(self, question: PlacementInput, room: Ints, stages: int) -> None:
         self._tiers = question.board.tiers
         self._room = room.copy()
         self._stages = stages

@@ -6,7 +6,7 @@ import numpy as np
 
 from rackrun.topology.model.mesh import Ints
 from rackrun.topology.placement.clique_assignment import counts, domain_rooms
-from rackrun.topology.placement.objective import NOWHERE, Fitness, Question, score
+from rackrun.topology.placement.objective import NOWHERE, Fitness, PlacementInput, score
 from rackrun.topology.placement.slot_assignment import seat_groups
 
 __all__ = ["CELLS_MAX", "RANKS_MAX", "best_way"]
@@ -21,7 +21,7 @@ In a larger one a way takes longer, and the greedy choice is as good in practice
 _TRIED_MAX = 400
 
 
-def best_way(question: Question, home: Ints) -> Ints:
+def best_way(question: PlacementInput, home: Ints) -> Ints:
     """Return the best slot of each rank, int64[world_size], over all homes of the groups that may move.
 
     ``home`` has a clique for every group; its slots are returned when there are too many ways to try.
@@ -40,7 +40,7 @@ def best_way(question: Question, home: Ints) -> Ints:
     return found
 
 
-def _ways(question: Question, home: Ints) -> Ints | None:
+def _ways(question: PlacementInput, home: Ints) -> Ints | None:
     """Return all ways that fit, int64[ways, groups]: a clique for each group.
 
     None when there are too many, or no choice.
@@ -67,7 +67,7 @@ def _ways(question: Question, home: Ints) -> Ints | None:
     return ways[fitting]
 
 
-def _asked(question: Question, home: Ints) -> Ints:
+def _asked(question: PlacementInput, home: Ints) -> Ints:
     """Return the groups that may move: at first all.
 
     Later those with a rank that lost its slot or may leave it, and those that get a new home.
@@ -79,7 +79,7 @@ def _asked(question: Question, home: Ints) -> Ints:
     return np.flatnonzero(unwell[question.mesh.groups].any(1) | (home != question.previous_cliques))
 
 
-def _promising(question: Question, ways: Ints) -> Ints:
+def _promising(question: PlacementInput, ways: Ints) -> Ints:
     """Return the indices of the ways that are best in the terms that depend on the homes alone."""
     size = question.mesh.group_size
     usable, good = counts(question)
@@ -93,7 +93,7 @@ def _promising(question: Question, ways: Ints) -> Ints:
     return _least(degrading, *_distances(question, ways), imbalance)
 
 
-def _distances(question: Question, ways: Ints) -> tuple[Ints, Ints]:
+def _distances(question: PlacementInput, ways: Ints) -> tuple[Ints, Ints]:
     """Return the fabric distances of each way along pp, and along the other axes: int64[ways] each."""
     mesh, tiers = question.mesh, question.board.tiers
     found = np.zeros((2, len(ways)), np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 from rackrun.topology.model.mesh import Ints, Mesh
 from rackrun.topology.placement.arrays import Board
 
-__all__ = ["NOWHERE", "Fitness", "Known", "Question", "Terms", "score"]
+__all__ = ["NOWHERE", "Fitness", "PreviousFacts", "PlacementInput", "Terms", "score"]
 
 NOWHERE = -1
 
@@ -54,8 +54,8 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a caller that follows every change knows about `Question.previous`.
+class PreviousFacts:
+    """What a caller that follows every change knows about `PlacementInput.previous`.
 
     With it the solver need not examine every slot after a single loss.
     """
@@ -69,7 +69,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlacementInput:
     """All input from which a placement is computed."""
 
     board: Board
@@ -89,7 +89,7 @@ class Question:
     Only without a previous placement: later, spares may be used.
     """
     allow_crossing: bool = False
-    known: Known | None = None
+    known: PreviousFacts | None = None
     """Optional: the answer is the same without it, and takes longer."""
 
     @cached_property
@@ -110,7 +110,7 @@ class Question:
         return found
 
 
-def score(question: Question, seats: Ints) -> Terms:
+def score(question: PlacementInput, seats: Ints) -> Terms:
     """Return the terms of ``seats``, int64[world_size]: the slot of each rank."""
     board, mesh = question.board, question.mesh
     cliques = board.clique[seats]

@@ -24,9 +24,9 @@ import numpy as np
 from rackrun.protocol.ids import Rank, SlotId
 from rackrun.topology.model.errors import DoesNotFit, TopologyError
 from rackrun.topology.model.mesh import Ints, Mesh
-from rackrun.topology.model.racks import Seat, Topology
+from rackrun.topology.model.racks import GpuLocation, Topology
 from rackrun.topology.placement.arrays import Board
-from rackrun.topology.placement.objective import NOWHERE, Fitness, Question, Terms, score
+from rackrun.topology.placement.objective import NOWHERE, Fitness, PlacementInput, Terms, score
 from rackrun.topology.placement.slot_assignment import preference
 from rackrun.topology.placement.solver import nearness, solve
 
@@ -47,7 +47,7 @@ class Move(NamedTuple):
 class Placement:
     """The slot of every rank, and the order of the spares. Equal when the `content_id` is."""
 
-    question: Question = field(repr=False)
+    question: PlacementInput = field(repr=False)
     seats: Ints = field(repr=False)
     """The slot of each rank, as numbered by `Board`: int64[world_size]."""
 
@@ -122,7 +122,7 @@ class Placement:
         """
         question, board, free = self.question, self.board, self._free
         here = int(board.clique[self.seats[rank]])
-        asked = Question(board, self.mesh, question.states, question.lemons, previous=self.seats)
+        asked = PlacementInput(board, self.mesh, question.states, question.lemons, previous=self.seats)
         if self.mesh.group_size > 1:
             free = free[board.clique[free] == here]
             order = free[np.lexsort(preference(asked, rank, free))]
@@ -253,7 +253,7 @@ def place(
     for name, count in (lemons or {}).items():
         at = _slots_of(board, name)
         points[at] = np.maximum(points[at], count)
-    question = Question(board, mesh, states, points, before, spares, allow_cross_clique)
+    question = PlacementInput(board, mesh, states, points, before, spares, allow_cross_clique)
     seats = solve(question)
     for array in (states, points, seats):
         array.flags.writeable = False
@@ -266,7 +266,7 @@ def as_seated(board: Board, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
     seats = np.array([board.number[slot] for slot in slots], np.int64)
     for array in (nothing, seats):
         array.flags.writeable = False
-    return Placement(Question(board, mesh, nothing, nothing), seats)
+    return Placement(PlacementInput(board, mesh, nothing, nothing), seats)
 
 
 def place_first(
@@ -326,5 +326,5 @@ def _spread(board: Board, key: Ints, clique: int, slots: Ints) -> Ints:
     return every[slots]
 
 
-def _place(seat: Seat) -> str:
+def _place(seat: GpuLocation) -> str:
     return f"rack {seat.rack.serial}, tray {seat.tray.index}, GPU {seat.gpu.index}, clique {seat.clique}"

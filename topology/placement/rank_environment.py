@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rackrun.protocol.ids import SlotId
 from rackrun.topology.model.errors import TopologyError
-from rackrun.topology.model.racks import Seat, Topology
+from rackrun.topology.model.racks import GpuLocation, Topology
 
 __all__ = ["Binding", "Variable", "binding", "cores", "nccl_environment"]
 
@@ -135,7 +135,7 @@ def _multi_node(topology: Topology) -> Variable:
     return Variable("NCCL_MNNVL_ENABLE", "0", "no clique spans trays: there is no NVLink between them")
 
 
-def _seat(topology: Topology, slot: SlotId) -> Seat:
+def _seat(topology: Topology, slot: SlotId) -> GpuLocation:
     seat = topology.by_slot.get(slot)
     if seat is None:
         raise TopologyError(f"{slot!r} is no slot of the topology.", remedy="name it as the topology does.")

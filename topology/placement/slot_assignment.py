@@ -11,12 +11,12 @@ import math
 import numpy as np
 
 from rackrun.topology.model.mesh import Ints
-from rackrun.topology.placement.objective import NOWHERE, Fitness, Known, Question
+from rackrun.topology.placement.objective import NOWHERE, Fitness, PlacementInput, PreviousFacts
 
 __all__ = ["preference", "seat_groups"]
 
 
-def seat_groups(question: Question, home: Ints) -> Ints:
+def seat_groups(question: PlacementInput, home: Ints) -> Ints:
     """Return the slot of each rank, int64[world_size].
 
     ``home``: the clique of each bound group, int64[groups], which must have room. `NOWHERE` groups are placed last, on
@@ -53,7 +53,7 @@ def seat_groups(question: Question, home: Ints) -> Ints:
     return seats
 
 
-def _seat_unseated(question: Question, home: Ints, known: Known) -> Ints:
+def _seat_unseated(question: PlacementInput, home: Ints, known: PreviousFacts) -> Ints:
     """Place ranks like `seat_groups`, using ``known``: only the cliques of ranks without a slot are examined."""
     board, mesh = question.board, question.mesh
     assert question.previous is not None
@@ -75,7 +75,7 @@ def _seat_unseated(question: Question, home: Ints, known: Known) -> Ints:
     return seats
 
 
-def preference(question: Question, rank: int, slots: Ints) -> tuple[Ints, ...]:
+def preference(question: PlacementInput, rank: int, slots: Ints) -> tuple[Ints, ...]:
     """Return keys for ``np.lexsort``, the most important last, for the choice of ``rank`` among ``slots`` of a clique.
 
     In order: slots that need not be avoided, few lemon points, the same rack, the nearest tray, the order of slots.
@@ -90,7 +90,7 @@ def preference(question: Question, rank: int, slots: Ints) -> tuple[Ints, ...]:
     return slots, gap, other, question.lemons[slots], question.states[slots]
 
 
-def _kept(question: Question, home: Ints) -> Ints:
+def _kept(question: PlacementInput, home: Ints) -> Ints:
     """Return the slots that ranks keep; `NOWHERE` for the others.
 
     A rank keeps its slot if its group keeps its clique and the slot may still be used.
@@ -112,7 +112,7 @@ def _ranks_by_clique(homes: Ints, which: np.ndarray[tuple[int], np.dtype[np.bool
     return {int(homes[part[0]]): part for part in np.split(ranks, cuts) if len(part)}
 
 
-def _escaping(question: Question, seats: Ints, ranks: Ints, count: int) -> Ints:
+def _escaping(question: PlacementInput, seats: Ints, ranks: Ints, count: int) -> Ints:
     """Return which ``count`` of the ranks on degrading slots move.
 
     Ranks of groups that have to move others anyway come first, then ranks of as few other groups as possible.
@@ -143,7 +143,7 @@ def _escaping(question: Question, seats: Ints, ranks: Ints, count: int) -> Ints:
     return np.array(best, np.int64)
 
 
-def _without_spares(question: Question, free: Ints, held: int) -> Ints:
+def _without_spares(question: PlacementInput, free: Ints, held: int) -> Ints:
     """Return ``free`` without ``held`` slots.
 
     Slots to avoid are held back first, then lemons, and among equals whole trays from the end.
@@ -161,7 +161,7 @@ def _without_spares(question: Question, free: Ints, held: int) -> Ints:
     return np.sort(keeps)
 
 
-def _without_last(question: Question, slots: Ints, held: int) -> Ints:
+def _without_last(question: PlacementInput, slots: Ints, held: int) -> Ints:
     """Hold back whole trays from the end while more than two are left, then single slots from the end of each tray.
 
     This follows `rackrun.core.members.slot_order.split`: a lost tray is replaced by a whole one, and a lost rank on a
@@ -181,7 +181,7 @@ def _without_last(question: Question, slots: Ints, held: int) -> Ints:
     return np.array([slot for tray in left for slot in tray], np.int64)
 
 
-def _scatter(question: Question, seats: Ints, groups: Ints) -> None:
+def _scatter(question: PlacementInput, seats: Ints, groups: Ints) -> None:
     """Place groups that fit into no clique.
 
     Each rank keeps its slot if it can, or takes one near the roomiest clique.

@@ -21,7 +21,7 @@ from rackrun.topology.model.errors import DoesNotFit
 from rackrun.topology.model.mesh import Ints
 from rackrun.topology.placement.clique_assignment import counts, lay_out
 from rackrun.topology.placement.exhaustive import best_way
-from rackrun.topology.placement.objective import NOWHERE, Fitness, Question
+from rackrun.topology.placement.objective import NOWHERE, Fitness, PlacementInput
 from rackrun.topology.placement.slot_assignment import seat_groups
 
 __all__ = ["nearness", "solve"]
@@ -30,7 +30,7 @@ _LEAVERS_MAX = 400
 """All choices of the groups that leave a clique are tried when there are at most this many."""
 
 
-def solve(question: Question, *, look_further: bool = True) -> Ints:
+def solve(question: PlacementInput, *, look_further: bool = True) -> Ints:
     """Return the slot of each rank, int64[world_size]. Raises `DoesNotFit`.
 
     look_further: whether to try all ways (`rackrun.topology.placement.exhaustive`); False keeps the greedy choice.
@@ -52,7 +52,7 @@ def solve(question: Question, *, look_further: bool = True) -> Ints:
     return best_way(question, home)
 
 
-def nearness(question: Question, home: Ints, group: int, cliques: Ints) -> tuple[Ints, Ints]:
+def nearness(question: PlacementInput, home: Ints, group: int, cliques: Ints) -> tuple[Ints, Ints]:
     """Return the fabric distances from each of ``cliques`` to the neighbours of ``group``.
 
     The first array is for neighbours along pp, the second for those along the other axes.
@@ -70,7 +70,7 @@ def nearness(question: Question, home: Ints, group: int, cliques: Ints) -> tuple
     return found[0], found[1]
 
 
-def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
+def _rehome(question: PlacementInput, usable: Ints, good: Ints) -> Ints:
     """Return the home of each group after deciding which groups leave their clique, and where they go."""
     size = question.mesh.group_size
     home = question.previous_cliques.copy()
@@ -101,7 +101,7 @@ def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
     return home
 
 
-def _on_avoid(question: Question, home: Ints) -> Ints:
+def _on_avoid(question: PlacementInput, home: Ints) -> Ints:
     """Return how many ranks of staying groups are on slots to avoid, for each clique: int64[cliques]."""
     mesh = question.mesh
     assert question.previous is not None
@@ -110,7 +110,7 @@ def _on_avoid(question: Question, home: Ints) -> Ints:
     return np.bincount(home[mesh.group_of[sits]], minlength=len(question.board.cliques))
 
 
-def _leavers(question: Question, home: Ints, clique: int, count: int, avoid: int) -> list[int]:
+def _leavers(question: PlacementInput, home: Ints, clique: int, count: int, avoid: int) -> list[int]:
     """Return the ``count`` groups of a clique that lose least by leaving.
 
     What a group loses is its slots that are still good, and slots to avoid as far as those must be used anyway.
@@ -131,7 +131,7 @@ def _leavers(question: Question, home: Ints, clique: int, count: int, avoid: int
     return [int(groups[at]) for at in np.lexsort((groups, badly, well))[:count]]
 
 
-def _rehome_singles(question: Question, good: Ints) -> Ints:
+def _rehome_singles(question: PlacementInput, good: Ints) -> Ints:
     """Return the home of each rank, for ranks that are bound to no others.
 
     Ranks that lost their slot go where one is free, then those on degrading slots.
@@ -180,7 +180,7 @@ def _rehome_singles(question: Question, good: Ints) -> Ints:
     return home
 
 
-def _lemons(question: Question, cliques: Ints, size: int) -> Ints:
+def _lemons(question: PlacementInput, cliques: Ints, size: int) -> Ints:
     """Return the lemon points of the best ``size`` free slots of each of ``cliques``."""
     found = np.zeros(len(cliques), np.int64)
     if question.lemons.any():
@@ -204,7 +204,7 @@ def least(*keys: Ints) -> int:
     return int(left[0])
 
 
-def _too_few(question: Question, usable: Ints) -> DoesNotFit:
+def _too_few(question: PlacementInput, usable: Ints) -> DoesNotFit:
     mesh, board = question.mesh, question.board
     size, groups = mesh.group_size, len(mesh.groups)
     spares = question.spares if question.previous is None else 0

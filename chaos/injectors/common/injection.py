@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rackrun.chaos.faults.fault_types import Subjects
-from rackrun.chaos.faults.strike_tools import Injected, Outcome
+from rackrun.chaos.faults.strike_tools import Injected, StrikeOutcome
 from rackrun.chaos.faults.targets import Scene, Subject
-from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.chaos.testbed.machine.processes import Process
 
-__all__ = ["CONFIRM_S", "All", "Injected", "Missed", "Outcome", "whom"]
+__all__ = ["CONFIRM_S", "All", "Injected", "Missed", "StrikeOutcome", "whom"]
 
 CONFIRM_S = 60.0
 """A strike that has not taken effect after this many seconds has failed, and the run's verdict is *unknown*. Machines
@@ -23,13 +23,13 @@ class All:
     def __init__(self, parts: Sequence[Injected]) -> None:
         self._parts = parts
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         found = [part.outcome() for part in self._parts]
         known = [outcome for outcome in found if outcome is not None]
         if len(known) < len(found):
             return None
         struck = [one.struck_s for one in known if one.struck_s is not None]
-        return Outcome(
+        return StrikeOutcome(
             all(one.took for one in known), "; ".join(one.detail for one in known), min(struck, default=None)
         )
 
@@ -42,7 +42,7 @@ class Missed(Exception):
     """There is nothing to strike."""
 
 
-def whom(job: Job, scene: Scene, subjects: tuple[Subject, ...]) -> list[Process]:
+def whom(job: JobUnderTest, scene: Scene, subjects: tuple[Subject, ...]) -> list[Process]:
     """Return the processes of ``subjects``. Raises `Missed` if a subject has none."""
     found: list[Process] = []
     for subject in subjects:

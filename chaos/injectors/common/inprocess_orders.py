@@ -14,8 +14,8 @@ import msgspec
 
 from rackrun.chaos.faults.fault_types import BaseFault
 from rackrun.chaos.faults.table.fault_table import row_of
-from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
-from rackrun.chaos.inprocess.inprocess_faults import Order, Struck
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, StrikeOutcome
+from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, Struck
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import RemoveFile, UndoLog
 
@@ -44,22 +44,22 @@ class Ordered:
             path = folder / f"{number}.json"
             self._records.append(undo.record(RemoveFile(str(path))))
             partial = path.with_suffix(".part")
-            partial.write_bytes(msgspec.json.encode(Order(number, fault, seed)))
+            partial.write_bytes(msgspec.json.encode(FaultOrder(number, fault, seed)))
             partial.rename(path)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         if all(path.exists() for path in self._done):
             self._withdraw()
             told = [msgspec.json.decode(path.read_bytes(), type=Struck) for path in self._done]
-            return Outcome(True, "; ".join(one.detail for one in told), min(one.at_s for one in told))
+            return StrikeOutcome(True, "; ".join(one.detail for one in told), min(one.at_s for one in told))
         gone = [p.pid for p, path in zip(self._processes, self._done, strict=True) if not p.state and not path.exists()]
         waited_s = time.monotonic() - self._began_s
         if gone:
             self._withdraw()
-            return Outcome(False, f"process {gone[0]} was gone before it came to it")
+            return StrikeOutcome(False, f"process {gone[0]} was gone before it came to it")
         if self._patience_s is not None and waited_s > self._patience_s:
             self._withdraw()
-            return Outcome(False, f"not come to within {waited_s:.0f} s")
+            return StrikeOutcome(False, f"not come to within {waited_s:.0f} s")
         return None
 
     def take_back(self) -> None:

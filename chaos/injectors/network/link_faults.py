@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from rackrun.chaos.faults.network.bad_link import Link
-from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, StrikeOutcome
 from rackrun.chaos.testbed.network.link_proxy import Say
 from rackrun.chaos.testbed.network.proxy_control import Links
 
@@ -23,13 +23,15 @@ class BadLink:
         for index, tray in enumerate(trays):
             links.say(Say(number, tray, fault, seed + index))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         found = {tray: self._links.effect(self._number, tray) for tray in self._trays}
         if all(found.values()):
-            return Outcome(True, "; ".join(f"{tray}: {detail}" for tray, detail in found.items()))
+            return StrikeOutcome(True, "; ".join(f"{tray}: {detail}" for tray, detail in found.items()))
         if time.monotonic() - self._began_s < CONFIRM_S:
             return None
-        return Outcome(False, f"nothing went over the link of {', '.join(t for t, seen in found.items() if not seen)}")
+        return StrikeOutcome(
+            False, f"nothing went over the link of {', '.join(t for t, seen in found.items() if not seen)}"
+        )
 
     def take_back(self) -> None:
         """Undo the fault. It needs no undo record: the proxy is a process of the job's, and the fault ends with it."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from rackrun.chaos.faults.strike_tools import CutShape
-from rackrun.chaos.injectors.common.injection import CONFIRM_S, Missed, Outcome
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, Missed, StrikeOutcome
 from rackrun.chaos.testbed.machine.undo_log import RemoveRules, UndoLog
 from rackrun.chaos.testbed.network.hosts import HEAD, Hosts
 
@@ -29,19 +29,19 @@ class _Filtered:
         self._to_move: dict[str, tuple[str, str]] = {}
         """Counter -> the hosts between which a connection attempt makes it move: from, to."""
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         moved: dict[str, int] = {}
         for table in self._tables:
             moved |= self._hosts.counters(*table)
         still = [name for name in self._to_move if not moved.get(name)]
         if not still:
-            return Outcome(True, f"{sum(moved.values())} packets did not come through so far")
+            return StrikeOutcome(True, f"{sum(moved.values())} packets did not come through so far")
         for name in still:
             self._hosts.knock(*self._to_move[name])
         if time.monotonic() - self._began_s < CONFIRM_S:
             return None
         lively = ", ".join(" to ".join(self._to_move[name]) for name in still)
-        return Outcome(False, f"nothing was kept from coming through from {lively}")
+        return StrikeOutcome(False, f"nothing was kept from coming through from {lively}")
 
     def take_back(self) -> None:
         for record in self._records:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import rackrun
-from rackrun.chaos.injectors.common.injection import Outcome
+from rackrun.chaos.injectors.common.injection import StrikeOutcome
 from rackrun.chaos.testbed.machine.cgroups import home_of, new_name, room_for
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import Continue, EndProcess, RemoveGroup, UndoLog
@@ -40,10 +40,10 @@ class ByQuota:
             with contextlib.suppress(ProcessLookupError):
                 (self._path / "cgroup.procs").write_text(str(process.pid))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         inside = set((self._path / "cgroup.procs").read_text().split())
         missing = [process.pid for process in self._processes if str(process.pid) not in inside]
-        return Outcome(
+        return StrikeOutcome(
             not missing, f"{self._path.name}: {', '.join(sorted(inside))}" + f", not {missing}" * bool(missing)
         )
 
@@ -78,10 +78,12 @@ class ByTurns:
             self._helper.stdin.write(b"go\n")
             self._helper.stdin.flush()
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         assert self._helper.stdout is not None
         began = self._helper.stdout.readline() == b"stopped\n"
-        return Outcome(began, f"in turns, by process {self._helper.pid}" if began else "nobody was there to be stopped")
+        return StrikeOutcome(
+            began, f"in turns, by process {self._helper.pid}" if began else "nobody was there to be stopped"
+        )
 
     def take_back(self) -> None:
         for number in reversed(self._records):

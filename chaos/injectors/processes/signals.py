@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, StrikeOutcome
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import Continue, UndoLog
 
@@ -21,15 +21,15 @@ class Killed:
         self._processes, self._name = processes, number.name
         self._missed = sum(not process.send(number) for process in processes)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         waited_s = time.monotonic() - self._began_s
         if self._missed == len(self._processes):
-            return Outcome(False, "gone already")
+            return StrikeOutcome(False, "gone already")
         left = [process.pid for process in self._processes if process.state]
         if not left:
             gone = f"{self._name}: {_numbers(self._processes)} gone after {waited_s:.3f} s"
-            return Outcome(True, gone, self._began_s)
-        return Outcome(False, f"{self._name}: {left} live on") if waited_s > CONFIRM_S else None
+            return StrikeOutcome(True, gone, self._began_s)
+        return StrikeOutcome(False, f"{self._name}: {left} live on") if waited_s > CONFIRM_S else None
 
     def take_back(self) -> None:
         raise AssertionError("the dead stay dead")
@@ -44,15 +44,15 @@ class Paused:
         self._record = undo.record(Continue(tuple(processes)))
         self._struck = [process for process in processes if process.send(signal.SIGSTOP)]
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         if not self._struck:
-            return Outcome(False, "gone already")
+            return StrikeOutcome(False, "gone already")
         # A process that is gone by now got the signal all the same, which cannot be refused, and was killed while
         # stopped.
         if all(process.state in ("T", "t", "") for process in self._struck):
-            return Outcome(True, f"stopped: {_numbers(self._struck)}", self._began_s)
+            return StrikeOutcome(True, f"stopped: {_numbers(self._struck)}", self._began_s)
         late = time.monotonic() - self._began_s > CONFIRM_S
-        return Outcome(False, f"not all of {_numbers(self._struck)} are stopped") if late else None
+        return StrikeOutcome(False, f"not all of {_numbers(self._struck)} are stopped") if late else None
 
     def take_back(self) -> None:
         self._undo.heal(self._record)
@@ -67,18 +67,20 @@ class Preempted:
         self._agent, self._processes = processes[0], processes
         self._missed, self._killed = not self._agent.send(signal.SIGTERM), False
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         waited_s = time.monotonic() - self._began_s
         if self._missed:
-            return Outcome(False, "gone already")
+            return StrikeOutcome(False, "gone already")
         if not self._agent.state:
             how = "killed when the notice was over" if self._killed else "left by itself"
-            return Outcome(True, f"agent {self._agent.pid} {how}, after {waited_s:.3f} s", self._began_s)
+            return StrikeOutcome(True, f"agent {self._agent.pid} {how}, after {waited_s:.3f} s", self._began_s)
         if waited_s > self._notice_s and not self._killed:
             self._killed = True
             for process in self._processes:
                 process.send(signal.SIGKILL)
-        return Outcome(False, f"agent {self._agent.pid} lives on") if waited_s > self._notice_s + CONFIRM_S else None
+        return (
+            StrikeOutcome(False, f"agent {self._agent.pid} lives on") if waited_s > self._notice_s + CONFIRM_S else None
+        )
 
     def take_back(self) -> None:
         raise AssertionError("it does not last")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, StrikeOutcome
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
@@ -29,11 +29,11 @@ class Flipped:
         self._began_s, self._flip, self._of = time.monotonic(), flip, of
         self._draw = random.Random(seed)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         if detail := self._flip(self._draw):
-            return Outcome(True, detail)
+            return StrikeOutcome(True, detail)
         late = time.monotonic() - self._began_s > CONFIRM_S
-        return Outcome(False, f"there is no whole {self._of}") if late else None
+        return StrikeOutcome(False, f"there is no whole {self._of}") if late else None
 
     def take_back(self) -> None:
         raise AssertionError("it does not last")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rackrun.chaos.injectors.common.injection import Missed, Outcome
+from rackrun.chaos.injectors.common.injection import Missed, StrikeOutcome
 from rackrun.chaos.testbed.machine.fake_clock import ClockPages, move
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import SetClock, UndoLog
@@ -25,9 +25,11 @@ class Stepped:
         for path in paths:
             move(path, by_s)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StrikeOutcome:
         took = all(self._pages.mapped_by(process) for process in self._processes)
-        return Outcome(took, f"{self._by_s:+g} s for {', '.join(str(process.pid) for process in self._processes)}")
+        return StrikeOutcome(
+            took, f"{self._by_s:+g} s for {', '.join(str(process.pid) for process in self._processes)}"
+        )
 
     def take_back(self) -> None:
         self._undo.heal(self._record)

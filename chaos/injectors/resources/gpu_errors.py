@@ -14,7 +14,7 @@ from rackrun.chaos.base.errors import Unsupported
 from rackrun.chaos.faults.fault_row import Need
 from rackrun.chaos.faults.strike_tools import GpuReport
 from rackrun.chaos.faults.table.fault_table import needs_of
-from rackrun.chaos.injectors.common.injection import CONFIRM_S, Missed, Outcome
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, Missed, StrikeOutcome
 from rackrun.chaos.plan.definition import Plan, faults_of
 from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, FakeTray, build
 from rackrun.chaos.testbed.machine.undo_log import RestoreGpu, UndoLog
@@ -52,14 +52,16 @@ class Reported:
                 tray.xid(gpu, report.xid)
             self._waits.append((slot, tray, tray.event_count, tray.readings + (_READINGS if says else 0)))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         blind = [
             slot for slot, tray, events, readings in self._waits if tray.delivered < events or tray.readings < readings
         ]
         if not blind:
-            return Outcome(True, f"{self._what}: seen by the agent of {', '.join(slot for slot, *_ in self._waits)}")
+            return StrikeOutcome(
+                True, f"{self._what}: seen by the agent of {', '.join(slot for slot, *_ in self._waits)}"
+            )
         late = time.monotonic() - self._began_s > CONFIRM_S
-        return Outcome(False, f"the agent of {', '.join(blind)} has not asked its driver") if late else None
+        return StrikeOutcome(False, f"the agent of {', '.join(blind)} has not asked its driver") if late else None
 
     def take_back(self) -> None:
         for number in reversed(self._records):

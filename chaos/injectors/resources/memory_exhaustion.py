@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rackrun.chaos.faults.processes.exhaust_memory import MEMORY_BYTES
-from rackrun.chaos.injectors.common.injection import CONFIRM_S, Injected, Outcome
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, Injected, StrikeOutcome
 from rackrun.chaos.testbed.machine.cgroups import home_of, new_name, room_for
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import RemoveGroup, UndoLog
@@ -42,7 +42,7 @@ class Confined:
         (self._path / "cgroup.procs").write_text(str(process.pid))
         self._began_s, self._order = time.monotonic(), order()
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         told = self._order.outcome()
         if told is None:
             return None
@@ -54,7 +54,7 @@ class Confined:
         if not told.took:
             return told
         said = f"{told.detail}: {killed} killed at {MEMORY_BYTES >> 20} MiB more than before"
-        return Outcome(gone and killed != "0", said if gone else f"{told.detail}, and lives on")
+        return StrikeOutcome(gone and killed != "0", said if gone else f"{told.detail}, and lives on")
 
     def take_back(self) -> None:
         raise AssertionError("the dead stay dead")

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from rackrun.chaos.faults.fault_types import BaseFault
-from rackrun.chaos.injectors.common.injection import Missed, Outcome
-from rackrun.chaos.inprocess.inprocess_faults import Order, Struck
-from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.injectors.common.injection import Missed, StrikeOutcome
+from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, Struck
+from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.chaos.testbed.machine.private_filesystem import SIZE_BYTES, set_size, sizes
 from rackrun.chaos.testbed.machine.undo_log import RemoveFile, SetSize, UndoLog
 
@@ -19,7 +19,7 @@ __all__ = ["Failing", "Filled", "checkpoints_of"]
 _PROBE_BYTES = 1 << 16
 
 
-def checkpoints_of(job: Job) -> Path:
+def checkpoints_of(job: JobUnderTest) -> Path:
     """Return the job's checkpoint directory. Raises `Missed` if the job is over or writes no checkpoints."""
     if job.over or job.checkpoints is None:
         raise Missed("there is no job that writes checkpoints")
@@ -36,14 +36,14 @@ class Filled:
         self._record = undo.record(SetSize(str(path), SIZE_BYTES))  # undone to full size, even if it is full already
         set_size(path, None)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StrikeOutcome:
         try:
             self._probe.write_bytes(bytes(_PROBE_BYTES))
         except OSError as error:
-            return Outcome(error.errno == errno.ENOSPC, f"{error.strerror}, with {self._used} bytes in it")
+            return StrikeOutcome(error.errno == errno.ENOSPC, f"{error.strerror}, with {self._used} bytes in it")
         finally:
             self._probe.unlink(missing_ok=True)
-        return Outcome(False, "there is room still")
+        return StrikeOutcome(False, "there is room still")
 
     def take_back(self) -> None:
         self._undo.heal(self._record)
@@ -59,13 +59,13 @@ class Failing:
         path.parent.mkdir(exist_ok=True)
         self._record = undo.record(RemoveFile(str(path)))
         partial = path.with_suffix(".part")
-        partial.write_bytes(msgspec.json.encode(Order(number, fault, 0)))
+        partial.write_bytes(msgspec.json.encode(FaultOrder(number, fault, 0)))
         partial.rename(path)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StrikeOutcome | None:
         for path in self._done.glob(f"{self._number}-*.json"):
             told = msgspec.json.decode(path.read_bytes(), type=Struck)
-            return Outcome(True, told.detail, told.at_s)
+            return StrikeOutcome(True, told.detail, told.at_s)
         return None
 
     def take_back(self) -> None:

@@ -3,14 +3,14 @@ within 1%."""
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 
 __all__ = ["judge"]
 
 SHARE, ROUNDING_S = 0.01, 0.1
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Compare the sum of the reported times with the wall time, and the wall time with the harness's clock."""
     told = evidence.trace.goodput
     if told is None:

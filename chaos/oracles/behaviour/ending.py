@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.faults.fault_types import name_of
 from rackrun.chaos.faults.processes.crash_at_point import CRASHED
 
 __all__ = ["judge"]
 
 
-def _late(evidence: Evidence) -> str:
+def _late(evidence: RunEvidence) -> str:
     """Return the name of a fault that struck when only the end of the job was left, or ""."""
     late = [record.strike.fault for record in evidence.records if record.took and evidence.came_late(record)]
     return next((name_of(fault) for fault in late if fault.loses or fault.lasts), "")
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge the exit code and the result. A failure after the last commit is unknown, not false."""
     code, result = evidence.ended.exit_code, evidence.trace.result
     if code is None:

@@ -5,12 +5,12 @@ Ports, locks and anonymous memory end with the processes.
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 
 __all__ = ["judge"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge what was found after the end; unknown if the job had to be killed."""
     if evidence.ended.exit_code is None:
         return Verdict(holds=None, because="it was killed, with all that it had started")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.faults.fault_row import StrikeCost
 from rackrun.chaos.faults.fault_types import Family, Subjects
 from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.oracles.behaviour.restraint import BUSY_S
-from rackrun.chaos.plan.conductor import Record
+from rackrun.chaos.plan.conductor import StrikeRecord
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 
 __all__ = ["DECIDE_CUT_OFF_S", "DECIDE_S", "DETECT_S", "GOOD_STEP_S", "judge"]
@@ -25,7 +25,7 @@ GOOD_STEP_S = 60.0
 """Seconds from the plan until every rank has committed a step."""
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge the times of all recoveries.
 
     The limits are generous: they find a recovery that hangs on a timeout, not one that is slow.
@@ -61,7 +61,7 @@ def _too_long(recovery: RecoveryRecord, decide_s: float) -> str:
     return f"{name} committed its first step after {good_s:.1f} s" if good_s > GOOD_STEP_S else ""
 
 
-def _detected(record: Record, evidence: Evidence) -> float | None:
+def _detected(record: StrikeRecord, evidence: RunEvidence) -> float | None:
     """Return the seconds from the kill of a rank to its notice.
 
     Returns None if the strike was no such kill, or the loss was never reported; the job may have been over.

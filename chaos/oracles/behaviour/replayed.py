@@ -3,12 +3,12 @@ byte."""
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 
 __all__ = ["judge"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge the result of the replay."""
     found = evidence.trace.replayed
     if found.unknown:

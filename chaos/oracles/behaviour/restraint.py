@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.faults.fault_types import WORKERS, Subjects
 from rackrun.chaos.faults.table.fault_table import row_of
-from rackrun.chaos.plan.conductor import Record
+from rackrun.chaos.plan.conductor import StrikeRecord
 
 __all__ = ["BUSY_S", "judge"]
 
@@ -13,7 +13,7 @@ BUSY_S = 0.3
 """If the harness itself was late by this many seconds, a pause was longer than planned."""
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge whether each lost rank had been struck by something that justifies giving it up."""
     excused: set[str] = set()
     for record in evidence.records:
@@ -33,14 +33,14 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(holds=True, because=f"{len(lost)} ranks given up, all of them struck")
 
 
-def _concerns_all(record: Record) -> bool:
+def _concerns_all(record: StrikeRecord) -> bool:
     """Whether a strike may justify the loss of any rank."""
     kinds = {subject.kind for subject in record.strike.subjects}
     fault = record.strike.fault
     return row_of(fault).endangers_all(fault) or (Subjects.COORDINATOR in kinds and not _is_short(record))
 
 
-def _is_short(record: Record) -> bool:
+def _is_short(record: StrikeRecord) -> bool:
     """Whether the strike is no reason to give anybody up."""
     fault, kinds = record.strike.fault, {subject.kind for subject in record.strike.subjects}
     lasted_s = None if record.back_s is None else record.back_s - record.at_s

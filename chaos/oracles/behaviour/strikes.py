@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.faults.fault_types import name_of
 from rackrun.chaos.plan.definition import is_endless
 
 __all__ = ["judge"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge the records of the strikes. The verdict is true or unknown, never false."""
     missing = list(evidence.nobody)
     for record in evidence.records:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 
 __all__ = ["judge"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge whether the job ended before it was killed."""
     ended = evidence.ended
     if ended.exit_code is None:

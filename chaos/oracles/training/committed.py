@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.protocol.ids import BEGIN, Position
 
 __all__ = ["judge"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge the sequence of plans and gates."""
     trace = evidence.trace
     if not trace.plans:

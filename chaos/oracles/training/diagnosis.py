@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Trace, gate_of
-from rackrun.chaos.inprocess.state_recorder import Held
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, gate_of
+from rackrun.chaos.inprocess.state_recorder import StepState
 from rackrun.chaos.oracles.training.untracked import differences, remedy_for
 
-__all__ = ["Diagnosis", "Difference", "first_difference", "judge_script", "judge_untracked"]
+__all__ = ["Diagnosis", "RunDifference", "first_difference", "judge_script", "judge_untracked"]
 
 NAMED_MAX = 6
 
@@ -36,7 +36,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RunDifference:
     """The first difference between two runs."""
 
     step: int
@@ -108,7 +108,7 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
     )
 
 
-def judge_untracked(evidence: Evidence) -> Diagnosis | None:
+def judge_untracked(evidence: RunEvidence) -> Diagnosis | None:
     """Return what a process that took over did not get, where no compared value shows it yet; None if there is
     nothing."""
     found = differences(evidence)
@@ -133,12 +133,12 @@ def judge_untracked(evidence: Evidence) -> Diagnosis | None:
     )
 
 
-def _only_rounded(found: Difference, trace: Trace) -> bool:
+def _only_rounded(found: RunDifference, trace: Trace) -> bool:
     """Whether the difference follows from another number of ranks, with which the same bits are not promised."""
     return trace.exact is False and trace.resized is not None and found.step >= trace.resized[0]
 
 
-def first_difference(reference: Trace, trace: Trace, noise: frozenset[str] = frozenset()) -> Difference | None:
+def first_difference(reference: Trace, trace: Trace, noise: frozenset[str] = frozenset()) -> RunDifference | None:
     """Return the first difference between two runs, or None. ``noise``: names of untracked values to ignore."""
     both = _Both(reference, trace, noise)
     for step in both.steps:
@@ -153,13 +153,13 @@ class _Both:
     def __init__(self, reference: Trace, trace: Trace, noise: frozenset[str]) -> None:
         self._reference, self._trace, self._noise = reference, trace, noise
         self._theirs = {(held.step, held.rank): held for held in reference.witness}
-        self._mine: dict[int, list[Held]] = {}
+        self._mine: dict[int, list[StepState]] = {}
         for held in trace.witness:
             self._mine.setdefault(held.step, []).append(held)
         self._gates = sorted(reference.gates.keys() & trace.gates.keys())
         self.steps = sorted(self._mine.keys() | {step for step, _ in self._gates})
 
-    def before(self, step: int) -> Difference | None:
+    def before(self, step: int) -> RunDifference | None:
         """Return the difference in the tracked state before ``step``, or None."""
         entries = tuple(self._unlike(step, "tracked"))
         if not entries:
@@ -167,23 +167,25 @@ class _Both:
         names = list(dict.fromkeys(entry.name for entry in entries))
         what = f"before step {step}, {_some(names)} differ{'s' if len(names) == 1 else ''}"
         reached = self._unlike(step - 1, "reached") or self._unlike(step, "reached")
-        return Difference(step, "before", what, entries, self._equal(step - 1), tuple(reached), self._taken_over(step))
+        return RunDifference(
+            step, "before", what, entries, self._equal(step - 1), tuple(reached), self._taken_over(step)
+        )
 
-    def inside(self, step: int) -> Difference | None:
+    def inside(self, step: int) -> RunDifference | None:
         """Return the difference in what the world agreed on in ``step``, or None."""
         for at in self._gates:
             mine, theirs = self._trace.gates[at], self._reference.gates[at]
             if at[0] != step or mine == theirs:
                 continue
             if (shrunk := self._another_world(step)) is not None:
-                return Difference(step, "world", f"{shrunk}, and step {step} is the first that differs")
+                return RunDifference(step, "world", f"{shrunk}, and step {step} is the first that differs")
             phase = f" (phase {at[1]})" if at[1] else ""
             where, what = "loss", f"is {gate_of(mine).loss!r} instead of {gate_of(theirs).loss!r}"
             if mine[8:] != theirs[8:]:
                 where, what = "samples", "counts other samples"
             told = f"the loss of step {step}{phase} {what}" if where == "loss" else f"step {step}{phase} {what}"
             reached = tuple(self._unlike(step, "reached"))
-            return Difference(step, where, told, (), self._equal(step), reached, self._taken_over(step))
+            return RunDifference(step, where, told, (), self._equal(step), reached, self._taken_over(step))
         return None
 
     def _another_world(self, step: int) -> str | None:
@@ -199,7 +201,7 @@ class _Both:
         ranks, others = (" or ".join(map(str, sorted(some))) for some in (sizes, usual))
         return f"from step {first} on it has {ranks} ranks instead of {others}"
 
-    def _pairs(self, step: int) -> list[tuple[Held, Held]]:
+    def _pairs(self, step: int) -> list[tuple[StepState, StepState]]:
         mine = [held for held in self._mine.get(step, []) if (step, held.rank) in self._theirs]
         return [(held, self._theirs[step, held.rank]) for held in mine]
 
@@ -214,7 +216,7 @@ class _Both:
 
 
 # -- in words
-def _not_repeatable(found: Difference) -> Diagnosis:
+def _not_repeatable(found: RunDifference) -> Diagnosis:
     facts = [fact.replace("without faults", "the other time") for fact in _facts(found)]
     if found.where == "before" and found.step == 0:
         remedy = (
@@ -235,7 +237,7 @@ def _not_repeatable(found: Difference) -> Diagnosis:
     )
 
 
-def _untracked(found: Difference, facts: tuple[str, ...], constant: bool) -> Diagnosis:
+def _untracked(found: RunDifference, facts: tuple[str, ...], constant: bool) -> Diagnosis:
     names = list(dict.fromkeys(entry.name for entry in found.reached))
     first = names[0]
     owner = first.partition(".")[0].partition("[")[0]
@@ -266,7 +268,7 @@ def _untracked(found: Difference, facts: tuple[str, ...], constant: bool) -> Dia
     )
 
 
-def _facts(found: Difference) -> tuple[str, ...]:
+def _facts(found: RunDifference) -> tuple[str, ...]:
     facts = []
     for step, rank in found.taken_over[-3:]:
         facts.append(f"taken over: rank {rank} by another process, which did step {step} first")
@@ -289,7 +291,9 @@ def _some(names: list[str]) -> str:
 
 
 # -- helpers
-def _unlike(pairs: list[tuple[Held, Held]], field: str, noise: frozenset[str] = frozenset()) -> Iterator[Entry]:
+def _unlike(
+    pairs: list[tuple[StepState, StepState]], field: str, noise: frozenset[str] = frozenset()
+) -> Iterator[Entry]:
     """Yield the entries of ``field`` that differ. Worlds of different sizes hold other parts and are not compared."""
     for held, other in pairs:
         if held.world != other.world:

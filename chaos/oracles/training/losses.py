@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Trace, Verdict, gate_of
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, Verdict, gate_of
 
 __all__ = ["ROUNDING", "judge", "resized_because"]
 
@@ -13,7 +13,7 @@ ROUNDING = 1e-4
 are rounded differently."""
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Compare the gates of all steps and phases with the reference.
 
     If the plan expects the job to stop, only the steps it reached are compared. If the number of ranks has changed and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.faults.fault_types import Family
 
 __all__ = ["INTERVALS", "judge"]
@@ -14,7 +14,7 @@ Two snapshots are kept; a third interval may be on its way to another tray when 
 """
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge the longest rollback by the plan's limit, or by the distance of the snapshots that the ranks reported.
 
     A rollback because of state found corrupt has no limit.
@@ -42,7 +42,7 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(holds=True, because=f"{told}; {limit} are right ({why})")
 
 
-def _excused(evidence: Evidence) -> set[int]:
+def _excused(evidence: RunEvidence) -> set[int]:
     """Return the generations that had to skip a snapshot because it was damaged."""
     flipped = any(record.strike.fault.family is Family.CORRUPTION and record.took for record in evidence.records)
     return {plan.generation for plan in evidence.trace.plans} if flipped else set(evidence.trace.damaged)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict, gate_of
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict, gate_of
 
 __all__ = ["judge"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Compare the gates, which hold the number of samples and a digest of their ids, and then the ledger.
 
     The ledger may be incomplete: it lacks what a rank reported to an agent that was lost at the same moment.

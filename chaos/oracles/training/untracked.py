@@ -11,15 +11,15 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Trace, Verdict
-from rackrun.chaos.inprocess.state_recorder import End
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, Verdict
+from rackrun.chaos.inprocess.state_recorder import EndState
 
-__all__ = ["Untracked", "differences", "judge", "remedy_for"]
+__all__ = ["UntrackedValue", "differences", "judge", "remedy_for"]
 
 NAMED_MAX = 4
 
 
-class Untracked(msgspec.Struct, frozen=True):
+class UntrackedValue(msgspec.Struct, frozen=True):
     """One untracked value that differs."""
 
     name: str
@@ -36,7 +36,7 @@ class Untracked(msgspec.Struct, frozen=True):
         return f"{self.name} on rank {self.rank}{newcomer} is {self.mine or 'not there'}, and {self.theirs or 'not there'} {self.where}"
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Judge whether any untracked value differs at the end."""
     if evidence.plan.expect == "stops":
         return Verdict(holds=True, because="it was to stop: there are none")
@@ -56,7 +56,7 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(holds=False, because="not tracked: " + "; ".join([*told, *more]))
 
 
-def differences(evidence: Evidence) -> list[Untracked]:
+def differences(evidence: RunEvidence) -> list[UntrackedValue]:
     """Return the untracked values that differ, those of newcomers first.
 
     Where there are two runs without faults, what differs between these is left out.
@@ -64,12 +64,12 @@ def differences(evidence: Evidence) -> list[Untracked]:
     theirs, ends = evidence.reference.ends, evidence.trace.ends
     noise = _noise(evidence.reference, evidence.again)
     alike = _alike(theirs)
-    found: list[Untracked] = []
+    found: list[UntrackedValue] = []
     for rank, end in sorted(ends.items()):
         other = theirs.get(rank)
         if other is not None and other.world == end.world and _never_resized(evidence.trace):
             found += [
-                Untracked(name, rank, end.since, mine, their)
+                UntrackedValue(name, rank, end.since, mine, their)
                 for name, mine, their in _unlike(end.reached, other.reached)
             ]
             continue
@@ -77,7 +77,7 @@ def differences(evidence: Evidence) -> list[Untracked]:
         # the values that were alike on all ranks without faults.
         oldest = min(ends.values(), key=lambda end: (end.since, end.rank))
         found += [
-            Untracked(name, rank, end.since, mine, their, f"on rank {oldest.rank}")
+            UntrackedValue(name, rank, end.since, mine, their, f"on rank {oldest.rank}")
             for name, mine, their in _unlike(end.reached, oldest.reached)
             if end.since > oldest.since and name in alike
         ]
@@ -85,7 +85,7 @@ def differences(evidence: Evidence) -> list[Untracked]:
     return sorted(entries, key=lambda one: (one.since <= 0, one.rank))
 
 
-def remedy_for(found: list[Untracked]) -> str:
+def remedy_for(found: list[UntrackedValue]) -> str:
     """Return what to do about untracked values that differ, naming the first."""
     name = found[0].name
     owner = name.partition(".")[0].partition("[")[0]
@@ -124,7 +124,7 @@ def _noise(reference: Trace, again: Trace | None) -> set[str]:
     return {name for one, other in pairs for name, _, _ in _unlike(one.reached, other.reached)}
 
 
-def _alike(ends: dict[int, End]) -> set[str]:
+def _alike(ends: dict[int, EndState]) -> set[str]:
     """Return the names of values that all ranks of a run have, and have alike."""
     first, *others = [end.reached for end in ends.values()]
     return {name for name, value in first.items() if all(other.get(name) == value for other in others)}

@@ -5,13 +5,13 @@ The state is parameters, buffers, optimizers and schedulers.
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.oracles.training.losses import resized_because
 
 __all__ = ["judge"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: RunEvidence) -> Verdict:
     """Compare the digests of the ranks' state at the end."""
     if evidence.plan.expect == "stops":
         return Verdict(holds=True, because="it was to stop: there are none")

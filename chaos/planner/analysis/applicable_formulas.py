@@ -10,7 +10,7 @@ import msgspec
 
 from rackrun.chaos.planner.analysis import closed_forms
 from rackrun.chaos.planner.analysis.simulation_case import Case
-from rackrun.chaos.planner.inputs.failures import Process, units
+from rackrun.chaos.planner.inputs.failures import FailureProcess, units
 from rackrun.chaos.planner.model.job_state import Intervals
 
 __all__ = ["Formula", "restart_only", "takeovers_only", "whole_share"]
@@ -109,7 +109,7 @@ def whole_share(case: Case) -> Formula:
     return Formula(name=name, value=None, why_not="a rack has several groups, each of several trays")
 
 
-def _hits(case: Case, process: Process) -> float:
+def _hits(case: Case, process: FailureProcess) -> float:
     """Return the rate of failures that take ranks, per second of training. A unit under repair does not fail."""
     share = 1.0 if process.domain == "rack" else case.job.ranks(case.fleet) / case.fleet.total_gpus
     if process.stalls:

@@ -12,7 +12,7 @@ from types import TracebackType
 import msgspec
 
 from rackrun.chaos.planner.analysis.simulation_case import Case, simulate
-from rackrun.chaos.planner.model.outcome import Outcome
+from rackrun.chaos.planner.model.outcome import FleetOutcome
 
 __all__ = ["Runs"]
 
@@ -25,7 +25,7 @@ class Runs:
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
-        self._found: dict[tuple[bytes, int], Outcome] = {}
+        self._found: dict[tuple[bytes, int], FleetOutcome] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._stack = ExitStack()
 
@@ -51,7 +51,7 @@ class Runs:
         if self._pool is not None:
             self._found.update(zip(due, self._pool.map(_simulate, due.values()), strict=True))
 
-    def outcomes(self, case: Case, seeds: Sequence[int]) -> list[Outcome]:
+    def outcomes(self, case: Case, seeds: Sequence[int]) -> list[FleetOutcome]:
         """Return one outcome for each seed."""
         self.fetch((case, seed) for seed in seeds)
         return [self._found[_key(case, seed)] for seed in seeds]
@@ -61,5 +61,5 @@ def _key(case: Case, seed: int) -> tuple[bytes, int]:
     return msgspec.msgpack.encode(case), seed
 
 
-def _simulate(run: tuple[Case, int]) -> Outcome:
+def _simulate(run: tuple[Case, int]) -> FleetOutcome:
     return simulate(*run)

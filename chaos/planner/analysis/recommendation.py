@@ -15,14 +15,14 @@ import msgspec
 from rackrun.chaos.planner.analysis.applicable_formulas import Formula, restart_only, takeovers_only, whole_share
 from rackrun.chaos.planner.analysis.closed_forms import daly, multi_level_waste, two_levels, young
 from rackrun.chaos.planner.analysis.parallel_runs import Runs
-from rackrun.chaos.planner.analysis.seed_statistics import Spread, spread_of
+from rackrun.chaos.planner.analysis.seed_statistics import SeedMean, spread_of
 from rackrun.chaos.planner.analysis.sensitivity import applies, resaved, rescaled
 from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals, rates
 from rackrun.chaos.planner.inputs.option_values import spell
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import Outcome, Where
+from rackrun.chaos.planner.model.outcome import FleetOutcome, Where
 
-__all__ = ["COSTS", "POLICIES", "Compared", "Grid", "Point", "Survey", "Swing", "survey"]
+__all__ = ["COSTS", "POLICIES", "Candidate", "Grid", "Point", "GridSurvey", "Swing", "survey"]
 
 Tell = Callable[[str], None]
 POLICIES = ("", "swap,move,wait,shrink", "shrink", "restart")
@@ -52,11 +52,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     intervals: Intervals
     ranks: int
     gpus: int
-    goodput: Spread
+    goodput: SeedMean
     """Productive GPU-time over all GPU-time that is paid for."""
-    wall: Spread
+    wall: SeedMean
     """Productive time over wall time (ETTR)."""
-    whole: Spread
+    whole: SeedMean
     """The share of time in which the world had its full size and did not wait."""
     rungs: dict[str, float]
     """How often each rung was taken in a run, on average."""
@@ -90,12 +90,12 @@ class Swing(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.high_goodput - self.low_goodput)
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One policy or interval, to be compared with others."""
 
     what: str
-    goodput: Spread
-    wall: Spread
+    goodput: SeedMean
+    wall: SeedMean
     formulas: tuple[Formula, ...] = ()
 
 
@@ -109,7 +109,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[Point, ...]
 
 
-class Survey(Grid, frozen=True, kw_only=True):
+class GridSurvey(Grid, frozen=True, kw_only=True):
     """The grid, and what its best plan depends on."""
 
     breaks_a_day: float
@@ -121,8 +121,8 @@ class Survey(Grid, frozen=True, kw_only=True):
     """Seconds of work between two saves, by formula and level; ``waste``: the share of time for saving and for work
     done again."""
     best: Point
-    policies: tuple[Compared, ...]
-    intervals: tuple[Compared, ...]
+    policies: tuple[Candidate, ...]
+    intervals: tuple[Candidate, ...]
     usual: float
     """The best plan's goodput with the first seed, with which each assumption is varied."""
     tornado: tuple[Swing, ...]
@@ -140,7 +140,7 @@ def survey(
     processes: int = 1,
     tell: Tell = lambda line: None,  # noqa: ARG005
     show: Callable[[Grid], None] = lambda grid: None,  # noqa: ARG005
-) -> Survey:
+) -> GridSurvey:
     """Simulate all plans, and return the grid and what the best plan depends on.
 
     ``case``: its job's own spares are ignored. ``given``: intervals that are not 0 are used instead of chosen ones.
@@ -168,7 +168,7 @@ def survey(
         tell(f"the best has {best.spares_per_rack} spares a rack and {best.spare_racks} spare racks; what it hangs on")
         advised, advice, formulas = _advice(chosen, usual)
         _fetch_ahead(runs, chosen, advised, usual, seeds)
-        return Survey(
+        return GridSurvey(
             **msgspec.structs.asdict(grid),
             breaks_a_day=sum(one.breaks for one in usual) / len(seeds) / grid.days,
             advice=advice,
@@ -183,14 +183,16 @@ def survey(
         )
 
 
-def _fetch_ahead(runs: Runs, case: Case, advised: Intervals, usual: Sequence[Outcome], seeds: Sequence[int]) -> None:
+def _fetch_ahead(
+    runs: Runs, case: Case, advised: Intervals, usual: Sequence[FleetOutcome], seeds: Sequence[int]
+) -> None:
     """Simulate everything that the best plan needs at once, so that no processor waits for the last run of a table."""
     several = [*reversed(_policy_cases(case).values()), *_interval_cases(case, advised, usual).values()]
     single = [one for _, low, high, simulated in _swung(case, usual[0]) if simulated for one in (low[1], high[1])]
     runs.fetch([(one, seed) for one in several for seed in seeds] + [(one, seeds[0]) for one in single])
 
 
-def _point(case: Case, outcomes: Sequence[Outcome]) -> Point:
+def _point(case: Case, outcomes: Sequence[FleetOutcome]) -> Point:
     intervals = case.intervals or chosen_intervals(case)
     first, count = outcomes[0], len(outcomes)
     names = sorted({name for one in outcomes for name in one.rungs})
@@ -228,7 +230,7 @@ def _policy_cases(case: Case) -> dict[str, Case]:
     return {name: msgspec.structs.replace(case, policy=name) for name in names}
 
 
-def _policies(case: Case, seeds: Sequence[int], runs: Runs) -> tuple[Compared, ...]:
+def _policies(case: Case, seeds: Sequence[int], runs: Runs) -> tuple[Candidate, ...]:
     found = []
     for name, one in _policy_cases(case).items():
         only_disk = msgspec.structs.replace(one, job=msgspec.structs.replace(one.job, state="disk"))
@@ -238,7 +240,7 @@ def _policies(case: Case, seeds: Sequence[int], runs: Runs) -> tuple[Compared, .
     return tuple(found)
 
 
-def _advice(case: Case, outcomes: Sequence[Outcome]) -> tuple[Intervals, str, dict[str, float]]:
+def _advice(case: Case, outcomes: Sequence[FleetOutcome]) -> tuple[Intervals, str, dict[str, float]]:
     """Return the advised intervals, the advice in words, and the formulas.
 
     Checkpoints follow Daly's formula, for the rate at which the simulated job went back to one; one more time is added,
@@ -278,7 +280,7 @@ def _tried_intervals(case: Case, advised: Intervals) -> dict[str, Intervals]:
     return tried
 
 
-def _interval_cases(case: Case, advised: Intervals, usual: Sequence[Outcome]) -> dict[str, Case]:
+def _interval_cases(case: Case, advised: Intervals, usual: Sequence[FleetOutcome]) -> dict[str, Case]:
     """Return the intervals that have to be simulated: none where nothing ever goes back to a save."""
     if not any(one.where.redone for one in usual):
         return {}
@@ -287,8 +289,8 @@ def _interval_cases(case: Case, advised: Intervals, usual: Sequence[Outcome]) ->
 
 
 def _intervals(
-    case: Case, advised: Intervals, usual: Sequence[Outcome], seeds: Sequence[int], runs: Runs
-) -> tuple[Compared, ...]:
+    case: Case, advised: Intervals, usual: Sequence[FleetOutcome], seeds: Sequence[int], runs: Runs
+) -> tuple[Candidate, ...]:
     cases = _interval_cases(case, advised, usual)
     return tuple(
         _compared(
@@ -300,8 +302,8 @@ def _intervals(
     )
 
 
-def _compared(what: str, outcomes: Sequence[Outcome], formulas: tuple[Formula, ...]) -> Compared:
-    return Compared(
+def _compared(what: str, outcomes: Sequence[FleetOutcome], formulas: tuple[Formula, ...]) -> Candidate:
+    return Candidate(
         what=what,
         goodput=spread_of([one.goodput for one in outcomes]),
         wall=spread_of([one.wall_goodput for one in outcomes]),
@@ -309,7 +311,7 @@ def _compared(what: str, outcomes: Sequence[Outcome], formulas: tuple[Formula, .
     )
 
 
-def _tornado(case: Case, usual: Outcome, seed: int, runs: Runs) -> tuple[Swing, ...]:
+def _tornado(case: Case, usual: FleetOutcome, seed: int, runs: Runs) -> tuple[Swing, ...]:
     """Vary each assumption. Intervals that were not given are chosen anew."""
     found = []
     for what, low, high, simulated in _swung(case, usual):
@@ -331,7 +333,7 @@ def _tornado(case: Case, usual: Outcome, seed: int, runs: Runs) -> tuple[Swing, 
     return tuple(sorted(changes, key=lambda one: -one.size))
 
 
-def _swung(case: Case, usual: Outcome) -> Iterable[tuple[str, tuple[str, Case], tuple[str, Case], bool]]:
+def _swung(case: Case, usual: FleetOutcome) -> Iterable[tuple[str, tuple[str, Case], tuple[str, Case], bool]]:
     """Yield each assumption, its low and its high value with the case, and whether these have to be simulated."""
     replace = msgspec.structs.replace
     for name in ("mtbf_s", "repair_s"):

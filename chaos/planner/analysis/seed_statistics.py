@@ -8,13 +8,13 @@ from statistics import mean, stdev
 
 import msgspec
 
-__all__ = ["Spread", "spread_of"]
+__all__ = ["SeedMean", "spread_of"]
 
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t for 95 %, two-sided, by degrees of freedom from 1."""
 
 
-class Spread(msgspec.Struct, frozen=True):
+class SeedMean(msgspec.Struct, frozen=True):
     """A mean over seeds."""
 
     mean: float
@@ -26,11 +26,11 @@ class Spread(msgspec.Struct, frozen=True):
         return f"{self.mean:.2%}" if self.half is None else f"{self.mean:.2%} ±{self.half:.2%}"
 
 
-def spread_of(values: Sequence[float]) -> Spread:
+def spread_of(values: Sequence[float]) -> SeedMean:
     """Return the mean of independent runs, with its interval for a normal distribution."""
     count = len(values)
     if count < 2:
-        return Spread(mean(values), None, count)
+        return SeedMean(mean(values), None, count)
     freedom = count - 1
     factor = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
-    return Spread(mean(values), factor * stdev(values) / math.sqrt(count), count)
+    return SeedMean(mean(values), factor * stdev(values) / math.sqrt(count), count)

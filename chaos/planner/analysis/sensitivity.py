@@ -12,18 +12,18 @@ import msgspec
 
 from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import Outcome, Where
+from rackrun.chaos.planner.model.outcome import FleetOutcome, Where
 
 __all__ = ["applies", "resaved", "rescaled"]
 
 
-def applies(cost: str, outcome: Outcome) -> bool:
+def applies(cost: str, outcome: FleetOutcome) -> bool:
     """Whether `rescaled` may be used for ``cost``, a field of `PlanCosts`. Waits for spares depend on how fast workers
     start."""
     return not (cost == "start_s" and outcome.where.waiting > 0)
 
 
-def rescaled(case: Case, outcome: Outcome, cost: str, factor: float) -> Outcome:
+def rescaled(case: Case, outcome: FleetOutcome, cost: str, factor: float) -> FleetOutcome:
     """Return ``outcome`` of ``case`` with ``cost`` multiplied by ``factor``.
 
     Intervals that ``case`` does not give are chosen anew.
@@ -44,14 +44,16 @@ def rescaled(case: Case, outcome: Outcome, cost: str, factor: float) -> Outcome:
     return _with(outcome, saving_s, redone_s, broken_s, extra_s)
 
 
-def resaved(case: Case, outcome: Outcome, intervals: Intervals) -> Outcome:
+def resaved(case: Case, outcome: FleetOutcome, intervals: Intervals) -> FleetOutcome:
     """Return ``outcome`` of ``case``, a run in which nothing went back to a save, with other ``intervals``."""
     assert not outcome.where.redone, "what is computed again depends on when the failures came"
     saving_s, redone_s = _saving(case, outcome, case.intervals or chosen_intervals(case), intervals, 1.0)
     return _with(outcome, saving_s, redone_s, outcome.where.broken, 0.0)
 
 
-def _saving(case: Case, outcome: Outcome, old: Intervals, new: Intervals, step_factor: float) -> tuple[float, float]:
+def _saving(
+    case: Case, outcome: FleetOutcome, old: Intervals, new: Intervals, step_factor: float
+) -> tuple[float, float]:
     """Return the seconds of saving, and of steps computed again, with the intervals ``new``.
 
     Intervals count steps, which take ``step_factor`` times as long as before.
@@ -74,7 +76,7 @@ def _checkpoint_share(case: Case, intervals: Intervals) -> float:
     return checkpoint / (checkpoint + snapshot) if checkpoint + snapshot else 1.0
 
 
-def _with(outcome: Outcome, saving_s: float, redone_s: float, broken_s: float, extra_s: float) -> Outcome:
+def _with(outcome: FleetOutcome, saving_s: float, redone_s: float, broken_s: float, extra_s: float) -> FleetOutcome:
     """Return the outcome with these times. Time that is lost elsewhere is missing in training, and the other
     way round."""
     where = outcome.where

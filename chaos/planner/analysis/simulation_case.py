@@ -8,14 +8,14 @@ import msgspec
 
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.analysis.closed_forms import daly
-from rackrun.chaos.planner.inputs.failure_traces import Trace
-from rackrun.chaos.planner.inputs.failures import Process, Source, Strike, failures_of, units
-from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.inputs.failure_traces import FailureTrace
+from rackrun.chaos.planner.inputs.failures import FailureProcess, FailureSource, UnitFailure, failures_of, units
+from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.inputs.repair_crews import Crews
-from rackrun.chaos.planner.model.fleet_simulation import Simulation
+from rackrun.chaos.planner.model.fleet_simulation import FleetSimulation
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import Outcome
+from rackrun.chaos.planner.model.outcome import FleetOutcome
 from rackrun.chaos.planner.model.policy_adapter import Policy
 from rackrun.checkpoint.commit.snapshot_interval import NS, IntervalPolicy, Observed, choose_interval
 from rackrun.coordinator.user_code.child_setup import find
@@ -32,10 +32,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that determines a simulation except its seed."""
 
     fleet: Fleet
-    job: Job
+    job: FleetJob
     costs: PlanCosts = PlanCosts()
-    processes: tuple[Process, ...] = ()
-    trace: tuple[tuple[float, Strike], ...] = ()
+    processes: tuple[FailureProcess, ...] = ()
+    trace: tuple[tuple[float, UnitFailure], ...] = ()
     """Recorded failures, used instead of processes."""
     horizon_s: float = 30 * 86400.0
     crews: int | None = None
@@ -50,19 +50,19 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             raise PlannerError(f"{self.horizon_s} s leave no time to simulate.", remedy="give days above 0.")
         Crews(self.crews)  # refuses an impossible number
 
-    def source(self, seed: int) -> Source:
+    def source(self, seed: int) -> FailureSource:
         """Return the source of failures for one seed. Raises PlannerError if nothing ever fails."""
         if self.trace:
-            return Trace(self.trace, self.horizon_s)
+            return FailureTrace(self.trace, self.horizon_s)
         if not self.processes:
             raise PlannerError("nothing ever fails in this plan.", remedy="give --tray-mtbf, --preset or --trace.")
         return failures_of(self.processes, self.fleet, seed, self.horizon_s)
 
 
-def simulate(case: Case, seed: int, *, shortcut: bool = True, checked: bool = False) -> Outcome:
+def simulate(case: Case, seed: int, *, shortcut: bool = True, checked: bool = False) -> FleetOutcome:
     """Simulate one run. The same case and seed give the same outcome, in any process."""
     rules, name = parse_policy(case.policy)
-    return Simulation(
+    return FleetSimulation(
         fleet=case.fleet,
         job=case.job,
         costs=case.costs,

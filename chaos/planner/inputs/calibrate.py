@@ -19,7 +19,7 @@ __all__ = ["calibrated", "read_run"]
 _REMEDY = "give the out-dir of a run, its journal.sqlite, or what rackctl report --json wrote."
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class RunMeasurements(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about a real run."""
 
     report: Report
@@ -27,23 +27,23 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from each worker's start until it was ready; only a journal has them."""
 
 
-def read_run(path: Path) -> Measured:
+def read_run(path: Path) -> RunMeasurements:
     """Read a run from its out-dir, its journal, or its report as JSON.
 
     Raises PlannerError, or UsageError for a journal that cannot be read.
     """
     journal = path / "journal.sqlite" if path.is_dir() else path
     if journal.suffix == ".sqlite":
-        return Measured(report=read_report(journal), starts_s=tuple(_starts(journal)))
+        return RunMeasurements(report=read_report(journal), starts_s=tuple(_starts(journal)))
     try:
-        return Measured(report=msgspec.json.decode(path.read_bytes(), type=Report))
+        return RunMeasurements(report=msgspec.json.decode(path.read_bytes(), type=Report))
     except OSError as error:
         raise PlannerError(f"{path} cannot be read: {error.strerror}.", remedy=_REMEDY) from error
     except msgspec.DecodeError as error:
         raise PlannerError(f"{path} is no report: {error}.", remedy=_REMEDY) from error
 
 
-def calibrated(run: Measured) -> PlanCosts:
+def calibrated(run: RunMeasurements) -> PlanCosts:
     """Return the costs that the run shows.
 
     A cost that it does not show stays a guess, and is named as one (`PlanCosts.guessed`). Raises PlannerError for a run

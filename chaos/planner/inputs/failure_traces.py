@@ -13,29 +13,29 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rackrun.chaos.base.errors import PlannerError
-from rackrun.chaos.planner.inputs.failures import Strike
+from rackrun.chaos.planner.inputs.failures import UnitFailure
 from rackrun.chaos.planner.inputs.fleet import Fleet
 
-__all__ = ["HEADER", "Trace", "read_trace"]
+__all__ = ["HEADER", "FailureTrace", "read_trace"]
 
 HEADER = ("hours", "where", "kind", "repair_hours")
 _REMEDY = "write hours,where,kind,repair_hours: 12.5,3/17,hardware,6 is tray 17 of rack 3; kinds are hardware, process, stall."
 
 
-class Trace:
-    """The recorded failures. A `rackrun.chaos.planner.inputs.failures.Source`."""
+class FailureTrace:
+    """The recorded failures. A `rackrun.chaos.planner.inputs.failures.FailureSource`."""
 
-    def __init__(self, strikes: Iterable[tuple[float, Strike]], horizon_s: float) -> None:
+    def __init__(self, strikes: Iterable[tuple[float, UnitFailure]], horizon_s: float) -> None:
         self._strikes = [(at_s, strike) for at_s, strike in strikes if at_s < horizon_s]
 
-    def begin(self) -> list[tuple[float, Strike]]:
+    def begin(self) -> list[tuple[float, UnitFailure]]:
         return list(self._strikes)
 
-    def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:  # noqa: ARG002
+    def again(self, strike: UnitFailure, since_s: float) -> tuple[float, UnitFailure] | None:  # noqa: ARG002
         return None
 
 
-def read_trace(path: Path, fleet: Fleet) -> list[tuple[float, Strike]]:
+def read_trace(path: Path, fleet: Fleet) -> list[tuple[float, UnitFailure]]:
     """Return the failures with their times in seconds, in order. Raises PlannerError, which names the line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def read_trace(path: Path, fleet: Fleet) -> list[tuple[float, Strike]]:
     return sorted(found)
 
 
-def _strike(words: list[str], fleet: Fleet) -> tuple[float, Strike]:
+def _strike(words: list[str], fleet: Fleet) -> tuple[float, UnitFailure]:
     if len(words) != len(HEADER):
         raise ValueError(f"the line has {len(words)} fields instead of {len(HEADER)}")
     hours, where, kind, repair = words
@@ -69,9 +69,9 @@ def _strike(words: list[str], fleet: Fleet) -> tuple[float, Strike]:
     rack, slash, tray = where.partition("/")
     number = _whole(rack, fleet.racks, "rack")
     if not slash:
-        return at_s, Strike(0, "rack", number, repair_s, kind == "stall")
+        return at_s, UnitFailure(0, "rack", number, repair_s, kind == "stall")
     unit = number * fleet.trays + _whole(tray, fleet.trays, "tray")
-    return at_s, Strike(0, "tray", unit, repair_s, kind == "stall")
+    return at_s, UnitFailure(0, "tray", unit, repair_s, kind == "stall")
 
 
 def _number(text: str, what: str) -> float:

@@ -24,12 +24,12 @@ from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.planner.inputs.fleet import Fleet
 
-__all__ = ["Domain", "Failures", "Process", "Source", "Strike", "failures_of", "slots_of", "units"]
+__all__ = ["Domain", "Failures", "FailureProcess", "FailureSource", "UnitFailure", "failures_of", "slots_of", "units"]
 
 Domain = Literal["gpu", "tray", "rack", "rank"]
 
 
-class Strike(NamedTuple):
+class UnitFailure(NamedTuple):
     """One failure."""
 
     source: int
@@ -45,18 +45,18 @@ class Strike(NamedTuple):
     """How many times the process has struck this unit before."""
 
 
-class Source(Protocol):
+class FailureSource(Protocol):
     """A source of failures for one run."""
 
-    def begin(self) -> list[tuple[float, Strike]]:
+    def begin(self) -> list[tuple[float, UnitFailure]]:
         """Return, with its time in seconds, the first failure of each unit that has one before the horizon."""
 
-    def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:
+    def again(self, strike: UnitFailure, since_s: float) -> tuple[float, UnitFailure] | None:
         """Return the next failure of the same unit, which has been in order since ``since_s``; None if there is
         none."""
 
 
-class Process(msgspec.Struct, frozen=True, kw_only=True):
+class FailureProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process that strikes the units of one domain."""
 
     name: str
@@ -121,7 +121,7 @@ class Failures:
     The object never changes, so runs that meet the same failures can share it.
     """
 
-    def __init__(self, processes: Sequence[Process], fleet: Fleet, seed: int, horizon_s: float) -> None:
+    def __init__(self, processes: Sequence[FailureProcess], fleet: Fleet, seed: int, horizon_s: float) -> None:
         for process in processes:
             if process.repair_s >= horizon_s:
                 raise PlannerError(
@@ -134,11 +134,11 @@ class Failures:
         self._horizon_s = horizon_s
         self._lemons = [self._drawn(process) for process in self._processes]
 
-    def begin(self) -> list[tuple[float, Strike]]:
+    def begin(self) -> list[tuple[float, UnitFailure]]:
         return list(self._first)
 
     @cached_property
-    def _first(self) -> list[tuple[float, Strike]]:
+    def _first(self) -> list[tuple[float, UnitFailure]]:
         found = []
         for source, process in enumerate(self._processes):
             draw = stream(self._seed, process.name)
@@ -148,20 +148,20 @@ class Failures:
                     found.append((at_s, self._strike(source, unit, 0)))
         return found
 
-    def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:
-        """See `Source.again`."""
+    def again(self, strike: UnitFailure, since_s: float) -> tuple[float, UnitFailure] | None:
+        """See `FailureSource.again`."""
         process, turn = self._processes[strike.source], strike.turn + 1
         draw = stream(self._seed, process.name, strike.unit, turn)
         at_s = since_s + process.wait(0.0, draw.expovariate(1.0), self._factor(strike.source, strike.unit))
         return (at_s, self._strike(strike.source, strike.unit, turn)) if at_s < self._horizon_s else None
 
-    def _strike(self, source: int, unit: int, turn: int) -> Strike:
+    def _strike(self, source: int, unit: int, turn: int) -> UnitFailure:
         process, repair_s = self._processes[source], self._processes[source].repair_s
         if repair_s and process.repair_law == "exponential":
             repair_s *= stream(self._seed, process.name, "repair", unit, turn).expovariate(1.0)
-        return Strike(source, process.domain, unit, repair_s, process.stalls, turn)
+        return UnitFailure(source, process.domain, unit, repair_s, process.stalls, turn)
 
-    def _drawn(self, process: Process) -> frozenset[int]:
+    def _drawn(self, process: FailureProcess) -> frozenset[int]:
         count = units(self._fleet, process.domain)
         draw: random.Random = stream(self._seed, process.name, "lemons")
         return frozenset(draw.sample(range(count), round(process.lemons * count))) if process.lemons else frozenset()
@@ -173,7 +173,7 @@ class Failures:
 
 
 @lru_cache(maxsize=8)
-def failures_of(processes: tuple[Process, ...], fleet: Fleet, seed: int, horizon_s: float) -> Failures:
+def failures_of(processes: tuple[FailureProcess, ...], fleet: Fleet, seed: int, horizon_s: float) -> Failures:
     """Return the `Failures` for these arguments, one object for equal arguments.
 
     Plans that differ in spares or policies thus meet the same failures.
@@ -186,7 +186,7 @@ def units(fleet: Fleet, domain: Domain) -> int:
     return {"gpu": fleet.total_gpus, "tray": fleet.total_trays, "rack": fleet.racks}[domain]
 
 
-def slots_of(fleet: Fleet, strike: Strike) -> range:
+def slots_of(fleet: Fleet, strike: UnitFailure) -> range:
     """Return the slots that a failure strikes."""
     size = fleet.total_gpus // units(fleet, strike.domain)
     return range(strike.unit * size, (strike.unit + 1) * size)

@@ -13,7 +13,7 @@ from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Clique, CliqueId, Gpu, Rack, Topology, Tray
 from rackrun.topology.placement.arrays import Board
 
-__all__ = ["Fleet", "Job", "board_of", "fleet_of"]
+__all__ = ["Fleet", "FleetJob", "board_of", "fleet_of"]
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ def fleet_of(gpus: int, trays: int = 18, gpus_per_tray: int = 4) -> Fleet:
     return Fleet(racks=gpus // rack, trays=trays, gpus=gpus_per_tray)
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class FleetJob(msgspec.Struct, frozen=True, kw_only=True):
     """How a job uses a fleet. ``group`` x pipeline stages = ``replica``; data parallelism is over replicas."""
 
     spares_per_rack: int = 0

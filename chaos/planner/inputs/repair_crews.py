@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rackrun.chaos.base.errors import PlannerError
-from rackrun.chaos.planner.inputs.failures import Strike
+from rackrun.chaos.planner.inputs.failures import UnitFailure
 
 __all__ = ["Crews"]
 
@@ -19,7 +19,7 @@ class Crews:
     """The number of crews; None: always enough."""
     busy: int = 0
     queued_max: int = 0
-    _queue: deque[Strike] = field(default_factory=deque)
+    _queue: deque[UnitFailure] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
@@ -27,7 +27,7 @@ class Crews:
                 f"{self.count} repair crews cannot repair anything.", remedy="give --crews 1 or more, or leave it out."
             )
 
-    def take(self, strike: Strike) -> bool:
+    def take(self, strike: UnitFailure) -> bool:
         """Return whether a crew begins this repair now; otherwise it waits for one."""
         if self.count is not None and self.busy >= self.count:
             self._queue.append(strike)
@@ -36,7 +36,7 @@ class Crews:
         self.busy += 1
         return True
 
-    def done(self) -> Strike | None:
+    def done(self) -> UnitFailure | None:
         """A crew has finished. Return the repair that it begins next, or None."""
         if self._queue:
             return self._queue.popleft()

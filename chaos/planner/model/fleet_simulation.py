@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import assert_never
 
-from rackrun.chaos.planner.inputs.failures import Source, Strike, slots_of
-from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.inputs.failures import FailureSource, UnitFailure, slots_of
+from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.inputs.repair_crews import Crews
 from rackrun.chaos.planner.model.fleet_state import Hall, Staff, Stamps
 from rackrun.chaos.planner.model.job_state import Intervals, State
-from rackrun.chaos.planner.model.outcome import Outcome, Where
+from rackrun.chaos.planner.model.outcome import FleetOutcome, Where
 from rackrun.chaos.planner.model.policy_adapter import Brain, Policy, Situation
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, NS, Engine
 from rackrun.protocol.policy_types import Decision, Rules, Rung, Weights
 
-__all__ = ["Simulation"]
+__all__ = ["FleetSimulation"]
 
 
 class _Phase(Enum):
@@ -41,14 +41,14 @@ class _Phase(Enum):
 
 
 @dataclass(slots=True)
-class Simulation:
+class FleetSimulation:
     """One run. Call `run` once."""
 
     fleet: Fleet
-    job: Job
+    job: FleetJob
     costs: PlanCosts
     intervals: Intervals
-    source: Source
+    source: FailureSource
     horizon_s: float
     rules: Rules = field(default_factory=Rules)
     weights: Weights = field(default_factory=Weights)
@@ -83,7 +83,7 @@ class Simulation:
     _due: dict[str, float] = field(default_factory=dict)
     """The seconds of the present phase, by cost, if nothing interrupts it."""
     _charged: dict[str, float] = field(default_factory=dict)
-    _gone_since: dict[Strike, float] = field(default_factory=dict)
+    _gone_since: dict[UnitFailure, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hall = Hall(self.fleet, self.job, shortcut=self.shortcut)
@@ -91,7 +91,7 @@ class Simulation:
         self._brain = Brain(self.costs, self.rules, self.weights, self.function)
         self._crews = Crews(self.crews)
 
-    def run(self) -> Outcome:
+    def run(self) -> FleetOutcome:
         """Simulate the run, and return its outcome. It can be called once."""
         for at_s, strike in self.source.begin():
             self._engine.at(round(at_s * NS), self._strike, strike)
@@ -101,7 +101,7 @@ class Simulation:
                 self.hall.check()
         self._enter(self._phase)
         assert abs(self._where.total() - self.horizon_s) < 1e-6 * self.horizon_s, "time that is nowhere"
-        return Outcome(
+        return FleetOutcome(
             wall_s=self.horizon_s,
             gpus=self.fleet.total_gpus,
             ranks=self.job.ranks(self.fleet),
@@ -124,7 +124,7 @@ class Simulation:
         self._over = True
 
     # -- the hardware --------------------------------------------------------------------------------------------------
-    def _strike(self, strike: Strike) -> None:
+    def _strike(self, strike: UnitFailure) -> None:
         self._strikes += 1
         if strike.stalls:
             self._next(strike)
@@ -149,7 +149,7 @@ class Simulation:
         if lost and self._phase is not _Phase.STOPPED:
             self._break()
 
-    def _repaired(self, strike: Strike) -> None:
+    def _repaired(self, strike: UnitFailure) -> None:
         self._brain.repaired(self._now_s - self._gone_since.pop(strike))
         following = self._crews.done()
         if following is not None:
@@ -163,13 +163,13 @@ class Simulation:
         elif self._phase is _Phase.WAITING:
             self._decide(self._turn)
 
-    def _slots(self, strike: Strike) -> range:
+    def _slots(self, strike: UnitFailure) -> range:
         if strike.domain != "rank":
             return slots_of(self.fleet, strike)
         slot = int(self.hall.seats[strike.unit % self.hall.ranks])
         return range(slot, slot + 1)
 
-    def _next(self, strike: Strike) -> None:
+    def _next(self, strike: UnitFailure) -> None:
         following = self.source.again(strike, self._now_s)
         if following is not None:
             self._engine.at(round(following[0] * NS), self._strike, following[1])

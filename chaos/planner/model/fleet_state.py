@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rackrun.chaos.base.errors import PlannerError
-from rackrun.chaos.planner.inputs.fleet import Fleet, Job, board_of
+from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob, board_of
 from rackrun.chaos.planner.model.rack_counts import RackCounter, RackCounts
 from rackrun.topology.model.errors import DoesNotFit
 from rackrun.topology.model.mesh import Ints, Mesh
 from rackrun.topology.placement.exhaustive import RANKS_MAX
-from rackrun.topology.placement.objective import Fitness, Known, Question
+from rackrun.topology.placement.objective import Fitness, PlacementInput, PreviousFacts
 from rackrun.topology.placement.rank_assignment import place
 from rackrun.topology.placement.slot_assignment import preference
 from rackrun.topology.placement.solver import solve
@@ -48,7 +48,7 @@ class Stamps(NamedTuple):
 class Hall:
     """All slots of a fleet, and the ranks of its job."""
 
-    def __init__(self, fleet: Fleet, job: Job, *, shortcut: bool = True) -> None:
+    def __init__(self, fleet: Fleet, job: FleetJob, *, shortcut: bool = True) -> None:
         self.fleet, self.job = fleet, job
         self.board = board_of(fleet)
         self._shortcut = shortcut
@@ -245,7 +245,7 @@ class Hall:
         if replicas and enough:
             self.replicas = replicas
             states = self._in_order()
-            self._all_start(solve(Question(self.board, self._mesh(replicas), states, self._lemons)), states)
+            self._all_start(solve(PlacementInput(self.board, self._mesh(replicas), states, self._lemons)), states)
             return replicas
         return 0
 
@@ -264,7 +264,7 @@ class Hall:
         for counted, which in zip(self._counted(), (there, self._ready, self._down == 0), strict=True):
             assert (counted == which.reshape(self.fleet.racks, -1).sum(1)).all(), "slots of a rack are miscounted"
 
-    def _near(self, question: Question) -> dict[int, int] | None:
+    def _near(self, question: PlacementInput) -> dict[int, int] | None:
         """Return a slot in its own rack for each lost rank; None when a rack has too few spares."""
         by_rack: dict[int, list[int]] = {}
         for rank in sorted(self.lost):
@@ -284,14 +284,16 @@ class Hall:
                 free = free[free != best]
         return found
 
-    def _question(self, states: Ints, usable: Ints) -> Question:
+    def _question(self, states: Ints, usable: Ints) -> PlacementInput:
         """Return the question for the solver. ``usable``, (racks,): how many slots of each rack are usable by
         ``states``."""
         known = None
         if self._shortcut and self.job.group > 1:
             lost = np.array(sorted(self.lost), np.int64)
-            known = Known(self._homes, lost[states[self.seats[lost]] == Fitness.BAD], usable)
-        return Question(self.board, self._mesh(self.replicas), states, self._lemons, previous=self.seats, known=known)
+            known = PreviousFacts(self._homes, lost[states[self.seats[lost]] == Fitness.BAD], usable)
+        return PlacementInput(
+            self.board, self._mesh(self.replicas), states, self._lemons, previous=self.seats, known=known
+        )
 
     def _all_start(self, seats: Ints, states: Ints) -> None:
         """Start all ranks in ``seats`` and all spares together. ``states``: every slot in order is usable."""
@@ -340,7 +342,7 @@ class Hall:
 
 
 @lru_cache(maxsize=8)
-def _first(fleet: Fleet, job: Job) -> Ints:
+def _first(fleet: Fleet, job: FleetJob) -> Ints:
     try:
         return place(board_of(fleet), job.mesh(job.replicas(fleet)), spares=job.spares_per_rack).seats
     except DoesNotFit as error:
@@ -349,4 +351,4 @@ def _first(fleet: Fleet, job: Job) -> Ints:
 
 @lru_cache(maxsize=8)
 def _mesh(group: int, replica: int, replicas: int) -> Mesh:
-    return Job(group=group, replica=replica).mesh(replicas)
+    return FleetJob(group=group, replica=replica).mesh(replicas)

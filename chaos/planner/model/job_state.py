@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rackrun.chaos.base.errors import PlannerError
-from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.model.fleet_state import Hall
 from rackrun.chaos.planner.model.outcome import Where
-from rackrun.chaos.planner.model.undisturbed_training import Pace, progress
+from rackrun.chaos.planner.model.undisturbed_training import TrainingTimes, progress
 
 __all__ = ["Intervals", "State"]
 
@@ -36,7 +36,7 @@ class State:
     """The progress and the state of one job."""
 
     fleet: Fleet
-    job: Job
+    job: FleetJob
     costs: PlanCosts
     intervals: Intervals
     where: Where
@@ -59,7 +59,7 @@ class State:
     def train(self, seconds: float, slow: float) -> None:
         """Train without disturbance for ``seconds``. ``slow``: how many times as long a step takes."""
         costs, where = self.costs, self.where
-        pace = Pace(
+        pace = TrainingTimes(
             step_s=costs.step_s * slow + costs.between_steps_s,
             snapshot_every=self.intervals.snapshot if self.job.state == "mirror" else 0,
             snapshot_s=costs.snapshot_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Outcome", "Where"]
+__all__ = ["FleetOutcome", "Where"]
 
 
 class Where(msgspec.Struct, kw_only=True):
@@ -30,7 +30,7 @@ class Where(msgspec.Struct, kw_only=True):
         return float(sum(getattr(self, name) for name in self.__struct_fields__))
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class FleetOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one run."""
 
     wall_s: float

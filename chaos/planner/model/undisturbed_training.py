@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Pace", "Progress", "progress"]
+__all__ = ["TrainingTimes", "TrainingProgress", "progress"]
 
 
-class Pace(NamedTuple):
+class TrainingTimes(NamedTuple):
     """The times of training, in seconds; ``step_s`` is what a step takes in the present world."""
 
     step_s: float
@@ -35,7 +35,7 @@ class Pace(NamedTuple):
         return 0.0 if not steps else self.time(since, steps - 1) + self.step_s
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """The result of a stretch of training."""
 
     steps: int
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     checkpoint: int
 
 
-def progress(pace: Pace, since: int, seconds: float, snapshot: int, checkpoint: int) -> Progress:
+def progress(pace: TrainingTimes, since: int, seconds: float, snapshot: int, checkpoint: int) -> TrainingProgress:
     """Return what ``seconds`` of training achieve.
 
     ``since``: steps done before; ``snapshot``, ``checkpoint``: the newest before.
@@ -60,7 +60,7 @@ def progress(pace: Pace, since: int, seconds: float, snapshot: int, checkpoint: 
         else:
             high = middle - 1
     saving_s = min(pace.time(since, low), seconds) - low * pace.step_s
-    return Progress(
+    return TrainingProgress(
         steps=low,
         saving_s=saving_s,
         rest_s=seconds - low * pace.step_s - saving_s,
@@ -69,7 +69,7 @@ def progress(pace: Pace, since: int, seconds: float, snapshot: int, checkpoint: 
     )
 
 
-def _newest(pace: Pace, since: int, steps: int, by_s: float, every: int, before: int) -> int:
+def _newest(pace: TrainingTimes, since: int, steps: int, by_s: float, every: int, before: int) -> int:
     if not every:
         return before
     at = (since + steps) // every * every

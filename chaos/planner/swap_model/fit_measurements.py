@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rackrun.chaos.base.errors import PlannerError
-from rackrun.chaos.planner.swap_model.predict_swap import Question, Swap, predict_swap
+from rackrun.chaos.planner.swap_model.predict_swap import Swap, SwapScenario, predict_swap
 from rackrun.chaos.planner.swap_model.stage_costs import FIGURES, Figure, Figures, built_s
 
 __all__ = ["Kit", "fitted", "held_against", "read_kit"]
@@ -27,7 +27,7 @@ _SPREAD = 1.5
 """The factor within which the median of one machine is assumed to bound another's."""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class KitCheck(msgspec.Struct, frozen=True, kw_only=True):
     """One check of the kit. Its other fields are for people."""
 
     id: str
@@ -42,7 +42,7 @@ class Kit(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     machine: str
     """The GPU and torch version; "" if the file does not name them."""
-    checks: Mapping[str, Measured]
+    checks: Mapping[str, KitCheck]
 
     def number(self, check: str, units: Mapping[str, float]) -> float | None:
         """Return the value of a check in seconds, or in bytes a second.
@@ -66,12 +66,12 @@ def read_kit(path: Path) -> Kit:
     facts: dict[str, Any] = {}
     try:
         if path.suffix == ".jsonl":
-            checks = [msgspec.json.decode(line, type=Measured) for line in text.splitlines() if line.strip()]
+            checks = [msgspec.json.decode(line, type=KitCheck) for line in text.splitlines() if line.strip()]
             mode = ""
         else:
             document = msgspec.json.decode(text, type=dict[str, Any])
             facts, mode = document.get("facts", {}), document.get("mode", "")
-            checks = msgspec.convert(document["checks"], list[Measured])
+            checks = msgspec.convert(document["checks"], list[KitCheck])
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError) as error:
         raise PlannerError(f"{path} is no result of the GPU kit: {error}.", remedy=_REMEDY) from error
     if mode == "dry":
@@ -132,7 +132,7 @@ def held_against(kit: Kit, figures: Figures) -> tuple[str, ...]:
     value = kit.number("H5", _SECONDS)
     if value is None:
         return ()
-    said: Swap = predict_swap(Question(ranks=7, groups={"dp": 7}, state_bytes=0), figures)
+    said: Swap = predict_swap(SwapScenario(ranks=7, groups={"dp": 7}, state_bytes=0), figures)
     whole = said.row("whole swap, spare warm")
     within = "within" if whole.low <= value <= whole.high else "outside"
     return (

@@ -31,14 +31,14 @@ from rackrun.chaos.planner.swap_model.stage_costs import (
     cold_s,
 )
 
-__all__ = ["Question", "Row", "Swap", "predict_swap"]
+__all__ = ["SwapScenario", "PredictionRow", "Swap", "predict_swap"]
 
 _EDGES = ("low", "likely", "high")
 _HONESTY: tuple[Source, ...] = ("reasoned", "public", "measured")
 """The kinds of source, from the least to the most certain. A sum is as certain as its least certain part."""
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class SwapScenario(msgspec.Struct, frozen=True, kw_only=True):
     """The swap to predict."""
 
     ranks: int
@@ -95,7 +95,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class PredictionRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table, in seconds."""
 
     stage: str
@@ -111,21 +111,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Swap(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction."""
 
-    question: Question
-    rows: tuple[Row, ...]
+    question: SwapScenario
+    rows: tuple[PredictionRow, ...]
     calibration: str
     """The measurements that the figures are from, or "not calibrated"."""
     held_against: tuple[str, ...] = ()
     """Measurements that do not enter the model, each with the prediction for the same."""
 
-    def row(self, stage: str) -> Row:
+    def row(self, stage: str) -> PredictionRow:
         return next(row for row in self.rows if row.stage == stage)
 
 
 WARM, COLD = "build groups, all warm", "build groups, the spare cold"
 
 
-def predict_swap(question: Question, figures: Figures = FIGURES, calibration: str = "not calibrated") -> Swap:
+def predict_swap(question: SwapScenario, figures: Figures = FIGURES, calibration: str = "not calibrated") -> Swap:
     """Return the table of stages, with the whole swap at the end."""
     notice = _row("notice a dead process", _notice(question, figures), *_noticed(question, figures), counts=True)
     revoke = _row("break, revoke, device quiet", _each(figures.revoke), figures.revoke, counts=True)
@@ -145,7 +145,7 @@ def _each(figure: Figure) -> tuple[float, float, float]:
     return figure.low, figure.likely, figure.high
 
 
-def _notice(question: Question, figures: Figures) -> tuple[float, ...]:
+def _notice(question: SwapScenario, figures: Figures) -> tuple[float, ...]:
     doublings = max(math.log2(question.ranks / 64), 0.0)
     return tuple(
         base + doublings * more
@@ -153,11 +153,11 @@ def _notice(question: Question, figures: Figures) -> tuple[float, ...]:
     )
 
 
-def _noticed(question: Question, figures: Figures) -> tuple[Figure, ...]:
+def _noticed(question: SwapScenario, figures: Figures) -> tuple[Figure, ...]:
     return (figures.notice, figures.notice_doubling) if question.ranks > 64 else (figures.notice,)
 
 
-def _build(question: Question, figures: Figures, *, cold: bool) -> tuple[float, ...]:
+def _build(question: SwapScenario, figures: Figures, *, cold: bool) -> tuple[float, ...]:
     """Return the time to build a rank's communicators on GPUs, and the hosts' connections for the world's group and its
     gate."""
     join = max if question.at_once else sum
@@ -179,7 +179,7 @@ def _builders(figures: Figures, *, cold: bool) -> tuple[Figure, ...]:
     return figures.build, figures.build_growth, figures.host_pair, *more
 
 
-def _restore(question: Question, figures: Figures) -> Row:
+def _restore(question: SwapScenario, figures: Figures) -> PredictionRow:
     rate, start = figures.restore[question.link], figures.restore_start
     values = [
         start.low + question.state_bytes / rate.high,
@@ -189,7 +189,7 @@ def _restore(question: Question, figures: Figures) -> Row:
     return _row(f"restore over {question.link}", values, rate, counts=True)
 
 
-def _other_ways(question: Question) -> Iterable[Row]:
+def _other_ways(question: SwapScenario) -> Iterable[PredictionRow]:
     """Yield, for comparison, what NCCL offers instead of building the largest group again.
 
     It renumbers ranks, so it is of use to a world that shrinks.
@@ -199,7 +199,7 @@ def _other_ways(question: Question) -> Iterable[Row]:
     if size < 2:
         return
     if shrunk is None or grown is None:
-        yield Row(
+        yield PredictionRow(
             stage="shrink and grow instead",
             low=math.nan,
             likely=math.nan,
@@ -209,7 +209,7 @@ def _other_ways(question: Question) -> Iterable[Row]:
         )
         return
     low, high = shrunk[0] + grown[0], shrunk[1] + grown[1]
-    yield Row(
+    yield PredictionRow(
         stage="shrink and grow instead",
         low=low,
         likely=(low + high) / 2,
@@ -219,11 +219,11 @@ def _other_ways(question: Question) -> Iterable[Row]:
     )
 
 
-def _row(stage: str, values: Iterable[float], *figures: Figure, counts: bool = False) -> Row:
+def _row(stage: str, values: Iterable[float], *figures: Figure, counts: bool = False) -> PredictionRow:
     low, likely, high = values
     sources = dict.fromkeys(figure.source for figure in figures)
     where = "; ".join(dict.fromkeys(figure.where for figure in figures[:2]))
-    return Row(
+    return PredictionRow(
         stage=stage,
         low=low,
         likely=likely,
@@ -234,11 +234,11 @@ def _row(stage: str, values: Iterable[float], *figures: Figure, counts: bool = F
     )
 
 
-def _sum(stage: str, rows: Iterable[Row]) -> Row:
+def _sum(stage: str, rows: Iterable[PredictionRow]) -> PredictionRow:
     rows = list(rows)
     sources = [row.source for row in rows]
     shares = ", ".join(f"{sources.count(source)} {source}" for source in _HONESTY[::-1] if source in sources)
-    return Row(
+    return PredictionRow(
         stage=stage,
         low=math.fsum(row.low for row in rows),
         likely=math.fsum(row.likely for row in rows),

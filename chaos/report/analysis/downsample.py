@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from rackrun.chaos.report.analysis.journal_timeline import RankUnit
 from rackrun.chaos.report.analysis.recovery_chains import Chain
 
-__all__ = ["Block", "Detail", "choose_detail", "envelope", "every_nth", "lanes", "merged"]
+__all__ = ["StepBucket", "Detail", "choose_detail", "envelope", "every_nth", "lanes", "merged"]
 
 _T = TypeVar("_T")
 BLOCKS = 64
@@ -32,7 +32,7 @@ class Detail:
         return self.steps is None or (step in self.steps and (self.ranks is None or rank in self.ranks))
 
 
-class Block(NamedTuple):
+class StepBucket(NamedTuple):
     """Steps of one rank that are shown as one."""
 
     first: RankUnit
@@ -67,16 +67,16 @@ def _span(chain: Chain) -> tuple[int, int]:
     return low, max(low, chain.first_step if chain.first_step is not None else low)
 
 
-def merged(units: Iterable[RankUnit], detail: Detail) -> Iterator[RankUnit | Block]:
+def merged(units: Iterable[RankUnit], detail: Detail) -> Iterator[RankUnit | StepBucket]:
     """Yield units, and blocks of merged units. ``units``: those of one rank, in the order of time."""
     held: list[RankUnit] = []
 
-    def block() -> Iterator[RankUnit | Block]:
+    def block() -> Iterator[RankUnit | StepBucket]:
         if len(held) == 1:
             yield held[0]
         elif held:
             begin_s = held[0].at_s - held[0].seconds
-            yield Block(held[0], held[-1], len(held), begin_s, max(unit.seconds for unit in held))
+            yield StepBucket(held[0], held[-1], len(held), begin_s, max(unit.seconds for unit in held))
         held.clear()
 
     for unit in units:

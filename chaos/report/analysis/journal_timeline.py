@@ -21,11 +21,20 @@ from rackrun.coordinator.journal.committed_units import Eras
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, describe_exit
 from rackrun.errors import UsageError
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.events import WorkerExited
 from rackrun.protocol.ids import Position
 
-__all__ = ["Happened", "Life", "Planned", "RankUnit", "Recorded", "Unit", "read_recorded", "units_by_rank"]
+__all__ = [
+    "Happened",
+    "Life",
+    "PlannedGeneration",
+    "RankUnit",
+    "JournalTimeline",
+    "CommittedUnit",
+    "read_recorded",
+    "units_by_rank",
+]
 
 SEEN = (
     "DepartureAnnounced",
@@ -74,11 +83,11 @@ class Happened(NamedTuple):
                 return str(self.body.get("because", ""))
 
 
-class Planned(NamedTuple):
+class PlannedGeneration(NamedTuple):
     """A generation, at the time when its plan was on disk."""
 
     at_s: float
-    plan: Plan
+    plan: GenerationPlan
 
 
 class Life(NamedTuple):
@@ -93,7 +102,7 @@ class Life(NamedTuple):
     """How it ended; "": by itself, or with the job."""
 
 
-class Unit(NamedTuple):
+class CommittedUnit(NamedTuple):
     """A step or a phase, as the world committed it in one generation."""
 
     step: int
@@ -125,7 +134,7 @@ class RankUnit(NamedTuple):
 
 
 @dataclass
-class Recorded:
+class JournalTimeline:
     """The recorded events of one run."""
 
     folder: Path
@@ -136,11 +145,11 @@ class Recorded:
     """Tray -> the number of its slots."""
     hosts: dict[str, str] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
-    plans: list[Planned] = field(default_factory=list)
+    plans: list[PlannedGeneration] = field(default_factory=list)
     recoveries: list[RecoveryRecord] = field(default_factory=list)
     seen: list[Happened] = field(default_factory=list)
     said: list[Happened] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
+    units: list[CommittedUnit] = field(default_factory=list)
     """The units by step and phase, then by generation."""
     restores: dict[int, list[Restored]] = field(default_factory=dict)
     """The restores by generation."""
@@ -158,14 +167,14 @@ class Recorded:
         return found
 
 
-def read_recorded(folder: Path, started_s: float | None) -> Recorded:
+def read_recorded(folder: Path, started_s: float | None) -> JournalTimeline:
     """Read the journal of a run.
 
-    ``folder`` is that of a `rackrun.chaos.testbed.job_under_test.Job`. ``started_s`` is the host's monotonic clock when
+    ``folder`` is that of a `rackrun.chaos.testbed.job_under_test.JobUnderTest`. ``started_s`` is the host's monotonic clock when
     it was started; if that is None, times are counted from the coordinator's beginning. Raises `UsageError` when there
     is no journal.
     """
-    found = Recorded(folder)
+    found = JournalTimeline(folder)
     with open_journal(folder / "run" / "journal.sqlite") as (journal, meta):
         began_s = float(meta.get("began_monotonic_s", 0.0))
         found.zero_s = began_s - started_s if started_s is not None and began_s else 0.0
@@ -185,7 +194,7 @@ def read_recorded(folder: Path, started_s: float | None) -> Recorded:
 
 
 @contextmanager
-def units_by_rank(recorded: Recorded) -> Iterator[Iterator[RankUnit]]:
+def units_by_rank(recorded: JournalTimeline) -> Iterator[Iterator[RankUnit]]:
     """Provide all reports of commits, by rank and in the order of time.
 
     There may be millions: iterate over them once.
@@ -201,7 +210,7 @@ def units_by_rank(recorded: Recorded) -> Iterator[Iterator[RankUnit]]:
         )
 
 
-def maybe_recorded(folder: Path, started_s: float | None) -> Recorded | None:
+def maybe_recorded(folder: Path, started_s: float | None) -> JournalTimeline | None:
     """Read the journal of a run, or return None if there is none: the job ended too early, or the folder was
     removed."""
     try:
@@ -210,7 +219,7 @@ def maybe_recorded(folder: Path, started_s: float | None) -> Recorded | None:
         return None
 
 
-def _read_events(journal: sqlite3.Connection, found: Recorded) -> None:
+def _read_events(journal: sqlite3.Connection, found: JournalTimeline) -> None:
     names = ("TrayJoined", "StartWorker", *SEEN, *_SAID)
     rows = journal.execute(
         f"SELECT id, cause, name, at_ms, body FROM events WHERE name IN ({', '.join('?' * len(names))}) ORDER BY id",  # noqa: S608 - marks only
@@ -227,7 +236,7 @@ def _read_events(journal: sqlite3.Connection, found: Recorded) -> None:
                 living[one.slot] = Life(one.slot, int(one.body["incarnation"]), one.at_s, None, "")
             case "ResumeGeneration":
                 found.said.append(one)
-                found.plans.append(Planned(one.at_s, resume_of(text).plan))
+                found.plans.append(PlannedGeneration(one.at_s, resume_of(text).plan))
             case _ if name in _SAID:
                 found.said.append(one)
             case _:
@@ -242,13 +251,13 @@ def _read_events(journal: sqlite3.Connection, found: Recorded) -> None:
     found.lives += living.values()
 
 
-def _end(found: Recorded, living: dict[str, Life], slot: str, at_s: float, why: str) -> None:
+def _end(found: JournalTimeline, living: dict[str, Life], slot: str, at_s: float, why: str) -> None:
     life = living.pop(slot, None)
     if life is not None:
         found.lives.append(life._replace(ended_s=at_s, how=why))
 
 
-def _read_units(journal: sqlite3.Connection, found: Recorded) -> None:
+def _read_units(journal: sqlite3.Connection, found: JournalTimeline) -> None:
     eras = Eras({one.plan.generation: one.plan for one in found.plans}) if found.plans else None
     for step, phase, generation, at_ms, attempt, gate in journal.execute(
         "SELECT step, phase, generation, max(committed_at_ms), max(attempt), max(gate) FROM units "
@@ -256,4 +265,4 @@ def _read_units(journal: sqlite3.Connection, found: Recorded) -> None:
     ):
         counts = eras is None or eras.counts(Position(step, phase), generation)
         agreed = bytes(gate[:24]) if gate and len(gate) >= 24 else b""
-        found.units.append(Unit(step, phase, generation, found.at_s(at_ms), attempt, agreed, counts))
+        found.units.append(CommittedUnit(step, phase, generation, found.at_s(at_ms), attempt, agreed, counts))

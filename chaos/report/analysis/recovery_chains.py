@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 
 from rackrun.chaos.evidence.history import (
     Committed,
-    Confirmed,
-    Decided,
     Entry,
     Noticed,
     Overtaken,
     Planned,
     Recovered,
     Resumed,
+    RungChosen,
     Strike,
+    StrikeConfirmed,
     TakenBack,
     Told,
 )
-from rackrun.chaos.report.analysis.journal_timeline import SEEN, Happened, Recorded
+from rackrun.chaos.report.analysis.journal_timeline import SEEN, Happened, JournalTimeline
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 
-__all__ = ["Chain", "Stage", "chains_of", "entries_of", "stages_of"]
+__all__ = ["Chain", "WaterfallStage", "chains_of", "entries_of", "stages_of"]
 
 _INFERRED_S = 30.0
 """Seconds after the end of a fault within which an event may be inferred as its consequence, by its time alone."""
@@ -78,7 +78,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Stage:
+class WaterfallStage:
     """One stage of a recovery: a bar of the waterfall."""
 
     name: str
@@ -86,12 +86,12 @@ class Stage:
     to_s: float
 
 
-def chains_of(history: Sequence[Entry], job: Recorded | None) -> list[Chain]:
+def chains_of(history: Sequence[Entry], job: JournalTimeline | None) -> list[Chain]:
     """Return one chain for each strike, in order."""
     found = [Chain(entry) for entry in history if isinstance(entry, Strike)]
     at = {chain.strike.strike: index for index, chain in enumerate(found)}
     for entry in history:
-        if isinstance(entry, Confirmed):
+        if isinstance(entry, StrikeConfirmed):
             one = found[at[entry.strike]]
             found[at[entry.strike]] = replace(one, took=entry.took, detail=entry.detail, struck_s=entry.struck_s)
         elif isinstance(entry, TakenBack):
@@ -103,7 +103,7 @@ def chains_of(history: Sequence[Entry], job: Recorded | None) -> list[Chain]:
     return [_followed(chain, owners.get(index), job) for index, chain in enumerate(found)]
 
 
-def stages_of(chain: Chain, job: Recorded) -> list[Stage]:
+def stages_of(chain: Chain, job: JournalTimeline) -> list[WaterfallStage]:
     """Return consecutive stages from the strike to the first step afterwards. A stage that was skipped is left out."""
     recovery = chain.recovery
     if recovery is None or chain.noticed_s is None:
@@ -121,12 +121,12 @@ def stages_of(chain: Chain, job: Recorded) -> list[Stage]:
     stages, reached = [], chain.at_s
     for name, until_s in marks:
         if until_s is not None and until_s > reached:
-            stages.append(Stage(name, reached, until_s))
+            stages.append(WaterfallStage(name, reached, until_s))
             reached = until_s
     return stages
 
 
-def entries_of(chains: Sequence[Chain], job: Recorded) -> list[Entry]:
+def entries_of(chains: Sequence[Chain], job: JournalTimeline) -> list[Entry]:
     """Return the history's entries about the job, each with its cause."""
     found: list[Entry] = []
     told: dict[str, float] = {}
@@ -162,7 +162,7 @@ def entries_of(chains: Sequence[Chain], job: Recorded) -> list[Entry]:
 
 
 def _tell_recovery(
-    recovery: RecoveryRecord, cause: str, chain: Chain, job: Recorded, add: Callable[[Entry], str]
+    recovery: RecoveryRecord, cause: str, chain: Chain, job: JournalTimeline, add: Callable[[Entry], str]
 ) -> str:
     generation = recovery.generation
     for one in job.said:
@@ -170,7 +170,7 @@ def _tell_recovery(
             decision = one.body["decision"]
             at_s = max(one.at_s, chain.at_s)
             more = {"generation": generation, "rung": decision["rung"], "reason": decision["reason"]}
-            cause = add(Decided(at_s=at_s, id=f"j{one.id}", cause=cause, by="job", **more))
+            cause = add(RungChosen(at_s=at_s, id=f"j{one.id}", cause=cause, by="job", **more))
     for one in job.said:
         if one.name == "ResumeGeneration" and one.body["plan"]["generation"] == generation:
             plan = one.body["plan"]
@@ -211,7 +211,7 @@ def _committed_at(moment_s: float, history: Sequence[Entry]) -> int:
 
 
 # -- whose is what
-def _owners(chains: list[Chain], job: Recorded) -> dict[int, tuple[Happened, bool]]:
+def _owners(chains: list[Chain], job: JournalTimeline) -> dict[int, tuple[Happened, bool]]:
     """Return strike (by its index) -> the first event that it explains, and whether that is only inferred."""
     found: dict[int, tuple[Happened, bool]] = {}
     taken: set[int] = set()
@@ -256,7 +256,7 @@ def _names(event: Happened, strike: Strike) -> bool:
     return whole and bool(event.tray) and event.tray in trays
 
 
-def _followed(chain: Chain, owned: tuple[Happened, bool] | None, job: Recorded) -> Chain:
+def _followed(chain: Chain, owned: tuple[Happened, bool] | None, job: JournalTimeline) -> Chain:
     if owned is None:
         return chain
     event, inferred = owned
@@ -284,7 +284,7 @@ def _followed(chain: Chain, owned: tuple[Happened, bool] | None, job: Recorded) 
     return replace(chain, resumed_s=_moment(job, recovery.resumed_ms), recovered_s=recovered_s, first_step=first_step)
 
 
-def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> RecoveryRecord | None:
+def _recovery_of(event: Happened, chain: Chain, job: JournalTimeline) -> RecoveryRecord | None:
     """Return the recovery that the event led to.
 
     Either a worker that was struck is among those lost in that recovery, or the event lies in it, before its plan.
@@ -300,7 +300,7 @@ def _recovery_of(event: Happened, chain: Chain, job: Recorded) -> RecoveryRecord
     return None
 
 
-def _first_step(recovery: RecoveryRecord, job: Recorded) -> int | None:
+def _first_step(recovery: RecoveryRecord, job: JournalTimeline) -> int | None:
     """Return the first step of the new world."""
     if recovery.redone:
         return int(recovery.redone[0])
@@ -311,5 +311,5 @@ def _first_step(recovery: RecoveryRecord, job: Recorded) -> int | None:
     return None
 
 
-def _moment(job: Recorded, ms: float | None) -> float | None:
+def _moment(job: JournalTimeline, ms: float | None) -> float | None:
     return None if ms is None else job.at_s(ms)

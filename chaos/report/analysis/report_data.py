@@ -13,7 +13,7 @@ import msgspec
 
 from rackrun.chaos.evidence.history import Entry, Started, read_history
 from rackrun.chaos.evidence.summary import FaultTimes, StrikeTold, Summary, quantile, read_summary
-from rackrun.chaos.report.analysis.journal_timeline import Recorded, maybe_recorded
+from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline, maybe_recorded
 from rackrun.chaos.report.analysis.recovery_chains import Chain, chains_of, entries_of
 from rackrun.coordinator.report.run_report import Goodput, read_goodput
 from rackrun.errors import UsageError
@@ -29,9 +29,9 @@ class Material:
     summary: Summary
     history: list[Entry]
     chains: list[Chain]
-    job: Recorded | None
+    job: JournalTimeline | None
     """The run with faults; None: it has left no journal."""
-    reference: Recorded | None
+    reference: JournalTimeline | None
     """The run without faults; None: it has been removed."""
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rackrun.chaos.report.analysis.journal_timeline import Recorded
+from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline
 
-__all__ = ["Seat", "seats_of"]
+__all__ = ["SlotOccupancy", "seats_of"]
 
 
-class Seat(NamedTuple):
+class SlotOccupancy(NamedTuple):
     """The stay of one worker in a slot, as one rank."""
 
     slot: str
@@ -22,7 +22,7 @@ class Seat(NamedTuple):
     """How its process ended; "": it did not end then, or it ended by itself."""
 
 
-def seats_of(job: Recorded) -> list[Seat]:
+def seats_of(job: JournalTimeline) -> list[SlotOccupancy]:
     """Return all stays, by slot and in the order of time. A rank that stays over several generations gives one stay."""
     ranks: dict[tuple[str, int], list[tuple[float, int | None]]] = {}
     members: dict[tuple[str, int], int] = {}
@@ -39,7 +39,7 @@ def seats_of(job: Recorded) -> list[Seat]:
         for at_s, then in ranks.get((life.slot, life.incarnation), ()):
             moment_s = min(max(at_s, life.began_s), end_s)
             if moment_s > since_s:
-                found.append(Seat(life.slot, life.incarnation, rank, since_s, moment_s, ""))
+                found.append(SlotOccupancy(life.slot, life.incarnation, rank, since_s, moment_s, ""))
             rank, since_s = then, moment_s
-        found.append(Seat(life.slot, life.incarnation, rank, since_s, end_s, life.how))
+        found.append(SlotOccupancy(life.slot, life.incarnation, rank, since_s, end_s, life.how))
     return sorted(found, key=lambda seat: (seat.slot, seat.from_s))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 
-__all__ = ["History", "Truth", "Violation"]
+__all__ = ["StateHistory", "Truth", "Violation"]
 
 
 class Violation(AssertionError):
@@ -22,7 +22,7 @@ def must(holds: object, text: str) -> None:
         raise Violation(text)
 
 
-class History:
+class StateHistory:
     """A training state, as the sequence of units that led to it. Equal histories are one object.
 
     A state that a GPU has corrupted differs from those of its replicas: it has a flaw, and whatever is computed with
@@ -32,16 +32,16 @@ class History:
 
     __slots__ = ("_next", "before", "bits", "flaws", "generation", "plain", "unit", "world")
 
-    def __init__(self, before: History | None, unit: int, generation: int, world: int) -> None:
+    def __init__(self, before: StateHistory | None, unit: int, generation: int, world: int) -> None:
         self.before, self.unit, self.generation, self.world = before, unit, generation, world
-        self.plain: History = self
+        self.plain: StateHistory = self
         self.flaws: frozenset[str] = frozenset()
         """The flaws of this state, including those that the other ranks' states had when it was computed."""
         self.bits: object = None if before is None else (hash(before.bits), unit, world)
         """What a digest depends on: computing the same unit again, in whatever generation, gives the same bits."""
-        self._next: dict[object, History] = {}
+        self._next: dict[object, StateHistory] = {}
 
-    def then(self, generation: int, world: int, of: Collection[History] = ()) -> History:
+    def then(self, generation: int, world: int, of: Collection[StateHistory] = ()) -> StateHistory:
         """Return the state after one more unit, computed by ``world`` ranks.
 
         ``of``: the states with which these ranks computed the gradients.
@@ -49,7 +49,7 @@ class History:
         spoilt = frozenset(one for one in of if one.flaws)
         key = (generation, world, spoilt)
         if key not in self._next:
-            after = History(self, self.unit + 1, generation, world)
+            after = StateHistory(self, self.unit + 1, generation, world)
             if self.flaws or spoilt:
                 after.plain = self.plain.then(generation, world)
                 after.flaws = self.flaws.union(*(one.flaws for one in spoilt))
@@ -57,16 +57,16 @@ class History:
             self._next[key] = after
         return self._next[key]
 
-    def changed(self, flaw: str, bits: str = "") -> History:
+    def changed(self, flaw: str, bits: str = "") -> StateHistory:
         """Return the same state with other bits. ``bits`` identifies them, where another flaw may change the
         same bits."""
         if flaw not in self._next:
-            wrong = History(self.before, self.unit, self.generation, self.world)
+            wrong = StateHistory(self.before, self.unit, self.generation, self.world)
             wrong.plain, wrong.flaws, wrong.bits = self.plain, self.flaws | {flaw}, (self.bits, bits or flaw)
             self._next[flaw] = wrong
         return self._next[flaw]
 
-    def at(self, unit: int) -> History:
+    def at(self, unit: int) -> StateHistory:
         """Return the state as it was after ``unit``."""
         one = self
         while one.unit > unit and one.before is not None:
@@ -85,9 +85,9 @@ class History:
         """Return the number of ranks that computed each unit. Without an exact reduction, the bits depend on it."""
         return [one.world for one in self._applied()]
 
-    def _applied(self) -> list[History]:
-        found: list[History] = []
-        at: History | None = self
+    def _applied(self) -> list[StateHistory]:
+        found: list[StateHistory] = []
+        at: StateHistory | None = self
         while at is not None and at.before is not None:
             found.append(at)
             at = at.before
@@ -103,14 +103,14 @@ class Truth:
 
     def __init__(self, units: int) -> None:
         self.units = units
-        self.began = History(None, -1, 0, 0)
+        self.began = StateHistory(None, -1, 0, 0)
         self.committed = -1
         """The newest unit that any rank has seen pass its gate, in this world."""
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, GenerationPlan] = {}
         self.announced = 0
         self.acting = 0
         """The newest generation in which a gate was complete."""
-        self._states: dict[tuple[int, int], History] = {}
+        self._states: dict[tuple[int, int], StateHistory] = {}
         self._floor = -1
         self.good = -1
         """The last unit that may be trusted, by the coordinator's latest information."""
@@ -126,7 +126,7 @@ class Truth:
         must(generation > self.announced, "generations are strictly monotone")
         self.announced = generation
 
-    def planned(self, plan: Plan, *, launch: bool) -> None:
+    def planned(self, plan: GenerationPlan, *, launch: bool) -> None:
         """Check a new plan of the core. ``launch``: a world begins with it."""
         must(plan.generation not in self.plans, "two plans of one generation")
         must(plan.generation >= self.announced, "a plan of an older generation")
@@ -164,17 +164,17 @@ class Truth:
         self.acting = max(generation, self.acting)
         must(sorted(ranks) == list(range(world)), f"unit {unit} was computed by {ranks}: samples lost or doubled")
 
-    def state(self, generation: int, history: History) -> None:
+    def state(self, generation: int, history: StateHistory) -> None:
         """Check the state of a member of ``generation``."""
         known = self._states.setdefault((generation, history.unit), history.plain)
         must(known is history.plain, f"two histories in generation {generation} at unit {history.unit}")
         self.committed = max(self.committed, history.unit)
 
     # -- state that is not to be trusted
-    def found_equal(self, unit: int, history: History) -> None:
+    def found_equal(self, unit: int, history: StateHistory) -> None:
         self._equal[unit] = history.flaws
 
-    def flaws_then(self, unit: int, began: History) -> frozenset[str]:
+    def flaws_then(self, unit: int, began: StateHistory) -> frozenset[str]:
         """Return the flaws that all states may have had after ``unit``, although they were equal."""
         later = [one for one in self._equal if one >= unit]
         return began.flaws | (self._equal[min(later)] if later and unit > began.unit else frozenset())
@@ -184,12 +184,12 @@ class Truth:
         avoided."""
         self.good, self.distrusted = good, self.distrusted.union(flaws)
 
-    def trusts(self, history: History, who: object) -> None:
+    def trusts(self, history: StateHistory, who: object) -> None:
         wrong = sorted(history.flaws & self.distrusted)
         must(not wrong, f"{who} goes on with a state that was found wrong: {', '.join(wrong)}")
 
     # -- the end
-    def ended_well(self, finished: Mapping[int, History | None], *, clean: bool = False) -> None:
+    def ended_well(self, finished: Mapping[int, StateHistory | None], *, clean: bool = False) -> None:
         """Check the states at a good end.
 
         ``clean``: nothing was done that could hide a wrong state from the comparison.

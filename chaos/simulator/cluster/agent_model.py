@@ -30,9 +30,9 @@ from rackrun.agent.tray.coordinator_lease import (
 from rackrun.agent.tray.process_states import ProcessState
 from rackrun.agent.tray.tray_machine import TrayMachine
 from rackrun.chaos.simulator.base.ground_truth import must
-from rackrun.chaos.simulator.cluster.coordinator_model import Gone, Link
-from rackrun.chaos.simulator.cluster.worker_model import Process
-from rackrun.protocol.commands import Plan, Worker, WorkerCommand
+from rackrun.chaos.simulator.cluster.coordinator_model import Gone, SimulatedLink
+from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
+from rackrun.protocol.commands import GenerationPlan, Worker, WorkerCommand
 from rackrun.protocol.events import Event, TrayJoined
 from rackrun.protocol.ids import SlotId, TrayId
 
@@ -55,10 +55,10 @@ class Agent:
         self.alive, self.own_pause = True, 0
         self.began_ns = sim.engine.now_ns
         self._machine = TrayMachine(tray, sim.costs.grace_s)
-        self._processes: dict[Worker, Process] = {}
+        self._processes: dict[Worker, SimulatedWorker] = {}
         """All that were started and not forgotten, dead ones too."""
         self.drift = 1 + sim.draw["clocks"].uniform(-1, 1) * sim.drift
-        self.link: Link | None = None
+        self.link: SimulatedLink | None = None
         """The link to the coordinator, over whichever connection."""
         self._lease = CoordinatorLease(sim.costs.lease_s, sim.costs.orphan_s, self.clock_s)
         self._silent_since_s: float | None = None
@@ -155,14 +155,14 @@ class Agent:
             if link.up.closed:  # the other side says that this connection is no more
                 self.later(2 * self.sim.costs.latency_s, self.is_cut_off, link)
 
-    def _hears_nothing(self, link: Link) -> bool:
+    def _hears_nothing(self, link: SimulatedLink) -> bool:
         return link.up.cuts.down > 0 or link.half_open or self.sim.coordinator_asleep
 
     def _look_at_silence(self, since_s: float) -> None:
         if self._silent_since_s == since_s and self._lease.state is LinkState.CONNECTED:
             self._decide(LinkSilent(self.clock_s - since_s))
 
-    def is_cut_off(self, link: Link) -> None:
+    def is_cut_off(self, link: SimulatedLink) -> None:
         """Learn that the connection of this link has ended."""
         if self.link is link and self._lease.state is LinkState.CONNECTED:
             link.broken = True
@@ -224,28 +224,28 @@ class Agent:
 
     # -- workers
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> GenerationPlan | None:
         """The latest plan."""
         return self._machine.resume.plan if self._machine.resume is not None else None
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[SimulatedWorker]:
         """Return those that are alive, by slot."""
         alive = [process for process in self._processes.values() if process.alive]
         return sorted(alive, key=lambda process: process.slot)
 
-    def in_slot(self, slot: SlotId) -> Process | None:
+    def in_slot(self, slot: SlotId) -> SimulatedWorker | None:
         return next((one for one in self._processes.values() if one.slot == slot and one.alive), None)
 
-    def hear_worker(self, process: Process, event: Event) -> None:
+    def hear_worker(self, process: SimulatedWorker, event: Event) -> None:
         self._tell(t.WorkerSaid(process.worker, event))
 
-    def see_exit(self, process: Process) -> None:
+    def see_exit(self, process: SimulatedWorker) -> None:
         """See, a little later, that a process has ended."""
         costs = self.sim.costs
         late_s = self.sim.draw["exits"].random() if self.sim.buggify("agent: an exit is seen late") else 0.0
         self.later(costs.of(costs.see_exit_s, self.sim.draw["exits"]) + late_s, self._tell_exit, process)
 
-    def _tell_exit(self, process: Process) -> None:
+    def _tell_exit(self, process: SimulatedWorker) -> None:
         """Tell of an exit, and that the process is gone: in rare cases later, when exit handlers run, or its memory is
         torn down."""
         last = process.last_words
@@ -260,7 +260,7 @@ class Agent:
         else:
             self._reap(process)
 
-    def _reap(self, process: Process) -> None:
+    def _reap(self, process: SimulatedWorker) -> None:
         last = process.last_words
         keeps = bool(self.sim.memory.of(self.tray, process.owner))
         self._tell(t.ProcessReaped(process.worker, last.exit_code, last.signal, keeps))
@@ -299,7 +299,7 @@ class Agent:
         match effect:
             case t.AdmitWorker(command=command, plan=plan):
                 must(self.in_slot(command.slot) is None, f"two processes in {command.slot}")
-                process = Process(self, command)
+                process = SimulatedWorker(self, command)
                 self._processes[process.worker] = process
                 self.sim.born(process)
                 if plan is not None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rackrun.chaos.faults.virtual_strike import CallFault
-from rackrun.chaos.simulator.base.ground_truth import History, must
+from rackrun.chaos.simulator.base.ground_truth import StateHistory, must
 from rackrun.chaos.simulator.cluster.restore_sources import Owner
 
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
-    from rackrun.chaos.simulator.cluster.worker_model import Process
+    from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Disk", "Unusable"]
+__all__ = ["CheckpointStorage", "Unusable"]
 
 
 KEPT = 3
@@ -34,12 +34,12 @@ class Unusable(Exception):
 class _Files:
     """The parts of one checkpoint, by rank."""
 
-    parts: dict[int, History] = field(default_factory=dict)
+    parts: dict[int, StateHistory] = field(default_factory=dict)
     torn: bool = False
     """Whether one of the parts is not what was written."""
 
 
-class Disk:
+class CheckpointStorage:
     """The storage of one job."""
 
     def __init__(self, sim: Simulation) -> None:
@@ -50,7 +50,7 @@ class Disk:
         """Processes that are still writing their part of a checkpoint."""
         self._whole: dict[int, _Files] = {}
         self._damaged: dict[int, None] = {}
-        self._began: dict[int, History | None] = {}
+        self._began: dict[int, StateHistory | None] = {}
         """The generation that began a world -> the state it began with; None: no checkpoint could be used."""
         self._faults: dict[int, CallFault] = {}
 
@@ -74,7 +74,7 @@ class Disk:
         return min(found, key=lambda fault: order.index(fault.error) if fault.error in order else -1, default=None)
 
     # -- writing
-    def save(self, process: Process) -> bool:
+    def save(self, process: SimulatedWorker) -> bool:
         """Begin to write the part of ``process``, which has passed a gate after which all ranks write.
 
         Returns False if it is still writing an older checkpoint, and therefore skips this one.
@@ -87,16 +87,16 @@ class Disk:
         self._later(process, self._sim.costs.write_s, self._write, process, *what)
         return True
 
-    def _later(self, process: Process, seconds: float, do: Callable[..., None], *args: object) -> None:
+    def _later(self, process: SimulatedWorker, seconds: float, do: Callable[..., None], *args: object) -> None:
         """Call ``do`` later in a thread of its own, which only the end of the process stops."""
         self._sim.engine.after(self._sim.costs.of(seconds, self._sim.draw["disk"]), process.do, do, *args)
 
     def _write(
         self,
-        process: Process,
+        process: SimulatedWorker,
         key: tuple[int, int, int],
         rank: int,
-        history: History,
+        history: StateHistory,
         calls: tuple[str, ...],
         torn: bool = False,
     ) -> None:
@@ -136,12 +136,12 @@ class Disk:
                 self._damaged[step] = None
                 self._sim.marks.sometimes("a checkpoint was not to be trusted")
 
-    def began_with(self, generation: int) -> History:
+    def began_with(self, generation: int) -> StateHistory:
         """Return the state with which the world of ``generation`` began."""
         return self._began.get(generation) or self._sim.truth.began
 
     # -- reading
-    def begins(self, generation: int) -> History:
+    def begins(self, generation: int) -> StateHistory:
         """Return the state with which the world of ``generation`` begins, the same on all its ranks. Raises
         `Unusable`."""
         if generation not in self._began:
@@ -151,7 +151,7 @@ class Disk:
             raise Unusable
         return found
 
-    def _newest(self) -> History | None:
+    def _newest(self) -> StateHistory | None:
         for step in sorted(self._whole.keys() - self._damaged.keys(), reverse=True):
             if self._failing("read") is not None:
                 continue  # it may still be complete
@@ -164,7 +164,7 @@ class Disk:
             return self._joined(step, files)
         return None if self._whole else self._sim.truth.began
 
-    def _joined(self, step: int, files: _Files) -> History:
+    def _joined(self, step: int, files: _Files) -> StateHistory:
         """Join the parts of a checkpoint.
 
         They may be of several generations, where the step was done again, but must be of the same training.

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.agent_model import Agent
     from rackrun.chaos.simulator.cluster.simulation import Simulation
 
-__all__ = ["Coordinator", "Link"]
+__all__ = ["Coordinator", "SimulatedLink"]
 
 KEPT = 60
 """The number of last exchanges with the core that are kept for a report."""
@@ -70,7 +70,7 @@ LOOK_EVERY = 5
 """The number of units between two looks for slow ranks."""
 
 
-class Link:
+class SimulatedLink:
     """The link to one agent, over one connection after the other: commands of the core go down, events of the agent go
     up."""
 
@@ -121,7 +121,7 @@ class Coordinator:
     def __init__(self, sim: Simulation, config: JobConfig, core: type[ControlPlane] = ControlPlane) -> None:
         self.sim, self.config = sim, config
         self.core = core(config)
-        self.links: dict[TrayId, Link] = {}
+        self.links: dict[TrayId, SimulatedLink] = {}
         self.stopped: StopJob | None = None
         self.events = 0
         self.last: deque[str] = deque(maxlen=KEPT)
@@ -138,7 +138,7 @@ class Coordinator:
         self._inbox: deque[Event] = deque()
         self._handling = False
         self._at_ms = 0
-        self._asleep: deque[tuple[Link, object] | Event] | None = None
+        self._asleep: deque[tuple[SimulatedLink, object] | Event] | None = None
         self._hash = hashlib.blake2b(digest_size=16)
         self._costs_told = False
         self._checkpoint: Step | None = None
@@ -148,10 +148,10 @@ class Coordinator:
         return self._hash.hexdigest()
 
     # -- connections
-    def accept(self, agent: Agent) -> Link:
-        return Link(self.sim, agent)
+    def accept(self, agent: Agent) -> SimulatedLink:
+        return SimulatedLink(self.sim, agent)
 
-    def hear(self, link: Link, message: object) -> None:
+    def hear(self, link: SimulatedLink, message: object) -> None:
         """Receive a message of an agent; while the coordinator is stopped, it waits."""
         if self._asleep is not None:
             self._asleep.append((link, message))
@@ -165,7 +165,7 @@ class Coordinator:
         elif isinstance(message, msgspec.Struct) and self.links.get(link.tray) is link:
             self.submit(message)  # type: ignore[arg-type]
 
-    def lose(self, link: Link, because: str) -> None:
+    def lose(self, link: SimulatedLink, because: str) -> None:
         link.close()
         if self.links.get(link.tray) is link:
             self._forget(link.tray, because)
@@ -177,7 +177,7 @@ class Coordinator:
         returns = self.sim.buggify("coordinator: an agent is said to be started again")
         self.submit(TrayLost(tray=tray, because=because, returns=returns))
 
-    def look_at(self, link: Link) -> None:
+    def look_at(self, link: SimulatedLink) -> None:
         """React to a change in whether the connection answers."""
         silent = link.agent.silent or link.up.cuts.silent or link.broken
         if silent == bool(link.silent % 2):
@@ -188,7 +188,7 @@ class Coordinator:
             wait_s = lease_s / 3 + self.sim.draw["lease"].random() * lease_s * 2 / 3  # a ping is or will be sent
             self.sim.engine.after(wait_s, self._lapse, link, link.silent)
 
-    def _lapse(self, link: Link, silent: int) -> None:
+    def _lapse(self, link: SimulatedLink, silent: int) -> None:
         if link.silent != silent or link.up.closed:
             return
         if self._asleep is not None:  # the coordinator looks when it wakes up

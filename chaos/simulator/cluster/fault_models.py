@@ -14,12 +14,12 @@ from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Subjects, name_
 from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.faults.targets import Subject
 from rackrun.chaos.faults.virtual_strike import CallFault, VirtualAgent, VirtualWorker
-from rackrun.chaos.plan.conductor import Strike
+from rackrun.chaos.plan.conductor import StrikeOrder
 from rackrun.chaos.plan.definition import FlipFlop, Inject, Plan, Swizzle, kind_of, parts_of
 from rackrun.chaos.simulator.cluster.agent_model import Agent
-from rackrun.chaos.simulator.cluster.worker_model import Process
+from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 from rackrun.protocol.events import DeviceChecked, DeviceJudged
-from rackrun.protocol.gpu_health import Evidence, Health, Verdict, response_to
+from rackrun.protocol.gpu_health import Evidence, GpuVerdict, Health, response_to
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Injectors:
                     )
 
     # -- orders
-    def strike(self, order: Strike) -> tuple[bool, str]:
+    def strike(self, order: StrikeOrder) -> tuple[bool, str]:
         """Carry out a strike. Returns whether it took effect, and why not."""
         undo: list[Undo] = []
         simulate = row_of(order.fault).simulate
@@ -96,7 +96,7 @@ class Injectors:
                 self.take_back(number)
         self.crashes.clear()
 
-    def crash(self, point: str, who: Process | Agent) -> bool:
+    def crash(self, point: str, who: SimulatedWorker | Agent) -> bool:
         """End ``who`` at a named point if a fault says so. Returns whether it has ended."""
         for at, crash in enumerate(self.crashes):
             if crash.point == point and crash.victim is who:
@@ -115,10 +115,10 @@ class _Strike:
     def __init__(self, sim: Simulation, injectors: Injectors, number: int, subject: Subject, undo: list[Undo]) -> None:
         self._sim, self._injectors, self._undo = sim, injectors, undo
         self.number, self.subject = number, subject
-        self._struck: Process | None = None
+        self._struck: SimulatedWorker | None = None
 
     @property
-    def _process(self) -> Process:
+    def _process(self) -> SimulatedWorker:
         assert self._struck is not None, "a worker is struck"
         return self._struck
 
@@ -140,7 +140,7 @@ class _Strike:
             agent(one)
         return bool(agents)
 
-    def _find_worker(self) -> Process | None:
+    def _find_worker(self) -> SimulatedWorker | None:
         for place in self._sim.scene().of(self.subject):
             slot = SlotId(place.slot)
             return self._sim.agents[tray_of(slot)].in_slot(slot)
@@ -228,7 +228,7 @@ class _Strike:
         response, scope, repair = response_to(health)
         evidence = Evidence(at_ms=0, source="kernel log", what=what, health=health, fabric=False)
         index = int(slot.rpartition("/")[2])
-        verdict = Verdict(
+        verdict = GpuVerdict(
             at_ms=0,
             uuid="",
             index=index,

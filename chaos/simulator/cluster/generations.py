@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.simulator.base.ground_truth import History, must
-from rackrun.chaos.simulator.cluster.replica_comparison import Difference, compare
-from rackrun.protocol.commands import Plan
+from rackrun.chaos.simulator.base.ground_truth import StateHistory, must
+from rackrun.chaos.simulator.cluster.replica_comparison import ReplicaDifference, compare
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import TrayId
 
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
-    from rackrun.chaos.simulator.cluster.worker_model import Process
+    from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
 __all__ = ["Era"]
 
@@ -25,7 +25,7 @@ __all__ = ["Era"]
 class _Gate:
     """The gate of one unit."""
 
-    entered: dict[int, Process] = field(default_factory=dict)
+    entered: dict[int, SimulatedWorker] = field(default_factory=dict)
     open: bool = False
     """All ranks have entered and reach each other; they only have to see it."""
     blind: dict[int, None] = field(default_factory=dict)
@@ -33,23 +33,23 @@ class _Gate:
     pausing: bool = False
     draining: bool = False
     unit: int = 0
-    states: dict[int, History] = field(default_factory=dict)
+    states: dict[int, StateHistory] = field(default_factory=dict)
     """Rank -> the state with which it computed its gradients."""
     compared: bool = False
-    difference: Difference | None = None
+    difference: ReplicaDifference | None = None
     """The conclusion of the ranks that compared their states; None if they are alike or were not compared."""
 
 
 class Era:
     """One generation."""
 
-    def __init__(self, sim: Simulation, plan: Plan) -> None:
+    def __init__(self, sim: Simulation, plan: GenerationPlan) -> None:
         self.sim, self.plan = sim, plan
         self.generation, self.world = plan.generation, plan.world_size
-        self.members: dict[int, Process] = {}
+        self.members: dict[int, SimulatedWorker] = {}
         """The members that take part or once did, by rank."""
         self.broken = False
-        self._arrived: dict[int, Process] = {}
+        self._arrived: dict[int, SimulatedWorker] = {}
         self.met = False
         """Whether all members have come and reach each other."""
         self._gates: dict[int, _Gate] = {}
@@ -65,11 +65,11 @@ class Era:
         return max(self.sim.began(self.generation), self.entered)
 
     # -- the exchange
-    def takes_part(self, process: Process, rank: int) -> None:
+    def takes_part(self, process: SimulatedWorker, rank: int) -> None:
         other = self.members.setdefault(rank, process)
         must(other is process, f"two workers are rank {rank} in generation {self.generation}")
 
-    def arrive(self, process: Process, rank: int) -> None:
+    def arrive(self, process: SimulatedWorker, rank: int) -> None:
         """Note that a member has its plan and wants to build groups."""
         self.takes_part(process, rank)
         self._arrived[rank] = process
@@ -102,7 +102,7 @@ class Era:
         return away or any(cuts[tray].peers > 0 for tray in there if len(set(there)) > 1)
 
     # -- gates
-    def enter(self, process: Process, *, pausing: bool, draining: bool) -> None:
+    def enter(self, process: SimulatedWorker, *, pausing: bool, draining: bool) -> None:
         """A member enters the gate of its next unit."""
         unit, rank = process.passed + 1, process.its_rank
         self.takes_part(process, rank)
@@ -140,20 +140,20 @@ class Era:
         for process in gate.entered.values():
             process.later(costs.of(costs.gate_s, draw), process.see, self.generation)
 
-    def _differ(self, gate: _Gate, difference: Difference) -> None:
+    def _differ(self, gate: _Gate, difference: ReplicaDifference) -> None:
         self.sim.differences[self.generation] = difference
         costs, draw = self.sim.costs, self.sim.draw["gates"]
         for process in gate.entered.values():
             process.later(costs.of(costs.gate_s, draw), process.differs, difference)
 
-    def sees(self, process: Process) -> _Gate | None:
+    def sees(self, process: SimulatedWorker) -> _Gate | None:
         """Return the gate that a member has entered, or None if it will not see it pass."""
         gate = self._gates.get(process.passed + 1)
         if gate is None or process.its_rank in gate.blind:
             return None
         return gate
 
-    def leave(self, process: Process) -> None:
+    def leave(self, process: SimulatedWorker) -> None:
         """A member has ended or broken its collectives, so what others wait for may never come."""
         if self.members.get(process.rank if process.rank is not None else -1) is not process or self.broken:
             return

@@ -11,7 +11,7 @@ from rackrun.protocol.ids import TrayId
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
 
-__all__ = ["Provider"]
+__all__ = ["SimulatedProvider"]
 
 _WAYS = (
     *("brings",) * 4,
@@ -30,7 +30,7 @@ _WAYS = (
 )
 
 
-class Provider:
+class SimulatedProvider:
     """The provider of one job."""
 
     def __init__(self, sim: Simulation) -> None:

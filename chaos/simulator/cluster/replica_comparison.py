@@ -18,9 +18,9 @@ from rackrun.protocol.ids import Generation, Position, Rank
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.generations import Era
     from rackrun.chaos.simulator.cluster.simulation import Simulation
-    from rackrun.chaos.simulator.cluster.worker_model import Process
+    from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Comparing", "Difference", "compare", "goes_back", "is_due"]
+__all__ = ["Comparing", "ReplicaDifference", "compare", "goes_back", "is_due"]
 
 _MAJORITY = 3
 """The number of ranks with the same shard from which one of them can be outvoted."""
@@ -58,7 +58,7 @@ class Comparing:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplicaDifference:
     """The conclusion that all ranks of a generation draw and report."""
 
     generation: Generation
@@ -70,7 +70,7 @@ class Difference:
     flaws: frozenset[str]
     """Flaws that no state may have any more."""
 
-    def event(self, of: Process) -> ReplicasDiffer:
+    def event(self, of: SimulatedWorker) -> ReplicasDiffer:
         """Return the difference as the event that ``of`` reports."""
         return ReplicasDiffer(
             slot=of.slot,
@@ -101,7 +101,7 @@ def goes_back(sim: Simulation, era: Era) -> bool:
     return sim.job.check_replicas > 1 or len(_kinds(sim, era.world)[0]) < _MAJORITY
 
 
-def compare(sim: Simulation, era: Era, unit: int, members: Sequence[Process]) -> Difference | None:
+def compare(sim: Simulation, era: Era, unit: int, members: Sequence[SimulatedWorker]) -> ReplicaDifference | None:
     """Compare the states of all ranks at the gate of ``unit``; None if they pass it.
 
     ``members``: all ranks of the generation, in order.
@@ -135,7 +135,9 @@ def _kinds(sim: Simulation, world: int) -> list[list[Rank]]:
     return list(found.values())
 
 
-def _judge(era: Era, unit: int, kinds: list[list[Rank]], members: Sequence[Process]) -> Difference | None:
+def _judge(
+    era: Era, unit: int, kinds: list[list[Rank]], members: Sequence[SimulatedWorker]
+) -> ReplicaDifference | None:
     all_kept = [one.comparing for one in members]
     good, last = max(-1 if kept.good is None else kept.good for kept in all_kept), max(kept.last for kept in all_kept)
     twice, until = all(kept.before for kept in all_kept), max(kept.until for kept in all_kept)
@@ -180,11 +182,11 @@ def _judge(era: Era, unit: int, kinds: list[list[Rank]], members: Sequence[Proce
 def _difference(
     era: Era,
     unit: int,
-    members: Sequence[Process],
+    members: Sequence[SimulatedWorker],
     found: tuple[Rank, ...],
     good: int,
     differing: tuple[Rank, ...] = (),
-) -> Difference:
+) -> ReplicaDifference:
     flaws = frozenset[str]().union(*(one.state_now.flaws for one in members))
     flaws -= era.sim.truth.flaws_then(good, era.sim.disk.began_with(era.sim.life(era.generation)))
-    return Difference(Generation(era.generation), unit, found, good, bool(differing), differing, flaws)
+    return ReplicaDifference(Generation(era.generation), unit, found, good, bool(differing), differing, flaws)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.simulator.base.ground_truth import History, Violation, must
-from rackrun.protocol.commands import Plan, Reshard, Restore
+from rackrun.chaos.simulator.base.ground_truth import StateHistory, Violation, must
+from rackrun.protocol.commands import GenerationPlan, Reshard, Restore
 from rackrun.protocol.events import SnapshotMirrored
 from rackrun.protocol.ids import SlotId, Step, TrayId, snapshot_id
 
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
-    from rackrun.chaos.simulator.cluster.worker_model import Process
+    from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Damaged", "Memory", "Unlike", "named"]
+__all__ = ["CorruptState", "Memory", "Unlike", "named"]
 
 Owner = tuple[SlotId, int]
 """Slot and incarnation of the worker whose state it is."""
 
 
-class Damaged(Exception):
+class CorruptState(Exception):
     """The state to restore does not match its checksums. ``where``: as in `SnapshotDamaged`."""
 
     def __init__(self, step: int, where: str) -> None:
@@ -31,7 +31,7 @@ class Unlike(Exception):
     """The sources hold different states."""
 
 
-def named(plan: Plan, step: int) -> int:
+def named(plan: GenerationPlan, step: int) -> int:
     return int(snapshot_id(plan.layout, Step(step)))
 
 
@@ -40,23 +40,23 @@ class Memory:
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
-        self.kept: dict[tuple[TrayId, Owner], dict[int, History]] = {}
+        self.kept: dict[tuple[TrayId, Owner], dict[int, StateHistory]] = {}
         """(tray, owner) -> snapshots by `snapshot_id`: the owner's on its own tray, or copies on another."""
         self.files: dict[tuple[Owner, int], int] = {}
         """Each snapshot is a file of its own, because parity is computed of exactly these bytes."""
-        self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, History]]] = {}
+        self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, StateHistory]]] = {}
         """(tray, generation, keeper, snapshot) -> rank -> the file and the state whose stripes are in this row."""
         self.rotten: set[tuple[TrayId, Owner, int]] = set()
         self._told: dict[tuple[TrayId, Owner], tuple[Step, ...]] = {}
         """The copies that the coordinator last heard of. The holder may have newer ones, which replaced older ones, and
         whose report was lost."""
 
-    def seal(self, tray: TrayId, owner: Owner, name: int, history: History) -> None:
+    def seal(self, tray: TrayId, owner: Owner, name: int, history: StateHistory) -> None:
         self.kept.setdefault((tray, owner), {})[name] = history
         self.files[owner, name] = len(self.files) + 1
         self.rotten.discard((tray, owner, name))
 
-    def of(self, tray: TrayId, owner: Owner) -> dict[int, History]:
+    def of(self, tray: TrayId, owner: Owner) -> dict[int, StateHistory]:
         return self.kept.get((tray, owner), {})
 
     def forget_tray(self, tray: TrayId) -> None:
@@ -74,8 +74,8 @@ class Memory:
         self._told[event.holder, (event.slot, int(event.incarnation))] = event.steps
 
     # -- restoring
-    def for_member(self, process: Process, plan: Plan) -> History | None:
-        """Return the state that ``plan`` gives to a member; None while it is not available. Raises `Damaged`."""
+    def for_member(self, process: SimulatedWorker, plan: GenerationPlan) -> StateHistory | None:
+        """Return the state that ``plan`` gives to a member; None while it is not available. Raises `CorruptState`."""
         try:
             return self._for_member(process, plan)
         except Violation:
@@ -83,7 +83,7 @@ class Memory:
                 return None  # the others have gone on, and so has what it would read
             raise
 
-    def _for_member(self, process: Process, plan: Plan) -> History | None:
+    def _for_member(self, process: SimulatedWorker, plan: GenerationPlan) -> StateHistory | None:
         if plan.reshard is not None:
             return self._from_images(plan, plan.reshard)
         at = plan.committed.step if plan.rollback is None else plan.rollback
@@ -94,7 +94,7 @@ class Memory:
                 found = self.of(tray, process.owner)
                 must(name in found, f"{process} is to go back to a snapshot that it does not have")
                 if (tray, process.owner, name) in self.rotten:
-                    raise Damaged(name, "")
+                    raise CorruptState(name, "")
                 return found[name]
             must(not process.torn, "a state that is half gone back is taken for a clean one")
             if process.passed < at:
@@ -105,7 +105,7 @@ class Memory:
         must(len(mine) == 1, f"{process} is fresh and has no source")
         return self._fetch(mine[0], plan, at)
 
-    def _fetch(self, restore: Restore, plan: Plan, at: int) -> History | None:
+    def _fetch(self, restore: Restore, plan: GenerationPlan, at: int) -> StateHistory | None:
         if restore.snapshot:
             found = self._read(restore.snapshot, named(plan, at))
             if found is not None and restore.snapshot.split("/")[1] != restore.snapshot.split(":")[0]:
@@ -129,7 +129,7 @@ class Memory:
         agent = self._sim.agents.get(tray)
         return agent is not None and agent.alive and not agent.paused and not self._sim.cuts[tray].peers
 
-    def _read(self, where: str, name: int) -> History | None:
+    def _read(self, where: str, name: int) -> StateHistory | None:
         address, slot_tray, index, incarnation = where.split("/")
         tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
         if not self._reachable(tray):
@@ -137,15 +137,15 @@ class Memory:
         if (tray, owner) not in self.kept and self._sim.agents[tray].began_ns > self._sim.planned_ns:
             return None  # the tray has come back empty meanwhile
         if name not in self.of(tray, owner) and name in self._told.get((tray, owner), ()):
-            raise Damaged(name, where)
+            raise CorruptState(name, where)
         must(name in self.of(tray, owner), f"a snapshot that nobody keeps: {name} at {where}")
         if (tray, owner, name) in self.rotten:
-            raise Damaged(name, where)
+            raise CorruptState(name, where)
         return self.of(tray, owner)[name]
 
-    def _from_images(self, plan: Plan, of: Reshard) -> History | None:
+    def _from_images(self, plan: GenerationPlan, of: Reshard) -> StateHistory | None:
         """Return the joint history of all old ranks; None while some rank has still to seal its image."""
-        found: dict[int, History] = {}
+        found: dict[int, StateHistory] = {}
         name = int(snapshot_id(of.layout, Step(plan.committed.step)))
         for where in of.images:
             address, slot_tray, index, incarnation = where.split("/")
@@ -164,7 +164,7 @@ class Memory:
         must(len({id(one.plain) for one in found.values()}) == 1, "the old ranks have two histories")
         return next(iter(found.values()))
 
-    def _rebuild(self, restore: Restore, name: int) -> History | None:
+    def _rebuild(self, restore: Restore, name: int) -> StateHistory | None:
         """Rebuild a snapshot from parity.
 
         Each remaining member gives its row, with the stripes of all others, and the same file of which it gave stripes
@@ -190,8 +190,8 @@ class Memory:
             files[int(one.rank)] = self.files[owner, name]
             rows.append((keeper, self.rows[key]))
         if rotten:
-            raise Damaged(name, restore.rebuild[0].row)
-        lost: dict[int, History] = {}
+            raise CorruptState(name, restore.rebuild[0].row)
+        lost: dict[int, StateHistory] = {}
         whole: set[int] = set()
         for of, row in rows:
             must(row.keys() == {*restore.members} - {of}, "a row that is not whole")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.simulator.base.ground_truth import History, must
+from rackrun.chaos.simulator.base.ground_truth import StateHistory, must
 from rackrun.chaos.simulator.cluster.restore_sources import Owner, named
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.events import Event, SnapshotDamaged, SnapshotMirrored, WorkerExited, WorkerParked
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
 
@@ -67,7 +67,7 @@ class Rollbacks:
         if (tray, owner) in self._told:
             self._told[tray, owner][1].pop(int(event.step), None)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: GenerationPlan) -> None:
         """Check a new plan: if it rolls back, no newer step may have been available to every rank."""
         if plan.rollback is None:
             return
@@ -84,8 +84,8 @@ class Rollbacks:
             )
         self._ends.append((int(plan.generation), int(plan.rollback)))
 
-    def _all_have(self, plan: Plan, step: int) -> bool:
-        there: set[History] | None = None
+    def _all_have(self, plan: GenerationPlan, step: int) -> bool:
+        there: set[StateHistory] | None = None
         for rank in range(plan.world_size):
             found = self._of(plan, rank, step)
             there = found if there is None else there & found
@@ -93,7 +93,7 @@ class Rollbacks:
                 return False
         return True
 
-    def _of(self, plan: Plan, rank: int, step: int) -> set[History]:
+    def _of(self, plan: GenerationPlan, rank: int, step: int) -> set[StateHistory]:
         """Return the states of ``step`` that ``rank`` can be given, without their flaws."""
         sim, name = self._sim, named(plan, step)
         members = {member.rank: (member.slot, int(member.incarnation)) for member in plan.members if not member.fresh}
@@ -107,16 +107,16 @@ class Rollbacks:
             found += [self._kept(*key, name) for key in former[:FORMER_MAX]]
         return {state.plain for state in found if state is not None and self._counts(state)}
 
-    def _counts(self, state: History) -> bool:
+    def _counts(self, state: StateHistory) -> bool:
         return not any(state.generation < generation and state.unit > end for generation, end in self._ends)
 
-    def _held(self, plan: Plan, rank: int, owner: Owner) -> bool:
+    def _held(self, plan: GenerationPlan, rank: int, owner: Owner) -> bool:
         """Whether ``owner`` held this rank in this life of the job."""
         process, sim = self._sim.processes.get(owner), self._sim
         alike = process is not None and process.rank == rank and process.layout == plan.layout
         return alike and process is not None and sim.life(process.generation) == sim.life(int(plan.generation))
 
-    def _kept(self, tray: TrayId, owner: Owner, name: int) -> History | None:
+    def _kept(self, tray: TrayId, owner: Owner, name: int) -> StateHistory | None:
         """Return the snapshot, if it was reported and really exists."""
         sim = self._sim
         agent, names = self._told.get((tray, owner), (None, {}))

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.faults.targets import Place, Scene
-from rackrun.chaos.plan.conductor import Conductor, Order, See, Strike
+from rackrun.chaos.faults.targets import Scene, SlotOccupant
+from rackrun.chaos.plan.conductor import Conductor, Order, See, StrikeOrder
 from rackrun.chaos.plan.definition import Plan as ChaosPlan
 from rackrun.chaos.simulator.base.connections import Cuts
 from rackrun.chaos.simulator.base.coverage_marks import Buggify, Marks
@@ -23,18 +23,18 @@ from rackrun.chaos.simulator.base.durations import SimCosts
 from rackrun.chaos.simulator.base.ground_truth import Truth, Violation, must
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, NS, Engine
 from rackrun.chaos.simulator.cluster.agent_model import Agent
-from rackrun.chaos.simulator.cluster.checkpoint_storage import Disk
+from rackrun.chaos.simulator.cluster.checkpoint_storage import CheckpointStorage
 from rackrun.chaos.simulator.cluster.coordinator_model import Coordinator
 from rackrun.chaos.simulator.cluster.fault_models import Injectors
 from rackrun.chaos.simulator.cluster.generations import Era
 from rackrun.chaos.simulator.cluster.operators import People
-from rackrun.chaos.simulator.cluster.rack_provider import Provider
-from rackrun.chaos.simulator.cluster.replica_comparison import Difference
+from rackrun.chaos.simulator.cluster.rack_provider import SimulatedProvider
+from rackrun.chaos.simulator.cluster.replica_comparison import ReplicaDifference
 from rackrun.chaos.simulator.cluster.restore_sources import Memory, Owner
 from rackrun.chaos.simulator.cluster.rollback_bounds import Rollbacks
-from rackrun.chaos.simulator.cluster.worker_model import Process
+from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 from rackrun.core.machine.control_plane import ControlPlane
-from rackrun.protocol.commands import Plan, StopJob
+from rackrun.protocol.commands import GenerationPlan, StopJob
 from rackrun.protocol.events import TimerFired
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
@@ -42,7 +42,7 @@ from rackrun.protocol.timers import JobBegins
 from rackrun.topology.model.racks import CliqueId
 from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology
 
-__all__ = ["Job", "Outcome", "Simulation"]
+__all__ = ["SimulatedJob", "SimulationOutcome", "Simulation"]
 
 EVENTS_MAX = 400_000
 LIVE_S_MAX = 4 * 3600.0
@@ -54,7 +54,7 @@ notice.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SimulatedJob:
     """The job to simulate, and the faults to inject."""
 
     seed: int
@@ -88,7 +88,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationOutcome:
     """The result of one simulated job."""
 
     seed: int
@@ -109,24 +109,24 @@ class Outcome:
 class Simulation:
     """One job, with all its models."""
 
-    def __init__(self, job: Job, core: type[ControlPlane] = ControlPlane) -> None:
+    def __init__(self, job: SimulatedJob, core: type[ControlPlane] = ControlPlane) -> None:
         self.job, self.costs, self.drift = job, job.costs, job.drift
         self.engine, self.marks, self.buggify = Engine(), Marks(), Buggify(job.seed)
         self.draw = _Streams(job.seed)
-        self.truth, self.memory, self.disk = Truth(job.units), Memory(self), Disk(self)
+        self.truth, self.memory, self.disk = Truth(job.units), Memory(self), CheckpointStorage(self)
         self.cuts: dict[TrayId, Cuts] = defaultdict(Cuts)
         self.agents: dict[TrayId, Agent] = {}
         """The newest agent of each tray."""
-        self.processes: dict[Owner, Process] = {}
+        self.processes: dict[Owner, SimulatedWorker] = {}
         self.eras: dict[int, Era] = {}
         self.points: dict[str, int] = {}
         self.planned_ns = 0
-        self.differences: dict[int, Difference] = {}
+        self.differences: dict[int, ReplicaDifference] = {}
         """Generation -> the conclusion that its ranks drew from comparing states."""
         self.rollbacks = Rollbacks(self)
         self.coordinator_asleep = False
         self.coordinator = Coordinator(self, job.config, core)
-        self.provider = Provider(self)
+        self.provider = SimulatedProvider(self)
         self.injectors = Injectors(self, job.plan)
         self.conductor: Conductor | None = Conductor(job.plan)
         self._carried_out = self.conductor
@@ -137,7 +137,7 @@ class Simulation:
         self._lives: list[int] = []
 
     # -- from start to end
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Simulate the job to its end. An invariant that does not hold is in the outcome, and is not raised."""
         violation = ""
         try:
@@ -149,7 +149,7 @@ class Simulation:
         except Exception as found:  # noqa: BLE001 - whatever it is, it is the seed's result, and the others go on
             violation = f"{type(found).__name__}: {found}"
         shell = self.coordinator
-        return Outcome(
+        return SimulationOutcome(
             seed=self.job.seed,
             trace=shell.trace(),
             stopped=shell.stopped,
@@ -221,7 +221,7 @@ class Simulation:
         self.look_at_eras()
         self.stir()
 
-    def born(self, process: Process) -> None:
+    def born(self, process: SimulatedWorker) -> None:
         must(process.owner not in self.processes, "an incarnation twice")
         self.processes[process.owner] = process
         self.stir()
@@ -255,7 +255,7 @@ class Simulation:
         """Return the unit after which the world of ``generation`` began."""
         return self.disk.began_with(self.life(generation)).unit
 
-    def is_compared_no_more(self, process: Process) -> bool:
+    def is_compared_no_more(self, process: SimulatedWorker) -> bool:
         """Whether a change in the state of ``process`` will never be found, because nothing is compared any more."""
         at_its_end = process.passed + 2 > self.truth.units
         last = process.comparing.last >= self.truth.units - 1
@@ -277,7 +277,7 @@ class Simulation:
         return any(classes.count(one) == 1 or not one for one in classes)
 
     # -- what happens in it
-    def planned(self, plan: Plan, *, launch: bool) -> None:
+    def planned(self, plan: GenerationPlan, *, launch: bool) -> None:
         """Take in a new plan of the core: check it, and make its generation. ``launch``: a world begins with it."""
         before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         self.truth.planned(plan, launch=launch)
@@ -303,18 +303,18 @@ class Simulation:
             if seen:
                 self.marks.sometimes(name)
 
-    def _all_pause(self, before: Plan | None) -> bool:
+    def _all_pause(self, before: GenerationPlan | None) -> bool:
         members = [self.processes.get((m.slot, int(m.incarnation))) for m in before.members] if before else []
         return any(m is not None and m.between_units for m in members)
 
-    def passed(self, process: Process) -> None:
+    def passed(self, process: SimulatedWorker) -> None:
         """Note that a process has seen a gate pass."""
         if process.passed > self._newest:
             self._newest = process.passed
             self.coordinator.measured(process.passed)
             self.stir()
 
-    def poisoned(self, process: Process) -> bool:
+    def poisoned(self, process: SimulatedWorker) -> bool:
         """End the process if it computes a unit with a poisoned sample. Returns whether it has ended."""
         unit = process.passed + 1
         if unit in self.injectors.poison and process.rank == unit % self.eras[process.generation].world:
@@ -322,7 +322,7 @@ class Simulation:
             return True
         return False
 
-    def crashes(self, point: str, who: Process | Agent) -> bool:
+    def crashes(self, point: str, who: SimulatedWorker | Agent) -> bool:
         """Count a visit of ``point``, and end ``who`` if a fault says so. Returns whether it has ended."""
         self.points[point] = self.points.get(point, 0) + 1
         return self.injectors.crash(point, who)
@@ -356,7 +356,7 @@ class Simulation:
 
     def _carry_out(self, orders: list[Order]) -> None:
         for order in orders:
-            if not isinstance(order, Strike):
+            if not isinstance(order, StrikeOrder):
                 self.injectors.take_back(order.number)
                 continue
             took, detail = self.injectors.strike(order)
@@ -376,7 +376,7 @@ class Simulation:
             rank = ranks.get(process.owner)
             if rank is None and process.rank is not None:
                 continue  # it belongs to an earlier world
-            place = Place(slot, tray_of(slot), self._clique(tray_of(slot)), "rack", rank, process.incarnation)
+            place = SlotOccupant(slot, tray_of(slot), self._clique(tray_of(slot)), "rack", rank, process.incarnation)
             places.append(place)
         mirrors = newest.mirrors if newest else {}
         return Scene(tuple(places), {str(tray): holder.partition("/")[2] for tray, holder in mirrors.items()})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.simulator.base.ground_truth import History
-from rackrun.protocol.commands import Plan
+from rackrun.chaos.simulator.base.ground_truth import StateHistory
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.events import SnapshotMirrored, SnapshotStriped
 from rackrun.protocol.ids import Generation, Step, TrayId, snapshot_id
 
 if TYPE_CHECKING:
-    from rackrun.chaos.simulator.cluster.worker_model import Process
+    from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
 __all__ = ["Sealing"]
 
@@ -18,7 +18,7 @@ __all__ = ["Sealing"]
 class Sealing:
     """The snapshots of one worker."""
 
-    def __init__(self, of: Process) -> None:
+    def __init__(self, of: SimulatedWorker) -> None:
         self._of, self._sim = of, of.sim
         self._seals, self._sealing = 0, -1
 
@@ -43,7 +43,7 @@ class Sealing:
         what = (self._seals, self._of.history, self._of.layout, self._of.generation)
         self._sim.engine.after(costs.of(costs.seal_s, draw) + late_s, self._of.do, self._sealed, *what)
 
-    def _sealed(self, seals: int, history: History, layout: int, generation: int, besides: int = -1) -> None:
+    def _sealed(self, seals: int, history: StateHistory, layout: int, generation: int, besides: int = -1) -> None:
         if seals == self._seals and not self._sim.crashes("worker: sealing", self._of):
             self._keep(history, layout, generation, besides)
 
@@ -66,7 +66,7 @@ class Sealing:
         self._seals += 1
         self._keep(self._of.state_now, self._of.layout, self._of.generation, besides)
 
-    def _keep(self, history: History, layout: int, generation: int, besides: int = -1) -> None:
+    def _keep(self, history: StateHistory, layout: int, generation: int, besides: int = -1) -> None:
         """Keep a sealed snapshot. There is room for two: this one, and ``besides`` or the newest other."""
         name = int(snapshot_id(Generation(layout), Step(history.unit)))
         tray, memory = self._of.agent.tray, self._sim.memory
@@ -85,7 +85,7 @@ class Sealing:
             seconds, self._copy, name, history, generation, tuple(arena), memory.files[self._of.owner, name]
         )
 
-    def _copy(self, name: int, history: History, generation: int, besides: tuple[int, ...], file: int) -> None:
+    def _copy(self, name: int, history: StateHistory, generation: int, besides: tuple[int, ...], file: int) -> None:
         """The agent copies a sealed snapshot to other trays, even if the worker has ended by now."""
         plan, memory = self._of.agent.plan, self._sim.memory
         if plan is None or plan.generation != generation or name not in memory.of(self._of.agent.tray, self._of.owner):
@@ -101,7 +101,9 @@ class Sealing:
         elif self._of.rank is not None:
             self._stripe(plan, name, history, file)
 
-    def _mirror(self, holder: TrayId, name: int, history: History, generation: int, besides: tuple[int, ...]) -> None:
+    def _mirror(
+        self, holder: TrayId, name: int, history: StateHistory, generation: int, besides: tuple[int, ...]
+    ) -> None:
         agent, memory = self._sim.agents.get(holder), self._sim.memory
         if agent is None or not agent.alive or agent.paused or self._sim.cuts[holder].peers:
             return
@@ -112,7 +114,7 @@ class Sealing:
         steps = tuple(Step(one) for one in sorted(kept))
         self._of.say(SnapshotMirrored, generation=Generation(generation), holder=holder, where=where, steps=steps)
 
-    def _stripe(self, plan: Plan, name: int, history: History, file: int) -> None:
+    def _stripe(self, plan: GenerationPlan, name: int, history: StateHistory, file: int) -> None:
         sets = [of for of in plan.sets if self._of.rank in [keeper.rank for keeper in of]]
         others = [keeper for of in sets for keeper in of if keeper.rank != self._of.rank]
         agents = [self._sim.agents.get(keeper.tray) for keeper in others]

@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rackrun.chaos.simulator.base.ground_truth import History, must
+from rackrun.chaos.simulator.base.ground_truth import StateHistory, must
 from rackrun.chaos.simulator.cluster.checkpoint_storage import Unusable
-from rackrun.chaos.simulator.cluster.replica_comparison import Comparing, Difference, goes_back, is_due
-from rackrun.chaos.simulator.cluster.restore_sources import Damaged, Unlike, named
+from rackrun.chaos.simulator.cluster.replica_comparison import Comparing, ReplicaDifference, goes_back, is_due
+from rackrun.chaos.simulator.cluster.restore_sources import CorruptState, Unlike, named
 from rackrun.chaos.simulator.cluster.snapshot_sealing import Sealing
-from rackrun.chaos.simulator.cluster.worker_watchdog import Watch
+from rackrun.chaos.simulator.cluster.worker_watchdog import WorkerWatchdog
 from rackrun.protocol.commands import (
     BreakGeneration,
     DealShards,
     DrainWorkers,
+    GenerationPlan,
     PauseWorkers,
-    Plan,
     ReleaseWorkers,
     Reshard,
     ResumeGeneration,
@@ -26,8 +26,8 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import (
     Event,
-    Failure,
     LossNotRepeated,
+    ScriptFailure,
     SnapshotDamaged,
     WorkerElastic,
     WorkerExited,
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.generations import Era
     from rackrun.chaos.simulator.cluster.restore_sources import Owner
 
-__all__ = ["Process"]
+__all__ = ["SimulatedWorker"]
 
 POLL_S = 0.1
 
 
-class Process:
+class SimulatedWorker:
     """One worker as it really is; the core only knows what is reported."""
 
     def __init__(self, agent: Agent, command: StartWorker) -> None:
@@ -62,7 +62,7 @@ class Process:
         self.rank: int | None = None if command.spare else int(command.rank)
         self.generation = int(command.generation)
         self.state = "starting"  # starting, waiting, running, parked, resuming, dead
-        self.history: History | None = None
+        self.history: StateHistory | None = None
         """The training state; None if it has none."""
         self.entered_in: int | None = None
         """The generation in which it entered the unit after its history and has not seen the gate pass; None
@@ -70,7 +70,7 @@ class Process:
         self.entered_world = 0
         self.layout, self.torn, self.finished = 0, False, False
         self.resumed = Generation(0)
-        self.plan: Plan | None = None
+        self.plan: GenerationPlan | None = None
         self.between_units = False
         """Whether it is paused between two units."""
         self.read_in = -1
@@ -90,9 +90,9 @@ class Process:
         """A counter: calls that were scheduled in an older turn are dropped."""
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._felt = -1
-        self.sealing, self._watch = Sealing(self), Watch(self)
+        self.sealing, self._watch = Sealing(self), WorkerWatchdog(self)
         self.comparing = Comparing()
-        self.gate_states: dict[int, History] = {}
+        self.gate_states: dict[int, StateHistory] = {}
         """The states at the gate that it entered last."""
         self._once_more = False
         """Its loss was not finite, and all ranks compute the unit again."""
@@ -217,7 +217,7 @@ class Process:
         if not self.alive:
             return
         left = tuple(Step(one) for one in sorted(self.sim.memory.of(self.agent.tray, self.owner)))
-        failure = Failure(type=kind, message=bug, traceback="", where=bug) if bug else None
+        failure = ScriptFailure(type=kind, message=bug, traceback="", where=bug) if bug else None
         self.last_words = WorkerExited(
             slot=self.slot,
             incarnation=self.worker.incarnation,
@@ -293,7 +293,7 @@ class Process:
         elif self.passed % sim.job.snapshot_every == sim.job.snapshot_every - 1:
             self.sealing.soon()
 
-    def differs(self, of: Difference) -> None:
+    def differs(self, of: ReplicaDifference) -> None:
         """Report the difference that all ranks of the generation have found.
 
         The worker passes no gate any more, and waits until its generation is broken.
@@ -325,11 +325,11 @@ class Process:
         self.sim.truth.state(self.generation, self.history)
 
     @property
-    def state_now(self) -> History:
+    def state_now(self) -> StateHistory:
         assert self.history is not None
         return self.history
 
-    def state_after(self) -> History:
+    def state_after(self) -> StateHistory:
         assert self.entered_in is not None
         return self.state_now.then(self.entered_in, self.entered_world, self.gate_states.values())
 
@@ -409,7 +409,7 @@ class Process:
             good=None if self.comparing.good is None else Position(self.comparing.good),
         )
 
-    def _take(self, plan: Plan) -> None:
+    def _take(self, plan: GenerationPlan) -> None:
         """Take up a plan. From here on, a fresh member has no state to lose."""
         if self.state in ("starting", "running"):
             return  # the plan is of the world that it is started in
@@ -446,7 +446,7 @@ class Process:
             self.sim.marks.sometimes("groups could not be built")
             self.say(WorkerUnbuilt, generation=Generation(generation), cut_off=cut_off, because="somebody did not come")
 
-    def _hand_over(self, plan: Plan, of: Reshard) -> None:
+    def _hand_over(self, plan: GenerationPlan, of: Reshard) -> None:
         """Seal the old state and leave main, if the worker still has that state and is asked for it."""
         here = f"{self.agent.tray}:2/{self.slot}/{self.incarnation}"
         if not (self.stateful and self.layout == of.layout and plan.rollback is None and here in of.images):
@@ -478,7 +478,7 @@ class Process:
             reads = not self.stateful or plan.rollback is not None
             self.later(costs.of(costs.takeover_s, self.sim.draw["recoveries"]) if reads else 0.0, self._resume)
 
-    def _find(self) -> History | bool | None:
+    def _find(self) -> StateHistory | bool | None:
         """Return the state to restore; None: not yet available. False: it is damaged, which has been reported."""
         assert self.plan is not None
         try:
@@ -488,7 +488,7 @@ class Process:
             what = "sources differ. Remedy: one of these GPUs computes wrongly."
             self.end(code=1, bug=what, kind="rackrun.errors.StateLost")
             return False
-        except Damaged as bad:
+        except CorruptState as bad:
             generation = Generation(self.generation)
             if not bad.where:
                 self.damaged.add(bad.step)
@@ -503,14 +503,14 @@ class Process:
             return
         found, plan = self._find(), self.plan
         assert plan is not None
-        if not isinstance(found, History):
+        if not isinstance(found, StateHistory):
             if found is None:
                 self.later(POLL_S, self._restore)
             return
         self.read_in = plan.generation
         self._go_on(plan, found)
 
-    def _go_on(self, plan: Plan, found: History) -> None:
+    def _go_on(self, plan: GenerationPlan, found: StateHistory) -> None:
         """Go on with the restored state.
 
         Where every rank reads what all ranks had before, none makes room for a new snapshot until all have read.

@@ -8,17 +8,17 @@ from rackrun.protocol.events import WorkerStalled
 from rackrun.protocol.ids import Step
 
 if TYPE_CHECKING:
-    from rackrun.chaos.simulator.cluster.worker_model import Process
+    from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Watch"]
+__all__ = ["WorkerWatchdog"]
 
 PATIENCE_MAX = 8
 
 
-class Watch:
+class WorkerWatchdog:
     """The watchdog of one worker."""
 
-    def __init__(self, of: Process) -> None:
+    def __init__(self, of: SimulatedWorker) -> None:
         self._of, self._sim = of, of.sim
         self._patience, self._came_in = 1, -1
         self._told_ns = -1

@@ -12,7 +12,7 @@ from rackrun.chaos.faults.data.flip_bit import FlipBit
 from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import Every, Inject, Now, Par, Quiet, Seq
-from rackrun.chaos.simulator.cluster.simulation import Job
+from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
 from rackrun.protocol.ids import SlotId
 
 __all__ = ["with_corruption"]
@@ -21,7 +21,7 @@ RANK = Subjects.RANK
 _OF: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "parameters", "parameters", "gradients")
 
 
-def with_corruption(job: Job, draw: random.Random) -> Job:
+def with_corruption(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
     """Return the job, in a quarter of cases with corrupting GPUs or losses that are not finite; most of these compare
     replicas."""
     if draw.random() < 0.75:
@@ -50,7 +50,7 @@ def with_corruption(job: Job, draw: random.Random) -> Job:
     )
 
 
-def _with_one_flip(job: Job, draw: random.Random) -> Job:
+def _with_one_flip(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
     """Add one flip after all other faults. It must be found: nothing of it may be left at the end."""
     flip = Inject(fault=FlipBit(of="parameters"), target=One(RANK), when=Now(plus_s=round(5 * draw.random(), 3)))
     plan = msgspec.structs.replace(job.plan, plan=Seq(parts=(job.plan.plan, Quiet(steps=4), flip)))

@@ -17,7 +17,7 @@ from rackrun.chaos.faults.processes.return_tray import Return
 from rackrun.chaos.faults.table.fault_table import FAULTS, Fault
 from rackrun.chaos.faults.targets import Last, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Budget, Every, Inject, Now, Par, Part, Plan, Quiet, Seq
-from rackrun.chaos.simulator.cluster.simulation import Job
+from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
 from rackrun.chaos.simulator.fuzzing.draw_corruption import with_corruption
 from rackrun.chaos.simulator.fuzzing.draw_long import LONG, a_long_job
 from rackrun.core.policy.choice import parse_rules
@@ -78,14 +78,14 @@ def _few_faults(draw: random.Random) -> Part:
     return Seq(parts=tuple(parts))
 
 
-def draw_job(seed: int) -> Job:
+def draw_job(seed: int) -> SimulatedJob:
     """Draw the job of a seed."""
     if stream(seed, "swarm", "long").random() < LONG:
         return a_long_job(seed, stream(seed, "swarm", "of weeks"))
     return with_corruption(_with_or_without_disk(seed), stream(seed, "swarm", "corruption"))
 
 
-def _with_or_without_disk(seed: int) -> Job:
+def _with_or_without_disk(seed: int) -> SimulatedJob:
     job, draw = _without_disk(seed), stream(seed, "swarm", "disk")
     if draw.random() < 0.6:
         return job
@@ -106,7 +106,7 @@ def _with_disk(plan: Plan, draw: random.Random) -> Plan:
     return msgspec.structs.replace(plan, plan=Par(parts=tuple(parts)))
 
 
-def _without_disk(seed: int) -> Job:
+def _without_disk(seed: int) -> SimulatedJob:
     draw = stream(seed, "swarm")
     if draw.random() < 0.15:
         return _a_job_that_survives(seed, draw)
@@ -147,7 +147,7 @@ def _without_disk(seed: int) -> Job:
             max_restarts=4,
             start_over=True,
         )
-    return Job(
+    return SimulatedJob(
         seed=seed,
         config=config,
         trays=trays,
@@ -177,12 +177,12 @@ def _provider(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _a_job_that_survives(seed: int, draw: random.Random) -> Job:
+def _a_job_that_survives(seed: int, draw: random.Random) -> SimulatedJob:
     trays, slots = draw.randint(2, 4), draw.randint(2, 3)
     spares = draw.randint(1, 2)
     config = JobConfig(trays_min=trays, trays_max=trays, spares=spares)
     plan = Plan(plan=_few_faults(draw), seed=seed, budget=Budget(slots=spares))
     units = draw.randint(20, 40)
-    return Job(
+    return SimulatedJob(
         seed=seed, config=config, trays=trays, slots=slots, units=units, plan=plan, faults_s=600.0, must_survive=True
     )

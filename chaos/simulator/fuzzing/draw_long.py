@@ -12,7 +12,7 @@ from rackrun.chaos.faults.processes.return_tray import Return
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, Last, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Inject, Now, Part, Plan, Seq, kind_of
-from rackrun.chaos.simulator.cluster.simulation import Job
+from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
 from rackrun.protocol.job_config import JobConfig
 
 __all__ = ["LONG", "a_long_job"]
@@ -28,7 +28,7 @@ Slots that were left out then have the time to show that they are in order.
 """
 
 
-def a_long_job(seed: int, draw: random.Random) -> Job:
+def a_long_job(seed: int, draw: random.Random) -> SimulatedJob:
     """Draw a job of more than a thousand units, with dozens of recoveries.
 
     Its faults leave it time to recover, so it has to end well: no slot is left out for good, no checkpoint is kept
@@ -63,7 +63,7 @@ def a_long_job(seed: int, draw: random.Random) -> Job:
         parts.append(Inject(fault=fault, target=target, when=AtStep(step=step, plus_s=0.3)))
         if kind_of(target) is TRAY and isinstance(fault, Kill):
             parts.append(Inject(fault=Return(), target=Last(TRAY), when=Now(plus_s=round(1 + draw.random(), 3))))
-    return Job(
+    return SimulatedJob(
         seed=seed,
         config=config,
         trays=trays,

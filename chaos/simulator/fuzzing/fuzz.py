@@ -12,7 +12,7 @@ import msgspec
 
 from rackrun.chaos.plan.definition import Heal, Par, Part
 from rackrun.chaos.plan.shrink_plan import fewest
-from rackrun.chaos.simulator.cluster.simulation import Job, Outcome, Simulation
+from rackrun.chaos.simulator.cluster.simulation import SimulatedJob, Simulation, SimulationOutcome
 from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
 from rackrun.core.machine.control_plane import ControlPlane
 
@@ -21,7 +21,7 @@ __all__ = ["Tally", "play", "reduce", "sweep"]
 CHUNK = 50
 
 
-def play(seed: int, core: type[ControlPlane] = ControlPlane) -> Outcome:
+def play(seed: int, core: type[ControlPlane] = ControlPlane) -> SimulationOutcome:
     """Run the job of a seed from its start to its end."""
     return Simulation(draw_job(seed), core).run()
 
@@ -37,7 +37,7 @@ class Tally:
     failed: dict[int, str] = field(default_factory=dict)
     """Seed -> the invariant that did not hold."""
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: SimulationOutcome) -> None:
         """Count one outcome."""
         self.seeds += 1
         self.core_events += outcome.core_events
@@ -73,7 +73,9 @@ def sweep(seeds: Iterable[range], jobs: int = 1) -> Iterator[tuple[range, Tally]
         yield from zip(chunks, pool.map(_chunk, chunks), strict=True)
 
 
-def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 400) -> tuple[Job, Outcome] | None:
+def reduce(
+    seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 400
+) -> tuple[SimulatedJob, SimulationOutcome] | None:
     """Reduce the faults of a seed that fails, to as few as still fail, in whatever way.
 
     Returns None if the seed does not fail when its faults strike by name and step, as
@@ -84,7 +86,7 @@ def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 4
     if not outcome.violation or outcome.resolved is None:
         return None
 
-    def fails(parts: list[Part]) -> Outcome | None:
+    def fails(parts: list[Part]) -> SimulationOutcome | None:
         tried = Simulation(_with(job, parts), core).run()
         return tried if tried.violation else None
 
@@ -97,6 +99,6 @@ def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 4
     return _with(job, parts), best
 
 
-def _with(job: Job, parts: list[Part]) -> Job:
+def _with(job: SimulatedJob, parts: list[Part]) -> SimulatedJob:
     plan = Par(parts=tuple(parts)) if parts else Heal()
     return replace(job, plan=msgspec.structs.replace(job.plan, plan=plan))

@@ -19,14 +19,14 @@ from pathlib import Path
 from rackrun.agent.host.cgroup import own_group
 from rackrun.chaos.testbed.machine.undo_log import RemoveTree, UndoLog, Unmount
 
-__all__ = ["Remains", "can_be_private"]
+__all__ = ["LeakedResources", "can_be_private"]
 
 SHARED = Path("/dev/shm")  # noqa: S108 - looked at
 _OURS = ("rackrun", "torchelastic_")
 _INSIDE = 'mount --bind "$0" /dev/shm && exec "$@"'
 
 
-class Remains:
+class LeakedResources:
     """Finds what a job leaves. Create it before the job.
 
     ``before`` goes in front of the command of each of the job's processes, ``env`` into their environment.

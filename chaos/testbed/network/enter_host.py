@@ -1,7 +1,7 @@
 """Make this process one of another host, by Linux namespaces.
 
 Network, host name, ``/etc/hosts`` and boot id are the host's own; the file system and the processes are shared. Run as
-``python -m rackrun.chaos.testbed.network.enter_host HOST COMMAND...``, where HOST is a `Host` as JSON. When the
+``python -m rackrun.chaos.testbed.network.enter_host HOST COMMAND...``, where HOST is a `NamespaceHost` as JSON. When the
 launcher on the coordinator's host preloads the module (``--preload rackrun.chaos.testbed.network.enter_host``), that
 launcher's agent moves to the host in ``RACKRUN_CHAOS_AGENT_HOST``.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-__all__ = ["AGENT_HOST", "Host", "enter", "visit"]
+__all__ = ["AGENT_HOST", "NamespaceHost", "enter", "visit"]
 
 AGENT_HOST = "RACKRUN_CHAOS_AGENT_HOST"
 _NEWNS, _NEWUTS, _NEWNET = 0x00020000, 0x04000000, 0x40000000
@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _AGENT = "rackrun.agent.__main__"
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True):
+class NamespaceHost(msgspec.Struct, frozen=True, kw_only=True):
     """A host for one tray, or for the coordinator."""
 
     name: str
@@ -39,7 +39,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """The file that is its ``/etc/hosts``."""
 
 
-def enter(host: Host) -> None:
+def enter(host: NamespaceHost) -> None:
     """Move this process, and all that it starts from now on, to ``host``. Call it once. Needs root; raises OSError."""
     if _is_there(host.space):
         return
@@ -79,7 +79,7 @@ def _done(result: int, what: str) -> None:
 
 def _agent_enters() -> None:
     """Move the agent to its host: after the fork, or at once in a new interpreter, which has no socket yet."""
-    host = msgspec.json.decode(os.environ[AGENT_HOST], type=Host)
+    host = msgspec.json.decode(os.environ[AGENT_HOST], type=NamespaceHost)
     main = getattr(sys.modules["__main__"], "__spec__", None)
     if main is not None and main.name == _AGENT:
         enter(host)
@@ -88,7 +88,7 @@ def _agent_enters() -> None:
 
 
 if __name__ == "__main__":
-    enter(msgspec.json.decode(sys.argv[1], type=Host))
+    enter(msgspec.json.decode(sys.argv[1], type=NamespaceHost))
     os.execvp(sys.argv[2], sys.argv[2:])
 elif AGENT_HOST in os.environ:
     _agent_enters()

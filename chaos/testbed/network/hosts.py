@@ -28,9 +28,9 @@ import msgspec
 
 from rackrun.chaos.base.errors import Unsupported
 from rackrun.chaos.testbed.machine.undo_log import NAMED, RemoveHosts, UndoLog
-from rackrun.chaos.testbed.network.enter_host import Host, visit
+from rackrun.chaos.testbed.network.enter_host import NamespaceHost, visit
 
-__all__ = ["HEAD", "PORT", "Hosts", "Spread", "hosts_here", "left_of"]
+__all__ = ["HEAD", "PORT", "Hosts", "HostSpread", "hosts_here", "left_of"]
 
 HEAD, _SWITCH, _BRIDGE = "head", "switch", "bridge"
 PORT = 29400
@@ -83,7 +83,7 @@ def left_of(spaces: Sequence[int]) -> list[str]:
     return sorted(found)
 
 
-class Spread(NamedTuple):
+class HostSpread(NamedTuple):
     """How a job is spread over hosts."""
 
     trays: int
@@ -107,7 +107,7 @@ class Hosts:
         folder.mkdir()
         names = folder / "names"
         self._of = {
-            name: Host(
+            name: NamespaceHost(
                 name=name,
                 address="10.77.0.1" if name == HEAD else f"10.77.1.{trays.index(name) + 1}",
                 space=self.space(name),
@@ -129,7 +129,7 @@ class Hosts:
         self.numbers = tuple(os.stat(self.space(name)).st_ino for name in (_SWITCH, *self._of))
         """The inode numbers of all its namespaces."""
 
-    def __getitem__(self, name: str) -> Host:
+    def __getitem__(self, name: str) -> NamespaceHost:
         return self._of[name]
 
     @property

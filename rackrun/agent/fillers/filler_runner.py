@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from rackrun.agent.fillers.filler_supervisor import EXEC_FAILED, HELD, NOW, Order
+from rackrun.agent.fillers.filler_supervisor import EXEC_FAILED, HELD, NOW, FillerOrder
 from rackrun.agent.gpus.start_checks import SHARE
 from rackrun.agent.host import proc
 from rackrun.agent.host.cgroup import Cgroup
@@ -200,7 +200,7 @@ class Fillers:
         run = place.run = _Run(*place.spare, place.starts, self._loop.time())
         run.cgroup = Cgroup.make(f"{_CGROUP}{os.getpid()}-{run.mark.replace('/', '.')}")
         index = _index_of(run.slot)
-        order = Order(
+        order = FillerOrder(
             command=list(self._config.command),
             hold_s=HOLD_S,
             grace_s=self._grace_s,

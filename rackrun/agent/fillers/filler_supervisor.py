@@ -1,7 +1,7 @@
 """Supervisor process between an agent and one filler: all processes that the filler starts stay below it, and it ends
 them all.
 
-`main` takes as arguments the agent's process id and an `Order` as JSON. Standard input comes from the agent. `NOW`: the
+`main` takes as arguments the agent's process id and an `FillerOrder` as JSON. Standard input comes from the agent. `NOW`: the
 filler must end (SIGTERM, then SIGKILL after the grace time). `HELD`: the same, but it is stopped for a moment first,
 while the worker that needs the slot needs the processors most. End of input: everything must end at once. The exit code
 is the filler's, or 128 + N after signal N. When this process exits, no process of the filler is alive: it is the
@@ -26,7 +26,7 @@ from rackrun.agent.host import proc
 from rackrun.agent.host.cgroup import Cgroup
 from rackrun.agent.host.priority import finish_off, first_to_go, lower, lower_session
 
-__all__ = ["EXEC_FAILED", "HELD", "NOW", "Order", "main"]
+__all__ = ["EXEC_FAILED", "HELD", "NOW", "FillerOrder", "main"]
 
 NOW, HELD = b".", b"h"
 
@@ -39,7 +39,7 @@ _SESSIONS_S = 1.0
 """Seconds between two looks for new sessions, whose priority has to be lowered."""
 
 
-class Order(TypedDict):
+class FillerOrder(TypedDict):
     """What a supervisor is asked to run, as JSON."""
 
     command: list[str]
@@ -54,7 +54,7 @@ class Order(TypedDict):
 
 
 class _Cage:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: FillerOrder) -> None:
         self._order = order
         self._cgroup = Cgroup(order["cgroup"]) if order["cgroup"] else None
         self._woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -205,7 +205,7 @@ def main() -> NoReturn:
         proc.adopt_orphans()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        order: Order = json.loads(sys.argv[2])
+        order: FillerOrder = json.loads(sys.argv[2])
         os._exit(_Cage(order).run())
     except BaseException:  # noqa: BLE001 - the agent looks for what a killed cage has left
         traceback.print_exc()

@@ -34,12 +34,12 @@ from rackrun.topology.model.errors import SourcesDisagree, TopologyError
 from rackrun.topology.placement.rank_environment import Binding
 from rackrun.topology.sources.partial_topology import PartialTopology, merge
 
-__all__ = ["Devices", "Pace"]
+__all__ = ["Devices", "GpuMonitorTimes"]
 
 _LIBRARY = "libnvidia-ml.so.1"
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class GpuMonitorTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the monitor."""
 
     period_ms: int = 200
@@ -61,12 +61,12 @@ class Devices:
         self,
         config: AgentConfig,
         *,
-        pace: Pace | None = None,
+        pace: GpuMonitorTimes | None = None,
         env: Mapping[str, str] | None = None,
         kernel_log: str = "/dev/kmsg",
     ) -> None:
         self._config = config
-        self._pace = pace or Pace()
+        self._pace = pace or GpuMonitorTimes()
         self._env = {**(env or {}), "RACKRUN_TRAY": config.tray}
         self._environment = {**os.environ, **config.env, **(env or {})}
         self._kernel_log = kernel_log

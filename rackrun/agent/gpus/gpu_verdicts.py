@@ -8,7 +8,7 @@ import msgspec
 
 from rackrun.protocol.events import DeviceChecked, DeviceJudged, TrayDescribed
 from rackrun.protocol.ids import TrayId
-from rackrun.topology.gpu_driver.readings import FabricState, LinkState, NvmlUnavailable, TrayReading
+from rackrun.topology.gpu_driver.readings import FabricState, NvlinkState, NvmlUnavailable, TrayReading
 from rackrun.topology.health.findings import preflight
 from rackrun.topology.health.ignored_checks import HEALTH_VARIABLE, Part, is_lone, without
 from rackrun.topology.health.tray_health import Said, TrayHealth
@@ -17,7 +17,7 @@ from rackrun.topology.model.racks import CliqueId
 __all__ = ["DeviceEvent", "Judge", "cliques_of"]
 
 DeviceEvent = DeviceJudged | DeviceChecked | TrayDescribed
-_UP = (LinkState.ACTIVE, LinkState.SLEEP)
+_UP = (NvlinkState.ACTIVE, NvlinkState.SLEEP)
 
 
 class Judge:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from rackrun.checkpoint.arena.memory_plan import ceilings
 
-__all__ = ["Refused", "check_room"]
+__all__ = ["OverMemoryLimit", "check_room"]
 
 _HEADROOM = 8
 """One part in this many of the host's memory stays free."""
 
 
-class Refused(Exception):
+class OverMemoryLimit(Exception):
     """Data is not accepted; the text says why."""
 
 
 def check_room(size: int) -> None:
-    """Raise `Refused` if ``size`` more bytes do not fit."""
+    """Raise `OverMemoryLimit` if ``size`` more bytes do not fit."""
     if any(size + ceiling.total // _HEADROOM > ceiling.free for ceiling in ceilings(None)):
-        raise Refused(f"{size} bytes do not fit into this host's memory")
+        raise OverMemoryLimit(f"{size} bytes do not fit into this host's memory")

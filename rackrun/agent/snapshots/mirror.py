@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from rackrun.agent.snapshots.memory_limit import Refused, check_room
-from rackrun.agent.snapshots.snapshot_parity import Set, Source, give_stripes
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.snapshots.memory_limit import OverMemoryLimit, check_room
+from rackrun.agent.snapshots.snapshot_parity import Set, SnapshotSource, give_stripes
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.protocol.boot import SNAPSHOT_JOB
 from rackrun.protocol.crash_points import crash_point, register
@@ -53,9 +53,9 @@ class Copies:
         return self._held.get(_Owner(tray, index, incarnation), {}).get(step)
 
     def room(self, size: int) -> int:
-        """Return a descriptor of ``size`` bytes of memory. Raises `Refused`."""
+        """Return a descriptor of ``size`` bytes of memory. Raises `OverMemoryLimit`."""
         if size < 1:
-            raise Refused("there is nothing to keep")
+            raise OverMemoryLimit("there is nothing to keep")
         check_room(size)
         crash_point("replicate.allocating")
         fd = os.memfd_create("rackrun-mirror", os.MFD_CLOEXEC)
@@ -64,7 +64,7 @@ class Copies:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
             os.close(fd)
-            raise Refused(f"no memory for {size} bytes: {error.strerror}") from error
+            raise OverMemoryLimit(f"no memory for {size} bytes: {error.strerror}") from error
         return fd
 
     def keep(self, tray: str, index: int, incarnation: int, step: int, fd: int) -> None:
@@ -122,15 +122,15 @@ class Mirror:
     """
 
     def __init__(
-        self, token: str, destination: Callable[[Worker], Holder | Set | None], tell: Callable[[Event], None]
+        self, token: str, destination: Callable[[WorkerHandle], Holder | Set | None], tell: Callable[[Event], None]
     ) -> None:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._destination, self._tell = destination, tell
         self._session: aiohttp.ClientSession | None = None
-        self._pushing: dict[Worker, asyncio.Task[None]] = {}
-        self._to: dict[Worker, Holder | Set] = {}
+        self._pushing: dict[WorkerHandle, asyncio.Task[None]] = {}
+        self._to: dict[WorkerHandle, Holder | Set] = {}
 
-    def look(self, worker: Worker) -> None:
+    def look(self, worker: WorkerHandle) -> None:
         """Begin a push if the worker wants one, and cancel one whose destination is outdated. Called regularly."""
         to = self._destination(worker)
         if worker in self._pushing and self._to[worker] != to:
@@ -143,7 +143,7 @@ class Mirror:
             self._pushing[worker], self._to[worker] = task, to
             task.add_done_callback(lambda _: (self._pushing.pop(worker), self._to.pop(worker)))
 
-    def forget_all_but(self, living: Collection[Worker]) -> None:
+    def forget_all_but(self, living: Collection[WorkerHandle]) -> None:
         """Cancel the pushes of workers that have ended. The world goes on from copies that are elsewhere already."""
         for worker, task in self._pushing.items():
             if worker not in living:
@@ -158,7 +158,7 @@ class Mirror:
         if self._session is not None:
             await self._session.close()
 
-    async def _push(self, session: aiohttp.ClientSession, worker: Worker, to: Holder | Set) -> None:
+    async def _push(self, session: aiohttp.ClientSession, worker: WorkerHandle, to: Holder | Set) -> None:
         step, besides, generation = worker.page.mirror_wanted
         which = worker.page.snapshots().get(step)
         well, fd = False, -1
@@ -168,7 +168,7 @@ class Mirror:
             fd = os.dup(worker.snapshot_fds[which])  # still valid after the slot has dropped the worker
             loop = asyncio.get_running_loop()
             async with asyncio.timeout(_SILENCE_S) as limit:
-                source = Source(
+                source = SnapshotSource(
                     fd,
                     step,
                     os.fstat(fd).st_size,
@@ -188,8 +188,8 @@ class Mirror:
                     )
             self._tell(event)
             well = True
-        except (aiohttp.ClientError, OSError, TimeoutError, Refused) as error:
-            why = str(error) if isinstance(error, Refused) else repr(error)
+        except (aiohttp.ClientError, OSError, TimeoutError, OverMemoryLimit) as error:
+            why = str(error) if isinstance(error, OverMemoryLimit) else repr(error)
             _say(f"the snapshot of {worker.slot} after step {step_of(Step(step))} is not on other trays: {why}")
         finally:
             if fd >= 0:
@@ -197,7 +197,7 @@ class Mirror:
             worker.page.mirror_done(step, well=well)
 
     async def _copy(
-        self, session: aiohttp.ClientSession, worker: Worker, to: Holder, source: Source, besides: int
+        self, session: aiohttp.ClientSession, worker: WorkerHandle, to: Holder, source: SnapshotSource, besides: int
     ) -> SnapshotMirrored:
         path = f"{worker.slot}/{worker.incarnation}"
         async with session.put(
@@ -207,7 +207,7 @@ class Mirror:
             data=source.read(0, source.size),
         ) as answer:
             if answer.status != 200:
-                raise Refused(f"{to.tray} does not take it: {(await answer.text()).strip()}")
+                raise OverMemoryLimit(f"{to.tray} does not take it: {(await answer.text()).strip()}")
             kept = await answer.json()
         return SnapshotMirrored(
             slot=worker.slot,

@@ -25,13 +25,13 @@ from typing import TypeVar
 
 import aiohttp
 
-from rackrun.agent.snapshots.memory_limit import Refused, check_room
+from rackrun.agent.snapshots.memory_limit import OverMemoryLimit, check_room
 from rackrun.checkpoint.base.digest import crc
 from rackrun.checkpoint.redundancy.erasure_code import Row
 from rackrun.checkpoint.redundancy.stripe_set import ParityError, Part, StripeSet, encode_header
 from rackrun.protocol.commands import Keeper
 
-__all__ = ["TRAILER", "RowKey", "Rows", "Set", "Source", "give_stripes"]
+__all__ = ["TRAILER", "RowKey", "Rows", "Set", "SnapshotSource", "give_stripes"]
 
 TRAILER = struct.Struct("<I")
 """Format of the stripe's CRC32C, which follows its bytes."""
@@ -50,7 +50,7 @@ class _Memory:
         self._map: mmap.mmap | None = None
 
     def room(self, size: int) -> memoryview:
-        """Return a view of ``size`` bytes of the row, growing it if needed. Raises `Refused`."""
+        """Return a view of ``size`` bytes of the row, growing it if needed. Raises `OverMemoryLimit`."""
         size += self._header_bytes
         if size > self._size:
             with _allocating:  # another thread may take the free memory
@@ -66,7 +66,7 @@ class _Memory:
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
-            raise Refused(f"no memory for {size} bytes: {error.strerror}") from error
+            raise OverMemoryLimit(f"no memory for {size} bytes: {error.strerror}") from error
         self._map, self._size = mmap.mmap(self.fd, size), size
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Rows:
     ) -> None:
         """Mix ``owner``'s stripe of its snapshot of ``length`` bytes, followed by a trailer, into the row of ``key``.
 
-        Returns when the stripe is in the row and verified. Raises `Refused` if there is no memory, and
+        Returns when the stripe is in the row and verified. Raises `OverMemoryLimit` if there is no memory, and
         `rackrun.checkpoint.base.errors.CheckpointError` if the stripe is invalid.
         """
         kept = self._rows.get(key)
@@ -156,7 +156,7 @@ class Rows:
             finally:
                 incoming.broke_off()
             await kept.use(kept.finish)
-        except Refused as refused:
+        except OverMemoryLimit as refused:
             kept.row.spoiled = kept.row.spoiled or str(refused)
             raise
         finally:
@@ -196,7 +196,7 @@ class Set:
 
 
 @dataclass(frozen=True)
-class Source:
+class SnapshotSource:
     """A sealed snapshot to read from."""
 
     fd: int
@@ -218,8 +218,8 @@ class Source:
             at += len(chunk)
 
 
-async def give_stripes(session: aiohttp.ClientSession, of: Set, source: Source, besides: int) -> None:
-    """Send each keeper its stripes. Returns when all have verified theirs; raises `Refused` if one does not accept its
+async def give_stripes(session: aiohttp.ClientSession, of: Set, source: SnapshotSource, besides: int) -> None:
+    """Send each keeper its stripes. Returns when all have verified theirs; raises `OverMemoryLimit` if one does not accept its
     stripe."""
     stripe_set = StripeSet(tuple(int(keeper.rank) for keeper in of.members), of.parity)
     for keeper in of.others():
@@ -240,10 +240,10 @@ async def give_stripes(session: aiohttp.ClientSession, of: Set, source: Source, 
                 data=_with_trailer(source, start, stop),
             ) as answer:
                 if answer.status != 200:
-                    raise Refused(f"{keeper.tray} does not take it: {(await answer.text()).strip()}")
+                    raise OverMemoryLimit(f"{keeper.tray} does not take it: {(await answer.text()).strip()}")
 
 
-async def _with_trailer(source: Source, start: int, stop: int) -> AsyncIterator[bytes]:
+async def _with_trailer(source: SnapshotSource, start: int, stop: int) -> AsyncIterator[bytes]:
     digest = 0
     async for chunk in source.read(start, stop):
         digest = crc(memoryview(chunk), digest)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from rackrun.agent.snapshots.memory_limit import Refused
+from rackrun.agent.snapshots.memory_limit import OverMemoryLimit
 from rackrun.agent.snapshots.mirror import Copies, verify
 from rackrun.agent.snapshots.snapshot_parity import RowKey, Rows
 from rackrun.checkpoint.base.errors import CheckpointError
@@ -43,7 +43,7 @@ class KeptSnapshots(Protocol):
     snapshot_fds: tuple[int, int]
 
 
-class Keeper(Protocol):
+class SnapshotAccess(Protocol):
     """Gives access to the snapshots that a tray keeps."""
 
     def kept(self, index: int, incarnation: int) -> KeptSnapshots | None: ...
@@ -52,7 +52,9 @@ class Keeper(Protocol):
 class SnapshotService:
     """The HTTP server for snapshots, copies and parity."""
 
-    def __init__(self, tray: str, advertise: str, token: str, keeper: Keeper, *, reserve: int = RESERVE) -> None:
+    def __init__(
+        self, tray: str, advertise: str, token: str, keeper: SnapshotAccess, *, reserve: int = RESERVE
+    ) -> None:
         self._tray = tray
         self._advertise, self._token, self._reserve = advertise, token, reserve
         self._listener: Listener | None = None
@@ -114,7 +116,7 @@ class SnapshotService:
         try:
             async with self._allocating:  # gigabytes take a second each, and not this loop's
                 fd = await asyncio.to_thread(self._copies.room, size)
-        except Refused as refused:
+        except OverMemoryLimit as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None
         try:
             at = 0
@@ -197,7 +199,7 @@ class SnapshotService:
             body = request.content.iter_chunked(_CHUNK_BYTES)
             await self._rows.take(key, StripeSet(members, int(query["parity"])), owner, length, body)
             await self._prune(besides)
-        except Refused as refused:
+        except OverMemoryLimit as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None
         except (CheckpointError, ValueError, KeyError) as error:
             raise web.HTTPUnprocessableEntity(text=f"this is no stripe of that row: {error}") from error

@@ -23,7 +23,7 @@ __all__ = [
     "LINK_TRANSITIONS",
     "AttemptFailed",
     "CoordinatorLease",
-    "End",
+    "LeaseEnd",
     "GiveUp",
     "HangUp",
     "JoinAnew",
@@ -43,7 +43,7 @@ _TAKEN = 503
 """Status when another agent has the tray, which may be gone soon."""
 
 
-class End(Enum):
+class LeaseEnd(Enum):
     """Why there is no coordinator any more."""
 
     REFUSED = 2
@@ -140,7 +140,7 @@ class JoinAnew(_Value, frozen=True):
 class GiveUp(_Value, frozen=True):
     """End the agent. ``text``: a line for people."""
 
-    end: End
+    end: LeaseEnd
     text: str
 
 
@@ -188,7 +188,7 @@ class CoordinatorLease:
         if fact.status in _REFUSED:
             anew = self.state is LinkState.BROKEN and fact.unheard
             if not anew:
-                end = End.LOST if self.state is LinkState.BROKEN else End.REFUSED
+                end = LeaseEnd.LOST if self.state is LinkState.BROKEN else LeaseEnd.REFUSED
                 return self._give_up(end, f"the coordinator refuses this tray: {fact.because}")
             self._move(LinkState.JOINING)
         elif fact.status == _TAKEN and not self._taken_told:
@@ -197,7 +197,7 @@ class CoordinatorLease:
         if self.state is LinkState.BROKEN and fact.overflows:
             return self._overflow()
         if now_s >= self._until_s:
-            return self._give_up(End.LOST, f"no coordinator at {self._where}: {fact.because}")
+            return self._give_up(LeaseEnd.LOST, f"no coordinator at {self._where}: {fact.because}")
         return JoinAnew(self._retry().after_s) if anew else self._retry(text)
 
     def _retry(self, text: str = "") -> Retry:
@@ -205,9 +205,9 @@ class CoordinatorLease:
         return Retry(pause_s, text)
 
     def _overflow(self) -> GiveUp:
-        return self._give_up(End.LOST, "more waits for the coordinator than is kept without a connection")
+        return self._give_up(LeaseEnd.LOST, "more waits for the coordinator than is kept without a connection")
 
-    def _give_up(self, end: End, text: str) -> GiveUp:
+    def _give_up(self, end: LeaseEnd, text: str) -> GiveUp:
         self._move(LinkState.GIVEN_UP)
         return GiveUp(end, text)
 

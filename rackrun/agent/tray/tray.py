@@ -27,7 +27,7 @@ from rackrun.agent.worker_start.fork_server import Forked, ForkServer, Reaped
 from rackrun.agent.worker_start.tcp_stores import Stores, StoreUnreachable
 from rackrun.agent.worker_start.torchrun_environment import worker_environment
 from rackrun.agent.worker_start.worker_logs import Logs, Outputs
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.channel import frame
 from rackrun.protocol import commands as c
 from rackrun.protocol.agent_config import AgentConfig
@@ -36,13 +36,13 @@ from rackrun.protocol.events import WorkerExited
 from rackrun.protocol.ids import Incarnation, SlotId, TrayId, slot_id
 from rackrun.protocol.wire import UnitCommitted, Upward, decode_upward, encode
 
-__all__ = ["Tray"]
+__all__ = ["TrayAgent"]
 
 _SERVER_S = 10.0
 """Longest wait for the fork server to end."""
 
 
-class Tray:
+class TrayAgent:
     """Carries out what the tray's machine decides: starts, signals, reports and messages."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Tray:
         self._stores = stores
         self._logs = logs
         self._machine = TrayMachine(config.tray, config.grace_s)
-        self._workers: dict[c.Worker, Worker] = {}
+        self._workers: dict[c.Worker, WorkerHandle] = {}
         """All workers that were started and not forgotten. Those that are gone have left snapshots, or their slot has
         not been used again."""
         self._loop = asyncio.get_running_loop()
@@ -77,20 +77,20 @@ class Tray:
         self._loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
 
     # -- for the watch and the snapshot service
-    def living(self) -> list[Worker]:
+    def living(self) -> list[WorkerHandle]:
         return [worker for worker in self._current() if worker.pid and not worker.reported]
 
-    def kept(self, index: int, incarnation: int) -> Worker | None:
+    def kept(self, index: int, incarnation: int) -> WorkerHandle | None:
         return self._workers.get(c.Worker(slot_id(self._config.tray, index), Incarnation(incarnation)))
 
-    def look(self, worker: Worker) -> None:
+    def look(self, worker: WorkerHandle) -> None:
         """Report a worker's end if it can be seen."""
         status = worker.ending()
         if status is not None:
             worker.channel.drain()  # its last messages come before its exit, and may explain it
             self._tell(t.EndSeen(worker.id, *proc.exit_code_and_signal(status)))
 
-    def destination(self, worker: Worker) -> Holder | Set | None:
+    def destination(self, worker: WorkerHandle) -> Holder | Set | None:
         """Return where a worker's snapshots are copied to, according to the latest plan; None: nowhere."""
         if self._machine.resume is None:
             return None
@@ -189,23 +189,23 @@ class Tray:
     def _start(self, admit: t.AdmitWorker) -> None:
         worker_id = _id_of(admit.command)
         try:
-            worker = self._workers[worker_id] = Worker(admit.command, self._deliver)
+            worker = self._workers[worker_id] = WorkerHandle(admit.command, self._deliver)
         except OSError as error:
-            self._tell(t.StartFailed(worker_id, str(error)))
+            self._tell(t.WorkerStartFailed(worker_id, str(error)))
             raise
         if admit.plan is not None:
             worker.send(frame(admit.plan))
 
-    async def _bring_up(self, worker: Worker) -> None:
+    async def _bring_up(self, worker: WorkerHandle) -> None:
         because = ""
         try:
             worker.master = await self._stores.master_soon(worker.command.store, worker.command.generation)
         except (StoreUnreachable, OSError) as error:
             because = str(error)
         self._starts.pop(worker.id)
-        self._tell(t.StartFailed(worker.id, because) if because else t.StoreFound(worker.id))
+        self._tell(t.WorkerStartFailed(worker.id, because) if because else t.StoreFound(worker.id))
 
-    def _ask_for(self, worker: Worker) -> None:
+    def _ask_for(self, worker: WorkerHandle) -> None:
         """Ask the fork server for a worker's process."""
         outputs: Outputs | None = None
         command = msgspec.structs.replace(worker.command, rank=first_rank(worker.command))
@@ -232,7 +232,7 @@ class Tray:
             )
             self._server.ask(boot, (*worker.fds_for_birth, outputs.stdout, outputs.stderr))
         except OSError as error:
-            self._tell(t.StartFailed(worker.id, str(error)))
+            self._tell(t.WorkerStartFailed(worker.id, str(error)))
         finally:
             worker.sent_off()
             if outputs is not None:
@@ -252,7 +252,7 @@ class Tray:
             return
         match answer:
             case Forked(pid=0):
-                self._tell(t.StartFailed(worker.id, answer.error))
+                self._tell(t.WorkerStartFailed(worker.id, answer.error))
             case Forked():
                 self._tell(t.WorkerBorn(worker.id))
                 worker.born(answer.pid, pidfd, self.look)
@@ -293,7 +293,7 @@ class Tray:
         self._loop.add_reader(self._server.fileno(), self._server_spoke)
 
     # -- ends
-    def _reaped(self, worker: Worker, status: int) -> None:
+    def _reaped(self, worker: WorkerHandle, status: int) -> None:
         worker.channel.drain()
         self._tell(t.ProcessReaped(worker.id, *proc.exit_code_and_signal(status), keeps=bool(worker.page.snapshots())))
 
@@ -324,7 +324,7 @@ class Tray:
             worker.buried()
 
     # -- messages
-    def _deliver(self, worker: Worker, body: bytes) -> None:
+    def _deliver(self, worker: WorkerHandle, body: bytes) -> None:
         try:
             message: Upward = decode_upward(body)
         except msgspec.MsgspecError as error:
@@ -345,7 +345,7 @@ class Tray:
             elif isinstance(command, c.ResumeGeneration):
                 worker.called(command.plan.generation, with_plan=True)
 
-    def _current(self) -> list[Worker]:
+    def _current(self) -> list[WorkerHandle]:
         return [worker for worker in self._workers.values() if not worker.gone]
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from rackrun.protocol.commands import ResumeGeneration, StartWorker, Worker, WorkerCommand
-from rackrun.protocol.events import Event, Failure
+from rackrun.protocol.events import Event, ScriptFailure
 from rackrun.protocol.wire import Upward
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "SetDeadline",
     "SpareLeaves",
     "SpareWaits",
-    "StartFailed",
+    "WorkerStartFailed",
     "StopBegun",
     "StopGraceOver",
     "StoreFound",
@@ -106,7 +106,7 @@ class StoreFound(_Value, frozen=True):
     worker: Worker
 
 
-class StartFailed(_Value, frozen=True):
+class WorkerStartFailed(_Value, frozen=True):
     """A worker's start failed before it had a process."""
 
     worker: Worker
@@ -180,7 +180,9 @@ class DeadlinePassed(_Value, frozen=True):
     deadline: TrayDeadline
 
 
-WorkerFact: TypeAlias = StoreFound | StartFailed | WorkerBorn | WorkerSaid | WorkerGarbled | EndSeen | ProcessReaped
+WorkerFact: TypeAlias = (
+    StoreFound | WorkerStartFailed | WorkerBorn | WorkerSaid | WorkerGarbled | EndSeen | ProcessReaped
+)
 """Facts about one worker. One about a worker that is gone, or not known, has no effect."""
 TrayFact: TypeAlias = WorkerFact | CommandArrived | ForkServerDied | LeaveAsked | JobOver | StopBegun | DeadlinePassed
 
@@ -197,13 +199,13 @@ class AdmitWorker(_Value, frozen=True):
 
 
 class FindStore(_Value, frozen=True):
-    """Find what a worker needs for its start. Answered by `StoreFound` or `StartFailed`."""
+    """Find what a worker needs for its start. Answered by `StoreFound` or `WorkerStartFailed`."""
 
     command: StartWorker
 
 
 class ForkWorker(_Value, frozen=True):
-    """Ask for a worker's process. Answered by `WorkerBorn` or `StartFailed`."""
+    """Ask for a worker's process. Answered by `WorkerBorn` or `WorkerStartFailed`."""
 
     command: StartWorker
 
@@ -226,7 +228,7 @@ class ReportExit(_Value, frozen=True):
     worker: Worker
     exit_code: int | None
     signal: int | None
-    failure: Failure | None
+    failure: ScriptFailure | None
 
 
 class BuryWorker(_Value, frozen=True):

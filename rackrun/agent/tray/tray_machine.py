@@ -18,7 +18,7 @@ from typing import assert_never
 from rackrun.agent.tray import tray_facts as t
 from rackrun.agent.tray.process_states import ProcessRecord, ProcessState, ProcessTrigger
 from rackrun.protocol import commands as c
-from rackrun.protocol.events import DepartureAnnounced, Failure, WorkerEvent, WorkerExited, WorkerReady
+from rackrun.protocol.events import DepartureAnnounced, ScriptFailure, WorkerEvent, WorkerExited, WorkerReady
 from rackrun.protocol.ids import SlotId, TrayId
 from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, UnitSealed, Upward
 
@@ -84,7 +84,7 @@ class TrayMachine:
             case t.StoreFound():
                 record.move(ProcessTrigger.FOUND)
                 self._do(t.ForkWorker(record.command))
-            case t.StartFailed():
+            case t.WorkerStartFailed():
                 self._never_born(record, fact.because)
             case t.WorkerBorn():
                 record.move(ProcessTrigger.BORN)
@@ -157,7 +157,7 @@ class TrayMachine:
         failure = None
         if because:
             self._do(t.PrintLine(f"{record.worker.slot} cannot start: {because}"))
-            failure = Failure(type="rackrun.StartFailed", message=because, traceback="", where="rackrun.agent")
+            failure = ScriptFailure(type="rackrun.StartFailed", message=because, traceback="", where="rackrun.agent")
         if not record.reported:
             self._report(record, None, None if because else int(signal.SIGKILL), failure)
         self._gone(record, ProcessTrigger.FAIL)
@@ -171,7 +171,7 @@ class TrayMachine:
             self._do(t.KillWorker(record.worker))
 
     def _end(
-        self, record: ProcessRecord, exit_code: int | None, signal_: int | None, failure: Failure | None = None
+        self, record: ProcessRecord, exit_code: int | None, signal_: int | None, failure: ScriptFailure | None = None
     ) -> bool:
         """Report an exit that was not reported before. Return whether it was not."""
         if record.reported:
@@ -181,7 +181,7 @@ class TrayMachine:
         return True
 
     def _report(
-        self, record: ProcessRecord, exit_code: int | None, signal_: int | None, failure: Failure | None
+        self, record: ProcessRecord, exit_code: int | None, signal_: int | None, failure: ScriptFailure | None
     ) -> None:
         self._do(
             t.SpareLeaves(record.worker, "the spare is gone"), t.ReportExit(record.worker, exit_code, signal_, failure)

@@ -23,10 +23,10 @@ import msgspec
 from rackrun.agent.tray.coordinator_lease import (
     AttemptFailed,
     CoordinatorLease,
-    End,
     GiveUp,
     HangUp,
     JoinAnew,
+    LeaseEnd,
     LinkBroke,
     LinkEffect,
     LinkFact,
@@ -89,7 +89,7 @@ class Uplink:
         """Send a worker's message unchanged."""
         self._put(urgency, _LENGTH.pack(len(body)) + body)
 
-    async def run(self) -> End:
+    async def run(self) -> LeaseEnd:
         """Connect and stay connected; return when that is no longer possible."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
@@ -98,7 +98,7 @@ class Uplink:
                     async with self._connect(session) as socket:
                         await self._converse(socket)
                         if self._closing or self._over or self._senseless:
-                            return End.LOST
+                            return LeaseEnd.LOST
                         _break(socket)
                     fact = self._ended("it hung up")
                 except aiohttp.WSServerHandshakeError as error:

@@ -17,16 +17,16 @@ import asyncio
 import time
 
 from rackrun.agent.snapshots.mirror import Mirror
-from rackrun.agent.tray.tray import Tray
+from rackrun.agent.tray.tray import TrayAgent
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.workers.hang_detector import HeldUp, Patience
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
-from rackrun.agent.workers.worker_handle import Worker
+from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
 from rackrun.protocol.ids import Step
 
-__all__ = ["Watch"]
+__all__ = ["LivenessWatch"]
 
 _PERIOD_S = 0.1
 _POLL_S = 0.01
@@ -53,10 +53,10 @@ _IDLE_AGAIN_NS = 5_000_000_000
 _MS = 1_000_000
 
 
-class Watch:
+class LivenessWatch:
     """Looks at all workers of a tray regularly and reports those that die or make no progress."""
 
-    def __init__(self, tray: Tray, uplink: Uplink, mirror: Mirror, stall_floor_ms: int) -> None:
+    def __init__(self, tray: TrayAgent, uplink: Uplink, mirror: Mirror, stall_floor_ms: int) -> None:
         self._tray = tray
         self._mirror = mirror
         self._uplink = uplink
@@ -91,7 +91,7 @@ class Watch:
                 self._mirror.look(worker)
         self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._look)
 
-    def _check_progress(self, worker: Worker, now_ns: int) -> None:
+    def _check_progress(self, worker: WorkerHandle, now_ns: int) -> None:
         page, held_ns = worker.page, self._held.total_ns
         if not page.tick_ns:
             self._check_plain(worker, now_ns)
@@ -131,7 +131,7 @@ class Watch:
             patience.prolonged = True
             self._uplink.event(_busy(worker, awaited=False))
 
-    def _compared(self, worker: Worker, patience: Patience, now_ns: int) -> bool:
+    def _compared(self, worker: WorkerHandle, patience: Patience, now_ns: int) -> bool:
         """Return whether to report now that a worker waits, or is idle where its history says too little, although its
         limit is not over."""
         page, held_ns = worker.page, self._held.total_ns
@@ -158,7 +158,7 @@ class Watch:
             self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
         return due
 
-    def _see(self, worker: Worker, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
+    def _see(self, worker: WorkerHandle, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
         """Look at a worker's process, if it made no progress for more than ``from_ns``."""
         if patience.quiet_ns(now_ns, self._held.total_ns) <= from_ns:
             return
@@ -166,11 +166,11 @@ class Watch:
             patience.saw(read_signs(worker.pid)._replace(spins=worker.page.spins))
             worker.page.ask_place()
 
-    def _overdue(self, worker: Worker, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
+    def _overdue(self, worker: WorkerHandle, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
         self._see(worker, patience, now_ns, idle_ns, idle_ns // 2)
         return patience.overdue(now_ns, self._held.total_ns, idle_ns, busy_ns)
 
-    def _check_plain(self, worker: Worker, now_ns: int) -> None:
+    def _check_plain(self, worker: WorkerHandle, now_ns: int) -> None:
         """Check a worker without rackrun's control thread. It reports no progress, but it can be seen whether it is
         stopped and whether its interpreter runs."""
         tick_ns, silence = worker.page.plain_tick_ns, worker.silence
@@ -193,7 +193,7 @@ class Watch:
             for_ms, worker.stopped_ns = (now_ns - worker.stopped_ns) // _MS, now_ns
             self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=_held_still(worker)))
 
-    def _look_whether_it_comes(self, worker: Worker, now_ns: int) -> None:
+    def _look_whether_it_comes(self, worker: WorkerHandle, now_ns: int) -> None:
         """Report a worker that does not come to the next generation while all others do. While it works, its limits
         hold."""
         page = worker.page
@@ -206,7 +206,7 @@ class Watch:
                 worker.called_ns = now_ns + _COMES_AGAIN_NS - _COMES_NS
                 self._uplink.event(_busy(worker, awaited=True))
 
-    def _tell(self, worker: Worker, now_ns: int, *, silent: bool = False, where: str = "") -> None:
+    def _tell(self, worker: WorkerHandle, now_ns: int, *, silent: bool = False, where: str = "") -> None:
         page = worker.page
         quiet_ns = now_ns - (page.tick_ns if silent else page.since_ns)
         for patience in (worker.patience, worker.silence):
@@ -215,7 +215,7 @@ class Watch:
 
 
 def _stall(
-    worker: Worker,
+    worker: WorkerHandle,
     *,
     silent: bool = False,
     over: bool = False,
@@ -243,7 +243,7 @@ def _stall(
     )
 
 
-def _busy(worker: Worker, *, awaited: bool) -> WorkerBusy:
+def _busy(worker: WorkerHandle, *, awaited: bool) -> WorkerBusy:
     page = worker.page
     return WorkerBusy(
         slot=worker.slot,
@@ -276,7 +276,7 @@ def unit_of(page: HeartbeatPage) -> str:
             return "a wait"
 
 
-def _held_still(worker: Worker) -> str:
+def _held_still(worker: WorkerHandle) -> str:
     """Return what prevents the process from running; "": nothing does."""
     if worker.stopped():
         return "it is stopped by a signal"

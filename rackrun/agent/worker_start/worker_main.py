@@ -37,7 +37,7 @@ from rackrun.link.robust_mutex import hold
 from rackrun.protocol.agent_config import ScriptConfig
 from rackrun.protocol.boot import Boot, install
 from rackrun.protocol.encodable import bounded
-from rackrun.protocol.events import Failure, WorkerExited
+from rackrun.protocol.events import ScriptFailure, WorkerExited
 
 __all__ = ["FRESH_BOOT", "exec_fresh", "open_standard_streams", "run_worker"]
 
@@ -227,7 +227,7 @@ def _has_met_nobody() -> bool:
     return distributed is None or not (distributed.is_available() and distributed.is_initialized())
 
 
-def _report(error: BaseException, *, early: bool = False) -> Failure:
+def _report(error: BaseException, *, early: bool = False) -> ScriptFailure:
     """Print the exception, write torch's error file, and return the failure for the agent. ``early``: a failure that
     all ranks of a tray share is shown once."""
     import traceback
@@ -254,7 +254,7 @@ def _report(error: BaseException, *, early: bool = False) -> Failure:
             with contextlib.suppress(Exception):  # or nobody reads stderr any more
                 sys.__excepthook__(type(error), error, trace)
     _write_error_file(error)
-    return Failure(
+    return ScriptFailure(
         type=bounded(f"{type(error).__module__}.{type(error).__qualname__}", _NAME_CHARS_MAX),
         message=bounded(_text_of(error), _MESSAGE_CHARS_MAX),
         traceback=bounded(text, _TRACEBACK_CHARS_MAX),

@@ -20,16 +20,16 @@ from rackrun.protocol.commands import Worker as WorkerId
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.protocol.wire import UnitSealed
 
-__all__ = ["HELD_S", "Worker"]
+__all__ = ["HELD_S", "WorkerHandle"]
 
 HELD_S = 1.0
 """Seconds that a message waits at most for a filler to end."""
 
 
-class Worker:
+class WorkerHandle:
     """A worker process with its channel, heartbeat page and snapshots."""
 
-    def __init__(self, command: StartWorker, deliver: Callable[[Worker, bytes], None]) -> None:
+    def __init__(self, command: StartWorker, deliver: Callable[[WorkerHandle, bytes], None]) -> None:
         self.command = command
         self.slot: SlotId = command.slot
         self.incarnation: Incarnation = command.incarnation
@@ -101,7 +101,7 @@ class Worker:
             os.close(fd)
         self._birth_fds = ()
 
-    def born(self, pid: int, pidfd: int, ended: Callable[[Worker], None]) -> None:
+    def born(self, pid: int, pidfd: int, ended: Callable[[WorkerHandle], None]) -> None:
         """Record its process."""
         self.pid = pid
         self._pidfd = pidfd
@@ -111,7 +111,7 @@ class Worker:
         if self.doomed:
             self.kill()
 
-    def tie(self, ended: Callable[[Worker], None]) -> None:
+    def tie(self, ended: Callable[[WorkerHandle], None]) -> None:
         """Wait for its robust mutex, once there is one."""
         if self._let_go or self.tied or not robust_mutex.held(self.page):
             return
@@ -196,12 +196,12 @@ class Worker:
         packed = ids.astype("<i8").tobytes()
         return UnitSealed(slot=self.slot, incarnation=self.incarnation, generation=generation, at=at, ids=packed)
 
-    def _lifeline_released(self, ended: Callable[[Worker], None]) -> None:
+    def _lifeline_released(self, ended: Callable[[WorkerHandle], None]) -> None:
         self._let_go = True
         self.tied = False  # should it not be dying after all, it is polled from now on
         ended(self)
 
-    def _over(self, ended: Callable[[Worker], None]) -> None:
+    def _over(self, ended: Callable[[WorkerHandle], None]) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         ended(self)
 

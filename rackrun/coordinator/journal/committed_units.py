@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Position
 
 __all__ = ["Eras"]
@@ -14,7 +14,7 @@ __all__ = ["Eras"]
 class Eras:
     """Which parts of a job's history count. An era lasts until all ranks go back or begin again."""
 
-    def __init__(self, plans: Mapping[int, Plan]) -> None:
+    def __init__(self, plans: Mapping[int, GenerationPlan]) -> None:
         self._plans, self._order = plans, sorted(plans)
         self._ends: dict[int, Position | None] = {}
         self._backs = [

@@ -13,9 +13,9 @@ from functools import cache, cached_property
 
 from rackrun.coordinator.journal.job_mesh import mesh_of
 from rackrun.coordinator.journal.journal_reader import resume_of
-from rackrun.coordinator.journal.ledger_check import FINDINGS, Folded, Row, fold, samples_in
+from rackrun.coordinator.journal.ledger_check import FINDINGS, Folded, LedgerRow, fold, samples_in
 from rackrun.core.placement.mesh_resize import Axes
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position
 
 __all__ = ["KEEP_ROWS", "Folding", "folded_units"]
@@ -36,7 +36,7 @@ class Folding:
     ) -> None:
         self._connection, self._keep, self._least_age_ms = connection, keep_rows, least_age_ms
         self._rows: int = connection.execute("SELECT count(*) FROM units").fetchone()[0]
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, GenerationPlan] = {}
         self._last_plan = 0
         """Id of the row of the last plan that was read."""
 
@@ -92,7 +92,7 @@ class Folding:
     def _fold(self, at: Position, units: list[tuple[int, int, int, float, float, bytes]]) -> None:
         connection, where = self._connection, (at.step, at.phase)
         rows = [
-            Row(at, *rest)
+            LedgerRow(at, *rest)
             for rest in connection.execute(
                 "SELECT rank, generation, count, digest, ids FROM ledger WHERE (step, phase) = (?, ?)", where
             )
@@ -133,7 +133,7 @@ class Folding:
         query = "SELECT DISTINCT rank FROM units WHERE (step, phase) > (?, ?) AND generation = ?"
         return {rank for (rank,) in self._connection.execute(query, (at.step, at.phase, generation))}
 
-    def _known_plans(self) -> dict[int, Plan]:
+    def _known_plans(self) -> dict[int, GenerationPlan]:
         query = "SELECT id, body FROM generations WHERE stage = 'resume' AND id > ? ORDER BY id"
         for number, body in self._connection.execute(query, (self._last_plan,)).fetchall():
             plan = resume_of(body).plan

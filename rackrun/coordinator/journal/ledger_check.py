@@ -22,10 +22,10 @@ import numpy as np
 from rackrun.coordinator.journal.committed_units import Eras
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.core.stragglers.shares import sharing
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position
 
-__all__ = ["FINDINGS", "Folded", "LedgerCheck", "Row", "check_ledger", "fold", "samples_in"]
+__all__ = ["FINDINGS", "Folded", "LedgerCheck", "LedgerRow", "check_ledger", "fold", "samples_in"]
 
 FINDINGS = ("doubled", "differing", "missing", "by_gate")
 """Fields of `LedgerCheck` that hold findings."""
@@ -57,7 +57,7 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.doubled or self.differing or self.missing or self.rows_lost)
 
 
-class Row(NamedTuple):
+class LedgerRow(NamedTuple):
     """One rank's part of one unit."""
 
     at: Position
@@ -89,15 +89,15 @@ class _Execution:
     generation: int
     """The first generation in which a rank reported it."""
     told: set[int] = field(default_factory=set)
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, LedgerRow] = field(default_factory=dict)
     samples: float | None = None
     """Samples of all ranks, according to its gate."""
 
 
 def check_ledger(
     units: Iterable[tuple[Position, int, int, float | None]],
-    rows: Iterable[Row],
-    plans: Mapping[int, Plan],
+    rows: Iterable[LedgerRow],
+    plans: Mapping[int, GenerationPlan],
     axes: Axes = (),
     rows_lost: int = 0,
     folded: Iterable[Folded] = (),
@@ -118,8 +118,8 @@ def check_ledger(
 def fold(
     at: Position,
     units: Iterable[tuple[int, int, float | None]],
-    rows: Iterable[Row],
-    plans: Mapping[int, Plan],
+    rows: Iterable[LedgerRow],
+    plans: Mapping[int, GenerationPlan],
     axes: Axes = (),
     *,
     before: Folded | None = None,
@@ -142,7 +142,7 @@ def fold(
 
 
 class _Proof:
-    def __init__(self, plans: Mapping[int, Plan], axes: Axes, folded: Iterable[Folded] = ()) -> None:
+    def __init__(self, plans: Mapping[int, GenerationPlan], axes: Axes, folded: Iterable[Folded] = ()) -> None:
         self._plans, self._axes, self._eras = plans, axes, Eras(plans)
         self._folded = {one.at: one for one in folded if self._eras.counts(one.at, one.generation)}
         self._units: dict[Position, dict[int, _Execution]] = defaultdict(dict)
@@ -164,7 +164,7 @@ class _Proof:
         key = generation, rank
         self._last_of[key] = max(self._last_of.get(key, at), at)
 
-    def row(self, row: Row) -> None:
+    def row(self, row: LedgerRow) -> None:
         if self._eras.counts(row.at, row.generation):
             self._execution(row.at, row.generation).rows[row.rank] = row
 
@@ -286,7 +286,7 @@ class _Proof:
             )
         )
 
-    def _apart(self, at: Position, execution: _Execution, *, tell: bool = True) -> dict[int, Row]:
+    def _apart(self, at: Position, execution: _Execution, *, tell: bool = True) -> dict[int, LedgerRow]:
         """Return the rows of an execution, with only one of the ranks that share their samples."""
         rows = dict(execution.rows)
         plan = self._plans.get(execution.generation)
@@ -300,7 +300,7 @@ class _Proof:
                 del rows[rank]  # counted once
         return rows
 
-    def _ids(self, at: Position, rows: Mapping[int, Row]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _ids(self, at: Position, rows: Mapping[int, LedgerRow]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         delivered = np.sort(_ids_of(rows))
         twice = np.unique(delivered[1:][delivered[1:] == delivered[:-1]])
         if len(twice):
@@ -310,8 +310,8 @@ class _Proof:
     def _compare(
         self,
         at: Position,
-        before: Mapping[int, Row],
-        rows: Mapping[int, Row],
+        before: Mapping[int, LedgerRow],
+        rows: Mapping[int, LedgerRow],
         ids: np.ndarray[tuple[int], np.dtype[np.int64]],
         *,
         whole: bool,
@@ -336,7 +336,7 @@ class _Proof:
     def _compare_folded(
         self,
         folded: Folded,
-        rows: Mapping[int, Row],
+        rows: Mapping[int, LedgerRow],
         ids: np.ndarray[tuple[int], np.dtype[np.int64]],
         *,
         whole: bool,
@@ -374,11 +374,11 @@ def _mixed(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bytes:
     return found
 
 
-def _generation(plan: Plan) -> int:
+def _generation(plan: GenerationPlan) -> int:
     return int(plan.generation)
 
 
-def _ids_of(rows: Mapping[int, Row]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _ids_of(rows: Mapping[int, LedgerRow]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.frombuffer(b"".join(row.ids for row in rows.values() if row.ids is not None), dtype="<i8").astype(
         np.int64
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.events import Event, SnapshotDamaged, SnapshotMirrored, SnapshotStriped
 from rackrun.protocol.ids import Rank, Step, step_in
 from rackrun.protocol.wire import StateCopied
@@ -22,7 +22,7 @@ class CopyMetrics:
     """Metrics of copies. ``plan`` returns the latest plan; a gauge shows a step when every rank of its world has
     reached it."""
 
-    def __init__(self, registry: CollectorRegistry, plan: Callable[[], Plan | None]) -> None:
+    def __init__(self, registry: CollectorRegistry, plan: Callable[[], GenerationPlan | None]) -> None:
         self._plan = plan
         self._sealed: dict[Rank, int] = {}
         self._mirrored: dict[Rank, int] = {}

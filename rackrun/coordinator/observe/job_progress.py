@@ -6,11 +6,11 @@ from collections import deque
 
 import msgspec
 
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Position, Rank
 from rackrun.protocol.wire import Logged, UnitCommitted, UnitSealed
 
-__all__ = ["LastWords", "Ledger", "Progress"]
+__all__ = ["LastWords", "Ledger", "JobProgress"]
 
 _WINDOW = 64
 """Number of positions that are kept while some ranks' commits are missing."""
@@ -19,7 +19,7 @@ _PLANS_MAX = 16
 """Number of plans whose members are remembered."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far the job is, for people."""
 
     position: Position
@@ -70,12 +70,12 @@ class Ledger:
     def logged(self, line: Logged) -> None:
         self.values = line.values
 
-    def progress(self, now_ms: float) -> Progress:
+    def progress(self, now_ms: float) -> JobProgress:
         recent = self._recent
         while recent and recent[0][0] < now_ms - _RATE_MS:
             recent.popleft()
         span_s = (now_ms - recent[0][0]) / 1e3 if len(recent) > 1 else 0.0
-        return Progress(
+        return JobProgress(
             position=self.position,
             complete=self.complete,
             steps=self.steps,
@@ -91,7 +91,7 @@ class LastWords:
 
     def __init__(self) -> None:
         self._open: dict[Rank, UnitSealed] = {}
-        self._plans: deque[Plan] = deque(maxlen=_PLANS_MAX)
+        self._plans: deque[GenerationPlan] = deque(maxlen=_PLANS_MAX)
 
     def heard(self, unit: UnitSealed) -> None:
         """Record a unit. It counts for the rank that the worker held when it computed it, which may have changed
@@ -101,7 +101,7 @@ class LastWords:
                 if (member.slot, member.incarnation) == (unit.slot, unit.incarnation):
                     self._open[member.rank] = unit
 
-    def settle(self, plan: Plan) -> list[UnitCommitted]:
+    def settle(self, plan: GenerationPlan) -> list[UnitCommitted]:
         """Return the units that ``plan`` counts, as the ranks would have reported them. The others are forgotten."""
         end = plan.committed if plan.rollback is None else Position(plan.rollback)
         counted = [(rank, unit) for rank, unit in self._open.items() if unit.at <= end]

@@ -10,7 +10,7 @@ from rackrun.coordinator.observe.copy_metrics import CopyMetrics
 from rackrun.coordinator.observe.filler_usage import FillerMetrics
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.observe.slow_ranks import SlowMetrics
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.events import Event, ReplicasDiffer
 from rackrun.protocol.ids import Generation
 
@@ -23,7 +23,7 @@ _RECOVERY_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 class Metrics:
     """The metrics of one job."""
 
-    def __init__(self, run_id: str, plan: Callable[[], Plan | None]) -> None:
+    def __init__(self, run_id: str, plan: Callable[[], GenerationPlan | None]) -> None:
         self.registry = CollectorRegistry()
         info = Gauge("rackrun_job", "Always 1; its label names the run.", ["run_id"], registry=self.registry)
         info.labels(run_id).set(1)

@@ -16,7 +16,7 @@ from rackrun.protocol.commands import (
     CondemnWorker,
     Decided,
     FenceWorker,
-    Plan,
+    GenerationPlan,
     Restore,
     ResumeGeneration,
     StartWorker,
@@ -169,7 +169,7 @@ class RecoveryWatch:
     def __init__(self, on_done: Callable[[RecoveryRecord], None]) -> None:
         self._on_done = on_done
         self._open: RecoveryRecord | None = None
-        self._plan: Plan | None = None
+        self._plan: GenerationPlan | None = None
         self._how: dict[SlotId, str] = {}
         self._fault_ms: float | None = None
         self._waiting: set[tuple[SlotId, Incarnation]] = set()  # members that have not resumed
@@ -185,7 +185,7 @@ class RecoveryWatch:
         self.last: RecoveryRecord | None = None
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> GenerationPlan | None:
         """The latest plan."""
         return self._plan
 
@@ -375,7 +375,7 @@ class RecoveryWatch:
             self._counted = self._restarts
             self._end()
 
-    def _lost(self, before: Plan, after: Plan) -> tuple[LostRank, ...]:
+    def _lost(self, before: GenerationPlan, after: GenerationPlan) -> tuple[LostRank, ...]:
         now = {m.rank: m for m in after.members} if before.world_size == after.world_size else {}
         alive = {(m.slot, m.incarnation) for m in after.members}
         return tuple(
@@ -407,7 +407,7 @@ def describe_exit(event: WorkerExited) -> str:
     return "gone" if event.exit_code is None else f"exit code {event.exit_code}"
 
 
-def _sources(plan: Plan, trays: Mapping[str, TrayId]) -> tuple[str, ...]:
+def _sources(plan: GenerationPlan, trays: Mapping[str, TrayId]) -> tuple[str, ...]:
     found = []
     for restore in plan.restores:
         if restore.sources:

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from rackrun.core.placement.mesh_resize import fitted
 from rackrun.core.stragglers.straggler_detection import Limits, RankPlace, Stragglers
-from rackrun.protocol.commands import BreakGeneration, Command, Plan, ResumeGeneration
+from rackrun.protocol.commands import BreakGeneration, Command, GenerationPlan, ResumeGeneration
 from rackrun.protocol.events import Event, SlowRanksChanged, WorkerReady
 from rackrun.protocol.ids import Position, Rank
 from rackrun.protocol.wire import UnitCommitted
@@ -57,7 +57,7 @@ class SlowWatch:
         self._changed, self._metrics = changed, metrics
         limits = Limits()
         self._stragglers = None if after_s is None else Stragglers(Limits(row_s=after_s / limits.window))
-        self._plan: Plan | None = None
+        self._plan: GenerationPlan | None = None
         self._axes: tuple[tuple[str, int], ...] = ()
         self._open: dict[Position, dict[Rank, UnitCommitted]] = {}
         self._rests: deque[float] = deque(maxlen=limits.window)

@@ -12,7 +12,7 @@ from rackrun.protocol.events import CostsMeasured
 from rackrun.protocol.ids import Step
 from rackrun.protocol.wire import StateCopied, UnitCommitted
 
-__all__ = ["Pace"]
+__all__ = ["SpeedMeasurements"]
 
 _STEPS = 64
 _STEPS_MIN = 3
@@ -20,7 +20,7 @@ _STEPS_MIN = 3
 _CHANGE = 0.2
 
 
-class Pace:
+class SpeedMeasurements:
     """Measures step time, copy speed and checkpoints."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position
 from rackrun.protocol.wire import Logged
 
@@ -28,7 +28,7 @@ class StepLog:
         self._printed: Counter[tuple[str, ...]] = Counter()
         self._heard: Counter[tuple[Incarnation, Generation, tuple[str, ...]]] = Counter()
 
-    def takes_back(self, plan: Plan) -> None:
+    def takes_back(self, plan: GenerationPlan) -> None:
         """Allow steps after ``plan.rollback`` to be printed again in its generation, if their values were wrong."""
         if plan.anew and plan.rollback is not None and Position(plan.rollback) < self._newest:
             self._newest, self._since = Position(plan.rollback), plan.generation

@@ -31,7 +31,7 @@ from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import CliqueId
 
-__all__ = ["Known", "Whereabouts", "read_whereabouts"]
+__all__ = ["GpuFact", "Whereabouts", "read_whereabouts"]
 
 _Event: TypeAlias = (
     TrayJoined
@@ -50,7 +50,7 @@ _commands = msgspec.json.Decoder(_Command)
 _CALLED = {"out": "out of use"}
 
 
-class Known(NamedTuple):
+class GpuFact(NamedTuple):
     """A known fact about a GPU, or about neighbouring GPUs on a tray."""
 
     slots: str
@@ -91,7 +91,7 @@ class Whereabouts:
             one.spare == "ready" and one.trouble not in ("out", "unfit", "drained") for one in self.standings.values()
         )
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[GpuFact]:
         """Return what is known about GPUs; neighbours on a tray with the same facts are combined."""
         found: list[list[Standing]] = []
         for standing in self.standings.values():
@@ -101,7 +101,7 @@ class Whereabouts:
                 else:
                     found.append([standing])
         return [
-            Known(_span([one.slot for one in group]), _who(group), group[0].trouble, group[0].why) for group in found
+            GpuFact(_span([one.slot for one in group]), _who(group), group[0].trouble, group[0].why) for group in found
         ]
 
     def problems(self) -> list[str]:

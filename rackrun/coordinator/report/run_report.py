@@ -15,13 +15,13 @@ import msgspec
 from rackrun.coordinator.journal.folding import folded_units
 from rackrun.coordinator.journal.job_mesh import mesh_of
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
-from rackrun.coordinator.journal.ledger_check import FINDINGS, LedgerCheck, Row, check_ledger, samples_in
+from rackrun.coordinator.journal.ledger_check import FINDINGS, LedgerCheck, LedgerRow, check_ledger, samples_in
 from rackrun.coordinator.observe.filler_usage import FillerUse, filler_uses
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position
 
-__all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_goodput", "read_report"]
+__all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "RecoveryStage", "read_goodput", "read_report"]
 
 _STAGES = (
     ("break", "fault_ms", "break_ms"),
@@ -32,7 +32,7 @@ _STAGES = (
 )
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryStage(msgspec.Struct, frozen=True, kw_only=True):
     """One stage of a recovery: its begin after the fault and its length, in milliseconds."""
 
     name: str
@@ -47,7 +47,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     recovery: RecoveryRecord
     seconds: float | None
     """Seconds from the fault until every rank computed again."""
-    stages: tuple[Stage, ...]
+    stages: tuple[RecoveryStage, ...]
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +147,7 @@ def _see_one_moment(connection: sqlite3.Connection) -> None:
 
 
 def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
-    plans: dict[int, Plan] = {
+    plans: dict[int, GenerationPlan] = {
         (resume := resume_of(body)).plan.generation: resume.plan
         for (body,) in connection.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
     }
@@ -198,14 +198,14 @@ def _first_resume_ms(connection: sqlite3.Connection) -> int | None:
     return found
 
 
-def _stages(recovery: RecoveryRecord) -> tuple[Stage, ...]:
+def _stages(recovery: RecoveryRecord) -> tuple[RecoveryStage, ...]:
     """Return consecutive stages. A skipped stage (no member to break, or none to park) takes no time."""
     stages = []
     reached = recovery.fault_ms
     for name, _, end in _STAGES:
         at: float | None = getattr(recovery, end)
         if at is not None:
-            stages.append(Stage(name=name, from_ms=reached - recovery.fault_ms, ms=max(0.0, at - reached)))
+            stages.append(RecoveryStage(name=name, from_ms=reached - recovery.fault_ms, ms=max(0.0, at - reached)))
             reached = max(reached, at)
     return tuple(stages)
 
@@ -306,7 +306,7 @@ def _goodput(
 
 
 # -- nothing lost, nothing twice -------------------------------------------------------------------------------------
-def _check_ledger(connection: sqlite3.Connection, plans: dict[int, Plan], rows_lost: int) -> LedgerCheck:
+def _check_ledger(connection: sqlite3.Connection, plans: dict[int, GenerationPlan], rows_lost: int) -> LedgerCheck:
     units = (
         (Position(step, phase), rank, generation, samples_in(gate))
         for step, phase, rank, generation, gate in connection.execute(
@@ -314,7 +314,7 @@ def _check_ledger(connection: sqlite3.Connection, plans: dict[int, Plan], rows_l
         )
     )
     rows = (
-        Row(Position(step, phase), *rest)
+        LedgerRow(Position(step, phase), *rest)
         for step, phase, *rest in connection.execute(
             "SELECT step, phase, rank, generation, count, digest, ids FROM ledger ORDER BY step, phase, generation"
         )

@@ -17,11 +17,11 @@ from typing import Protocol, assert_never
 import msgspec
 
 from rackrun.coordinator.journal.journal_writer import Journal, JournalError
-from rackrun.coordinator.observe.job_progress import LastWords, Ledger, Progress
+from rackrun.coordinator.observe.job_progress import JobProgress, LastWords, Ledger
 from rackrun.coordinator.observe.metrics import Metrics
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.coordinator.observe.slow_ranks import SlowWatch
-from rackrun.coordinator.observe.speed_measurements import Pace
+from rackrun.coordinator.observe.speed_measurements import SpeedMeasurements
 from rackrun.coordinator.observe.step_log import StepLog
 from rackrun.coordinator.shell.request_waiters import Requests
 from rackrun.link.channel import frame
@@ -62,7 +62,7 @@ from rackrun.protocol.ids import SlotId, TrayId, tray_of
 from rackrun.protocol.timers import JobBegins
 from rackrun.protocol.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 
-__all__ = ["Core", "Driver", "Link", "Observer", "Status"]
+__all__ = ["Core", "Driver", "AgentConnection", "Observer", "Status"]
 
 _log = logging.getLogger(__name__)
 _STOOD_STILL_MS, _CATCH_UP_MS = 1_000, 250
@@ -78,7 +78,7 @@ class Core(Protocol):
     def view(self) -> msgspec.Struct: ...
 
 
-class Link(Protocol):
+class AgentConnection(Protocol):
     """The link to one agent. ``send`` never blocks and keeps the order."""
 
     host: str
@@ -108,7 +108,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     uptime_s: float
     trays: tuple[TrayId, ...]
-    progress: Progress
+    progress: JobProgress
     recoveries: int
     last_recovery: str
     """One line about the latest recovery; "": there was none."""
@@ -154,7 +154,7 @@ class Driver:
         self._began = clock()
         journal.fact("began_monotonic_s", self._began)
         self._at_ms = 0
-        self._links: dict[TrayId, Link] = {}
+        self._links: dict[TrayId, AgentConnection] = {}
         self.fence: Callable[[TrayId, int], None] = lambda _tray, _pid: None
         """Called with a lost tray and its agent's process id. If that process is on this host it must end, even if it
         is only stopped."""
@@ -166,7 +166,7 @@ class Driver:
         """Passes a command to the provider; `RackDelivered` or `RackRefused` must be submitted."""
         self.prepare: Callable[[str], None] = lambda _function: None
         """Loads another policy function before it is first asked."""
-        self._pace = Pace()
+        self._pace = SpeedMeasurements()
         self._going: set[TrayId] = set()
         """Trays that were told to leave, and leave by themselves."""
         self._inbox: deque[tuple[Event, float]] = deque()
@@ -180,10 +180,10 @@ class Driver:
     def over(self) -> StopJob | None:
         return self.finished.result() if self.finished.done() and not self.finished.cancelled() else None
 
-    def link_of(self, tray: TrayId) -> Link | None:
+    def link_of(self, tray: TrayId) -> AgentConnection | None:
         return self._links.get(tray)
 
-    def joined(self, event: TrayJoined, link: Link) -> None:
+    def joined(self, event: TrayJoined, link: AgentConnection) -> None:
         """Register an agent that has introduced itself."""
         assert event.tray not in self._links, "at most one agent acts for a tray"
         self._links[event.tray] = link
@@ -191,7 +191,7 @@ class Driver:
         self.metrics.trays.set(len(self._links))
         self.submit(event)
 
-    def lost(self, tray: TrayId, link: Link, because: str) -> None:
+    def lost(self, tray: TrayId, link: AgentConnection, because: str) -> None:
         """Handle the end of a tray's link. Only the tray's current link counts."""
         if self._links.get(tray) is link:
             self._forget(tray, because)

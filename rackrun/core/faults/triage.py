@@ -14,7 +14,7 @@ from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
 from rackrun.protocol.commands import Notice, SetTimer, Worker
 from rackrun.protocol.events import DeviceChecked, DeviceJudged
-from rackrun.protocol.gpu_health import Response, Verdict
+from rackrun.protocol.gpu_health import GpuVerdict, Response
 from rackrun.protocol.ids import TrayId, slot_id
 from rackrun.protocol.timers import BreakerWakes, LastWordsOver
 from rackrun.topology.health.circuit_breaker import Breaker, Passed, SwitchSuspected, Withheld
@@ -125,7 +125,7 @@ class Triage:
             self._wake_at_ms = wake
             self.out.emit(SetTimer(timer=BreakerWakes(), at_ms=wake))
 
-    def _passed(self, tray: TrayId, verdict: Verdict, at_ms: int) -> None:
+    def _passed(self, tray: TrayId, verdict: GpuVerdict, at_ms: int) -> None:
         if tray not in self.rack.trays:
             return  # the tray was lost while its verdict waited
         slot = slot_id(tray, verdict.index)

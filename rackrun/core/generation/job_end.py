@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.protocol.commands import StopJob
-from rackrun.protocol.events import Failure
+from rackrun.protocol.events import ScriptFailure
 from rackrun.protocol.ids import Rank
 
 __all__ = ["JobEnd"]
@@ -26,7 +26,7 @@ class JobEnd:
         because: str,
         *,
         remedy: str = "",
-        failure: Failure | None = None,
+        failure: ScriptFailure | None = None,
         rank: Rank | None = None,
     ) -> None:
         """Stop the job with an exit code and a reason. Everything that is emitted afterwards is dropped."""

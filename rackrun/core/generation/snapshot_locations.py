@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rackrun.core.generation.restore_plan import Kept, Rebuild
 from rackrun.core.generation.stripes import ParityRows
 from rackrun.core.members.workers import WorkerRecord
-from rackrun.protocol.commands import Plan, Worker
+from rackrun.protocol.commands import GenerationPlan, Worker
 from rackrun.protocol.events import SnapshotMirrored, SnapshotStriped, TrayJoined, WorkerExited
 from rackrun.protocol.ids import Generation, Position, Rank, SlotId, Step, TrayId, steps_in, tray_of
 
@@ -127,7 +127,7 @@ class SnapshotLocations:
                 if rank in held:
                     held[rank] = [holder for holder in held[rank] if holder.tray != tray]
 
-    def go_on(self, plan: Plan) -> None:
+    def go_on(self, plan: GenerationPlan) -> None:
         """Drop what does not belong to the history of ``plan``."""
         end = _end(plan)
         for held in (self._left, self._copies):
@@ -156,13 +156,13 @@ class SnapshotLocations:
             self._left[rank] = [holder for holder in holders if holder.slot != slot or holder.incarnation not in gone]
 
 
-def upto(steps: Sequence[Step], plan: Plan) -> tuple[Step, ...]:
+def upto(steps: Sequence[Step], plan: GenerationPlan) -> tuple[Step, ...]:
     """Return the steps that belong to the history that ``plan`` continues. All ranks compute later steps again, which
     only lost workers may have seen."""
     return _until(_end(plan), steps)
 
 
-def _end(plan: Plan) -> Position:
+def _end(plan: GenerationPlan) -> Position:
     return plan.committed if plan.rollback is None else Position(plan.rollback)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rackrun.core.generation.restore_plan import Kept
-from rackrun.protocol.commands import Keeper, Plan, Restore, Stripes
+from rackrun.protocol.commands import GenerationPlan, Keeper, Restore, Stripes
 from rackrun.protocol.events import SnapshotStriped
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step
 
@@ -39,7 +39,7 @@ class ParityRows:
     """For each plan, the last unit of the history that it continues."""
     _given: dict[tuple[Generation, Step], dict[Rank, _Given]] = field(default_factory=dict)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: GenerationPlan) -> None:
         """Drop what does not belong to the history of ``plan``, and use its sets for stripes that are given from now
         on."""
         end = plan.committed if plan.rollback is None else Position(plan.rollback)

@@ -12,7 +12,7 @@ from rackrun.core.generation.old_world import OldWorld
 from rackrun.core.members.transitions import STORY_MAX, check_transition
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.core.policy.active_policy import ActivePolicy
-from rackrun.protocol.commands import Member, Plan, Worker
+from rackrun.protocol.commands import GenerationPlan, Member, Worker
 from rackrun.protocol.events import StopRequested
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
 
@@ -92,7 +92,7 @@ class World:
     """Lost ranks, while any member is left."""
     _on_tray: dict[TrayId, dict[Rank, None]] = field(default_factory=dict)
     """The ranks that have their slot on each tray, once all ranks have one."""
-    plan: Plan | None = None
+    plan: GenerationPlan | None = None
     layout: Generation = Generation(0)
     """The generation in which the ranks received their shards; 0: as the world began."""
     old: OldWorld | None = None
@@ -115,7 +115,7 @@ class World:
     pausing: Generation = Generation(0)
     """The latest generation whose ranks were told to pause."""
     sizes: tuple[tuple[Step, int], ...] = ()
-    """As `Plan.worlds`."""
+    """As `GenerationPlan.worlds`."""
     reached: Position = BEGIN
     """The last step that a worker was in when its exit was seen. As far as a restart knows, it may be committed."""
     _story: deque[str] = field(default_factory=lambda: deque([Phase.FORMING.value], STORY_MAX))

@@ -17,7 +17,7 @@ from rackrun.core.placement.seating import Seating
 from rackrun.core.placement.snapshot_keepers import protect
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.core.stragglers.shifting import Shifting
-from rackrun.protocol.commands import Notice, Plan, ResumeGeneration
+from rackrun.protocol.commands import GenerationPlan, Notice, ResumeGeneration
 from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
@@ -71,7 +71,7 @@ class WorldStart:
             world.seat(start.rank, self.rack.occupants[start.slot])
         world.await_all()
         protection = protect(self.config, world.seats, self.rack)
-        world.plan = Plan(
+        world.plan = GenerationPlan(
             generation=generation,
             layout=world.layout,
             world_size=world.size,

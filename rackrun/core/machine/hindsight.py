@@ -30,8 +30,8 @@ from rackrun.protocol.commands import (
     Command,
     CondemnWorker,
     FenceWorker,
+    GenerationPlan,
     Notice,
-    Plan,
     ReleaseWorkers,
     ResumeGeneration,
     StartWorker,
@@ -287,7 +287,7 @@ class Hindsight:
         else:
             self._gone[slot] = record.fenced_for or loss.because
 
-    def _resume(self, plan: Plan, at_ms: int) -> None:
+    def _resume(self, plan: GenerationPlan, at_ms: int) -> None:
         if not self.generation:
             slots = len(self.rack.slots())
             self.spares_wanted = slots - plan.world_size if self.config.mesh else self.config.spares

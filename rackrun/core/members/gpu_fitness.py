@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rackrun.protocol.gpu_health import Health, Response, Verdict
+from rackrun.protocol.gpu_health import GpuVerdict, Health, Response
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.topology.placement.objective import Fitness
 
@@ -18,9 +18,9 @@ class GpuFitness:
 
     edition: int = 0
     """Changes whenever anything in this object changes."""
-    _verdicts: dict[SlotId, Verdict] = field(default_factory=dict)
+    _verdicts: dict[SlotId, GpuVerdict] = field(default_factory=dict)
     """Verdicts on GPUs that should be left (SWAP or FENCE), until a better verdict comes."""
-    _on_tray: dict[TrayId, dict[SlotId, Verdict]] = field(default_factory=dict)
+    _on_tray: dict[TrayId, dict[SlotId, GpuVerdict]] = field(default_factory=dict)
     """The verdicts of ``_verdicts``, by tray."""
     _unfit: dict[SlotId, tuple[str, ...]] = field(default_factory=dict)
     _refused: dict[SlotId, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class GpuFitness:
     _unrepeated: dict[SlotId, None] = field(default_factory=dict)
     """Slots on which a result was computed once that did not repeat."""
 
-    def judged(self, tray: TrayId, verdict: Verdict) -> None:
+    def judged(self, tray: TrayId, verdict: GpuVerdict) -> None:
         """Record a verdict on a tray's GPU."""
         self.edition += 1
         slot = slot_id(tray, verdict.index)
@@ -101,7 +101,7 @@ class GpuFitness:
         """Return the trays with a slot that may not be taken, according to this object."""
         return dict.fromkeys(tray_of(slot) for known in (self._verdicts, self._unfit, self._refused) for slot in known)
 
-    def verdict(self, slot: SlotId) -> Verdict | None:
+    def verdict(self, slot: SlotId) -> GpuVerdict | None:
         """Return the worst verdict on a slot's GPU or on its whole tray; None: there is none."""
         there = self._on_tray.get(tray_of(slot)) if self._verdicts else None
         if not there:

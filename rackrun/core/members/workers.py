@@ -9,7 +9,7 @@ from enum import StrEnum
 from rackrun.core.members.transitions import STORY_MAX
 from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import Worker
-from rackrun.protocol.events import Failure, WorkerExited, WorkerParked
+from rackrun.protocol.events import ScriptFailure, WorkerExited, WorkerParked
 from rackrun.protocol.ids import Generation, Rank
 
 __all__ = ["TRANSITIONS", "Loss", "Trigger", "WorkerRecord", "WorkerState", "why_exited"]
@@ -132,7 +132,7 @@ class Loss:
     """The exit of the worker; None if it was not seen: its tray is lost, or it is being fenced."""
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> ScriptFailure | None:
         return self.exit.failure if self.exit else None
 
 

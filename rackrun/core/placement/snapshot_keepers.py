@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from rackrun.checkpoint.redundancy.shard_placement import Labels, Placement, PlacementError, Redundancy, place
+from rackrun.checkpoint.redundancy.shard_placement import Labels, PlacementError, Redundancy, ShardPlacement, place
 from rackrun.core.members.rack import RackMachine
-from rackrun.protocol.commands import Keeper, Plan
+from rackrun.protocol.commands import GenerationPlan, Keeper
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 
@@ -35,7 +35,7 @@ class Protection:
     """Number of members of a set that may be lost at once."""
 
 
-def keepers_of(plan: Plan) -> dict[TrayId, tuple[TrayId, ...]]:
+def keepers_of(plan: GenerationPlan) -> dict[TrayId, tuple[TrayId, ...]]:
     """Return for each tray the trays that keep copies or parity of its snapshots."""
     if plan.sets:
         found: dict[TrayId, dict[TrayId, None]] = {}
@@ -50,14 +50,14 @@ def keepers_of(plan: Plan) -> dict[TrayId, tuple[TrayId, ...]]:
 class Keeping:
     """Which trays and ranks a plan protects."""
 
-    plan: Plan
+    plan: GenerationPlan
     trays: Collection[TrayId]
     """Trays that keep anything for others."""
     ranks: Collection[Rank]
     """Members of sets."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Keeping:
+    def of(cls, plan: GenerationPlan) -> Keeping:
         keepers = [keeper for members in plan.sets for keeper in members]
         holders = [TrayId(holder.rpartition("/")[2]) for holder in plan.mirrors.values()]
         trays = frozenset((*holders, *(keeper.tray for keeper in keepers)))
@@ -100,7 +100,7 @@ def protect(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) 
     )
 
 
-def _sets(redundancy: Redundancy, seats: Mapping[Rank, SlotId], rack: RackMachine) -> Placement | None:
+def _sets(redundancy: Redundancy, seats: Mapping[Rank, SlotId], rack: RackMachine) -> ShardPlacement | None:
     hosts = {rank: rack.trays[tray_of(slot)].host for rank, slot in sorted(seats.items())}
     trays = {rank: tray_of(slot) for rank, slot in sorted(seats.items())}
     for apart in (hosts, trays):

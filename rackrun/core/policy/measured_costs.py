@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from rackrun.protocol.commands import Command, Plan, ReleaseRack, RequestRack, ResumeGeneration, StartWorker
+from rackrun.protocol.commands import Command, GenerationPlan, ReleaseRack, RequestRack, ResumeGeneration, StartWorker
 from rackrun.protocol.events import (
     CostsMeasured,
     Event,
@@ -52,7 +52,7 @@ class CostMeter:
     """Trays that joined since the oldest of these requests, and when."""
     _delivered: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
     _lost_ms: dict[TrayId, int] = field(default_factory=dict)
-    _plan: Plan | None = None
+    _plan: GenerationPlan | None = None
     _planned_ms: int = 0
     _waiting: dict[tuple[SlotId, Incarnation], None] = field(default_factory=dict)
     """Members of the plan that have not resumed yet."""

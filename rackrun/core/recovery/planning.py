@@ -17,7 +17,7 @@ from rackrun.core.members.workers import Trigger, WorkerRecord
 from rackrun.core.placement.snapshot_keepers import protect
 from rackrun.core.recovery.view_builder import Prospect
 from rackrun.core.stragglers.shifting import Shifting
-from rackrun.protocol.commands import Plan, ResumeGeneration, SetTimer
+from rackrun.protocol.commands import GenerationPlan, ResumeGeneration, SetTimer
 from rackrun.protocol.ids import Position, Rank, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import ResumeOver
@@ -73,7 +73,7 @@ class Planner:
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))
         protection = protect(self.config, world.seats, self.rack)
-        world.plan = Plan(
+        world.plan = GenerationPlan(
             generation=world.generation,
             world_size=world.size,
             members=world.as_members(state.fresh),

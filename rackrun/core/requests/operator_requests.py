@@ -22,7 +22,7 @@ from rackrun.core.requests.admission import Admission
 from rackrun.core.requests.pending_requests import PendingDrain, PendingSwap, Request, RequestRefused
 from rackrun.core.requests.replies import Replies
 from rackrun.errors import UsageError
-from rackrun.protocol.commands import DismissTray, Plan, SetTimer
+from rackrun.protocol.commands import DismissTray, GenerationPlan, SetTimer
 from rackrun.protocol.events import DepartureAnnounced, DrainRequested, PolicyRequested, ReturnRequested, SwapRequested
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
@@ -294,7 +294,7 @@ class OperatorRequests:
             return False
         return tray in self._kept(plan).trays
 
-    def _kept(self, plan: Plan) -> Keeping:
+    def _kept(self, plan: GenerationPlan) -> Keeping:
         """Return what a plan's trays keep, cached for each plan because it is needed after every event."""
         if self._keeping is None or self._keeping.plan is not plan:
             self._keeping = Keeping.of(plan)

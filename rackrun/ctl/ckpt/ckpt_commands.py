@@ -22,7 +22,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import living_epoch
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, choose, collect
-from rackrun.checkpoint.offline.directory_survey import Survey, nothing_in, one_store, stores_in, survey
+from rackrun.checkpoint.offline.directory_survey import DirectorySurvey, nothing_in, one_store, stores_in, survey
 from rackrun.checkpoint.offline.suspect_tensors import suspects
 from rackrun.ctl.ckpt import ckpt_convert, ckpt_memory, ckpt_rebuild
 from rackrun.ctl.ckpt.ckpt_render import (
@@ -292,7 +292,7 @@ class _Wanted:
     """0: it is not whole."""
 
 
-def _wanted(store: DurableStore, found: Survey, numbers: Sequence[int]) -> list[_Wanted]:
+def _wanted(store: DurableStore, found: DirectorySurvey, numbers: Sequence[int]) -> list[_Wanted]:
     sizes = {info.generation: info.bytes for info in found.whole}
     return [_Wanted(store, number, sizes.get(number, 0)) for number in numbers]
 
@@ -327,12 +327,12 @@ def _checked(store: DurableStore, number: int, progress: Callable[[int, int], No
 
 
 # -- deletion
-def _newest_epoch(found: Survey) -> int:
+def _newest_epoch(found: DirectorySurvey) -> int:
     """Return the epoch of the job's newest start. What it left unfinished may still be in progress, and stays."""
     return max((info.epoch for info in found.whole), default=0)
 
 
-def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
+def _mark_one(store: DurableStore, found: DirectorySurvey, *, quiet: bool) -> None:
     """Verify a generation, showing progress. `collect` deletes nothing before one is verified, and would verify without
     showing progress."""
     if any(info.verified for info in found.whole):
@@ -356,7 +356,7 @@ def _over(store: DurableStore) -> Callable[[int], bool]:
 
 
 def _would_collect(
-    found: Survey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
+    found: DirectorySurvey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
 ) -> None:
     usable = sorted(found.whole, key=lambda info: info.generation in found.barred)
     marked = next((info.generation for info in usable if info.verified), None)

@@ -17,7 +17,7 @@ from rackrun.checkpoint.arena.arena_format import PAYLOAD_BYTES_MAX
 from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings
 from rackrun.checkpoint.arena.orphans import SHARED_MEMORY, ArenaState, FoundArena, find_arenas, remove
 from rackrun.checkpoint.redundancy.redundancy_presets import even_labels, redundancy_of
-from rackrun.checkpoint.redundancy.shard_placement import Labels, Level, Placement, PlacementError, place
+from rackrun.checkpoint.redundancy.shard_placement import Labels, Level, PlacementError, ShardPlacement, place
 from rackrun.ctl.ckpt.ckpt_render import amount, print_json, say
 from rackrun.errors import RackrunError, UsageError
 
@@ -32,7 +32,7 @@ _STATES = {ArenaState.ORPHANED: "red", ArenaState.CLOSED: "yellow", ArenaState.U
 @dataclass(frozen=True)
 class _Planned:
     preset: str
-    placement: Placement
+    placement: ShardPlacement
     memory: MemoryPlan
 
     def survival(self, level: Level) -> tuple[int | None, float | None]:
@@ -150,7 +150,7 @@ def _replicas(world_size: int, replicas: int) -> Mapping[int, int] | None:
     return {rank: rank % (world_size // replicas) for rank in range(world_size)}
 
 
-def _memory(placement: Placement, shard_bytes: int, *, here: bool) -> MemoryPlan:
+def _memory(placement: ShardPlacement, shard_bytes: int, *, here: bool) -> MemoryPlan:
     return MemoryPlan(
         local_ranks=_ranks_of_a_tray(placement.labels),
         shard_bytes=shard_bytes,

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from rackrun.checkpoint.offline.directory_survey import Survey
+from rackrun.checkpoint.offline.directory_survey import DirectorySurvey
 
 __all__ = [
     "Checked",
@@ -99,7 +99,7 @@ def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], Non
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def surveyed(found: Survey, now_s: float) -> dict[str, Any]:
+def surveyed(found: DirectorySurvey, now_s: float) -> dict[str, Any]:
     """Return a survey as values for JSON. Ages are in seconds."""
     whole = [
         {
@@ -141,7 +141,7 @@ def surveyed(found: Survey, now_s: float) -> dict[str, Any]:
     }
 
 
-def render_surveys(console: Console, directory: Path, found: Sequence[Survey], now_s: float) -> None:
+def render_surveys(console: Console, directory: Path, found: Sequence[DirectorySurvey], now_s: float) -> None:
     if not found:
         say(console, f"there is no checkpoint in {directory}")
     for one in found:
@@ -174,7 +174,7 @@ def render_checked(console: Console, checked: Sequence[Checked]) -> None:
             say(console, f"  and {len(one.damage) - _SHOWN_DAMAGE} more places")
 
 
-def _generations(console: Console, found: Survey, now_s: float) -> None:
+def _generations(console: Console, found: DirectorySurvey, now_s: float) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("generation", "step", "ranks", "bytes", "age"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -193,7 +193,7 @@ def _generations(console: Console, found: Survey, now_s: float) -> None:
     console.print(table, highlight=False)
 
 
-def _age_s(found: Survey, generation: int, now_s: float) -> float | None:
+def _age_s(found: DirectorySurvey, generation: int, now_s: float) -> float | None:
     written = found.written_s.get(generation)
     return None if written is None else max(now_s - written, 0.0)
 

@@ -31,7 +31,7 @@ from rackrun.launch.options.filler_options import filler
 from rackrun.launch.options.job_size import size_of
 from rackrun.launch.options.own_options import add_own_options
 from rackrun.launch.options.policy_options import Policy, policy
-from rackrun.launch.options.provider_options import Provider, provider
+from rackrun.launch.options.provider_options import ProviderOptions, provider
 from rackrun.launch.options.rack_options import Axes, RackHere, mesh_text
 from rackrun.launch.options.snapshot_copies import redundancy
 from rackrun.link.address import host_and_port
@@ -103,7 +103,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     min_ranks: int
     """Smallest number of ranks to which the world may shrink; 0: it never shrinks."""
     policy: Policy
-    provider: Provider
+    provider: ProviderOptions
     slow_ranks: SlowRanks
     slow_after_s: float
     quiet: bool

@@ -10,13 +10,13 @@ from rackrun.core.policy.choice import check_provider
 from rackrun.errors import UsageError
 from rackrun.protocol.policy_types import Rules
 
-__all__ = ["TIMEOUT_S", "Provider", "provider"]
+__all__ = ["TIMEOUT_S", "ProviderOptions", "provider"]
 
 TIMEOUT_S = 3600.0
 _LOCAL = "rackrun.coordinator.user_code.local_racks:local"
 
 
-class Provider(msgspec.Struct, frozen=True, kw_only=True):
+class ProviderOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The provider options."""
 
     spec: str = ""
@@ -25,14 +25,14 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int = int(TIMEOUT_S * 1e3)
 
 
-def provider(what: str, timeout_s: float | None, rules: Rules) -> Provider:
+def provider(what: str, timeout_s: float | None, rules: Rules) -> ProviderOptions:
     """Return the provider options: ``local[:ARGS]``, or a user's provider, which is loaded once in a process of its
     own. Raises UsageError."""
     if not what:
         if timeout_s is not None:
             raise UsageError("--acquire-timeout is given without --provider.", remedy="say who is to give racks.")
         check_provider(rules, what)
-        return Provider()
+        return ProviderOptions()
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     if not 0 < timeout_s < 1e7:
         raise UsageError(f"--acquire-timeout {timeout_s:g} is no time to wait.", remedy="give seconds, more than 0.")
@@ -42,10 +42,10 @@ def provider(what: str, timeout_s: float | None, rules: Rules) -> Provider:
             raise UsageError(
                 f"--provider {what!r} names no provider.", remedy="give local, MODULE:FUNCTION or MODULE:FUNCTION:ARGS."
             )
-        return Provider(spec=what, expected_s=check(what), timeout_ms=int(timeout_s * 1e3))
+        return ProviderOptions(spec=what, expected_s=check(what), timeout_ms=int(timeout_s * 1e3))
     try:
         expected_s = local(arguments).expected_s
     except ValueError as error:
         raise UsageError(f"--provider {what!r}: {error}.", remedy="for example local:racks=2,after=5.") from error
     spec = f"{_LOCAL}:{arguments}" if arguments else _LOCAL
-    return Provider(spec=spec, expected_s=expected_s, timeout_ms=int(timeout_s * 1e3))
+    return ProviderOptions(spec=spec, expected_s=expected_s, timeout_ms=int(timeout_s * 1e3))

@@ -16,7 +16,7 @@ class Deals:
 
     def __init__(self) -> None:
         self.shares: tuple[int, ...] = ()
-        """The current shares (see `Plan.shares`)."""
+        """The current shares (see `GenerationPlan.shares`)."""
         self._number = self._agreed = 0
         self._heard: dict[int, tuple[int, ...]] = {}
 

@@ -3,7 +3,7 @@
 With a constant batch that is arithmetic. With ``batch="scale_lr"`` it follows the world: every data-parallel rank keeps
 as many micro-batches as it had when the run began. Committed batches are *history*. They are tracked state, restored
 with the rest, so a step that is done again after a rollback has the batch that it had, on whichever rank. Batches to
-come follow from the plan (`Plan.worlds`). So the batch of a step, its samples and its learning rates are a pure
+come follow from the plan (`GenerationPlan.worlds`). So the batch of a step, its samples and its learning rates are a pure
 function of the step and of what was committed.
 """
 
@@ -25,13 +25,13 @@ from rackrun.worker.batch.lr_rule import ScaleLR, factor_at
 from rackrun.worker.data.loader import BatchPlan
 
 if TYPE_CHECKING:
-    from rackrun.worker.membership.worker_membership import World
+    from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["Batches", "StepBatch", "Worlds", "check_rule", "data_ranks"]
 
 Worlds = tuple[int, Sequence[tuple[int, int]]]
-"""Number of ranks when the run began, and (first step, ranks) of all worlds, including the next (`Plan.full`,
-`Plan.worlds`)."""
+"""Number of ranks when the run began, and (first step, ranks) of all worlds, including the next (`GenerationPlan.full`,
+`GenerationPlan.worlds`)."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def data_ranks(axes: Axes, world_size: int) -> int:
     return max(world_size // math.prod(size for name, size in axes if name not in DATA_AXES), 1)
 
 
-def check_rule(factors: Sequence[tuple[int, float]], world: World) -> None:
+def check_rule(factors: Sequence[tuple[int, float]], world: WorkerMembership) -> None:
     """Raise `UsageError` when not all ranks have the same ``factors``. Collective, before the first step."""
     if world.size == 1:
         return

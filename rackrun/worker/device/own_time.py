@@ -25,7 +25,7 @@ from torch.autograd import Variable
 
 from rackrun.worker.device.device_queue import DeviceQueue, Moment
 
-__all__ = ["OwnTime"]
+__all__ = ["OwnTimeMeter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Wait:
     in_passes: bool
 
 
-class OwnTime:
+class OwnTimeMeter:
     """The times of the current unit, in seconds. ``queue``: of the device that computes; None: the host does."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, queue: DeviceQueue | None = None) -> None:

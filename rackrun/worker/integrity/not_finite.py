@@ -15,7 +15,7 @@ import math
 
 from rackrun.protocol.ids import Position
 from rackrun.worker.membership.gate import GateSums
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.steps.step import Step
 
@@ -26,7 +26,7 @@ class NanProbation:
     """Decides about gates with a loss that is not finite. ``on``: whether the check was asked for; otherwise nothing is
     ever refused."""
 
-    def __init__(self, on: bool, world: World, reports: Reports) -> None:
+    def __init__(self, on: bool, world: WorkerMembership, reports: Reports) -> None:
         self.on, self._world, self._reports = on, world, reports
         self._tried: Position | None = None
         """The step whose gate was refused, until it is committed; None otherwise."""

@@ -21,12 +21,12 @@ from rackrun.protocol.commands import Restore
 from rackrun.protocol.ids import Position
 from rackrun.worker.integrity.unshared_buffers import ROW_BYTES_MAX, UniqueBuffers
 from rackrun.worker.process.reports import say
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
 
 if TYPE_CHECKING:
-    from rackrun.worker.membership.worker_membership import World
+    from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["ReplicaCheck"]
 
@@ -36,7 +36,7 @@ _ALONE = " alone"
 class ReplicaCheck:
     """Decides this rank's replica class, and whether the world needs snapshots."""
 
-    def __init__(self, state: TrackedState, world: World) -> None:
+    def __init__(self, state: TrackedState, world: WorkerMembership) -> None:
         self._state, self._world = state, world
         self.unique = UniqueBuffers(state, world)
         state.track("rackrun.unique", self.unique)
@@ -211,7 +211,7 @@ class ReplicaCheck:
             self._kin(*sorted(kin))
         self.unique.resized(origins)
 
-    def adopt(self, manifest: Manifest) -> None:
+    def adopt(self, manifest: StateManifest) -> None:
         """Take over the class and lineage of a newcomer's source."""
         # the source's manifest replaces what was learned later
         self._told = self.changed_late = self.gates_move = False

@@ -26,7 +26,7 @@ import torch
 from rackrun.core.faults.divergence import culprits
 from rackrun.protocol.ids import Position, Rank
 from rackrun.worker.integrity.replicas import ReplicaCheck
-from rackrun.worker.membership.worker_membership import Abandoned, World
+from rackrun.worker.membership.worker_membership import Abandoned, WorkerMembership
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState
@@ -47,7 +47,7 @@ class CorruptionCheck:
         self,
         every: int,
         state: TrackedState,
-        world: World,
+        world: WorkerMembership,
         replicas: ReplicaCheck,
         snapshots: Snapshots,
         reports: Reports,

@@ -22,7 +22,7 @@ from rackrun.worker.tensors.freed_tensors import refuse_without_address
 from rackrun.worker.tensors.tensor_bytes import copy_bytes, pack
 
 if TYPE_CHECKING:
-    from rackrun.worker.membership.worker_membership import World
+    from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["ROW_BYTES_MAX", "UniqueBuffers"]
 
@@ -34,7 +34,7 @@ class UniqueBuffers:
     """The copies of all ranks' own buffers. Tracked under a name of its own, so that it reaches newcomers and
     snapshots."""
 
-    def __init__(self, state: TrackedState, world: World) -> None:
+    def __init__(self, state: TrackedState, world: WorkerMembership) -> None:
         self._state, self._world = state, world
         self._chosen: tuple[str, ...] = ()
         """Paths of the buffers in the next exchange."""

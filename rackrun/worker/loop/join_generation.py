@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.link.heartbeat_page import Activity
-from rackrun.protocol.commands import Member, Plan, Restore
+from rackrun.protocol.commands import GenerationPlan, Member, Restore
 from rackrun.protocol.ids import Generation, Position, Step, snapshot_id
 from rackrun.worker.communicators.communicator import OWN_FAULTS, Communicator
 from rackrun.worker.communicators.gate_tree import on_hosts
@@ -32,12 +32,12 @@ from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.restore.live_restore import Callbacks, run_restores, settle_restores
 from rackrun.worker.restore.loop_end import LoopEnd
 from rackrun.worker.restore.reshard_from_snapshots import reshard
-from rackrun.worker.restore.snapshot_fetch import Damaged
+from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
-from rackrun.worker.state.state_manifest import Lineage, Manifest
+from rackrun.worker.state.state_manifest import Lineage, StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.hang_deadlines import Pace
+from rackrun.worker.steps.hang_deadlines import HangDeadlines
 from rackrun.worker.torch_compat import promote_groups, promote_sharded
 
 __all__ = ["Rejoin"]
@@ -52,7 +52,7 @@ class Rejoin:
         state: TrackedState,
         snapshots: Snapshots,
         replicas: ReplicaCheck,
-        pace: Pace,
+        pace: HangDeadlines,
         durable: DurableCheckpoints | None,
         settle: Callable[[], None],
         reports: Reports,
@@ -140,7 +140,7 @@ class Rejoin:
         world.stages.reached("resumed")
         return True
 
-    def _check_loop_end(self, plan: Plan) -> None:
+    def _check_loop_end(self, plan: GenerationPlan) -> None:
         """End this process if what it has done in the code after the loop keeps it from taking part: no other rank
         could repeat that."""
         if plan.reshard is not None:
@@ -154,7 +154,7 @@ class Rejoin:
     def _give_place_up(self, because: str) -> None:
         leave(self._world.rank, f"{because}; another takes its place.")
 
-    def _agree_after_loop(self, plan: Plan, left_after: int | None, size: int) -> bool:
+    def _agree_after_loop(self, plan: GenerationPlan, left_after: int | None, size: int) -> bool:
         """Return False when this generation must end because ranks have called collectives after the loop; else True.
 
         By now each surviving rank has left its loop or goes on with it, and a newcomer learns which (`left_after`). A
@@ -190,7 +190,7 @@ class Rejoin:
         world.wait_broken()
         return False
 
-    def _wait_written(self, plan: Plan) -> None:
+    def _wait_written(self, plan: GenerationPlan) -> None:
         """Wait until this rank's part of the last checkpoint is on disk. Raises `Superseded` when another rank is lost
         meanwhile, because the next plan may need this process's state."""
         if self._durable is not None:
@@ -198,11 +198,11 @@ class Rejoin:
         if self._world.superseded(plan.generation):
             raise Superseded
 
-    def _leads_out(self, plan: Plan, mine: Member) -> bool:
+    def _leads_out(self, plan: GenerationPlan, mine: Member) -> bool:
         """Whether the plan requires this process to leave ``main`` and enter it again."""
         return plan.reshard is not None or (mine.fresh and self._is_built_otherwise(plan, mine))
 
-    def _is_built_otherwise(self, plan: Plan, mine: Member) -> bool:
+    def _is_built_otherwise(self, plan: GenerationPlan, mine: Member) -> bool:
         """Whether the script was built for another world size, or for a rank in other groups, and may have branched by
         those values."""
         world = self._world
@@ -210,14 +210,14 @@ class Rejoin:
             return bool(fixed_because(self._state, world))
         return not world.fits(mine.rank)
 
-    def _take_place(self, plan: Plan, rank: int) -> None:
+    def _take_place(self, plan: GenerationPlan, rank: int) -> None:
         """Take over ``rank`` in place: renumber groups and sharded modules, and start to build the groups."""
         moved = self._world.promote(rank)
         promote_groups(moved)
         promote_sharded(self._state.modules.values(), rank)
         self._world.start_build(plan)
 
-    def _resize(self, plan: Plan, rank: int) -> None:
+    def _resize(self, plan: GenerationPlan, rank: int) -> None:
         """Adapt in place to a world that has shrunk or grown. A newcomer adopts everything else from its restore
         source."""
         before = self._world.size
@@ -227,7 +227,7 @@ class Rejoin:
         self._pace.resized(before, plan.world_size)
         self._world.start_build(plan)
 
-    def _restore(self, plan: Plan, *, fresh: bool) -> None:
+    def _restore(self, plan: GenerationPlan, *, fresh: bool) -> None:
         """Bring the state to what the plan asks for: load a snapshot after a rollback, or copy state from live ranks.
         ``fresh``: this process's own state is of no use."""
         world = self._world
@@ -275,12 +275,12 @@ class Rejoin:
         elif any(not restore.sources for restore in plan.restores):
             self._snapshots.hold(plan.committed.step)  # a newcomer holds the same one, and can go back no further
 
-    def _adopt(self, plan: Plan, manifest: Manifest) -> None:
+    def _adopt(self, plan: GenerationPlan, manifest: StateManifest) -> None:
         """Record that the state in place is the one ``manifest`` describes."""
         self._replicas.adopt(manifest)
         self._say_unlike(plan, manifest)
 
-    def _say_unlike(self, plan: Plan, manifest: Manifest) -> None:
+    def _say_unlike(self, plan: GenerationPlan, manifest: StateManifest) -> None:
         """Print once when the adopted state was computed with other hardware, libraries or settings than here."""
         different = unlike(manifest.numerics, self._runtime.device)
         if different and different != self._unlike:
@@ -302,7 +302,7 @@ class Rejoin:
         except MemoryPlanError as error:
             leave(self._world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
 
-    def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
+    def _load(self, plan: GenerationPlan, step: int, restore: Restore | None) -> None:
         """Load a snapshot of ``step``: this rank's own, or the one that ``restore`` names.
 
         Does nothing when ``restore`` has live sources. Raises `Superseded` when the snapshot is damaged, after a report
@@ -327,7 +327,7 @@ class Rejoin:
                 self._snapshots.settle()
         except MemoryPlanError as error:
             leave(world.rank, f"has no memory for its own snapshot, and another takes its place: {error}")
-        except Damaged as damaged:
+        except CorruptSnapshot as damaged:
             print(
                 f"rackrun: rank {world.rank}: the snapshot of step {step} cannot be used: {damaged} Remedy: look at "
                 f"{_hosts(restore) or 'the memory of this host'}.",
@@ -344,7 +344,7 @@ class Rejoin:
         return began if began.step == step else Position(step)
 
     # -- main is entered again
-    def _hand_over(self, plan: Plan, mine: Member) -> None:
+    def _hand_over(self, plan: GenerationPlan, mine: Member) -> None:
         """Seal this process's state of the old world in a snapshot and leave ``main`` by raising `Reenter`.
 
         Raises `Superseded` instead when a newer plan arrives while this process can still stay.
@@ -416,7 +416,7 @@ class Rejoin:
         self._reports.resumed(Generation(plan.generation))
         return left
 
-    def _reshard(self, plan: Plan, left_after: int | None) -> int | None:
+    def _reshard(self, plan: GenerationPlan, left_after: int | None) -> int | None:
         """Fill the state from the old ranks' snapshots and seal it as the first snapshot of the new layout.
 
         Returns the same as `arrive`. Raises `Superseded` when a newer plan exists or a snapshot is damaged.
@@ -433,7 +433,7 @@ class Rejoin:
         me, own, token = self._address(self._runtime.member_of(plan)), self._snapshots.own_image, boot.token
         try:
             manifest = world.attempt(plan, lambda: reshard(self._state, world.rank, of, old, me, own, token, heard))
-        except Damaged as damaged:
+        except CorruptSnapshot as damaged:
             print(
                 f"rackrun: rank {world.rank}: an old rank's snapshot of step {plan.committed.step} cannot be used: {damaged} "
                 "Remedy: look at the memory of that host.",

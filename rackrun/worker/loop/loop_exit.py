@@ -10,7 +10,7 @@ import time
 
 from rackrun.link.exchange import Exchange, ExchangeTimeout, ExchangeUnreachable
 from rackrun.protocol.boot import Boot
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 
 __all__ = ["all_leave"]
@@ -20,11 +20,11 @@ _LOOK_S = 0.2
 _TELL_S = 5.0
 
 
-def all_leave(world: World, boot: Boot | None, step: int) -> None:
+def all_leave(world: WorkerMembership, boot: Boot | None, step: int) -> None:
     """Wait until all ranks of this generation have left the loop; this rank leaves it after ``step``.
 
     After 5 s, prints once which ranks have not left. When the generation breaks meanwhile, abandons the attempt
-    (`World.abandon`). Returns at once without an agent's exchange or in a world of one rank.
+    (`WorkerMembership.abandon`). Returns at once without an agent's exchange or in a world of one rank.
     """
     if boot is None or not boot.exchange or world.size == 1:
         return

@@ -19,10 +19,10 @@ from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 
-__all__ = ["Pause"]
+__all__ = ["WorkerPause"]
 
 
-class Pause:
+class WorkerPause:
     """Holds a worker at a step boundary during a planned swap, with the snapshot that a newcomer would need."""
 
     def __init__(

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from rackrun.checkpoint.base.errors import LayoutMismatch
 from rackrun.checkpoint.image.tensor_entries import entries_of
 from rackrun.worker.batch.mesh_axes import Axes
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
 __all__ = ["fixed_because", "held_because"]
 
 
-def held_because(state: TrackedState, world: World, axes: Axes) -> str:
+def held_because(state: TrackedState, world: WorkerMembership, axes: Axes) -> str:
     """Return why ``main`` cannot be entered again with another number of ranks, for a message; "" when it can."""
     if not axes and (fsdp.mesh_of_several_axes() or world.families.part_of(world.size)):
         return "it is not known which axes its groups lie along (@rackrun.elastic(mesh=...) would say)"
@@ -33,7 +33,7 @@ def held_because(state: TrackedState, world: World, axes: Axes) -> str:
     return ""
 
 
-def fixed_because(state: TrackedState, world: World) -> str:
+def fixed_because(state: TrackedState, world: WorkerMembership) -> str:
     """Return why the number of ranks cannot change in place under this script, for a message; "" when it can."""
     reduced: set[int] = set()
     for wrapper in state.wrappers():

@@ -35,7 +35,7 @@ from rackrun.worker.integrity.replicas import ReplicaCheck
 from rackrun.worker.integrity.silent_corruption import CorruptionCheck
 from rackrun.worker.loop.join_generation import Rejoin
 from rackrun.worker.loop.nccl_warmup import warm_nccl
-from rackrun.worker.loop.pause import Pause
+from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
 from rackrun.worker.membership.gate import GateSums, complete, offered
 from rackrun.worker.membership.worker_membership import Abandoned, Scope
@@ -47,10 +47,10 @@ from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_audited, is_looked_at
-from rackrun.worker.steps.hang_deadlines import Pace
+from rackrun.worker.steps.hang_deadlines import HangDeadlines
 from rackrun.worker.steps.multi_part_steps import Parts
 from rackrun.worker.steps.post_gate import LateBreaks
-from rackrun.worker.steps.recorded_units import Recorded, Unit
+from rackrun.worker.steps.recorded_units import RecordedUnit, RecordedUnits
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
 from rackrun.worker.steps.unit_undo import Undo, changed_between
@@ -71,7 +71,7 @@ class Carried:
     axes: Axes
     snapshots: Snapshots
     durable: DurableCheckpoints | None
-    pace: Pace
+    pace: HangDeadlines
     world_size: int
     """Number of ranks of the former world."""
     left_after: int | None
@@ -123,14 +123,14 @@ class UnitRunner:
             lambda step: self._durable.distrust(step) if self._durable is not None else None,
         )
         self._nan = NanProbation(os.environ.get("RACKRUN_NAN_PROBATION") == "1", self._world, self._reports)
-        self._pause = Pause(runtime, self._snapshots, durable, self._reports)
+        self._pause = WorkerPause(runtime, self._snapshots, durable, self._reports)
         self.step_in_hand: Step | None = None
         self.waiting_spare = not self._world.generation if carried else runtime.spare
-        self._recorded = Recorded()
+        self._recorded = RecordedUnits()
         self._attempts: dict[Position, int] = {}
         self._logs: list[dict[str, float | int | str]] = []
         self._delivered: list[np.ndarray[Any, Any]] = []
-        self._pace = Pace(constant=batches.scale is None)
+        self._pace = HangDeadlines(constant=batches.scale is None)
         if carried is not None:
             self._pace = carried.pace
             self._pace.entered_again(carried.world_size, self._world.size)
@@ -321,7 +321,7 @@ class UnitRunner:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
             self._between = None
         self._undo.check_stands(glance=not (at.phase or is_looked_at(self._number(at))))
-        self._recorded.append(Unit(at, body, name))
+        self._recorded.append(RecordedUnit(at, body, name))
         self._result = None  # a recovery at the end of the loop's body may have left the result of an older unit
         self._owed = None if at.phase else at
         self._catch_up()
@@ -475,7 +475,7 @@ class UnitRunner:
         back = [one for one in (self._snapshots.oldest_kept(), self._world.good) if one is not None]
         self._recorded.keep_after(min(back, default=None))
 
-    def _attempt(self, unit: Unit) -> None:
+    def _attempt(self, unit: RecordedUnit) -> None:
         """Run ``unit`` once. Commits it if its gate passes, and discards its changes otherwise. Ends the process when
         they cannot be undone."""
         at = unit.at

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rackrun.worker.communicators.communicator import Communicator
     from rackrun.worker.membership.blocked_collective import Call
 
-__all__ = ["Entered", "Progress"]
+__all__ = ["Entered", "CollectiveProgress"]
 
 
 class Entered:
@@ -72,7 +72,7 @@ class Entered:
         self.work = self.communicator = None
 
 
-class Progress:
+class CollectiveProgress:
     """The open collectives of this rank. The main thread, or autograd on its behalf, enters them; the control thread
     checks them."""
 

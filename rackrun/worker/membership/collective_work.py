@@ -16,7 +16,7 @@ from rackrun.worker.communicators.deferred_collective import DeferredWork
 
 if TYPE_CHECKING:
     from rackrun.worker.membership.collective_progress import Entered
-    from rackrun.worker.membership.worker_membership import World
+    from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["AllOf", "Done", "Guarded", "is_misuse"]
 
@@ -61,7 +61,7 @@ class Guarded(dist.Work):
 
     def __init__(
         self,
-        world: World,
+        world: WorkerMembership,
         generation: int,
         work: dist.Work,
         result: Any,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.checkpoint.host_memory.device_threads import use_device
-from rackrun.protocol.commands import Plan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.worker.communicators.communicator import COLLECTIVE_TIMEOUT, Communicator
 from rackrun.worker.communicators.exchange_rooms import Rooms
 from rackrun.worker.communicators.exchange_store import ExchangeStore
@@ -66,7 +66,7 @@ class Builder(threading.Thread):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: GenerationPlan,
         groups: Sequence[ElasticGroup],
         device: torch.device,
         token: str,

@@ -28,7 +28,7 @@ from rackrun.worker.membership.collective_work import AllOf, Done, Guarded, is_m
 
 if TYPE_CHECKING:
     from rackrun.worker.communicators.communicator import Communicator, PointToPoint
-    from rackrun.worker.membership.worker_membership import World
+    from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["BACKEND", "ElasticGroup"]
 
@@ -45,7 +45,9 @@ class ElasticGroup(dist.ProcessGroup):
     """A process group. ``ranks``: the members' global ranks, in group order. ``group_rank``: this process's place among
     them."""
 
-    def __init__(self, world: World, ranks: Sequence[int], group_rank: int, name: str, desc: str, key: str) -> None:
+    def __init__(
+        self, world: WorkerMembership, ranks: Sequence[int], group_rank: int, name: str, desc: str, key: str
+    ) -> None:
         super().__init__(group_rank, len(ranks))  # type: ignore[call-arg]
         self.world = world
         self.ranks = tuple(ranks)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.exchange import ExchangeUnreachable
-from rackrun.protocol.commands import BreakGeneration, DealShards, Member, Plan
+from rackrun.protocol.commands import BreakGeneration, DealShards, GenerationPlan, Member
 from rackrun.protocol.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.worker.batch.microbatch_collectives import Meetings
@@ -31,9 +31,9 @@ from rackrun.worker.communicators.communicator import OWN_FAULTS
 from rackrun.worker.communicators.handshakes import Handshakes
 from rackrun.worker.device.device_queue import Moment, Waits, queue_of, wait_until
 from rackrun.worker.device.device_return import DeviceReturn
-from rackrun.worker.device.own_time import OwnTime
+from rackrun.worker.device.own_time import OwnTimeMeter
 from rackrun.worker.membership.blocked_collective import Blocked
-from rackrun.worker.membership.collective_progress import Entered, Progress
+from rackrun.worker.membership.collective_progress import CollectiveProgress, Entered
 from rackrun.worker.membership.communicator_builder import Builder
 from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.gate import CollectiveOrder, GateSums, Offer, agreed, elements
@@ -51,7 +51,7 @@ _SEVERED_S = 0.2
 """Seconds after which a failed collective is reported. It fails when a peer is lost, and BreakGeneration normally
 follows within milliseconds; if it does not, nobody else knows."""
 
-__all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "World", "lost_after_loop"]
+__all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "WorkerMembership", "lost_after_loop"]
 
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Scope(Enum):
     AFTER = "after the loop over run.steps()"
 
 
-class World:
+class WorkerMembership:
     """The world as this worker sees it: its process groups, generation, gate, and the state of a recovery. One per
     process."""
 
@@ -121,8 +121,8 @@ class World:
         """Number of elements that collectives of the current unit have written on this rank."""
         self.flights = Flights()
         self.order = CollectiveOrder()
-        self.own_time = OwnTime(queue=self.queue)
-        self.progress = Progress(page, self.queue)
+        self.own_time = OwnTimeMeter(queue=self.queue)
+        self.progress = CollectiveProgress(page, self.queue)
         self.blocked = Blocked(page)
         self.stages = RecoveryStages()
         self.meetings = Meetings()
@@ -138,9 +138,9 @@ class World:
         self._announced = 0
         self._pause_in = 0
         """The generation that was asked to pause and then to end; 0: none."""
-        self._plan: Plan | None = None
+        self._plan: GenerationPlan | None = None
         self._unbuilt: WorkerUnbuilt | None = None
-        self.joined: Plan | None = None
+        self.joined: GenerationPlan | None = None
         """The plan of this generation."""
         self._has_state = True
         """Whether this process holds state: not between leaving ``main`` and the new state being filled."""
@@ -578,7 +578,7 @@ class World:
             act()
             return True
 
-    def unless_overtaken(self, plan: Plan) -> Callable[[Callable[[], None]], bool]:
+    def unless_overtaken(self, plan: GenerationPlan) -> Callable[[Callable[[], None]], bool]:
         """Return a function like `unless_broken` for use between two generations: it calls its argument only while
         ``plan`` is the newest that was announced."""
 
@@ -658,7 +658,7 @@ class World:
             return f"unchecked rank {self.rank}"
         return self.replica_class
 
-    def on_plan(self, plan: Plan, mine: Member) -> None:
+    def on_plan(self, plan: GenerationPlan, mine: Member) -> None:
         """Accept a newer plan. Its groups are built at once, unless this worker must take another place first.
         ``mine``: this process's entry in the plan."""
         with self._changed:
@@ -697,7 +697,7 @@ class World:
             self._changed.notify_all()
 
     # -- joining a generation
-    def wait_plan(self) -> Plan:
+    def wait_plan(self) -> GenerationPlan:
         """Wait for the plan of the newest announced generation, and return it. Ends the process when the job ends
         first, as for a spare that was never needed."""
         with self._changed:
@@ -714,7 +714,7 @@ class World:
             self._changed.wait_for(lambda: self._released or self._plan_has_come())
             return self._released
 
-    def start_build(self, plan: Plan) -> None:
+    def start_build(self, plan: GenerationPlan) -> None:
         """Start to build the groups of ``plan``. Raises `Superseded` when a newer generation was announced
         meanwhile."""
         with self._changed:
@@ -722,7 +722,7 @@ class World:
                 raise Superseded
             self._start_build(plan)
 
-    def join(self, plan: Plan) -> None:
+    def join(self, plan: GenerationPlan) -> None:
         """Wait for the communicators of ``plan`` and adopt them; raises `Superseded` when a newer generation was
         announced meanwhile."""
         builder = self._builder
@@ -769,7 +769,7 @@ class World:
         self.may_be_left = lambda: None
         self.flights.new_generation()
 
-    def begin_again(self, plan: Plan, rank: int) -> None:
+    def begin_again(self, plan: GenerationPlan, rank: int) -> None:
         """Prepare to enter ``main`` again as ``rank`` of another world: drop all groups of the former one.
 
         The committed position stays if the plan cuts all shards anew. If it does not, this process is a newcomer, and
@@ -834,11 +834,13 @@ class World:
         """Whether `promote` can give this process the place of ``rank``."""
         return self.families.fits(self.groups, rank)
 
-    def counts_as(self, plan: Plan, mine: Member) -> bool:
+    def counts_as(self, plan: GenerationPlan, mine: Member) -> bool:
         """Whether this process's rank and world size are already those that ``plan`` gives it."""
         return (self.rank, self.size) == (mine.rank, plan.world_size)
 
-    def resize(self, plan: Plan, rank: int) -> tuple[list[tuple[ElasticGroup, tuple[int, ...]]], list[int | None]]:
+    def resize(
+        self, plan: GenerationPlan, rank: int
+    ) -> tuple[list[tuple[ElasticGroup, tuple[int, ...]]], list[int | None]]:
         """Change all groups to the plan's world, whose size or numbering differs, with this process as ``rank``.
 
         Returns the groups with their new ranks, and for each new rank which rank it was before; None for one that joins
@@ -852,7 +854,7 @@ class World:
             self._seated = plan.members
         return moved, [before.get((member.slot, member.incarnation)) for member in plan.members]
 
-    def attempt(self, plan: Plan, transfer: Callable[[], T]) -> T:
+    def attempt(self, plan: GenerationPlan, transfer: Callable[[], T]) -> T:
         """Run ``transfer`` in a helper thread and return its result. Raises its error, or `Superseded` when a newer
         generation is announced; the thread is abandoned then."""
         ended: list[T | BaseException] = []
@@ -885,7 +887,7 @@ class World:
             and self._plan.generation > self.generation
         )
 
-    def _start_build(self, plan: Plan) -> None:
+    def _start_build(self, plan: GenerationPlan) -> None:
         if self._builder is not None:
             self._builder.abandon()
         enters = plan.reshard is not None or plan.layout > 0  # ranks that enter main arrive as late as at the start
@@ -893,7 +895,7 @@ class World:
         self._builder = self._new_builder(plan, list(self.groups), patient=patient)
         self._builder.start()
 
-    def _new_builder(self, plan: Plan, groups: Sequence[ElasticGroup], *, patient: bool) -> Builder:
+    def _new_builder(self, plan: GenerationPlan, groups: Sequence[ElasticGroup], *, patient: bool) -> Builder:
         return Builder(
             plan,
             groups,
@@ -909,7 +911,7 @@ class World:
         with self._changed:
             self._changed.notify_all()
 
-    def _wait_built(self, plan: Plan, builder: Builder) -> None:
+    def _wait_built(self, plan: GenerationPlan, builder: Builder) -> None:
         """Wait until ``builder`` is done. A failed build is reported; raises `Superseded` when a newer generation is
         announced, and errors that are this process's own fault."""
         with self._changed:

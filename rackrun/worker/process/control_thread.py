@@ -30,7 +30,7 @@ from rackrun.protocol.commands import (
     WorkerCommand,
 )
 from rackrun.protocol.ids import Step
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.main_thread_line import place_of_main_thread
 from rackrun.worker.process.spin_loops import Spins
 
@@ -50,7 +50,7 @@ class ControlThread(threading.Thread):
         boot: Boot,
         channel: WorkerChannel,
         page: HeartbeatPage,
-        world: World,
+        world: WorkerMembership,
         snapshots: Callable[[], tuple[Step, ...]],
     ) -> None:
         super().__init__(name="rackrun-control", daemon=True)

@@ -22,7 +22,7 @@ from rackrun.errors import UsageError
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.boot import Boot, current
-from rackrun.protocol.commands import Member, Plan
+from rackrun.protocol.commands import GenerationPlan, Member
 from rackrun.protocol.events import WorkerElastic
 from rackrun.protocol.ids import BEGIN, Incarnation, SlotId, Step, step_in
 from rackrun.worker import torch_compat
@@ -31,7 +31,7 @@ from rackrun.worker.communicators.nccl_environment import prepare_environment
 from rackrun.worker.membership.communicator_builder import build_communicator
 from rackrun.worker.membership.elastic_group import BACKEND
 from rackrun.worker.membership.setup_broadcasts import Broadcasts
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.control_thread import ControlThread
 from rackrun.worker.steps.unit_times import UNKNOWN, Allowance, UnitTimes
 
@@ -60,7 +60,7 @@ class Runtime:
         self.page.enter(Activity.SETUP, BEGIN, *UNKNOWN)
         self.channel = WorkerChannel(boot.channel_fd) if boot else None
         slot, incarnation = (boot.slot, boot.incarnation) if boot else (SlotId("alone/0"), Incarnation(0))
-        self.world = World(self.page, self.device, slot, incarnation, boot.token if boot else "")
+        self.world = WorkerMembership(self.page, self.device, slot, incarnation, boot.token if boot else "")
         self.world.broadcasts = Broadcasts(boot)
         if not self.world.queue.is_host:
             torch_compat.watch_waits(self.world.own_time.stream_wait)
@@ -119,7 +119,7 @@ class Runtime:
         """Return the limits without progress for ``main`` when it is entered again."""
         return self._entries.entry()
 
-    def begin_again(self, plan: Plan) -> None:
+    def begin_again(self, plan: GenerationPlan) -> None:
         """Start over like a new process, with a default group and no other.
 
         The group joins the generation of ``plan``; where the plan does not cut all shards anew, this process waits like
@@ -142,7 +142,7 @@ class Runtime:
         of_role = {"ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world_size)}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), **of_role}
 
-    def member_of(self, plan: Plan) -> Member:
+    def member_of(self, plan: GenerationPlan) -> Member:
         """Return this process's entry in a plan that it has received."""
         assert self.boot is not None, "only an agent brings plans"
         me = self.boot.slot, self.boot.incarnation

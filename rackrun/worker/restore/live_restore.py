@@ -30,13 +30,13 @@ import torch
 
 from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.errors import StateLost
-from rackrun.protocol.commands import Plan, Restore
+from rackrun.protocol.commands import GenerationPlan, Restore
 from rackrun.worker.communicators.communicator import Communicator
-from rackrun.worker.restore.loop_end import Source
+from rackrun.worker.restore.loop_end import StateSource
 from rackrun.worker.restore.process_vm import Neighbour, readable
-from rackrun.worker.restore.restore_layout import Layout
-from rackrun.worker.restore.restore_transfer import Flow, Given, Landing, Message, post, post_together, tell
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.restore.restore_layout import RestoreLayout
+from rackrun.worker.restore.restore_transfer import Flow, Given, Landing, TensorMessage, post, post_together, tell
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import copy_bytes, pack
@@ -71,19 +71,19 @@ class Callbacks:
     """Called with each stage of the copy when it is reached (`rackrun.worker.membership.recovery_stages`)."""
     known_digests: Callable[[], Mapping[str, int]] = dict
     """Returns digests of this rank's tensors that are known, by path. Called on a source, while the newcomer reads."""
-    source: Callable[[], Source] | None = None
+    source: Callable[[], StateSource] | None = None
     """Returns what a source gives, where that is not its current state; None: the current state."""
 
 
 def run_restores(
-    plan: Plan,
+    plan: GenerationPlan,
     rank: int,
     world: Communicator,
     state: TrackedState,
     replica_class: str,
     device: torch.device,
     callbacks: Callbacks,
-) -> Manifest | None:
+) -> StateManifest | None:
     """Take part in all restores of the plan, as source or as newcomer. Returns the source's manifest on a newcomer,
     else None.
 
@@ -108,14 +108,14 @@ def _send(
     restore: Restore,
     rank: int,
     world: Communicator,
-    source: Source,
+    source: StateSource,
     replica_class: str,
     device: torch.device,
     callbacks: Callbacks,
 ) -> None:
     manifest, tensors = source.manifest(replica_class), source.tensors()
     refuse_freed(tensors)
-    layout = Layout(manifest, restore.sources)
+    layout = RestoreLayout(manifest, restore.sources)
     works = []
     if rank == layout.lead:
         encoded = msgspec.msgpack.encode(manifest)
@@ -148,15 +148,15 @@ def _receive(
     state: TrackedState,
     device: torch.device,
     callbacks: Callbacks,
-) -> Manifest:
+) -> StateManifest:
     lead = restore.sources[0]
     header = torch.zeros(1, dtype=torch.int64)
     tell(world, "recv", header, lead, _HEADER).wait()
     encoded = torch.empty(int(header), dtype=torch.uint8)
     tell(world, "recv", encoded, lead, _MANIFEST).wait()
-    manifest = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=Manifest)
+    manifest = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=StateManifest)
     tensors = state.allocate(manifest)
-    layout = Layout(manifest, restore.sources)
+    layout = RestoreLayout(manifest, restore.sources)
     small = torch.empty(sum(tensors[path].nbytes for path in layout.small), dtype=torch.uint8, device=device)
     if layout.small:
         post(world, "recv", small, lead, _SMALL).wait()
@@ -183,7 +183,7 @@ def _receive(
 
 def _send_pieces(
     world: Communicator,
-    layout: Layout,
+    layout: RestoreLayout,
     tensors: Mapping[str, torch.Tensor],
     rank: int,
     newcomer: int,
@@ -194,7 +194,7 @@ def _send_pieces(
     for indices in layout.rounds():
         mine = [index for index in indices if layout.pieces[index].source == rank]
         flow.make_room()
-        messages = [Message(given.piece(layout.pieces[index]), newcomer, _PIECES + index) for index in mine]
+        messages = [TensorMessage(given.piece(layout.pieces[index]), newcomer, _PIECES + index) for index in mine]
         flow.add(post_together(world, "send", messages), functools.partial(messages.clear))
         del messages
     flow.finish()
@@ -202,7 +202,7 @@ def _send_pieces(
 
 def _receive_pieces(
     world: Communicator,
-    layout: Layout,
+    layout: RestoreLayout,
     landing: Landing,
     besides: Collection[int],
     device: torch.device,
@@ -220,12 +220,14 @@ def _receive_pieces(
     for indices in layout.rounds():
         theirs = [index for index in indices if layout.pieces[index].source not in besides]
         flow.make_room()
-        messages = [Message(landing.place(index), layout.pieces[index].source, _PIECES + index) for index in theirs]
+        messages = [
+            TensorMessage(landing.place(index), layout.pieces[index].source, _PIECES + index) for index in theirs
+        ]
         flow.add(post_together(world, "recv", messages), functools.partial(land, theirs))
     flow.finish()
 
 
-def _neighbours(restore: Restore, layout: Layout, world: Communicator) -> dict[int, Neighbour]:
+def _neighbours(restore: Restore, layout: RestoreLayout, world: Communicator) -> dict[int, Neighbour]:
     """Return the sources whose memory this process can read, by rank. The others are asked to send."""
     offers = {source: torch.zeros(4 + len(layout.large), dtype=torch.int64) for source in restore.sources}
     for source, offer in offers.items():
@@ -239,7 +241,7 @@ def _neighbours(restore: Restore, layout: Layout, world: Communicator) -> dict[i
 
 @contextmanager
 def _reading(
-    layout: Layout, neighbours: dict[int, Neighbour], landing: Landing, overtaken: Callable[[], bool]
+    layout: RestoreLayout, neighbours: dict[int, Neighbour], landing: Landing, overtaken: Callable[[], bool]
 ) -> Iterator[None]:
     """Context manager that reads from all ``neighbours`` in threads, and ends when the reads and the body are over.
 
@@ -278,7 +280,7 @@ def _reading(
 
 def _verify(
     restore: Restore,
-    layout: Layout,
+    layout: RestoreLayout,
     tensors: dict[str, torch.Tensor],
     world: Communicator,
     device: torch.device,

@@ -15,20 +15,20 @@ import torch
 
 from rackrun.errors import StepError
 from rackrun.worker.membership.worker_membership import lost_after_loop
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
 from rackrun.worker.tensors.undo_copies import NoRoom, UndoCopies, place_for
 from rackrun.worker.torch_compat.data_parallel import fsdp
 
-__all__ = ["LoopEnd", "Source"]
+__all__ = ["LoopEnd", "StateSource"]
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """The state that a newcomer receives: the current one, or a former one."""
 
-    def manifest(self, replica_class: str) -> Manifest: ...
+    def manifest(self, replica_class: str) -> StateManifest: ...
 
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
 
@@ -39,7 +39,7 @@ class LoopEnd:
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
-        self._manifest: Manifest | None = None
+        self._manifest: StateManifest | None = None
         self._copies = UndoCopies()
         self._digests: dict[str, int] = {}
         self._freed: StepError | None = None
@@ -111,7 +111,7 @@ class LoopEnd:
         self._state.load_plain(self._manifest, tensors)
         return True
 
-    def source(self) -> Source:
+    def source(self) -> StateSource:
         """Return what a newcomer receives. To be called after `check`."""
         if self._manifest is None:
             return self._state
@@ -142,10 +142,10 @@ class LoopEnd:
 
 
 class _Kept:
-    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, manifest: StateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         self._manifest, self._tensors = manifest, tensors
 
-    def manifest(self, replica_class: str) -> Manifest:
+    def manifest(self, replica_class: str) -> StateManifest:
         return msgspec.structs.replace(self._manifest, replica_class=replica_class)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:

@@ -20,9 +20,9 @@ from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout
 from rackrun.checkpoint.image.safetensors_image import header_bytes, parse_image
 from rackrun.link.address import host_and_port
 from rackrun.protocol.boot import MEMORY_HEADER
-from rackrun.worker.restore.snapshot_fetch import Damaged
+from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot
 from rackrun.worker.state.state_image import manifest_in
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.state_manifest import StateManifest
 
 __all__ = ["OldImage", "OldImages"]
 
@@ -58,11 +58,11 @@ class OldImage:
         )
         if self.layout.layout_hash != source.layout_hash:
             raise IntegrityError("its header is not what was sealed.", remedy="take another copy.")
-        self._manifest: Manifest | None = None
+        self._manifest: StateManifest | None = None
 
     @property
-    def manifest(self) -> Manifest:
-        """The image's manifest. Raises `Damaged`."""
+    def manifest(self) -> StateManifest:
+        """The image's manifest. Raises `CorruptSnapshot`."""
         if self._manifest is None:
             self._manifest = manifest_in(bytes(self.read(*self.layout.extents[PLAIN])))
         return self._manifest
@@ -71,7 +71,7 @@ class OldImage:
         self._source.expect(ranges)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return verified bytes, valid until the next call. Raises `Damaged`."""
+        """Return verified bytes, valid until the next call. Raises `CorruptSnapshot`."""
         with _told_of(self.where):
             return self._source.read(start, stop)
 
@@ -103,7 +103,7 @@ class OldImages:
         self._stack.close()
 
     def open(self, where: str) -> OldImage:
-        """Open the image at ``where``. Raises `Damaged` when it cannot be read."""
+        """Open the image at ``where``. Raises `CorruptSnapshot` when it cannot be read."""
         with _told_of(where):
             image = OldImage(where, self._source(where))
             self._stack.callback(image.close)
@@ -121,13 +121,13 @@ class OldImages:
 
 @contextlib.contextmanager
 def _told_of(where: str) -> Iterator[None]:
-    """Context manager that turns errors into `Damaged` with the address ``where``."""
+    """Context manager that turns errors into `CorruptSnapshot` with the address ``where``."""
     try:
         yield
     except (OSError, http.client.HTTPException) as error:
-        raise Damaged(f"{where} does not give it ({error!r}).", where) from error
+        raise CorruptSnapshot(f"{where} does not give it ({error!r}).", where) from error
     except CheckpointError as error:
-        raise Damaged(f"{where}: {error.what}", where) from error
+        raise CorruptSnapshot(f"{where}: {error.what}", where) from error
 
 
 class _Own:

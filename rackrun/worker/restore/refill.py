@@ -13,7 +13,7 @@ from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry
 from rackrun.checkpoint.image.reshard import Read, fill, plan_from
 from rackrun.worker.state.state_image import entry_of
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 
 __all__ = ["Refill", "check_alike"]
@@ -31,7 +31,7 @@ class Refill:
     def __init__(
         self,
         state: TrackedState,
-        manifest: Manifest,
+        manifest: StateManifest,
         rank: int,
         layouts: Sequence[ImageLayout],
         holders: Sequence[int],
@@ -68,7 +68,7 @@ class Refill:
         self._state.load_plain(self._manifest, self._tensors)
 
 
-def check_alike(manifests: Iterable[Manifest], whose: str) -> None:
+def check_alike(manifests: Iterable[StateManifest], whose: str) -> None:
     """Raise `LayoutMismatch` when ranks had different values in a tensor of the same name, so that it is undecided
     which the new ranks get."""
     seen: dict[str, int] = {}

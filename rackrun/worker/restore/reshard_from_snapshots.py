@@ -19,7 +19,7 @@ from rackrun.errors import StateLost
 from rackrun.protocol.commands import Reshard
 from rackrun.worker.restore.old_images import OldImages
 from rackrun.worker.restore.refill import Refill, check_alike
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 
 __all__ = ["reshard"]
@@ -38,14 +38,14 @@ def reshard(
     own: Callable[[int], SlotReader | None],
     token: str,
     heard: Callable[[], bool],
-) -> Manifest:
+) -> StateManifest:
     """Fill ``state``, which belongs to ``rank`` of the new world, from the snapshots named ``named``, and return the
     first old rank's manifest.
 
     ``me``: the end of the address of this process's own snapshot. ``own``: returns that snapshot, or None. ``heard``:
     False once nobody waits for the result any more.
 
-    Raises `rackrun.worker.restore.snapshot_fetch.Damaged` when an image cannot be read or is not what was sealed,
+    Raises `rackrun.worker.restore.snapshot_fetch.CorruptSnapshot` when an image cannot be read or is not what was sealed,
     `RuntimeError` when a newer generation was announced, and `StateLost` when the old ranks do not hold what this one
     needs.
     """

@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 import torch
 
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.tensors.tensor_bytes import digest, digests, pack
 
-__all__ = ["PIECE_BYTES_MAX", "PIECE_BYTES_MIN", "ROUND_BYTES", "ROUND_PIECES", "SMALL_BYTES", "Layout", "Piece"]
+__all__ = ["PIECE_BYTES_MAX", "PIECE_BYTES_MIN", "ROUND_BYTES", "ROUND_PIECES", "SMALL_BYTES", "RestoreLayout", "Piece"]
 
 SMALL_BYTES = 64 * 2**10
 """Tensors of up to this many bytes are sent packed together."""
@@ -39,11 +39,11 @@ class Piece:
         return self.stop - self.start
 
 
-class Layout:
+class RestoreLayout:
     """The pieces of a state, and which source checks which tensor. ``sources``: the ranks that give it, in the plan's
     order."""
 
-    def __init__(self, manifest: Manifest, sources: Sequence[int]) -> None:
+    def __init__(self, manifest: StateManifest, sources: Sequence[int]) -> None:
         self.infos = {info.path: info for info in manifest.tensors}
         self.small = [info.path for info in manifest.tensors if info.nbytes <= SMALL_BYTES]
         self.large = [info.path for info in manifest.tensors if info.nbytes > SMALL_BYTES]

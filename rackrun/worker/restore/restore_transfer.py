@@ -16,11 +16,11 @@ import torch
 
 from rackrun.worker.communicators.communicator import COLLECTIVE_TIMEOUT, Communicator
 from rackrun.worker.device.device_queue import queue_of, wait_until
-from rackrun.worker.restore.restore_layout import Layout, Piece
+from rackrun.worker.restore.restore_layout import Piece, RestoreLayout
 from rackrun.worker.state.state_manifest import TensorInfo
 from rackrun.worker.tensors.tensor_bytes import dense_bytes
 
-__all__ = ["Flow", "Given", "Landing", "Message", "Transfer", "landing_places", "post", "post_together", "tell"]
+__all__ = ["Flow", "Given", "Landing", "TensorMessage", "Transfer", "landing_places", "post", "post_together", "tell"]
 
 _ROUNDS_IN_FLIGHT = 2
 _ROUNDS_OF_A_HOST = 8
@@ -28,7 +28,7 @@ _ROUNDS_OF_A_HOST = 8
 others."""
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """A tensor to be sent to ``peer`` or received from it. NCCL ignores tags: its messages are matched by their
     order."""
 
@@ -68,7 +68,7 @@ def tell(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: i
     return Transfer(world.call(kind, [tensor], peer, tag, on_host=True), limited=True)
 
 
-def post_together(world: Communicator, kind: str, messages: Sequence[Message]) -> list[Transfer]:
+def post_together(world: Communicator, kind: str, messages: Sequence[TensorMessage]) -> list[Transfer]:
     """Start transfers like `post`, as one batch where a device moves them."""
     if not messages or not world.batches:
         return [post(world, kind, *message) for message in messages]
@@ -145,7 +145,7 @@ class Given:
 class Landing:
     """A newcomer's tensors, as places for received pieces: their own memory, or temporary memory on ``device``."""
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, layout: RestoreLayout, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._layout, self._tensors, self._device = layout, tensors, device
         self._straight = landing_places({path: (layout.infos[path], tensors[path]) for path in layout.large}, device)
         self._elsewhere: dict[str, torch.Tensor] = {}

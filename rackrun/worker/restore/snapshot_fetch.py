@@ -18,14 +18,14 @@ from rackrun.checkpoint.redundancy.stripe_set import Part, RowHeader, StripeSet,
 from rackrun.link.address import host_and_port
 from rackrun.protocol.commands import Restore, Stripes
 
-__all__ = ["Damaged", "fetch_snapshot"]
+__all__ = ["CorruptSnapshot", "fetch_snapshot"]
 
 _SILENCE_S = 30
 _PIECE_BYTES = 1 << 20
 _ROWS_AT_ONCE = 4
 
 
-class Damaged(Exception):
+class CorruptSnapshot(Exception):
     """A snapshot is not what was sealed, and nothing of it was used. ``where``: its address, if that is known; ""
     otherwise."""
 
@@ -37,7 +37,7 @@ class Damaged(Exception):
 def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[[], bool]) -> int:
     """Fetch or rebuild the snapshot of ``step``, and return the file descriptor of its arena in memory.
 
-    Raises `Damaged` when an agent does not give its part or the result is not what was lost, `MemoryPlanError` when
+    Raises `CorruptSnapshot` when an agent does not give its part or the result is not what was lost, `MemoryPlanError` when
     there is no memory, and `RuntimeError` when ``overtaken()`` says that nobody waits for it any more.
     """
     fd = os.memfd_create("rackrun-fetched", os.MFD_CLOEXEC)
@@ -58,9 +58,9 @@ def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[
         if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
             raise MemoryPlanError(f"the snapshot cannot be brought here: {error.strerror}.") from error
         whose = restore.snapshot or ", ".join(one.snapshot for one in restore.rebuild)
-        raise Damaged(f"{whose} does not give it ({error!r}).") from error
+        raise CorruptSnapshot(f"{whose} does not give it ({error!r}).") from error
     except CheckpointError as error:
-        raise Damaged(error.what) from error
+        raise CorruptSnapshot(error.what) from error
 
 
 class _Agents:

@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import StepError
-from rackrun.worker.membership.worker_membership import Scope, World
+from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.script.loop_only_names import unbound_without_a_turn
-from rackrun.worker.script.untracked_changes import Untracked, is_kept
+from rackrun.worker.script.untracked_changes import UntrackedChanges, is_kept
 from rackrun.worker.script.user_line import line_of_name, user_frame, user_line
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
@@ -75,10 +75,12 @@ class ScriptChecks:
     """The checks of one entry of ``main``. ``data_ranks``: returns how many ranks share the global batch. ``reduced``:
     whether gradients must be reduced."""
 
-    def __init__(self, world: World, state: TrackedState, data_ranks: Callable[[], int], *, reduced: bool) -> None:
+    def __init__(
+        self, world: WorkerMembership, state: TrackedState, data_ranks: Callable[[], int], *, reduced: bool
+    ) -> None:
         self._world, self._state, self._data_ranks = world, state, data_ranks
         self._are_to_be_reduced = reduced
-        self._untracked = Untracked(state)
+        self._untracked = UntrackedChanges(state)
         self._step: Step | None = None
         self._function: Callable[..., Any] = lambda: None
         self._steps = 0
@@ -158,7 +160,7 @@ class ScriptChecks:
 
     # -- called by the loader
     def reads(self, begun_in: Any) -> None:
-        """Note a batch from a DataLoader of the script's own (see `calls.Listener.reads`). Raises `StepError` if the
+        """Note a batch from a DataLoader of the script's own (see `calls.CallObserver.reads`). Raises `StepError` if the
         iteration began outside the step."""
         if self._step is not None:
             line = user_line()
@@ -211,7 +213,7 @@ class ScriptChecks:
 
     def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """Return a function to be called after a backward pass that records unweighted gradients, or None (see
-        `calls.Listener.backward`)."""
+        `calls.CallObserver.backward`)."""
         step = self._step
         if step is None or not self._readings or step._weight_reads > self._weight_reads:
             return None  # the script weights gradients by hand, as far as can be known
@@ -235,7 +237,7 @@ class ScriptChecks:
 
     def changes(self, thing: Any, call: str) -> None:
         """Raise `StepError` if a change of ``thing`` by ``call`` would be lost because it is not tracked (see
-        `calls.Listener.changes`)."""
+        `calls.CallObserver.changes`)."""
         if self._world.scope is Scope.SETUP or self.loop_over:
             return
         if isinstance(thing, LRScheduler) and not is_kept(thing.optimizer, self._state):

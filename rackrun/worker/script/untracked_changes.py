@@ -31,7 +31,7 @@ from rackrun.worker.tensors.freed_tensors import is_freed
 from rackrun.worker.tensors.tensor_bytes import host_memory, local_part
 from rackrun.worker.torch_compat.data_parallel import ddp
 
-__all__ = ["Change", "Untracked", "is_kept"]
+__all__ = ["Change", "UntrackedChanges", "is_kept"]
 
 _DEPTH_MAX = 4
 _THINGS_MAX = 2000
@@ -63,7 +63,7 @@ class _Seen:
     told: bool = False
 
 
-class Untracked:
+class UntrackedChanges:
     """Looks for changes after steps: after each of the first, and later ever more rarely."""
 
     def __init__(self, state: TrackedState) -> None:

@@ -22,7 +22,7 @@ from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntr
 from rackrun.errors import StateLost, UsageError
 from rackrun.protocol.ids import Position
 from rackrun.worker.device.numerics import unlike
-from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.restore.refill import Refill, check_alike
 from rackrun.worker.state.state_image import manifest_in
@@ -34,7 +34,7 @@ __all__ = ["Resumption", "say"]
 class Resumption:
     """One attempt of all ranks to resume. ``facts``: settings that must equal those of the checkpoint's run."""
 
-    def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
+    def __init__(self, world: WorkerMembership, state: TrackedState, store: DurableStore, facts: str) -> None:
         self._world, self._state, self._store, self._facts = world, state, store, facts
         self._probation = Probation(store.directory, store.files)
         self.not_used: list[int] = []

@@ -38,10 +38,10 @@ from rackrun.protocol.ids import Position, Step, snapshot_id, step_in
 from rackrun.worker.membership.gate import GateSums
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
-from rackrun.worker.restore.snapshot_fetch import Damaged, fetch_snapshot
+from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot, fetch_snapshot
 from rackrun.worker.snapshots.snapshot_memory import SnapshotMemory
 from rackrun.worker.state.state_image import StateImages, load_image
-from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.optimizer_sizes import bytes_to_come
 
@@ -163,7 +163,7 @@ class Snapshots:
         """Begin the snapshot of ``step``. The state may be changed before `settle` only by forward and backward passes.
 
         Not begun once this rank has reported for the next plan what it holds (``unless``, by default
-        `World.unless_broken`). ``mirror``: other trays are to get a copy or its parity. ``besides``: the id of a
+        `WorkerMembership.unless_broken`). ``mirror``: other trays are to get a copy or its parity. ``besides``: the id of a
         snapshot that stays in any case. Raises `MemoryPlanError`.
         """
         self.settle()
@@ -282,11 +282,11 @@ class Snapshots:
         token = self._runtime.boot.token if self._runtime.boot else ""
         return fetch_snapshot(restore, self.named(step), token, overtaken)
 
-    def load(self, step: int, fetched: int | None, *, all_go_back: bool = True) -> Manifest:
+    def load(self, step: int, fetched: int | None, *, all_go_back: bool = True) -> StateManifest:
         """Load the state of ``step`` from this rank's own snapshot or from what `fetch` returned, and return its
         manifest.
 
-        ``all_go_back``: the whole world goes back to ``step``. Raises `Damaged` when a chunk is not what was sealed.
+        ``all_go_back``: the whole world goes back to ``step``. Raises `CorruptSnapshot` when a chunk is not what was sealed.
         The state is unchanged then, and an older snapshot of this rank still exists.
         """
         self.settle()
@@ -301,7 +301,7 @@ class Snapshots:
         except CheckpointError as error:
             if fetched is None:
                 self._forget(named)
-            raise Damaged(error.what) from error
+            raise CorruptSnapshot(error.what) from error
         finally:
             if fetched is not None:
                 if arena is not None:
@@ -366,7 +366,7 @@ class Snapshots:
     def _own(self, named: int) -> Arena:
         arena = self._arenas[self._held[named]] if named in self._held else None
         if arena is None:
-            raise Damaged("it is not there")
+            raise CorruptSnapshot("it is not there")
         return arena
 
     def _forget(self, named: int) -> None:

@@ -15,7 +15,7 @@ from rackrun.checkpoint.image.plain_part import pack, unpack
 from rackrun.checkpoint.image.rank_image import Image, ImagePlanner
 from rackrun.checkpoint.image.safetensors_image import Cuts, no_cuts, read_plain, read_tensors
 from rackrun.checkpoint.image.tensor_entries import entries_of
-from rackrun.worker.state.state_manifest import Manifest, TensorInfo
+from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path, local_part
@@ -106,7 +106,7 @@ def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
     return entry
 
 
-def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cuts: Cuts = no_cuts) -> Manifest:
+def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cuts: Cuts = no_cuts) -> StateManifest:
     """Load a verified image of this rank's own shard into ``state``, and return its manifest. ``cuts``: see
     `read_tensors`."""
     layout = layout_in(payload)
@@ -118,6 +118,6 @@ def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cu
     return manifest
 
 
-def manifest_in(plain: bytes) -> Manifest:
+def manifest_in(plain: bytes) -> StateManifest:
     """Return the manifest in the plain part of an image. Raises `IntegrityError` if it cannot be read."""
-    return unpack(plain, Manifest)
+    return unpack(plain, StateManifest)

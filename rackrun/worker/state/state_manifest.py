@@ -10,7 +10,7 @@ import torch
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.worker.state.shardings import Sharding
 
-__all__ = ["Changes", "Lineage", "Manifest", "Modes", "TensorInfo"]
+__all__ = ["Changes", "Lineage", "StateManifest", "Modes", "TensorInfo"]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -117,7 +117,7 @@ class Modes(msgspec.Struct, frozen=True):
     """Switched values of modules, by path: ``train()`` and ``eval()``."""
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class StateManifest(msgspec.Struct, frozen=True):
     """A complete description of a rank's state, without the values of its tensors."""
 
     tensors: list[TensorInfo]

@@ -13,7 +13,7 @@ import torch
 __all__ = ["as_tracked"]
 
 
-class Stateful(Protocol):
+class _Stateful(Protocol):
     """An object whose state can be read and loaded."""
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -29,7 +29,7 @@ from rackrun.worker.state.module_structure import Structure
 from rackrun.worker.state.optimizer_groups import OptimizerGroups
 from rackrun.worker.state.scaler_state import ScalerState, scaler_as_tracked
 from rackrun.worker.state.shardings import part_like, take_part
-from rackrun.worker.state.state_manifest import Lineage, Manifest, Modes, TensorInfo
+from rackrun.worker.state.state_manifest import Lineage, Modes, StateManifest, TensorInfo
 from rackrun.worker.state.tensor_infos import TensorInfos
 from rackrun.worker.state.tracked_generators import as_tracked
 from rackrun.worker.tensors import module_walk
@@ -187,9 +187,9 @@ class TrackedState:
             and _lie_alike(value, parameter)
         }
 
-    def manifest(self, replica_class: str, infos: list[TensorInfo] | None = None) -> Manifest:
+    def manifest(self, replica_class: str, infos: list[TensorInfo] | None = None) -> StateManifest:
         """Describe the state for another rank. ``infos``: the tensors' descriptions, if they are known already."""
-        return Manifest(
+        return StateManifest(
             self.infos(self.parts()) if infos is None else infos,
             self.encode_plain(),
             replica_class,
@@ -199,7 +199,7 @@ class TrackedState:
             key_orders={name: _key_order(optimizer) for name, optimizer in self.optimizers.items()},
         )
 
-    def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def allocate(self, manifest: StateManifest) -> dict[str, torch.Tensor]:
         """Make this worker's tensors fit a source's ``manifest``, and return them by path, to be written into.
 
         Existing tensors are kept, so references to them stay valid. Raises `StepError` when the script has built a
@@ -235,7 +235,7 @@ class TrackedState:
         local = info.empty(held.device)
         return local if take_part(held, local) else None
 
-    def fitted(self, manifest: Manifest) -> Manifest:
+    def fitted(self, manifest: StateManifest) -> StateManifest:
         """Return the ``manifest`` of a rank with other shards with the shapes that this rank has to allocate."""
         self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
         shapes = {path: tuple(tensor.shape) for path, tensor in self.tensors().items()}
@@ -254,7 +254,7 @@ class TrackedState:
             infos.append(info if shape is None else msgspec.structs.replace(info, shape=shape, strides=()))
         return msgspec.structs.replace(manifest, tensors=infos)
 
-    def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_plain(self, manifest: StateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Finish filling, after the tensors: load everything that is not a tensor, and the objects that are loaded as a
         whole."""
         self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
@@ -281,7 +281,7 @@ class TrackedState:
         structure = self.structure()
         return dict(zip(structure.parameter_paths, structure.parameters, strict=True))
 
-    def _whole_of_others(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _whole_of_others(self, manifest: StateManifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return, by path, what ``load_state_dict`` and lists of optimizers receive instead of local parts."""
         return {
             info.path: self.as_part(info, tensors[info.path]) for info in manifest.tensors if info.sharding is not None

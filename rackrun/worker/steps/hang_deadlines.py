@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rackrun.worker.steps.unit_times import Allowance, UnitTimes, compared_after_ms
 
-__all__ = ["Pace"]
+__all__ = ["HangDeadlines"]
 
 _WARM_UNITS = 5
 _STALL_FACTOR, _STALL_FLOOR_S, _PATIENCE_MAX = 3.0, 1.0, 8.0
@@ -25,7 +25,7 @@ _UNSURE_FLOOR_S = 20.0
 first one."""
 
 
-class Pace:
+class HangDeadlines:
     """Times of this rank's steps and other units, and the limits that follow from them.
 
     ``constant``: whether the global batch stays when the number of ranks changes, so that each rank computes more or

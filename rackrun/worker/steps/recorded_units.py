@@ -11,11 +11,11 @@ from typing import Any
 from rackrun.protocol.ids import Position
 from rackrun.worker.steps.step import Step
 
-__all__ = ["Recorded", "Unit"]
+__all__ = ["RecordedUnits", "RecordedUnit"]
 
 
 @dataclass(frozen=True)
-class Unit:
+class RecordedUnit:
     """One step or phase as the script has called it."""
 
     at: Position
@@ -24,18 +24,18 @@ class Unit:
     """A phase's name; "" for a step."""
 
 
-class Recorded:
+class RecordedUnits:
     """Units in ascending order of position. Each step uses it and there may be thousands of units between two
     snapshots, so no method visits all of them."""
 
     def __init__(self) -> None:
-        self._units: deque[Unit] = deque()
+        self._units: deque[RecordedUnit] = deque()
 
-    def append(self, unit: Unit) -> None:
+    def append(self, unit: RecordedUnit) -> None:
         """Add ``unit``, which must be later than all others."""
         self._units.append(unit)
 
-    def first_after(self, passed: Position) -> Unit | None:
+    def first_after(self, passed: Position) -> RecordedUnit | None:
         """Return the first unit after ``passed``, or None."""
         found = None
         for unit in reversed(self._units):

@@ -12,7 +12,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.torch_compat.unhooked_calls import mark_weighted
 
 if TYPE_CHECKING:
-    from rackrun.worker.membership.worker_membership import World
+    from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["Step"]
 
@@ -21,7 +21,7 @@ class Step:
     """One attempt at one step. ``int(step)`` is the step's number, from 0; ``step.attempt`` counts the attempts at it,
     from 0."""
 
-    def __init__(self, at: Position, attempt: int, world: World) -> None:
+    def __init__(self, at: Position, attempt: int, world: WorkerMembership) -> None:
         self._at, self.attempt = at, attempt
         self._weight = 0.0
         self.shards: tuple[int, ...] = ()

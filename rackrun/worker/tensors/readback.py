@@ -15,7 +15,7 @@ __all__ = ["Readback"]
 class Readback:
     """A copy of a tensor with one element, on its way to the host as a float64.
 
-    Nothing here waits. The host waits for the device once in a step, before its gate (`World.let_device_come`), and
+    Nothing here waits. The host waits for the device once in a step, before its gate (`WorkerMembership.let_device_come`), and
     reads the value then; work enqueued after this object was made is not waited for.
     """
 

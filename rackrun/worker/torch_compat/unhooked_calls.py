@@ -18,12 +18,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rackrun.worker.torch_compat import zero_grad
 
-__all__ = ["Listener", "install", "leaves", "listen", "mark_weighted"]
+__all__ = ["CallObserver", "install", "leaves", "listen", "mark_weighted"]
 
 _MARK = "rackrun.weighted"
 
 
-class Listener(Protocol):
+class CallObserver(Protocol):
     """Receives the observed calls."""
 
     def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
@@ -43,12 +43,12 @@ class Listener(Protocol):
     def attempt(self) -> Any: ...
 
 
-_listener: Listener | None = None
+_listener: CallObserver | None = None
 _inside = False
 """Whether an observed change is in progress: a scheduler steps others that are part of it."""
 
 
-def listen(listener: Listener | None) -> None:
+def listen(listener: CallObserver | None) -> None:
     """Set the listener; None removes it."""
     global _listener  # noqa: PLW0603 - of the process, as torch's functions are
     _listener = listener

@@ -103,7 +103,7 @@ def who_stands_still_for_a_moment_is_given_up() -> None:
     def begin(original: Any, self: Any, tray: Any, uplink: Any, mirror: Any, _floor_ms: int) -> None:
         original(self, tray, uplink, mirror, 100)
 
-    wrap(worker_liveness.Watch, "__init__", begin)
+    wrap(worker_liveness.LivenessWatch, "__init__", begin)
 
 
 # -- in the launcher, which hosts the coordinator

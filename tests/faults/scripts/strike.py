@@ -235,7 +235,11 @@ class Striker:
         from rackrun.worker.membership import elastic_group as group
         from rackrun.worker.membership import worker_membership as world
 
-        run, pass_gate, sum_on_host = group.ElasticGroup._run, world.World.pass_gate, group.ElasticGroup.sum_on_host
+        run, pass_gate, sum_on_host = (
+            group.ElasticGroup._run,
+            world.WorkerMembership.pass_gate,
+            group.ElasticGroup.sum_on_host,
+        )
 
         def patched_run(elastic_group: Any, *args: Any, **more: Any) -> Any:
             if not self._in_gate:
@@ -260,7 +264,7 @@ class Striker:
                 self.here("gate reduced")
 
         group.ElasticGroup._run = patched_run  # type: ignore[method-assign]
-        world.World.pass_gate = patched_pass_gate  # type: ignore[method-assign]
+        world.WorkerMembership.pass_gate = patched_pass_gate  # type: ignore[method-assign]
         group.ElasticGroup.sum_on_host = patched_sum_on_host  # type: ignore[method-assign]
 
     def _patch_snapshots(self) -> None:

@@ -7,9 +7,9 @@ from typing import assert_type
 
 import rackrun.chaos
 from rackrun.chaos import Kill, Pause, Plan, Summary, exactly, inject, make_plan, one, par, run_plan, seq, write_plan
-from rackrun.chaos.testing import Chaos, Job
+from rackrun.chaos.testing import Chaos, JobOptions
 
-JOB: Job = {"ranks": 2, "spares": 2, "args": ["--steps", 10]}
+JOB: JobOptions = {"ranks": 2, "spares": 2, "args": ["--steps", 10]}
 
 
 def test_a_lost_rank_costs_nothing(chaos: Chaos) -> None:
