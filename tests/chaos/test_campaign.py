@@ -76,7 +76,7 @@ def test_the_tally_of_another_campaign_is_refused(tally: Path) -> None:
     with pytest.raises(UsageError, match="another campaign"):
         run_campaign(range(3), ["other.py"], tally=tally)
     tally.write_text("something else\n")
-    with pytest.raises(UsageError, match="no tally"):
+    with pytest.raises(UsageError, match="is not a file of campaign results"):
         read_tally(tally)
 
 

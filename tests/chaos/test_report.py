@@ -366,6 +366,6 @@ def test_a_run_that_was_kept_is_led_to(tmp_path: Path) -> None:
 
 def test_a_tally_that_is_none_is_refused_and_one_without_seeds_is_not(tmp_path: Path) -> None:
     (tmp_path / "tally.jsonl").write_text("seed 1 was fine\n")
-    with pytest.raises(UsageError, match="no tally"):
+    with pytest.raises(UsageError, match="is not a file of campaign results"):
         write_overview(tmp_path / "tally.jsonl", tmp_path / "tally.html")
     assert write_overview(write_tally(tmp_path / "tally.jsonl"), tmp_path / "tally.html") == []

@@ -18,6 +18,7 @@ from rackrun.chaos.simulator.fuzzing.fuzz import play, reduce
 from rackrun.core.faults import divergence
 from rackrun.core.faults.corruption import Corruption
 from rackrun.core.generation import restore_plan
+from rackrun.core.generation.facts import PlanImpossible
 from rackrun.core.generation.restore_sources import RestoreSources
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.machine.control_plane import ControlPlane
@@ -185,9 +186,9 @@ def test_a_core_that_keeps_the_state_of_who_is_to_blame_is_found(monkeypatch: py
         if event.generation == self._heard or self.world.phase is not Phase.TRAINING:
             return
         self._heard, self.world.trusted = event.generation, event.good
-        self.go_back("replicas differ", event.at_ms)
+        self.facts.add(PlanImpossible("replicas differ"))
 
-    monkeypatch.setattr(Corruption, "_differ", keeps)
+    monkeypatch.setattr(Corruption, "replicas_differ", keeps)
     assert "a state that was found wrong" in violation_of(found_by(among=COMPARED))
 
 

@@ -123,7 +123,7 @@ def a_stop_has_no_reason() -> None:
 def the_end_never_comes() -> None:
     from rackrun.core.lifecycle import shutdown
 
-    wrap(shutdown.Finale, "look", lambda _original, _self, _at_ms: None)
+    wrap(shutdown.Shutdown, "release_if_finished", lambda _original, _self, _at_ms: None)
 
 
 @mutant
