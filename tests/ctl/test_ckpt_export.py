@@ -128,5 +128,5 @@ def test_wrappers_that_are_in_front_of_every_name_go_and_no_two_names_become_one
 
 
 def test_parts_that_are_no_boxes_are_refused_because_only_their_model_can_join_them() -> None:
-    with pytest.raises(UsageError, match="parts that cannot be put together"):
+    with pytest.raises(UsageError, match="only the model can put them together"):
         model_names(["m/param/flat@0", "m/param/flat@1", "m/param/x"])

@@ -21,7 +21,7 @@ def test_the_lowest_of_all_ceilings_bounds_what_is_copied(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(undo_copies, "ceilings", lambda _: [low, high])
     assert place_for(GB // 8, torch.device("cpu")) is None
-    with pytest.raises(NoRoom, match="of 1000000000 that are free"):
+    with pytest.raises(NoRoom, match="and 1000000000 bytes are free"):
         place_for(GB, torch.device("cpu"))
 
 
