@@ -49,6 +49,9 @@ class HostCopies:
         for path in paths:
             write_tensor(image.layout, path, image.tensors[path], into)
 
+    def wait_now(self, image: Image) -> None:
+        """Return when the last `copy_now`, which was of ``image``, is complete. Called by the thread that trains."""
+
     def held_up_s(self) -> float:
         """Return how long, in seconds, the last `copy_now` kept the device from training, without the host's time. To
         be called after the following `copy` has returned."""
@@ -105,6 +108,13 @@ class _GpuCopies(HostCopies):
             done.record()
         self._now = begun, done
 
+    def wait_now(self, image: Image) -> None:
+        if self._now is not None:
+            self._now[1].synchronize()
+        for device in {tensor.device for tensor in image.tensors.values()}:
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                torch.cuda.synchronize(device)  # the event is of the present device alone
+
     def held_up_s(self) -> float:
         return 0.0 if self._now is None else self._now[0].elapsed_time(self._now[1]) / 1e3
 
@@ -148,11 +158,19 @@ class ImageCopy:
     Creating it copies what may change next. `finish` copies the rest, and may run in another thread.
     """
 
-    def __init__(self, image: Image, settled: Set[str], into: memoryview, device: HostCopies) -> None:
-        """``settled``: the tensors that stay unchanged until `finish` has copied them. ``into``: the image's memory."""
+    def __init__(
+        self, image: Image, settled: Set[str], into: memoryview, device: HostCopies, *, waits: bool = False
+    ) -> None:
+        """``settled``: the tensors that stay unchanged until `finish` has copied them. ``into``: the image's memory.
+
+        ``waits``: return only when the other tensors are copied. Otherwise a GPU copies them in the order of the present
+        stream, and what another stream writes to them meanwhile may be in the copy.
+        """
         self._image, self._settled, self._into, self._device = image, settled, into, device
         write_head(image.layout, image.plain, into)
         device.copy_now(image, into, image.tensors.keys() - settled)
+        if waits:
+            device.wait_now(image)
         self._versions = [(image.tensors[path], image.tensors[path]._version) for path in settled]
         self._ready = device.ready()
 

@@ -63,7 +63,7 @@ def without_tensors(prefix: str, value: Any) -> Any:
     left: list[tuple[Any, Any, str, Any, int]] = [(whole, 0, prefix, value, 0)]
     while left:
         into, at, path, one, depth = left.pop()
-        if depth > DEPTH_MAX:
+        if depth > DEPTH_MAX and isinstance(one, (Mapping, list, tuple)):
             raise _too_deep(path)
         if isinstance(one, torch.Tensor):
             into[at] = {_TENSOR: path}

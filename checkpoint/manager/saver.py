@@ -209,6 +209,8 @@ class Saver:
         """Join the threads and close the arenas. Threads that do not end within ``seconds`` each are left running."""
         for thread in self._threads:
             thread.join(seconds)
+        if any(thread.is_alive() for thread in self._threads):
+            return  # it may still copy into this memory; the process is about to end
         for arena in [*self._outgrown, *([self._arena] if self._arena is not None else [])]:
             self._device.unpin(arena.memory()[0])
             arena.close()
@@ -229,7 +231,8 @@ class Saver:
         except CheckpointError as error:
             saving.failure = error.what
             return
-        saving.copy = ImageCopy(image, saving.settled, saving.writer.payload, self._device)
+        # The script has streams of its own, and may write in any of them once `save` has returned.
+        saving.copy = ImageCopy(image, saving.settled, saving.writer.payload, self._device, waits=True)
         crash_point("save.begun")
 
     def _carry_out(self, saving: Saving, due: bool, asked: bool) -> None:

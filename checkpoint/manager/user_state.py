@@ -25,6 +25,7 @@ from rackrun.checkpoint.image.plain_part import OptimizerPlain, Plain, pack_plai
 from rackrun.checkpoint.image.plain_values import flatten, like, with_tensors, without_tensors
 from rackrun.checkpoint.image.rank_image import Image, ImagePlanner
 from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
+from rackrun.errors import UsageError
 
 __all__ = ["Contents"]
 
@@ -71,7 +72,12 @@ class Contents:
 
         Raises `LayoutMismatch` for tensors whose part is no box, and values that are not plain data.
         """
-        parts, plain = self._parts(), self._encode_plain()
+        try:
+            parts, plain = self._parts(), self._encode_plain()
+        except LayoutMismatch:
+            raise
+        except UsageError as error:
+            raise LayoutMismatch(error.what, remedy=error.remedy) from None
         return self._planner.image(self._entries_of(parts), locals_of(parts), plain)
 
     def settled(self, names: Iterable[str]) -> frozenset[str]:
@@ -216,7 +222,7 @@ class Contents:
         values |= {name: without_tensors(name, thing.state_dict()) for name, thing in self.objects.items()}
         try:
             return pack_plain(Plain(optimizers, values | self.values))
-        except (TypeError, OverflowError, ValueError) as error:
+        except (TypeError, OverflowError, ValueError, RecursionError) as error:
             raise LayoutMismatch(
                 f"the state holds something that is neither a tensor nor plain data: {error}.",
                 remedy="give tensors, numbers, strings, bytes, lists and dicts, or objects whose state_dict has only those.",

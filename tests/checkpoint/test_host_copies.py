@@ -199,6 +199,16 @@ def test_what_may_change_is_copied_at_once_and_the_rest_when_it_finishes(gpu: Gp
     assert not image.tensors, "the caller may free them"
 
 
+def test_who_has_streams_of_its_own_gets_the_image_back_only_when_it_is_copied(gpu: Gpu) -> None:
+    for waits in (False, True):
+        image, expected = planned()
+        gpu.said.clear()
+        device = copies_from(torch.device("cuda", 0))
+        copy = ImageCopy(image, set(), memoryview(bytearray(len(expected))), device, waits=waits)
+        assert ("the host waits for a place in what trains" in gpu.said) is waits
+        in_a_thread(copy.finish)
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_settled_tensor_that_was_changed_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     image, expected = planned()

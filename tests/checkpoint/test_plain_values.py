@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rackrun.checkpoint.base.errors import LayoutMismatch
 from rackrun.checkpoint.image.plain_values import DEPTH_MAX, leaves, with_tensors, without_tensors
+from rackrun.checkpoint.manager.user_state import Contents
 from rackrun.errors import UsageError
 
 
@@ -32,6 +34,25 @@ def test_a_container_that_contains_itself_is_refused(function: Callable[[str, An
 @pytest.mark.parametrize("function", [leaves, without_tensors], ids=lambda function: function.__name__)
 def test_deep_state_is_no_ring(function: Callable[[str, Any], object]) -> None:
     state: Any = torch.ones(1)
-    for _ in range(DEPTH_MAX):
+    for _ in range(DEPTH_MAX + 1):
         state = [state]
     function("model", state)
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("made", [lambda ring: ring, Holder], ids=["a value", "what an object holds"])
+def test_a_manager_refuses_state_that_contains_itself(made: Callable[[Any], Any]) -> None:
+    ring: dict[str, Any] = {}
+    ring["ring"] = ring
+    with pytest.raises(LayoutMismatch):
+        Contents({"thing": made(ring)}).describe()
