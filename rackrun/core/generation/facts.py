@@ -164,21 +164,17 @@ Fact: TypeAlias = (
 class Facts:
     """The facts that nobody has acted on yet, in the order in which they were found."""
 
-    _found: list[Fact] = field(default_factory=list)
+    found: list[Fact] = field(default_factory=list)
+    """Empty after almost every event, so callers look here before they call anything."""
 
     def add(self, fact: Fact) -> None:
-        self._found.append(fact)
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is a fact that nobody has acted on."""
-        return bool(self._found)
+        self.found.append(fact)
 
     def departing(self) -> list[TrayId]:
         """Return the trays that have to leave and have not been told yet."""
-        return [fact.event.tray for fact in self._found if isinstance(fact, TrayDeparts)]
+        return [fact.event.tray for fact in self.found if isinstance(fact, TrayDeparts)]
 
     def take(self) -> list[Fact]:
         """Return the facts and forget them."""
-        found, self._found = self._found, []
+        found, self.found = self.found, []
         return found

@@ -101,12 +101,14 @@ def apply(job: CoreParts, event: Event) -> bool:
         APPLY[type(event)](job, event)
     elif record.rank is None and isinstance(event, _OF_A_START):
         APPLY_OF_WORKER[type(event)](job, record, event)
-        settle(job, event.at_ms)
+        if job.facts.found:
+            settle(job, event.at_ms)
         return True
     else:
         job.recovery.forget_members()
         APPLY_OF_WORKER[type(event)](job, record, event)
-    settle(job, event.at_ms)
+    if job.facts.found:
+        settle(job, event.at_ms)
     job.recovery.forget_members()
     return True
 

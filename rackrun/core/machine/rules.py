@@ -48,13 +48,12 @@ def advance(job: CoreParts, at_ms: int) -> None:
     """Look at what may have to go on after any event."""
     for rule in RULES:
         rule(job, at_ms)
-        settle(job, at_ms)
+        if job.facts.found:
+            settle(job, at_ms)
 
 
 def settle(job: CoreParts, at_ms: int) -> None:
     """Act on the facts that were found, and on those that follow from them, until there is none or the job stops."""
-    if not job.facts.pending:
-        return
     waiting = job.facts.take()
     waiting.reverse()
     while waiting and job.world.phase is not Phase.STOPPED:
