@@ -313,6 +313,70 @@ def restore(context: Context) -> Found:
     return Found(rates["pinned"], "GB/s")
 
 
+@check(
+    "B12",
+    "CheckpointManager: saves of state that changes at once; a restore, in memory and from disk",
+    expected="right bytes",
+    limit_s=60,
+    beside=True,
+)
+def manager(context: Context) -> Found:
+    import torch
+
+    from rackrun.checkpoint import CheckpointManager, MemoryTier
+
+    width, batch = context.pick(4096, 64), 64
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, width)
+    ).to(context.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    progress = {"step": 0}
+    state = {"model": model, "optim": optimizer, "progress": progress}
+    folders = context.folder / "durable", context.folder / "memory"
+
+    def values() -> list[torch.Tensor]:
+        of_optimizer = [value for each in optimizer.state.values() for value in each.values()]
+        return [value.detach().clone() for value in (*model.state_dict().values(), *of_optimizer)]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if not context.dry:
+            torch.cuda._sleep(50_000_000)  # what is saved next is still being computed when `save` is called
+        model(torch.randn(batch, width, device=context.device)).square().mean().backward()
+        optimizer.step()
+        progress["step"] += 1
+
+    def restored(name: str, wanted: list[torch.Tensor], memory: MemoryTier | None) -> str:
+        for value in values():
+            value.zero_()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        with CheckpointManager(folders[0], memory=memory) as checkpoints:
+            checkpoints.prepare(state)
+            report = checkpoints.restore()
+        differ = sum(not torch.equal(one, other) for one, other in zip(values(), wanted, strict=True))
+        return f"{name}: {differ} of {len(wanted)} tensors differ, of {report}" if differ else ""
+
+    folders[1].mkdir()
+    memory = MemoryTier(folders[1])
+    checkpoints = CheckpointManager(folders[0], memory=memory, durable_every=4)
+    checkpoints.prepare(state)
+    checkpoints.restore()
+    for _ in range(8):
+        step()
+        checkpoints.save(progress["step"])
+        wanted = values()
+        with torch.no_grad():  # a forward pass may change buffers as soon as `save` has returned
+            model(torch.randn(batch, width, device=context.device))
+    checkpoints.wait_until_finished()
+    checkpoints.close(keep_memory=True)
+    wrong = [restored("memory", wanted, memory), restored("disk", wanted, None)]
+    wrong = [one for one in wrong if one]
+    return failed("; ".join(wrong)) if wrong else Found("right", note="8 saves, 2 on disk")
+
+
 # -- digests and kernels
 @check(
     "B8",
