@@ -62,6 +62,7 @@ class Job:
         self._env = {**os.environ, **shares, **hidden, **played, **(env or {})}
         self._deadline = context.deadline - 2.0
         self._spares = spares
+        self._beside: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Job:
         with self.output.open("wb") as output:
@@ -116,20 +117,26 @@ class Job:
                 env=self._env,
                 cwd=ROOT,
             )
+        self._beside = process
         try:
             yield
         except RuntimeError as error:
             raise RuntimeError(f"{error}; beside it: {readable(self.folder / 'beside.txt', 400)}") from error
         finally:
+            self._beside = None
             process.kill()
             process.wait()
 
     def finish(self, within_s: float = float("inf")) -> list[Line]:
-        """Its lines. RuntimeError, with the end of its output, unless it ends well and in time."""
-        try:
-            code = self.process.wait(max(min(self._deadline - time.monotonic(), within_s), 0.1))
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the job is not over in time: {self.said()}") from None
+        """Its lines. RuntimeError, with the end of its output, unless it ends well and in time, and so does what runs
+        `beside` it, for whose turn it would wait."""
+        until = time.monotonic() + max(min(self._deadline - time.monotonic(), within_s), 0.1)
+        while (code := self.process.poll()) is None:
+            if time.monotonic() > until:
+                raise RuntimeError(f"the job is not over in time: {self.said()}")
+            if self._beside is not None and self._beside.poll():
+                raise RuntimeError(f"what runs beside the job ended with exit code {self._beside.returncode}")
+            time.sleep(0.02)
         if code:
             raise RuntimeError(f"the job ended with exit code {code}: {self.said()}")
         return self.lines()

@@ -90,10 +90,18 @@ def _all(lines: Sequence[dict[str, Any]], kind: str) -> str:
     return " ".join(f"{1e3 * line['step_s']:.1f}" if line["warm"] else f"({1e3 * line['step_s']:.1f})" for line in told)
 
 
-def _host(lines: Sequence[dict[str, Any]], kind: str) -> str:
-    """What the host does in a step, in the order of ``steps.PARTS``: ms."""
-    parts = zip(*_of(lines, kind, "host_ms"), strict=True)
-    return " ".join(f"{statistics.median(part):.2f}" for part in parts)
+def _taken(lines: Sequence[dict[str, Any]], kind: str, what: str) -> list[float]:
+    """Of each warm step: ms, of what `scripts/steps.py` tells."""
+    return [one for block in _of(lines, kind, "taken_ms") for one in block[what]]
+
+
+def _parts(lines: Sequence[dict[str, Any]], kind: str) -> str:
+    """What the host does in a step, in the order of ``steps.PARTS``, and how long the device is idle: ms."""
+    told = next(block for block in _of(lines, kind, "taken_ms"))
+    idle = [one for one in told if one.startswith("before")]
+    parts = [one for one in told if one.startswith("to ")]
+    host = " ".join(f"{statistics.median(_taken(lines, kind, part)):.2f}" for part in parts)
+    return f"host {host}; " + ", ".join(f"idle {one} {statistics.median(_taken(lines, kind, one)):.2f}" for one in idle)
 
 
 @check("E1", "step time under rackrun over bare", expected="<= 1.01", limit_s=180, must=False)
@@ -101,17 +109,14 @@ def step_time(context: Context) -> Found:
     lines = _measured(context, "fast")
     ratio, note = ratio_of(lines, "fast", BARE)
     for kind in ("fast", BARE):
-        context.note(f"{kind}: blocks {_all(lines, kind)}; host {_host(lines, kind)}")
+        context.note(f"{kind}: blocks {_all(lines, kind)}; {_parts(lines, kind)}")
     return Found(ratio, "", note, ok=context.dry or ratio <= 1.01)
 
 
 @check("E2", "idle device between backward and update", expected="<= 150 us more than bare", limit_s=180, must=False)
 def bubble(context: Context) -> Found:
     lines = _measured(context, "fast")
-    found = {
-        kind: 1e3 * statistics.median([one for block in _of(lines, kind, "bubble_ms") for one in block])
-        for kind in ("fast", BARE)
-    }
+    found = {kind: 1e3 * statistics.median(_taken(lines, kind, "before update")) for kind in ("fast", BARE)}
     more = found["fast"] - found[BARE]
     return Found(more, "us", f"bare {found[BARE]:.0f} us", ok=context.dry or more <= 150)
 

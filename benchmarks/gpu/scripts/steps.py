@@ -58,51 +58,65 @@ class Tokens(Dataset[Tensor]):
         return self.tokens[index % 512]
 
 
-PARTS = ("to the end of backward", "to the update", "to the end of the step", "to the next step")
+PARTS = ("to the forward", "to the end of backward", "to the update", "to the end of the step", "to the next step")
 
 
 class Between:
-    """Marks on the device: what lies between the end of backward and the beginning of the update. And where the host is when."""
+    """Marks on the device, for how long it is idle before the update and before the next forward. And where the host is
+    when. A step that runs again, as the first does where the reduction is exact, counts once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu, self._pairs, self._last = device.type == "cuda", [], None  # type: ignore[var-annotated]
-        self._host: list[list[float]] = []
+        self._gpu = device.type == "cuda"
+        self._marks: list[dict[str, Any]] = []
+        """Of each step since they were last asked for."""
+        self._host: list[dict[str, float]] = []
 
     def step_begins(self) -> None:
-        self._host.append([time.perf_counter()])
+        self._marks.append({})
+        self._host.append({"begin": time.perf_counter()})
 
-    def step_ends(self) -> None:
-        self._host[-1].append(time.perf_counter())
-
-    def mark(self) -> Any:
-        if not self._gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def forward_begins(self) -> None:
+        self._note("forward")
 
     def backward_done(self) -> None:
-        self._host[-1].append(time.perf_counter())
-        self._last = self.mark()
+        self._note("backward")
 
     def update_begins(self) -> None:
-        if self._last is not None:
-            self._host[-1].append(time.perf_counter())
-            self._pairs.append((self._last, self.mark()))
-            self._last = None
+        self._note("update")
 
-    def host_ms(self) -> list[float]:
-        """Of each of `PARTS`, the median over the steps since it was last asked for."""
-        steps, self._host = self._host, []
-        parts = [
-            [after - before for before, after in itertools.pairwise([*step, following[0]])]
-            for step, following in itertools.pairwise(steps)
-        ]
-        return [1e3 * statistics.median(part) for part in zip(*parts, strict=True)]
+    def update_done(self) -> None:
+        self._note("updated", host=False)
 
-    def taken_ms(self) -> list[float]:
-        pairs, self._pairs = self._pairs, []
-        return [one.elapsed_time(other) if self._gpu else 1e3 * (other - one) for one, other in pairs]
+    def step_ends(self) -> None:
+        self._host[-1]["end"] = time.perf_counter()
+
+    def _note(self, what: str, *, host: bool = True) -> None:
+        if not self._host:
+            return  # a spare warms up
+        if host:
+            self._host[-1][what] = time.perf_counter()
+        if self._gpu:
+            self._marks[-1][what] = torch.cuda.Event(enable_timing=True)
+            self._marks[-1][what].record()
+        else:
+            self._marks[-1][what] = time.perf_counter()
+
+    def taken_ms(self) -> dict[str, list[float]]:
+        """Of each step but the last: the device's idle times, the host's `PARTS`, and the whole step by the host. The
+        device must be idle."""
+        marks, host, self._marks, self._host = self._marks, self._host, [], []
+        told: dict[str, list[float]] = {"before update": [], "before forward": [], "step": [], **{p: [] for p in PARTS}}
+        for (mark, after), (at, following) in zip(itertools.pairwise(marks), itertools.pairwise(host), strict=True):
+            told["before update"].append(self._ms(mark["backward"], mark["update"]))
+            told["before forward"].append(self._ms(mark["updated"], after["forward"]))
+            told["step"].append(1e3 * (following["begin"] - at["begin"]))
+            times = [*(at[one] for one in ("begin", "forward", "backward", "update", "end")), following["begin"]]
+            for part, (begin, end) in zip(PARTS, itertools.pairwise(times), strict=True):
+                told[part].append(1e3 * (end - begin))
+        return told
+
+    def _ms(self, one: Any, other: Any) -> float:
+        return float(one.elapsed_time(other)) if self._gpu else 1e3 * float(other - one)
 
 
 def idle(device: torch.device) -> None:
@@ -174,8 +188,7 @@ class Blocks:
         idle(self._device)
         took_s = (time.perf_counter() - self._began) / ARGS.block
         memory = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-        told = {"slowest_s": max(self._times), "bubble_ms": self._between.taken_ms(), "allocated": memory}
-        told["host_ms"] = self._between.host_ms()
+        told = {"slowest_s": max(self._times), "allocated": memory, "taken_ms": self._between.taken_ms()}
         if self._tells:
             warm = self._number >= ARGS.cold_blocks
             self._record.write("block", kind=ARGS.kind, warm=warm, step_s=took_s, **told)
@@ -205,10 +218,12 @@ def bare() -> None:
     model = DDP(model_on(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     optimizer.register_step_pre_hook(lambda *_: between.update_begins())
+    optimizer.register_step_post_hook(lambda *_: between.update_done())
     blocks = Blocks(device, between)
 
     def train_step(number: int) -> None:
         batch = torch.stack([tokens[number * ARGS.batch + row] for row in range(ARGS.batch)]).to(device)
+        between.forward_begins()
         loss_of(model, batch, device).backward()
         between.backward_done()
         optimizer.step()
@@ -235,11 +250,13 @@ def elastic(run: rackrun.Run) -> None:
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Tokens())
     optimizer.register_step_pre_hook(lambda *_: between.update_begins())
+    optimizer.register_step_post_hook(lambda *_: between.update_done())
     blocks = Blocks(device, between, tells=run.rank == 0)
 
     @run.step
     def train_step(step: rackrun.Step) -> None:
         for batch in data:
+            between.forward_begins()
             step.backward(loss_of(model, batch, device))
         between.backward_done()
         optimizer.step()
