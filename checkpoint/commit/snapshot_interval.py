@@ -25,6 +25,7 @@ Rules:
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import cache
 from math import isqrt
 
 import msgspec
@@ -103,14 +104,14 @@ def choose_interval(observed: Observed, policy: IntervalPolicy, current: int | N
     mtbf = mtbf_ns(observed, policy)
     best = _ceil_sqrt(2 * cost * mtbf / step**2)
     best = min(best, max(1, mtbf // step))
-    cheap = _ceil(cost / (step * Fraction(policy.overhead_max).limit_denominator(10**6)))
+    cheap = _ceil(cost / (step * _exact(policy.overhead_max)))
 
     low = max(policy.minimum, cheap, 1)
     if low > policy.maximum:
         return Interval(steps=policy.maximum, reason=f"maximum; {cheap} would keep the overhead")
     target = min(max(best, low), policy.maximum)
     if current is not None and low <= current <= policy.maximum:
-        slack = Fraction(policy.hysteresis).limit_denominator(10**6)
+        slack = _exact(policy.hysteresis)
         if abs(target - current) <= current * slack:
             return Interval(steps=current, reason=f"kept: {target} is near")
     if target == best:
@@ -127,8 +128,8 @@ def mtbf_ns(observed: Observed, policy: IntervalPolicy) -> Fraction:
 
     It is (prior time + run time) / (prior failures + failures).
     """
-    prior_ns = Fraction(policy.prior_s).limit_denominator(10**6) * NS
-    prior_failures = Fraction(policy.prior_failures).limit_denominator(10**6)
+    prior_ns = _exact(policy.prior_s) * NS
+    prior_failures = _exact(policy.prior_failures)
     return (prior_ns + observed.run_ns) / (prior_failures + observed.failures)
 
 
@@ -138,6 +139,12 @@ def _check(observed: Observed, current: int | None) -> None:
             f"measured sums and the interval in use cannot be negative: {observed}, {current}.",
             remedy="Sum durations of a monotonic clock.",
         )
+
+
+@cache
+def _exact(setting: float) -> Fraction:
+    """Return a policy's setting as a fraction. They are few, and a step asks for the interval."""
+    return Fraction(setting).limit_denominator(10**6)
 
 
 def _ceil(value: Fraction) -> int:

@@ -73,7 +73,8 @@ class Breaker:
         self._fabric: dict[CliqueId, dict[str, int]] = {}
         """Clique -> tray -> when it last had a verdict against the fabric."""
         self._suspected: dict[CliqueId, int] = {}
-        self._waiting: list[tuple[int, str, GpuVerdict]] = []
+        self.waiting: list[tuple[int, str, GpuVerdict]] = []
+        """Verdicts against the fabric that wait for others: until when, the tray, and the verdict."""
         self.open_since_ms: int | None = None
         self.withheld: dict[tuple[str, int], Withheld] = {}
         """(tray, GPU index) -> the verdict that was not acted on.
@@ -87,12 +88,12 @@ class Breaker:
 
     def forget(self, tray: str) -> None:
         """Drop what waits or was withheld for a lost tray: it may no longer hold when the tray comes back."""
-        self._waiting = [one for one in self._waiting if one[1] != tray]
+        self.waiting = [one for one in self.waiting if one[1] != tray]
         self.withheld = {at: one for at, one in self.withheld.items() if at[0] != tray}
 
     @property
     def wake_at_ms(self) -> int | None:
-        return min((until for until, _, _ in self._waiting), default=None)
+        return min((until for until, _, _ in self.waiting), default=None)
 
     def reset(self) -> None:
         """Close the breaker again, after a person has looked."""
@@ -105,7 +106,7 @@ class Breaker:
     def handle(self, at_ms: int, tray: str, verdict: GpuVerdict) -> list[Decision]:
         """Return what to do about a verdict, and about earlier ones that have waited long enough."""
         self.withheld.pop((tray, verdict.index), None)
-        self._waiting = [one for one in self._waiting if (one[1], one[2].index) != (tray, verdict.index)]
+        self.waiting = [one for one in self.waiting if (one[1], one[2].index) != (tray, verdict.index)]
         return self._noted([*self._ripe(at_ms), *self._decide(at_ms, tray, verdict)])
 
     def tick(self, at_ms: int) -> list[Decision]:
@@ -121,15 +122,15 @@ class Breaker:
         decisions = self._against_fabric(at_ms, tray, clique)
         if clique in self._suspected:
             return [*decisions, _blame_the_switch(tray, verdict, clique)]
-        self._waiting.append((at_ms + self._policy.gather_ms, tray, verdict))
+        self.waiting.append((at_ms + self._policy.gather_ms, tray, verdict))
         return decisions
 
     def _ripe(self, at_ms: int) -> list[Decision]:
         for clique, since in list(self._suspected.items()):
             if at_ms - since > self._policy.window_ms:
                 del self._suspected[clique]
-        due = [entry for entry in self._waiting if entry[0] <= at_ms]
-        self._waiting = [entry for entry in self._waiting if entry[0] > at_ms]
+        due = [entry for entry in self.waiting if entry[0] <= at_ms]
+        self.waiting = [entry for entry in self.waiting if entry[0] > at_ms]
         return [self._quarantine(at_ms, tray, verdict) for _, tray, verdict in due]
 
     def _noted(self, decisions: list[Decision]) -> list[Decision]:
@@ -157,8 +158,8 @@ class Breaker:
             f"{len(trays)} trays of clique {clique} have lost NVLink within {policy.switch_window_ms / 1000:g} s"
             f" ({', '.join(trays)}): a switch or the fabric manager, not their GPUs"
         )
-        waited = [entry for entry in self._waiting if self._clique_of.get(entry[1]) == clique]
-        self._waiting = [entry for entry in self._waiting if entry not in waited]
+        waited = [entry for entry in self.waiting if self._clique_of.get(entry[1]) == clique]
+        self.waiting = [entry for entry in self.waiting if entry not in waited]
         suspected = SwitchSuspected(at_ms=at_ms, clique=clique, trays=trays, reason=reason)
         return [suspected, *(_blame_the_switch(one, verdict, clique) for _, one, verdict in waited)]
 

@@ -7,7 +7,7 @@ there. A stale event changes nothing. Whether an event fits the phase is up to w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from rackrun.core.machine.job import CoreParts
 from rackrun.core.machine.rules import settle
 from rackrun.core.machine.timers import fire
 from rackrun.core.members.workers import Loss, WorkerRecord, WorkerState
+from rackrun.core.policy.measured_costs import MEASURED
 from rackrun.protocol.events import (
     BatchChanged,
     BreakerClosed,
@@ -77,7 +78,7 @@ APPLY: dict[type[Event], Callable[[CoreParts, Event], None]] = {}
 APPLY_OF_WORKER: dict[type[Event], Callable[[CoreParts, WorkerRecord, Event], None]] = {}
 """The same for the events of workers. The function is given the worker's record."""
 
-_OF_A_START = (WorkerReady, WorkerElastic)
+_OF_A_START = frozenset((WorkerReady, WorkerElastic))
 """Events that a spare sends when it starts. They say nothing about the members."""
 _OF_GENERATION = frozenset((WorkerParked, WorkerResumed, WorkerPaused, WorkerSevered, WorkerUnbuilt))
 """Events that count in the present generation only."""
@@ -85,59 +86,79 @@ _OF_PLAN = frozenset((ReplicasDiffer, SlowRanksChanged))
 """Events that count as long as the latest plan is that of their generation, even if it is broken."""
 _OF_TRAY = frozenset((DeviceJudged, DeviceChecked, TrayDescribed))
 """Events that count while their tray is there."""
-_OUTLIVES = (SnapshotMirrored, SnapshotStriped)
+_OUTLIVES = frozenset((SnapshotMirrored, SnapshotStriped))
 """Events that count although their worker is condemned, because copies outlive it."""
+
+
+class _Kind(NamedTuple):
+    """What there is to know about a type of event. It is found by one look-up, since a job of thousands of ranks has
+    many events."""
+
+    act: Callable[..., None]
+    """Its function in the table."""
+    of_worker: bool
+    of_start: bool
+    measured: bool
+    """Whether costs are measured from it."""
+    is_stale: Callable[[CoreParts, Any], bool] | None
+    """Whether such an event is stale although its worker, if it has one, is there; None: it never is."""
 
 
 def apply(job: CoreParts, event: Event) -> bool:
     """Take an event into the state, and act on the facts that it leaves. Return False, with nothing changed, if the
     event is stale."""
-    record = job.rack.current(event) if isinstance(event, OfWorker) else None
-    if _is_stale(job, event, record):
+    act, of_worker, of_start, measured, is_stale = _KINDS[type(event)]
+    if job.world.phase is Phase.STOPPED:
         return False
-    job.cost_meter.measure_event(event)
-    if record is None:
-        job.recovery.forget_members()
-        APPLY[type(event)](job, event)
-    elif record.rank is None and isinstance(event, _OF_A_START):
-        APPLY_OF_WORKER[type(event)](job, record, event)
-        if job.facts.found:
-            settle(job, event.at_ms)
-        return True
+    record = job.rack.current(event) if of_worker else None  # type: ignore[arg-type]
+    if of_worker and (record is None or not (record.alive or _outlives(record, event))):
+        return False
+    if is_stale is not None and is_stale(job, event):
+        return False
+    if measured:
+        job.cost_meter.measure_event(event)
+    members = job.recovery.parked_members
+    of_spare = of_start and record is not None and record.rank is None
+    if not of_spare and members.found is not None:
+        members.forget()
+    if of_worker:
+        act(job, record, event)
     else:
-        job.recovery.forget_members()
-        APPLY_OF_WORKER[type(event)](job, record, event)
+        act(job, event)
     if job.facts.found:
         settle(job, event.at_ms)
-    job.recovery.forget_members()
+    if not of_spare and members.found is not None:
+        members.forget()
     return True
 
 
-def _is_stale(job: CoreParts, event: Event, record: WorkerRecord | None) -> bool:
-    """Return whether an event comes from a worker, a generation, or about a tray that is no more."""
-    kind, world = type(event), job.world
-    if world.phase is Phase.STOPPED:
-        return True
-    if isinstance(event, OfWorker) and (record is None or not _counts(record, event)):
-        return True
+def _outlives(record: WorkerRecord, event: Event) -> bool:
+    """Return whether an event of a condemned worker counts: its exit, and its copies unless its state was wrong."""
+    kind = type(event)
+    return kind is WorkerExited or (kind in _OUTLIVES and not record.lied)
+
+
+def _kind(kind: type[Event]) -> _Kind:
+    of_worker = kind in APPLY_OF_WORKER
+    act: Callable[..., None] = APPLY_OF_WORKER[kind] if of_worker else APPLY[kind]
+    return _Kind(act, of_worker, kind in _OF_A_START, kind in MEASURED, _staleness(kind))
+
+
+def _staleness(kind: type[Event]) -> Callable[[CoreParts, Any], bool] | None:
+    """Return what tells whether an event of this type comes from a generation, or about a tray, that is no more."""
     if kind in _OF_GENERATION:
-        return event.generation != world.generation  # type: ignore[union-attr]
+        return lambda job, event: event.generation != job.world.generation
     if kind in _OF_PLAN:
-        return world.plan is None or event.generation != world.plan.generation  # type: ignore[union-attr]
+        return lambda job, event: job.world.plan is None or event.generation != job.world.plan.generation
     if kind in _OF_TRAY:
-        return event.tray not in job.rack.trays  # type: ignore[union-attr]
-    if isinstance(event, TrayLost):
-        return event.tray not in job.rack.trays and event.tray not in job.rack.returning
-    if isinstance(event, TimerFired) and isinstance(event.timer, OfGeneration):
-        return event.timer.generation != world.generation
-    return False
-
-
-def _counts(record: WorkerRecord, event: OfWorker) -> bool:
-    """Return whether an event of a worker counts. Of a condemned worker, only its exit and its copies do."""
-    if record.alive or isinstance(event, WorkerExited):
-        return True
-    return isinstance(event, _OUTLIVES) and not record.lied
+        return lambda job, event: event.tray not in job.rack.trays
+    if kind is TrayLost:
+        return lambda job, event: event.tray not in job.rack.trays and event.tray not in job.rack.returning
+    if kind is TimerFired:
+        return lambda job, event: (
+            isinstance(event.timer, OfGeneration) and event.timer.generation != job.world.generation
+        )
+    return None
 
 
 def _on(kind: type[E]) -> Callable[[_OfJob[E]], _OfJob[E]]:
@@ -457,3 +478,6 @@ def _journal_failed(job: CoreParts, event: JournalFailed) -> None:
 @_on(TimerFired)
 def _timer_fired(job: CoreParts, event: TimerFired) -> None:
     fire(job, event.timer, event.at_ms)
+
+
+_KINDS = {kind: _kind(kind) for kind in (*APPLY, *APPLY_OF_WORKER)}

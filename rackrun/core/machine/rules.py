@@ -7,6 +7,7 @@ rules of `RULES`, in order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TypeVar
 
 from rackrun.core.generation.facts import (
@@ -45,11 +46,14 @@ REACTIONS: dict[type[Fact], Callable[[CoreParts, Fact, int], None]] = {}
 
 
 def advance(job: CoreParts, at_ms: int) -> None:
-    """Look at what may have to go on after any event."""
-    for rule in RULES:
-        rule(job, at_ms)
-        if job.facts.found:
-            settle(job, at_ms)
+    """Apply the rules that have something to look at: after almost every event none has."""
+    if not any(_everything(job)):
+        return
+    for where, rule in RULES:
+        if attrgetter(where)(job):
+            rule(job, at_ms)
+            if job.facts.found:
+                settle(job, at_ms)
 
 
 def settle(job: CoreParts, at_ms: int) -> None:
@@ -201,18 +205,16 @@ def _wake_breaker(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
 
 
 def _follow_racks(job: CoreParts, at_ms: int) -> None:
-    if job.acquiring.rented:
-        job.acquiring.advance(at_ms)
+    job.acquiring.advance(at_ms)
 
 
 def _follow_requests(job: CoreParts, at_ms: int) -> None:
-    if job.operator_requests.under_way and job.operator_requests.advance(at_ms):
+    if job.operator_requests.advance(at_ms):
         job.facts.add(SwapDue())
 
 
 def _follow_sizes(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
-    if job.resize_requests.under_way is not None:
-        job.resize_requests.answer_if_done()
+    job.resize_requests.answer_if_done()
 
 
 def _kill_condemned(job: CoreParts, at_ms: int) -> None:
@@ -224,12 +226,13 @@ def _lift_quarantines(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
         job.out.emit(SetTimer(timer=QuarantineOver(slot), at_ms=until_ms))
 
 
-RULES: tuple[Callable[[CoreParts, int], None], ...] = (
-    _wake_breaker,
-    _follow_racks,
-    _follow_requests,
-    _follow_sizes,
-    _kill_condemned,
-    _lift_quarantines,
+RULES: tuple[tuple[str, Callable[[CoreParts, int], None]], ...] = (
+    ("triage.breaker.waiting", _wake_breaker),
+    ("acquiring.rented", _follow_racks),
+    ("operator_requests.under_way", _follow_requests),
+    ("resize_requests.under_way", _follow_sizes),
+    ("recovery.fencing.held", _kill_condemned),
+    ("rack.quarantine.new", _lift_quarantines),
 )
-"""What is looked at after every event. Each costs nothing as long as it has nothing to do."""
+"""What is looked at after every event: where it is looked, and the rule that is applied if there is anything."""
+_everything = attrgetter(*[where for where, _ in RULES])

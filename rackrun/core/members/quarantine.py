@@ -32,7 +32,8 @@ class Quarantine:
     until_ms: dict[SlotId, int] = field(default_factory=dict)
     """For each quarantined slot, the time at which its quarantine ends; `lift` removes it then."""
     _trains_since: dict[SlotId, int] = field(default_factory=dict)
-    _new: list[SlotId] = field(default_factory=list)
+    new: list[SlotId] = field(default_factory=list)
+    """Slots whose quarantine has begun and that `take_new` has not returned."""
 
     def trains(self, slots: Iterable[SlotId], at_ms: int) -> None:
         """Record that workers in these slots hold ranks and compute."""
@@ -51,13 +52,13 @@ class Quarantine:
         count = self.faults[slot] = self.faults.get(slot, 0) + 1
         if count >= QUARANTINE_LOSSES:
             self.until_ms[slot] = at_ms + min(PAUSE_MS << min(count - QUARANTINE_LOSSES, 16), PAUSE_MS_MAX)
-            self._new.append(slot)
+            self.new.append(slot)
 
     def take_new(self) -> list[tuple[SlotId, int]]:
         """Return the slots quarantined since the last call, with the time each ends. The caller sets timers for
         them."""
-        found = [(slot, self.until_ms[slot]) for slot in dict.fromkeys(self._new) if slot in self.until_ms]
-        self._new.clear()
+        found = [(slot, self.until_ms[slot]) for slot in dict.fromkeys(self.new) if slot in self.until_ms]
+        self.new.clear()
         return found
 
     def lift(self, slot: SlotId, at_ms: int) -> bool:

@@ -20,13 +20,14 @@ from rackrun.protocol.events import (
 from rackrun.protocol.ids import Incarnation, SlotId, TrayId
 from rackrun.protocol.policy_types import Costs, Priors
 
-__all__ = ["CostMeter"]
+__all__ = ["MEASURED", "CostMeter"]
 
 SAMPLES = 5
 """Number of latest samples whose median is a cost."""
 
 
-_HEARD = frozenset((WorkerResumed, WorkerReady, CostsMeasured, TrayLost, TrayJoined, RackDelivered))
+MEASURED = frozenset((WorkerResumed, WorkerReady, CostsMeasured, TrayLost, TrayJoined, RackDelivered))
+"""Types of events from which costs are measured; `measure_event` ignores all others."""
 
 
 def _few() -> deque[float]:
@@ -59,7 +60,7 @@ class CostMeter:
 
     def measure_event(self, event: Event) -> None:
         """Measure from an event."""
-        if type(event) not in _HEARD:
+        if type(event) not in MEASURED:
             return
         match event:
             case WorkerResumed():

@@ -40,10 +40,10 @@ class Fencing:
     world: World
     rack: RackMachine
     out: Outbox
-    _held: dict[Worker, FenceWorker] = field(default_factory=dict)
+    held: dict[Worker, FenceWorker] = field(default_factory=dict)
     """Workers that are condemned and not killed yet, with the command that kills each."""
     _timed: dict[Worker, None] = field(default_factory=dict)
-    """Workers of ``_held`` whose timer is set."""
+    """Workers of ``held`` whose timer is set."""
 
     def fence(self, record: WorkerRecord, because: str, *, fault: bool = False) -> None:
         """Condemn a worker. It is killed at once, or later by `kill_if_parked` or `overdue`."""
@@ -53,31 +53,31 @@ class Fencing:
             self.out.emit(command)
             return
         worker = record.worker
-        self._held[worker] = command
+        self.held[worker] = command
         self.out.emit(CondemnWorker(slot=worker.slot, incarnation=worker.incarnation, because=because, fault=fault))
 
     def kill_if_parked(self, at_ms: int) -> None:
         """Kill condemned workers if the wait for the others is over, else set their timers. Called whenever a worker
         parked or was lost, or the phase changed."""
-        if not self._held:
+        if not self.held:
             return
         if self.world.phase is not Phase.PARKING or not self.world.awaited:
-            for worker in tuple(self._held):
+            for worker in tuple(self.held):
                 self._kill(worker)
             return
-        for worker in self._held:
+        for worker in self.held:
             if worker not in self._timed:
                 self._timed[worker] = None
                 self.out.emit(SetTimer(timer=FenceOver(worker.slot, worker.incarnation), at_ms=at_ms + FENCE_WAIT_MS))
 
     def overdue(self, worker: Worker) -> None:
         """Kill a worker whose wait is over."""
-        if worker in self._held:
+        if worker in self.held:
             self._kill(worker)
 
     def _kill(self, worker: Worker) -> None:
         """Emit the held `FenceWorker`, unless the worker has exited by itself or its tray is lost."""
-        command = self._held.pop(worker)
+        command = self.held.pop(worker)
         self._timed.pop(worker, None)
         record = self.rack.occupants.get(worker.slot)
         if record is not None and record.worker == worker and record.state is WorkerState.FENCED:
@@ -99,9 +99,9 @@ class Fencing:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a held worker counts as alive or nothing would end its wait."""
-        for worker in self._held:
+        for worker in self.held:
             record = self.rack.occupants.get(worker.slot)
             alive = record is not None and record.worker == worker and record.alive
             assert not alive, f"{worker.slot} is to be killed, and counts as alive"
-        assert not self._held or (self.world.phase is Phase.PARKING and self.world.awaited), "nobody is waited for"
-        assert self._held.keys() == self._timed.keys(), "a wait without an end"
+        assert not self.held or (self.world.phase is Phase.PARKING and self.world.awaited), "nobody is waited for"
+        assert self.held.keys() == self._timed.keys(), "a wait without an end"

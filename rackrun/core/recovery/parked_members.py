@@ -37,23 +37,23 @@ class ParkedMembers:
     view_builder: ViewBuilder
     losses: Mapping[Rank, Loss]
     """Losses since the last plan."""
-    _found: Prospect | None = None
-    """Cached result of `look`, valid as long as only spares send events."""
+    found: Prospect | None = None
+    """Cached result of `evaluate`, valid as long as only spares send events."""
     missing: int = 0
     """How many more spares have to become ready before a decided wait can end. 0: every ready spare leads to a new
-    decision. Valid as long as ``_found``."""
+    decision. Valid as long as ``found``."""
 
     def forget(self) -> None:
         """Drop the cached result, because a member may have changed."""
-        self._found = None
+        self.found = None
         self.missing = 0
 
     def evaluate(self) -> Prospect:
         """Return what the parked members' reports allow. Call it when all members have parked. It does not look at
         spares."""
-        if self._found is None:
-            self._found = self._look()
-        return self._found
+        if self.found is None:
+            self.found = self._look()
+        return self.found
 
     def state(self, committed: Position) -> StatePlan | None:
         """Return where state comes from, for the world as it is now; None: no copy of some state is left in memory."""
