@@ -14,21 +14,21 @@ from rackrun.protocol.ids import Generation, Incarnation, SlotId
 __all__ = [
     "JobBegins",
     "BreakerWakes",
-    "CalmOver",
+    "RecoverySettled",
     "CopiesOver",
     "DrainOver",
     "ExitsOver",
     "FenceOver",
-    "FitOver",
+    "UnfitWaitOver",
     "GatherOver",
     "GrowthDue",
     "JoinOver",
-    "LastCallOver",
-    "LastWordsOver",
+    "JoinGraceOver",
+    "SelfExitOver",
     "OfGeneration",
-    "OwedOver",
+    "CondemnedExitsOver",
     "ParkOver",
-    "PatienceOver",
+    "LateStallsGathered",
     "PauseOver",
     "PolicyOver",
     "QuarantineOver",
@@ -65,13 +65,13 @@ class JoinOver(_Timer, frozen=True, tag="join", gc=False):
     """Trays have had their time to join."""
 
 
-class LastCallOver(_Timer, frozen=True, tag="last-call", gc=False):
+class JoinGraceOver(_Timer, frozen=True, tag="last-call", gc=False):
     """Enough trays have joined, and no further one is waited for."""
 
     joined: int = 0
 
 
-class FitOver(_Timer, frozen=True, tag="fit", gc=False):
+class UnfitWaitOver(_Timer, frozen=True, tag="fit", gc=False):
     """GPUs that are unfit have had their time to become fit."""
 
 
@@ -96,7 +96,7 @@ class ParkOver(OfGeneration, frozen=True, tag="park", gc=False):
     """Members have had their time to park."""
 
 
-class OwedOver(OfGeneration, frozen=True, tag="owed", gc=False):
+class CondemnedExitsOver(OfGeneration, frozen=True, tag="owed", gc=False):
     """Condemned workers have had their time to exit and leave their snapshots."""
 
 
@@ -123,7 +123,7 @@ class StallsGathered(OfGeneration, frozen=True, tag="stalled", gc=False):
     """Stalls that belong together have had their time to be reported."""
 
 
-class PatienceOver(OfGeneration, frozen=True, tag="judge", gc=False):
+class LateStallsGathered(OfGeneration, frozen=True, tag="judge", gc=False):
     """Further reports of stalls have had their time, too."""
 
 
@@ -138,7 +138,7 @@ class BreakerWakes(_Timer, frozen=True, tag="breaker", gc=False):
     """The circuit breaker looks at the verdicts that it holds back."""
 
 
-class LastWordsOver(_Timer, frozen=True, tag="failed", gc=False):
+class SelfExitOver(_Timer, frozen=True, tag="failed", gc=False):
     """A worker whose GPU has failed has had its time to end by itself."""
 
     slot: SlotId
@@ -161,7 +161,7 @@ class CopiesOver(_Timer, frozen=True, tag="copies", gc=False):
     request: str
 
 
-class CalmOver(_Timer, frozen=True, tag="calm", gc=False):
+class RecoverySettled(_Timer, frozen=True, tag="calm", gc=False):
     """The first steps after a recovery are done, and spares may start beside the next."""
 
     generation: Generation
@@ -183,27 +183,27 @@ class RackStageOver(_Timer, frozen=True, tag="rack", gc=False):
 Timer: TypeAlias = (
     JobBegins
     | JoinOver
-    | LastCallOver
-    | FitOver
+    | JoinGraceOver
+    | UnfitWaitOver
     | StartsGathered
     | DrainOver
     | ExitsOver
     | GatherOver
     | ParkOver
-    | OwedOver
+    | CondemnedExitsOver
     | RecoverOver
     | RepairOver
     | ResumeOver
     | FenceOver
     | StallsGathered
-    | PatienceOver
+    | LateStallsGathered
     | PolicyOver
     | BreakerWakes
-    | LastWordsOver
+    | SelfExitOver
     | QuarantineOver
     | PauseOver
     | CopiesOver
-    | CalmOver
+    | RecoverySettled
     | GrowthDue
     | RackStageOver
 )

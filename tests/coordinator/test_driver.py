@@ -22,7 +22,7 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.protocol.timers import DrainOver, FitOver, GatherOver, JobBegins, JoinOver
+from rackrun.protocol.timers import DrainOver, GatherOver, JobBegins, JoinOver, UnfitWaitOver
 from tests.coordinator.fakes import (
     DONE,
     TOKEN,
@@ -136,7 +136,7 @@ async def test_what_snapshots_survive_is_told_of_elastic_scripts_and_when_it_cha
 
 
 async def test_a_timer_comes_back_as_it_was_set_and_never_before_its_time(journal: Journal) -> None:
-    early, past = FitOver(), DrainOver()
+    early, past = UnfitWaitOver(), DrainOver()
     timers = {LATE: 60, early: 20, past: 0}
     core = ScriptedCore(
         TrayJoined=tuple(SetTimer(timer=timer, at_ms=at_ms) for timer, at_ms in timers.items()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_told import Told, condemned, every, only, only_condemned, plan_in, stop_in
 
-from rackrun.core.faults.triage import LAST_WORDS_MS
+from rackrun.core.faults.triage import SELF_EXIT_MS
 from rackrun.protocol.commands import (
     BreakGeneration,
     Notice,
@@ -72,7 +72,7 @@ def test_a_process_that_lost_its_context_has_a_moment_to_say_so_itself(one_cliqu
     answers = one_clique.judges("a/0", Health.APP)
     assert not condemned(answers)
     timer = next(timer for timer in every(SetTimer, answers) if str(timer.timer).startswith("failed:a/0:"))
-    assert timer.at_ms == one_clique.now + LAST_WORDS_MS
+    assert timer.at_ms == one_clique.now + SELF_EXIT_MS
     one_clique.exits("a/0", bug="train.py:3")
     assert not one_clique.tell(TimerFired(timer=timer.timer))
 

@@ -36,7 +36,7 @@ from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
 from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import PatienceOver, StallsGathered
+from rackrun.protocol.timers import LateStallsGathered, StallsGathered
 
 __all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Stalls"]
 
@@ -286,7 +286,7 @@ class Stalls:
             return
         self.window.closed = number
         if number == 1:
-            self.out.emit(SetTimer(timer=PatienceOver(self.world.generation), at_ms=at_ms + STALL_PATIENCE_MS))
+            self.out.emit(SetTimer(timer=LateStallsGathered(self.world.generation), at_ms=at_ms + STALL_PATIENCE_MS))
         self.judge()
 
     def judge(self) -> None:

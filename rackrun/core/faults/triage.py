@@ -16,14 +16,14 @@ from rackrun.protocol.commands import Notice, SetTimer, Worker
 from rackrun.protocol.events import DeviceChecked, DeviceJudged
 from rackrun.protocol.gpu_health import GpuVerdict, Response
 from rackrun.protocol.ids import TrayId, slot_id
-from rackrun.protocol.timers import BreakerWakes, LastWordsOver
+from rackrun.protocol.timers import BreakerWakes, SelfExitOver
 from rackrun.topology.health.circuit_breaker import Breaker, Passed, SwitchSuspected, Withheld
 from rackrun.topology.model.racks import CliqueId
 
-__all__ = ["LAST_WORDS_MS", "Triage"]
+__all__ = ["SELF_EXIT_MS", "Triage"]
 
 
-LAST_WORDS_MS = 500
+SELF_EXIT_MS = 500
 """Milliseconds that a process whose CUDA context is lost has to end by itself. Its own error says more than the
 verdict, if it raises one."""
 
@@ -139,7 +139,7 @@ class Triage:
                     worker = record.worker
                     self._failed[worker] = because
                     self.out.emit(
-                        SetTimer(timer=LastWordsOver(worker.slot, worker.incarnation), at_ms=at_ms + LAST_WORDS_MS)
+                        SetTimer(timer=SelfExitOver(worker.slot, worker.incarnation), at_ms=at_ms + SELF_EXIT_MS)
                     )
             case Response.FENCE:
                 whole_tray = verdict.scope == "tray"

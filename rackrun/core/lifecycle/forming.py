@@ -15,7 +15,7 @@ from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import TrayJoined
 from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import FitOver, LastCallOver
+from rackrun.protocol.timers import JoinGraceOver, UnfitWaitOver
 from rackrun.topology.model.errors import DoesNotFit, TopologyError
 
 __all__ = ["WorldForming"]
@@ -44,7 +44,7 @@ class WorldForming:
         if joined >= self.config.trays_max:
             self._form(event.at_ms)
         elif joined >= self.config.trays_min:
-            self.out.emit(SetTimer(timer=LastCallOver(joined), at_ms=event.at_ms + self.config.last_call_ms))
+            self.out.emit(SetTimer(timer=JoinGraceOver(joined), at_ms=event.at_ms + self.config.last_call_ms))
 
     def joined_late(self, event: TrayJoined) -> None:
         """Handle a tray that joined after the world was formed. If its topology contradicts the known one, the tray is
@@ -128,6 +128,6 @@ class WorldForming:
 
     def _wait(self, what: str, at_ms: int) -> None:
         if not self._waits:
-            self.out.emit(SetTimer(timer=FitOver(), at_ms=at_ms + self.config.join_timeout_ms))
+            self.out.emit(SetTimer(timer=UnfitWaitOver(), at_ms=at_ms + self.config.join_timeout_ms))
         self._waits = what
         self.triage.awaits(what)

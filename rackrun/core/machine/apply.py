@@ -7,7 +7,7 @@ there. A stale event changes nothing. Whether an event fits the phase is up to w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -90,18 +90,10 @@ _OUTLIVES = frozenset((SnapshotMirrored, SnapshotStriped))
 """Events that count although their worker is condemned, because copies outlive it."""
 
 
-class _Kind(NamedTuple):
-    """What there is to know about a type of event. It is found by one look-up, since a job of thousands of ranks has
-    many events."""
-
-    act: Callable[..., None]
-    """Its function in the table."""
-    of_worker: bool
-    of_start: bool
-    measured: bool
-    """Whether costs are measured from it."""
-    is_stale: Callable[[CoreParts, Any], bool] | None
-    """Whether such an event is stale although its worker, if it has one, is there; None: it never is."""
+_Kind: TypeAlias = tuple[Callable[..., None], bool, bool, bool, Callable[[CoreParts, Any], bool] | None]
+"""What there is to know about a type of event, found by one look-up, since a job of thousands of ranks has many events:
+its function in the table; whether it is a worker's; whether a spare sends it when it starts; whether costs are measured
+from it; and what tells whether one is stale although its worker, if it has one, is there (None: it never is)."""
 
 
 def apply(job: CoreParts, event: Event) -> bool:
@@ -141,7 +133,7 @@ def _outlives(record: WorkerRecord, event: Event) -> bool:
 def _kind(kind: type[Event]) -> _Kind:
     of_worker = kind in APPLY_OF_WORKER
     act: Callable[..., None] = APPLY_OF_WORKER[kind] if of_worker else APPLY[kind]
-    return _Kind(act, of_worker, kind in _OF_A_START, kind in MEASURED, _staleness(kind))
+    return act, of_worker, kind in _OF_A_START, kind in MEASURED, _staleness(kind)
 
 
 def _staleness(kind: type[Event]) -> Callable[[CoreParts, Any], bool] | None:

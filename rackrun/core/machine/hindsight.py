@@ -58,7 +58,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Response
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import BreakerWakes, LastCallOver, QuarantineOver
+from rackrun.protocol.timers import BreakerWakes, JoinGraceOver, QuarantineOver
 from rackrun.topology.model.errors import TopologyError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Gpu, Rack, Topology, Tray
@@ -171,7 +171,7 @@ class Hindsight:
                 self.triage.tick(event.at_ms)
             case TimerFired(timer=QuarantineOver(slot=slot)):
                 self.rack.lift_quarantine(slot)
-            case TimerFired(timer=LastCallOver()) if not self.generation:
+            case TimerFired(timer=JoinGraceOver()) if not self.generation:
                 if len(self.rack.trays) >= self.config.trays_min:
                     self._learn(list(self.rack.trays.values()), event.at_ms)
             case WorkerElastic() | WorkerReady() | WorkerFinished() | WorkerExited():

@@ -14,31 +14,31 @@ from rackrun.core.machine.job import CoreParts
 from rackrun.protocol.commands import Worker
 from rackrun.protocol.timers import (
     BreakerWakes,
-    CalmOver,
+    CondemnedExitsOver,
     CopiesOver,
     DrainOver,
     ExitsOver,
     FenceOver,
-    FitOver,
     GatherOver,
     GrowthDue,
     JobBegins,
+    JoinGraceOver,
     JoinOver,
-    LastCallOver,
-    LastWordsOver,
-    OwedOver,
+    LateStallsGathered,
     ParkOver,
-    PatienceOver,
     PauseOver,
     PolicyOver,
     QuarantineOver,
     RackStageOver,
     RecoverOver,
+    RecoverySettled,
     RepairOver,
     ResumeOver,
+    SelfExitOver,
     StallsGathered,
     StartsGathered,
     Timer,
+    UnfitWaitOver,
 )
 
 __all__ = ["TIMERS", "fire"]
@@ -73,13 +73,13 @@ def _join_over(job: CoreParts, timer: JoinOver, at_ms: int) -> None:
     job.forming.join_over()
 
 
-@_on(LastCallOver)
-def _last_call_over(job: CoreParts, timer: LastCallOver, at_ms: int) -> None:
+@_on(JoinGraceOver)
+def _last_call_over(job: CoreParts, timer: JoinGraceOver, at_ms: int) -> None:
     job.forming.last_call_over(at_ms)
 
 
-@_on(FitOver)
-def _fit_over(job: CoreParts, timer: FitOver, at_ms: int) -> None:
+@_on(UnfitWaitOver)
+def _fit_over(job: CoreParts, timer: UnfitWaitOver, at_ms: int) -> None:
     job.forming.fit_over()
 
 
@@ -103,8 +103,8 @@ def _park_over(job: CoreParts, timer: ParkOver, at_ms: int) -> None:
     job.recovery.park_over(at_ms)
 
 
-@_on(OwedOver)
-def _owed_over(job: CoreParts, timer: OwedOver, at_ms: int) -> None:
+@_on(CondemnedExitsOver)
+def _owed_over(job: CoreParts, timer: CondemnedExitsOver, at_ms: int) -> None:
     job.recovery.owed_over(at_ms)
 
 
@@ -133,8 +133,8 @@ def _stalls_gathered(job: CoreParts, timer: StallsGathered, at_ms: int) -> None:
     job.recovery.stalls.window_closed(1, at_ms)
 
 
-@_on(PatienceOver)
-def _patience_over(job: CoreParts, timer: PatienceOver, at_ms: int) -> None:
+@_on(LateStallsGathered)
+def _patience_over(job: CoreParts, timer: LateStallsGathered, at_ms: int) -> None:
     job.recovery.stalls.window_closed(2, at_ms)
 
 
@@ -148,8 +148,8 @@ def _breaker_wakes(job: CoreParts, timer: BreakerWakes, at_ms: int) -> None:
     job.triage.tick(at_ms)
 
 
-@_on(LastWordsOver)
-def _last_words_over(job: CoreParts, timer: LastWordsOver, at_ms: int) -> None:
+@_on(SelfExitOver)
+def _last_words_over(job: CoreParts, timer: SelfExitOver, at_ms: int) -> None:
     job.triage.overdue(Worker(timer.slot, timer.incarnation))
 
 
@@ -169,8 +169,8 @@ def _copies_over(job: CoreParts, timer: CopiesOver, at_ms: int) -> None:
     job.operator_requests.copies_over(timer.request)
 
 
-@_on(CalmOver)
-def _calm_over(job: CoreParts, timer: CalmOver, at_ms: int) -> None:
+@_on(RecoverySettled)
+def _calm_over(job: CoreParts, timer: RecoverySettled, at_ms: int) -> None:
     if job.world.phase is Phase.TRAINING:
         job.spare_top_up.top_up(at_ms)
 

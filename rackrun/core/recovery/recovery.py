@@ -51,7 +51,7 @@ from rackrun.protocol.events import PolicyAnswered, WorkerParked, WorkerResumed,
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ClusterView, Decision, Rung
-from rackrun.protocol.timers import GatherOver, OwedOver, ParkOver, RecoverOver, RepairOver, ResumeOver
+from rackrun.protocol.timers import CondemnedExitsOver, GatherOver, ParkOver, RecoverOver, RepairOver, ResumeOver
 
 __all__ = ["ABSORBS_MAX", "Recovery", "named"]
 
@@ -282,7 +282,7 @@ class Recovery:
         if self._some_work(WorkerState.BREAKING, at_ms):
             self.out.emit(SetTimer(timer=ParkOver(generation), at_ms=at_ms + timeout_ms))
             return
-        self.out.emit(SetTimer(timer=OwedOver(generation), at_ms=at_ms + timeout_ms))
+        self.out.emit(SetTimer(timer=CondemnedExitsOver(generation), at_ms=at_ms + timeout_ms))
         self._fence_late(WorkerState.BREAKING, "park", timeout_ms, at_ms)
 
     def owed_over(self, at_ms: int) -> None:

@@ -11,11 +11,11 @@ from rackrun.core.policy.measured_costs import CostMeter
 from rackrun.core.resize.acquiring import RackAcquisition
 from rackrun.protocol.commands import SetTimer, StartWorker
 from rackrun.protocol.ids import SlotId, tray_of
-from rackrun.protocol.timers import CalmOver
+from rackrun.protocol.timers import RecoverySettled
 
-__all__ = ["CALM_MS_MAX", "CALM_STEPS", "SpareTopUp"]
+__all__ = ["SETTLE_MS_MAX", "SETTLE_STEPS", "SpareTopUp"]
 
-CALM_STEPS, CALM_MS_MAX = 2, 5_000
+SETTLE_STEPS, SETTLE_MS_MAX = 2, 5_000
 """Number of steps after a recovery, and longest time in milliseconds, in which no spare is started."""
 
 
@@ -28,15 +28,15 @@ class SpareTopUp:
     acquiring: RackAcquisition
     cost_meter: CostMeter
     out: Outbox
-    _calm_ms: int = 0
+    _settled_ms: int = 0
     """Time until which no spare starts."""
 
     def rest(self, at_ms: int) -> None:
         """Start no spare beside the first steps, because all compute again."""
-        first_steps_ms = round((self.cost_meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
-        self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
-        if self._calm_ms > at_ms:
-            self.out.emit(SetTimer(timer=CalmOver(self.world.generation), at_ms=self._calm_ms))
+        first_steps_ms = round((self.cost_meter.costs(0).step_s or 0) * 1e3) * SETTLE_STEPS
+        self._settled_ms = at_ms + min(first_steps_ms, SETTLE_MS_MAX)
+        if self._settled_ms > at_ms:
+            self.out.emit(SetTimer(timer=RecoverySettled(self.world.generation), at_ms=self._settled_ms))
 
     def top_up(self, at_ms: int) -> None:
         """Start spares in free slots, so that they are ready before they are needed.
@@ -44,7 +44,7 @@ class SpareTopUp:
         None is started beside the first steps after a recovery, because a start takes processors and memory that these
         need.
         """
-        if at_ms < self._calm_ms or not self.rack.has_vacant_slots:
+        if at_ms < self._settled_ms or not self.rack.has_vacant_slots:
             return
         wanted = self.world.spares + self.world.full - self.world.size
         short = max(wanted - len(self.rack.spares()), self.acquiring.spares_short(), 0)
