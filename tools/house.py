@@ -1,6 +1,7 @@
 """How a tree of this repository is built, in figures: ``python tools/house.py [TREE ...]`` (by default this one), a column for each tree.
 
 lines           of code: without docstrings, comments and blank lines
+statements      of code, docstrings apart: the same however wide a line may be
 modules a room  files beside each other in one folder of ``rackrun``: the most, and where
 arrows          pairs of rooms of the core, or of modules where it has none, of which one imports the other, at whatever place in the file
 floors          the longest way down along them; a cycle counts as one floor
@@ -20,6 +21,7 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 from statistics import mean
 
 HERE = Path(__file__).resolve().parents[1]
@@ -63,6 +65,9 @@ class Module:
     def classes(self) -> list[ast.ClassDef]:
         return [node for node in self.tree.body if isinstance(node, ast.ClassDef)]
 
+    def statements(self) -> int:
+        return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in ast.walk(self.tree))
+
     def names(self) -> set[str]:
         """Every identifier that occurs."""
         attributes = {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
@@ -105,9 +110,13 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     """Also those below an attribute."""
     found: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if _is_docstring(node):
             found |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return found
+
+
+def _is_docstring(node: ast.AST) -> TypeGuard[ast.Expr]:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -123,6 +132,7 @@ def figures(tree: Path) -> dict[str, str]:
     found = {"lines of product code": str(sum(module.lines for module in product))}
     found |= {f"  {name}": str(sum(module.lines for module in of_package[name])) for name in (*PACKAGES, "the rest")}
     found["lines of test code"] = str(sum(module.lines for module in tests))
+    found["statements of product code"] = str(sum(module.statements() for module in product))
     found["modules a room, at most"] = _rooms(product)
     found["arrows inside the core"] = str(sum(map(len, arrows.values())))
     found["floors of the core"] = str(_floors(arrows))
