@@ -21,8 +21,8 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeGuard
 from statistics import mean
+from typing import TypeGuard
 
 HERE = Path(__file__).resolve().parents[1]
 PACKAGES = (
