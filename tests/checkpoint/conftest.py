@@ -1,13 +1,10 @@
-"""Fixtures of the checkpoint's tests. They are no package; their helpers lie beside them."""
+"""Fixtures of the checkpoint's tests."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +26,7 @@ from rackrun.checkpoint.base.errors import (
     NoUsableGeneration,
     StaleEpoch,
 )
+from tests.checkpoint.arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from rackrun.checkpoint.arena.arena_format import PAGE, RECORD_BYTES, Geometry, 
 from rackrun.checkpoint.base.digest import crc
 from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError, MemoryPlanError
 from rackrun.protocol import crash_points
+from tests.checkpoint.arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 
 # -- what the file must be
 

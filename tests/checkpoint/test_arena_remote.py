@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from arenas import CHUNK, content, create, save
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_remote import RemoteSlot
 from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
+from tests.checkpoint.arenas import CHUNK, content, create, save
 
 SIZE = 10 * CHUNK + 10
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from commit_model import FAULTS, Model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +33,7 @@ from rackrun.checkpoint.commit.commit_protocol import (
     decode_record,
 )
 from rackrun.checkpoint.commit.commit_records import redundancy
+from tests.checkpoint.commit_model import FAULTS, Model
 
 
 class Job:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arenas import create, read, save
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.host_memory import populate as module
 from rackrun.checkpoint.host_memory.populate import Populating, populate
+from tests.checkpoint.arenas import create, read, save
 
 PIECE = 4 * mmap.PAGESIZE
 SIZE = 10 * PIECE + mmap.PAGESIZE

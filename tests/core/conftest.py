@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 from rackrun.protocol.job_config import JobConfig
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
-from core_told import Told
+from tests.core.core_told import Told
 
 LARGE = os.environ.get("RACKRUN_HYPOTHESIS") == "large"
 STORMS = [range(20_000)] if LARGE else [range(200), pytest.param(range(200, 400), marks=pytest.mark.stories)]

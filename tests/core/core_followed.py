@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core_model import Cluster
-
 from rackrun.core.machine.control_plane import ControlPlane, View
 from rackrun.core.machine.hindsight import COMMANDS, EVENTS, Hindsight
 from rackrun.protocol.commands import Command, Notice, ResumeGeneration
 from rackrun.protocol.events import Event
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_model import Cluster
 
 IN_PLACE = ("training", "parking", "resuming")
 

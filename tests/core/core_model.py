@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from core_told import topology_of
-
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.recovery.fencing import FENCE_WAIT_MS
 from rackrun.core.resize.rented_rack import RackStage
@@ -62,6 +60,7 @@ from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
 from rackrun.worker.batch.share_changes import Deals
+from tests.core.core_told import topology_of
 
 Chain = tuple[tuple[int, int], ...]
 """(unit, generation whose gate it passed), ..."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pytest
-from core_told import Told, every, only, plan_in, ranks, stop_in
 
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.commands import (
@@ -39,6 +38,7 @@ from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import timer_named
+from tests.core.core_told import Told, every, only, plan_in, ranks, stop_in
 
 
 def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> Told:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
-from core_told import Told, condemned, every, only, only_condemned, plan_in, ranks, stop_in
 
 from rackrun.protocol.commands import (
     Answer,
@@ -23,6 +22,7 @@ from rackrun.protocol.events import DepartureAnnounced, DrainRequested, ReturnRe
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Position, Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, condemned, every, only, only_condemned, plan_in, ranks, stop_in
 
 
 class Asked(Told):

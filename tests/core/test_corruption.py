@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_told import Told, every, only, plan_in, stop_in
 
 from rackrun.core.faults.corruption import OFFENCES_MAX, WITHIN_MS
 from rackrun.core.policy.choice import parse_rules
@@ -13,6 +12,7 @@ from rackrun.protocol.commands import Answer, BreakGeneration, Command, FenceWor
 from rackrun.protocol.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, only, plan_in, stop_in
 
 
 @pytest.fixture

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from core_model import Cluster, Process
-from core_told import Told, every, only, plan_in, stop_in
-from test_storms import KINDS, play
 
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
@@ -42,6 +39,9 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Step, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung, Whose
+from tests.core.core_model import Cluster, Process
+from tests.core.core_told import Told, every, only, plan_in, stop_in
+from tests.core.test_storms import KINDS, play
 
 
 def job(policy: str = "", **options: object) -> Told:

@@ -7,12 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 
 import pytest
-from core_told import Told, condemned, every, only, only_condemned, stop_in
 
 from rackrun.core.faults.deadlock import is_deadlock
 from rackrun.protocol.commands import BreakGeneration, Command, SetTimer
 from rackrun.protocol.events import CollectiveWait
 from rackrun.protocol.ids import Generation, Rank
+from tests.core.core_told import Told, condemned, every, only, only_condemned, stop_in
 
 WORLD, LEFT, RIGHT, OUTER, INNER = "world", "ranks 0, 1", "ranks 2, 3", "ranks 0, 3", "ranks 1, 2"
 MEMBERS = {WORLD: (0, 1, 2, 3), LEFT: (0, 1), RIGHT: (2, 3), OUTER: (0, 3), INNER: (1, 2)}

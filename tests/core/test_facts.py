@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from core_told import Told, every, stop_in
 
 from rackrun.protocol.commands import FenceWorker, StartWorker, StopJob
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, stop_in
 
 
 def short_of_spares(*, start_over: bool) -> Told:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_told import Told, every, only, plan_in, stop_in
 
 from rackrun.core.recovery.fencing import FENCE_WAIT_MS
 from rackrun.protocol.commands import BreakGeneration, Command, CondemnWorker, FenceWorker, ResumeGeneration, SetTimer
@@ -14,6 +13,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Position, Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import FenceOver, timer_named
+from tests.core.core_told import Told, every, only, plan_in, stop_in
 
 
 def gpus(ranks: int = 4, spares: int = 2, *, clique: str = "x") -> Told:

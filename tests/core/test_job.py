@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_told import Told, every, only, plan_in, ranks, stop_in
 
 from rackrun.protocol.commands import (
     BreakGeneration,
@@ -19,6 +18,7 @@ from rackrun.protocol.events import JournalFailed, ScriptFailure, StopRequested,
 from rackrun.protocol.ids import BEGIN
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
+from tests.core.core_told import Told, every, only, plan_in, ranks, stop_in
 
 
 def config(**fields: int) -> JobConfig:

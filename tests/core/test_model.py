@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import random
 
-from core_model import SHORT, TIMEOUTS, Cluster
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_model import SHORT, TIMEOUTS, Cluster
 
 SMALL = settings(
     max_examples=300,

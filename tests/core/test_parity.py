@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from core_told import Told, every, only, plan_in, stop_in
 
 from rackrun.core.placement.snapshot_keepers import keepers_of
 from rackrun.protocol.commands import BreakGeneration, FenceWorker, GenerationPlan, Keeper, ResumeGeneration, Stripes
 from rackrun.protocol.events import SnapshotStriped, TrayJoined
 from rackrun.protocol.ids import Generation, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, only, plan_in, stop_in
 
 ALL = ("a/0", "b/0", "c/0", "d/0")
 TWO_OF_FOUR = {"snapshot_copies": "rs", "set_size": 4, "set_parity": 2}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from core_told import Told, every, only, plan_in, ranks
 
 from rackrun.core.members.quarantine import HEALTHY_MS, PAUSE_MS, PAUSE_MS_MAX, Quarantine
 from rackrun.protocol.commands import Notice, SetTimer, StartWorker, StopJob
 from rackrun.protocol.events import TimerFired
 from rackrun.protocol.ids import SlotId
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, only, plan_in, ranks
 
 SLOT = SlotId("a/2")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from core_followed import FollowedCore
-from core_told import Told, every, only, plan_in, ranks
 
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import World
@@ -23,6 +21,8 @@ from rackrun.protocol.commands import (
 from rackrun.protocol.events import BatchChanged, ShrinkRequested
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, snapshot_id
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_followed import FollowedCore
+from tests.core.core_told import Told, every, only, plan_in, ranks
 
 IN_PLACE, AGAIN = "in place", "entering main again"
 RULES = parse_rules("swap,shrink,wait,restart")

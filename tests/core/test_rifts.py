@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_told import Told, every, only, plan_in
 
 from rackrun.core.faults.partition import PartitionReports
 from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, GenerationPlan, StopJob
 from rackrun.protocol.ids import Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, only, plan_in
 
 TRAYS = {Rank(0): TrayId("a"), Rank(1): TrayId("b"), Rank(2): TrayId("c")}
 

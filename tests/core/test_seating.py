@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_told import Told, every, only, plan_in, ranks, stop_in, topology_of
 
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating
@@ -14,6 +13,7 @@ from rackrun.protocol.events import TrayDescribed, TrayJoined
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Rank, SlotId, TrayId
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, only, plan_in, ranks, stop_in, topology_of
 
 
 def two_cliques(**settings: object) -> Told:

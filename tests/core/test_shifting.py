@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_told import Told, every, only, plan_in, slow_rank
 
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.commands import BreakGeneration, Command, DealShards, FenceWorker, Notice, PauseWorkers
 from rackrun.protocol.events import SlowRanksChanged
 from rackrun.protocol.ids import Generation
 from rackrun.protocol.job_config import JobConfig, SlowRanks
+from tests.core.core_told import Told, every, only, plan_in, slow_rank
 
 SHARDS = 36
 

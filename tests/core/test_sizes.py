@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_followed import FollowedCore
-from core_told import Told, every, only, plan_in, ranks
 
 from rackrun.core.policy.choice import parse_rules
 from rackrun.core.resize.growth_backoff import PAUSE_MS
@@ -27,6 +25,8 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Position, Rank, SlotId, Step, snapshot_id
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
+from tests.core.core_followed import FollowedCore
+from tests.core.core_told import Told, every, only, plan_in, ranks
 
 IN_PLACE, AGAIN = "in place", "entering main again"
 BOTH = pytest.mark.parametrize("how", [IN_PLACE, AGAIN])

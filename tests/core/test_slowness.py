@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pytest
-from core_told import Told, condemned, every, only, only_condemned, plan_in, slow_rank
 
 from rackrun.core.stragglers.straggler_response import SWAPS_MAX, WITHIN_MS
 from rackrun.protocol.commands import Answer, BreakGeneration, Command, Notice, PauseWorkers
@@ -14,6 +13,7 @@ from rackrun.protocol.events import BreakerClosed, ReturnRequested, ShrinkReques
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Position
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, condemned, every, only, only_condemned, plan_in, slow_rank
 
 
 def trained(

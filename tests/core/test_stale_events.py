@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 
 import pytest
-from core_told import Told, verdict_on
 
 from rackrun.protocol.events import (
     DeviceChecked,
@@ -31,6 +30,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import GatherOver, ResumeOver, StallsGathered
+from tests.core.core_told import Told, verdict_on
 
 FORMER, NOW = Generation(1), Generation(2)
 HERE = {"slot": SlotId("a/0"), "incarnation": Incarnation(1)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_told import Told, every, only, plan_in, stop_in
 
 from rackrun.core.faults.stalls import BUSY_HOLDS_MS
 from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, Notice, ReleaseWorkers, SetTimer, StopJob
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, only, plan_in, stop_in
 
 PHASE = "phase evaluate (run.every(4, ...)) after step 8"
 

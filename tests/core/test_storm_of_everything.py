@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-from core_followed import Followed, FollowedCore
-from core_model import Cluster
-from test_storms import ASKED, HEALTH, KINDS, SIZED, play
 
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.commands import Command, DealShards, GenerationPlan, ReleaseRack, RequestRack
 from rackrun.protocol.events import Event
 from rackrun.protocol.job_config import JobConfig, SlowRanks
+from tests.core.core_followed import Followed, FollowedCore
+from tests.core.core_model import Cluster
+from tests.core.test_storms import ASKED, HEALTH, KINDS, SIZED, play
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 250
 ORDERS = (

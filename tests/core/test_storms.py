@@ -8,9 +8,6 @@ import random
 from collections import Counter
 
 import pytest
-from core_followed import Followed, FollowedCore
-from core_model import SHORT, TIMEOUTS, Cluster, Process
-from core_told import slow_rank, verdict_on
 
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.commands import Notice
@@ -36,6 +33,9 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
 from rackrun.protocol.job_config import JobConfig, SlowRanks
+from tests.core.core_followed import Followed, FollowedCore
+from tests.core.core_model import SHORT, TIMEOUTS, Cluster, Process
+from tests.core.core_told import slow_rank, verdict_on
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 400
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_told import Told, every, only, plan_in, ranks, stop_in
 
 from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.protocol.commands import (
@@ -18,6 +17,7 @@ from rackrun.protocol.commands import (
 from rackrun.protocol.events import CostsMeasured, ScriptFailure, WorkerExited, WorkerParked, WorkerResumed
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.protocol.job_config import JobConfig
+from tests.core.core_told import Told, every, only, plan_in, ranks, stop_in
 
 
 def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_told import Told, condemned, every, only, only_condemned, plan_in, stop_in
 
 from rackrun.core.faults.triage import SELF_EXIT_MS
 from rackrun.protocol.commands import (
@@ -20,6 +19,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Position
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
+from tests.core.core_told import Told, condemned, every, only, only_condemned, plan_in, stop_in
 
 
 @pytest.fixture

@@ -1,8 +1,3 @@
-"""Tests of policies. They are no package: their helpers lie beside them."""
+"""Fixtures of the tests of policies."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from situations import situation
 
 import rackrun.policy
 from rackrun.errors import UsageError
@@ -28,6 +27,7 @@ from rackrun.policy import (
     refusal,
 )
 from rackrun.protocol.ids import Rank, SlotId
+from tests.policy.situations import situation
 
 SECONDS = st.none() | st.floats(0.0, 1e4)
 COSTS = st.builds(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from situations import situation
-
 from rackrun.policy import Rung, choose, parse_rules, parse_weights
+from tests.policy.situations import situation
 
 TABLE = Path(__file__).with_name("table.txt")
 ROWS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +14,7 @@ import torch
 from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.ids import Incarnation, SlotId
 from rackrun.worker.membership.worker_membership import WorkerMembership
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
-from harness import Ended, TinyCluster
+from tests.worker.harness import Ended, TinyCluster
 
 ABOUT_THE_DOUBLE = {"test_nccl_double", "test_breaks_on_devices", "test_progress"}
 """They say themselves when it is there."""

@@ -40,7 +40,6 @@ import torch
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-from nccl_double import install
 
 import rackrun
 from rackrun.checkpoint.durable.durable_store import DurableStore
@@ -89,6 +88,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 from rackrun.worker.state.tracked_state import TrackedState
+from tests.worker.nccl_double import install
 
 __all__ = ["HOSTS_ONLY", "Ended", "Paused", "Swap", "TinyCluster", "moments"]
 

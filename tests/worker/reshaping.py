@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import Ended, TinyCluster
-
 from rackrun.protocol.commands import (
     BreakGeneration,
     GenerationPlan,
@@ -37,6 +35,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import Generation, Position, Rank, Step
 from rackrun.protocol.wire import UnitCommitted
+from tests.worker.harness import Ended, TinyCluster
 
 __all__ = ["Change", "Reshaped", "Seen", "differences", "noted"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Ended, say
-from scripts import adam, ddp, fit
 
 from rackrun.errors import UsageError
 from rackrun.worker.batch.mesh_axes import MESH_VARIABLE, Axes, axes_of, fitted, unfit_because
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import adam, ddp, fit
 
 BY_LAUNCHER = {MESH_VARIABLE: "dp=4,tp=2"}
 

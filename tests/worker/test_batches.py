@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import harness  # noqa: F401 - sets the number of threads before torch is imported
 import pytest
 
 from rackrun.errors import UsageError
@@ -15,6 +14,7 @@ from rackrun.worker.batch.batch_runs import BatchRun, place, shards_before
 from rackrun.worker.batch.lr_rule import ScaleLR, factor_at, scaling
 from rackrun.worker.data.global_batch import Batches, data_ranks
 from rackrun.worker.data.loader import BatchPlan
+from tests.worker import harness  # noqa: F401 - sets the number of threads before torch is imported
 
 PLAN = BatchPlan(32, 2, 0)
 """16 micro-batches: 4 on each of 4 ranks."""

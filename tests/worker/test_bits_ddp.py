@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, moments, say
-from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.worker.integrity.unshared_buffers import ROW_BYTES_MAX
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, moments, say
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended, moments
-from scripts import STEPS, WIDTH, Samples, Script, adam, fit, loss_of, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, moments
+from tests.worker.scripts import STEPS, WIDTH, Samples, Script, adam, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

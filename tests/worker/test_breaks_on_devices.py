@@ -15,9 +15,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from nccl_double import EARLY, MODES, InStream, LateWork, Queue, Stream, stream_of
-from scripts import Samples, adam, ddp, fit, loss_of, net
 
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.heartbeat_page import HeartbeatPage
@@ -32,6 +29,9 @@ from rackrun.worker.membership import worker_membership as world_module
 from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_undo import Undo
+from tests.worker.harness import Ended, say
+from tests.worker.nccl_double import EARLY, MODES, InStream, LateWork, Queue, Stream, stream_of
+from tests.worker.scripts import Samples, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from scripts import ddp, net
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +28,7 @@ from rackrun.worker.torch_compat import c10d, feature_probe, require
 from rackrun.worker.torch_compat.data_parallel import fsdp, fsdp_reduce
 from rackrun.worker.torch_compat.install import _problems
 from tests.worker.forked import forked
+from tests.worker.scripts import ddp, net
 
 Patch = pytest.MonkeyPatch
 

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended
-from scripts import STEPS, WIDTH, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -22,6 +20,8 @@ from torch.utils.data import DataLoader
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended
+from tests.worker.scripts import STEPS, WIDTH, Samples, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 HERE = "test_conversions.py"

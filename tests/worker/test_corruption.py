@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended, TinyCluster, say
-from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
+from tests.worker.harness import Ended, TinyCluster, say
+from tests.worker.scripts import Script, adam, ddp, fit, net
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]

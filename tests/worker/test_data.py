@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import harness  # noqa: F401 - sets the number of threads before torch is imported
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from rackrun.errors import UsageError
 from rackrun.worker.batch.batch_runs import place
 from rackrun.worker.data.loader import BatchPlan, Shard
 from rackrun.worker.data.rng import derive, reseed
+from tests.worker import harness  # noqa: F401 - sets the number of threads before torch is imported
 
 GOLDEN_SEED = 1449691467326812477
 GOLDEN_ORDER = [11, 10, 0, 1, 7, 3, 4, 2, 8, 6, 5, 9]

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended, say
-from scripts import Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,6 +28,8 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import Samples, Script, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

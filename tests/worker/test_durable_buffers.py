@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Ended
-from scripts import Script, adam, ddp, fit
 from torch import nn
 
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended
+from tests.worker.scripts import Script, adam, ddp, fit
 
 Train = Callable[..., Ended]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Ended
-from scripts import adam, ddp, fit
 
 from rackrun.checkpoint.arena.memory_plan import Ceiling
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.checkpoint_buffer import Room
+from tests.worker.harness import Ended
+from tests.worker.scripts import adam, ddp, fit
 
 
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

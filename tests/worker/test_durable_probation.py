@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Ended
-from scripts import Script, adam, ddp, fit
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended
+from tests.worker.scripts import Script, adam, ddp, fit
 
 Train = Callable[..., Ended]
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended, moments, say
-from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,6 +22,8 @@ from rackrun.worker.exact.fixed_point import fixed_point
 from rackrun.worker.exact.fixed_point_scales import Scales, width_of
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, moments, say
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 
 fixed_point_c.load()  # compiled once, for all that is forked
 

@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Ended
-from scripts import STEPS, Samples, Script, adam, ddp, loss_of, net
-from test_exact import BATCH, Train, computed, loop, run_on, show_state
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,6 +16,9 @@ from rackrun.worker.exact.exact_checks import check_module, check_optimizer, che
 from rackrun.worker.exact.exactly_once import ExactlyOnce, Slot
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of, net
+from tests.worker.test_exact import BATCH, Train, computed, loop, run_on, show_state
 
 
 def trained(run: Run, model: nn.Module, backward: Callable[[Step, Loader], None]) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended
 from safetensors.torch import load_file
-from scripts import Samples, adam, ddp, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from rackrun.ctl.main import main as rackctl
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended
+from tests.worker.scripts import Samples, adam, ddp, loss_of, net
 
 EXTRA = nn.BatchNorm1d
 

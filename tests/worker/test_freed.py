@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HOSTS_ONLY, Ended, say
-from scripts import WIDTH, Samples, adam, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +19,8 @@ from rackrun.worker.steps.step import Step
 from rackrun.worker.tensors.freed_tensors import is_freed, refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
 from rackrun.worker.tensors.undo_copies import UndoCopies, same_bits
+from tests.worker.harness import HOSTS_ONLY, Ended, say
+from tests.worker.scripts import WIDTH, Samples, adam, loss_of, net
 
 Train = Callable[..., Ended]
 

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts import adam, ddp, fit
 
 from rackrun.errors import UsageError
 from rackrun.worker.communicators import gate_tree
@@ -31,6 +29,8 @@ from rackrun.worker.communicators.gate_tree import (
     with_gate_tree,
 )
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended
+from tests.worker.scripts import adam, ddp, fit
 
 Train = Callable[..., Ended]
 

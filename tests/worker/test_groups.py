@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended
-from scripts import Samples, adam, ddp, loss_of
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended
+from tests.worker.scripts import Samples, adam, ddp, loss_of
 
 Train = Callable[..., Ended]
 RANKS, STEPS = 5, 14

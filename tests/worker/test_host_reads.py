@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended, say
-from scripts import adam, ddp, fit
 from torch import nn
 
 import rackrun
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import adam, ddp, fit
 
 ROOT = Path(rackrun.__file__).parent
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "is_nonzero", "equal"}

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from scripts import WIDTH, Samples, loss_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,6 +26,8 @@ import rackrun
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps import unit_undo
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import WIDTH, Samples, loss_of
 
 Train = Callable[..., Ended]
 FEW, MANY = 40, 400

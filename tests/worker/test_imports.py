@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import say
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.worker.steps.hang_deadlines import _quantile
+from tests.worker.harness import say
 
 STEPS = 8
 """After the fifth, deadlines come from the steps' own times."""

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, Swap, moments, say
-from scripts import Samples, adam, ddp, fit, loss_of, net
 
 from rackrun.protocol.ids import Position
 from rackrun.worker.communicators.gate_tree import WithGateTree
@@ -22,6 +20,8 @@ from rackrun.worker.communicators.on_demand import OnDemand
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership import communicator_builder
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, Swap, moments, say
+from tests.worker.scripts import Samples, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 RANKS, STEPS, FIRST = 4, 7, 3

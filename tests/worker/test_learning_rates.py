@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import harness  # noqa: F401 - sets the number of threads before torch is imported
 import pytest
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rackrun.errors import StepError
 from rackrun.worker.batch.learning_rates import LearningRates
+from tests.worker import harness  # noqa: F401 - sets the number of threads before torch is imported
 
 FACTOR = 0.75
 

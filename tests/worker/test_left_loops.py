@@ -7,13 +7,13 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from harness import Ended
-from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
+from tests.worker.harness import Ended
+from tests.worker.scripts import Script, adam, ddp, fit, net
 
 Train = Callable[..., Ended]
 LAST = 6

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from scripts import Samples, adam, ddp, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -27,6 +25,8 @@ from rackrun.worker.restore import loop_end
 from rackrun.worker.steps.step import Step
 from rackrun.worker.tensors.tensor_bytes import local_part
 from rackrun.worker.tensors.undo_copies import NoRoom
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import Samples, adam, ddp, loss_of, net
 
 Train = Callable[..., Ended]
 MakeModel = Callable[[Run], nn.Module]

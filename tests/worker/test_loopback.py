@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import say
-from scripts import adam, ddp
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.collective_work import Guarded
 from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.torch_compat.data_parallel.ddp import reset
+from tests.worker import harness
+from tests.worker.harness import say
+from tests.worker.scripts import adam, ddp
 
 SIZE, RANK = 3, 1
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

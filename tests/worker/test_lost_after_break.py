@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from test_loop_end import ddp, doubled, fsdp, looped, total_of
-from test_lost_after_loop import die_once, weight
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, say
+from tests.worker.test_loop_end import ddp, doubled, fsdp, looped, total_of
+from tests.worker.test_lost_after_loop import die_once, weight
 
 Train = Callable[..., Ended]
 
@@ -157,7 +157,7 @@ def test_a_break_at_the_top_of_the_body_stays_one(train: Train, tmp_path: Path) 
     """The rule is known from the last step alone. The others have returned from main when a rank is lost."""
 
     def main(run: Run) -> None:
-        from scripts import Samples, adam, loss_of
+        from tests.worker.scripts import Samples, adam, loss_of
 
         run.every(1, lambda: None)
         model = ddp(run)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from test_loop_end import ddp, doubled, fsdp, looped, total_of
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.tensors.tensor_bytes import local_part
+from tests.worker.harness import Ended, say
+from tests.worker.test_loop_end import ddp, doubled, fsdp, looped, total_of
 
 Train = Callable[..., Ended]
 
@@ -405,7 +405,7 @@ def test_every_kind_of_tracked_object_is_as_the_loop_left_it(train: Train, tmp_p
             self.metric, self.weights = state["metric"], state["weights"]
 
     def main(run: Run) -> None:
-        from scripts import Samples, adam, loss_of
+        from tests.worker.scripts import Samples, adam, loss_of
 
         model = ddp(run)
         optimizer = adam(model)

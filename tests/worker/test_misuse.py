@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, moments
-from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, moments
+from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

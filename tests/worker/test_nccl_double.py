@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from nccl_double import MODES, Double, InStream, Stream
-from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, say
+from tests.worker.nccl_double import MODES, Double, InStream, Stream
+from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

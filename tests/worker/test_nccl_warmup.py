@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from scripts import adam, ddp, fit
 
 from rackrun.worker.loop import nccl_warmup
 from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import adam, ddp, fit
 
 Train = Callable[..., Ended]
 GPU = torch.device("cuda", 3)

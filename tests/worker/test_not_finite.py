@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended, TinyCluster, say
-from scripts import Samples, Script, adam, ddp, loss_of
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, TinyCluster, say
+from tests.worker.scripts import Samples, Script, adam, ddp, loss_of
 
 Train = Callable[..., Ended]
 Spoils = Callable[[Run, Step], float]

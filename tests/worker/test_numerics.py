@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ended, moments
-from scripts import adam, ddp, fit
 
 from rackrun.worker.device import numerics
 from rackrun.worker.device.numerics import numerics_of, unlike
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, moments
+from tests.worker.scripts import adam, ddp, fit
 
 Train = Callable[..., Ended]
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness import Ended, moments, say
-from scripts import STEPS, adam, ddp, fit, net
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, moments, say
+from tests.worker.scripts import STEPS, adam, ddp, fit, net
 
 Train = Callable[..., Ended]
 

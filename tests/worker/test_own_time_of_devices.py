@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from nccl_double import MODES
-from scripts import adam, ddp, fit, loss_of, net
 
 from rackrun.worker.device.own_time import OwnTimeMeter
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, say
+from tests.worker.nccl_double import MODES
+from tests.worker.scripts import adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

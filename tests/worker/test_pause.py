@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, Swap, TinyCluster, say
-from scripts import Bodies, Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -27,6 +25,8 @@ from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
+from tests.worker.harness import Ended, Swap, TinyCluster, say
+from tests.worker.scripts import Bodies, Script, adam, ddp, fit, net
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]

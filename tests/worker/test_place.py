@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import harness  # noqa: F401 - sets the number of threads before torch is imported
 import torch
 
 from rackrun.worker.process.main_thread_line import place_of_main_thread
+from tests.worker import harness  # noqa: F401 - sets the number of threads before torch is imported
 
 
 def seen_from_another_thread(do: Callable[[Callable[[], None]], None]) -> str:

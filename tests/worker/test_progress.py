@@ -8,10 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from harness import Ended, TinyCluster
-from nccl_double import stream_of
-from scripts import adam, ddp, fit
-from test_own_time_of_devices import Device, Place
 
 from rackrun.agent.tray.worker_liveness import _stall
 from rackrun.agent.workers.worker_handle import WorkerHandle
@@ -20,6 +16,10 @@ from rackrun.protocol.ids import Step
 from rackrun.worker.device.device_queue import queue_of
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.collective_progress import CollectiveProgress, Entered
+from tests.worker.harness import Ended, TinyCluster
+from tests.worker.nccl_double import stream_of
+from tests.worker.scripts import adam, ddp, fit
+from tests.worker.test_own_time_of_devices import Device, Place
 
 
 @pytest.fixture

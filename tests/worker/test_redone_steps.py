@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, Swap, say
-from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,6 +26,8 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_undo import Undo
+from tests.worker.harness import Ended, Swap, say
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 LARGE = 300_000

@@ -16,9 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from harness import Ended, TinyCluster, _hash, say
-from reshaping import Change, Reshaped, differences, noted
-from scripts import Bodies, Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +28,9 @@ from rackrun.protocol.ids import Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import WorkerMembership
+from tests.worker.harness import Ended, TinyCluster, _hash, say
+from tests.worker.reshaping import Change, Reshaped, differences, noted
+from tests.worker.scripts import Bodies, Script, adam, ddp, fit, net
 
 Make = Callable[[Run], nn.Module]
 Reshape = Callable[..., tuple[Ended, Reshaped]]

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
-from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +23,8 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_undo import Undo
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

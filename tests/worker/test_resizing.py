@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Ended, moments, say
-from scripts import STEPS, Samples, adam, ddp, loss_of
 from torch import nn
 
 from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, moments, say
+from tests.worker.scripts import STEPS, Samples, adam, ddp, loss_of
 
 Train = Callable[..., Ended]
 RANKS, BATCH, LONG = 4, (24, 2), 60

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import HOSTS_ONLY, Ended, moments
-from scripts import Samples, adam
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -29,6 +27,8 @@ from rackrun.worker.restore.restore_transfer import landing_places
 from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import HOSTS_ONLY, Ended, moments
+from tests.worker.scripts import Samples, adam
 
 Train = Callable[..., Ended]
 CPU = torch.device("cpu")

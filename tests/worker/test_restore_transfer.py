@@ -7,11 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import nccl_double
 import pytest
 import torch
-from harness import HOSTS_ONLY, Ended, moments
-from test_restore import wide
 
 from rackrun.worker.communicators.communicator import PointToPoint
 from rackrun.worker.restore import process_vm, restore_layout, restore_transfer
@@ -25,6 +22,9 @@ from rackrun.worker.restore.restore_layout import (
 )
 from rackrun.worker.restore.restore_transfer import Given, Landing
 from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
+from tests.worker import nccl_double
+from tests.worker.harness import HOSTS_ONLY, Ended, moments
+from tests.worker.test_restore import wide
 
 Train = Callable[..., Ended]
 CPU = torch.device("cpu")

@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Ended, _hash
-from harness import say as said_by
-from scripts import Samples, Script, adam, ddp, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,6 +24,9 @@ from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.data.rng import derive, reseed
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, _hash
+from tests.worker.harness import say as said_by
+from tests.worker.scripts import Samples, Script, adam, ddp, loss_of, net
 
 Train = Callable[..., Ended]
 Worlds = tuple[int, Sequence[tuple[int, int]]]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_state import carried
 from torch import nn
 from torch.amp import GradScaler
 
 from rackrun.worker.state.scaler_state import ScalerState
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.unit_undo import Undo
+from tests.worker.test_state import carried
 
 
 class Scaled:

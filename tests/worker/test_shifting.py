@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Ended, TinyCluster, moments
-from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -20,6 +18,8 @@ from rackrun.worker.batch.microbatch_collectives import Meetings
 from rackrun.worker.batch.share_changes import Deals
 from rackrun.worker.data.loader import BatchPlan, Shard
 from rackrun.worker.loop.run import Run
+from tests.worker.harness import Ended, TinyCluster, moments
+from tests.worker.scripts import Script, adam, ddp, fit, net
 
 Train = Callable[..., Ended]
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Ended, say
-from scripts import Samples, adam, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -27,6 +25,8 @@ from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, say
+from tests.worker.scripts import Samples, adam, fit, loss_of, net
 
 Train = Callable[..., Ended]
 

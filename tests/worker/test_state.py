@@ -8,7 +8,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import harness  # noqa: F401 - sets the number of threads before torch is imported
 import msgspec
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.unit_undo import Undo
 from rackrun.worker.tensors.device_digest import device_digest
 from rackrun.worker.tensors.tensor_bytes import digest
+from tests.worker import harness  # noqa: F401 - sets the number of threads before torch is imported
 
 
 class Counter:

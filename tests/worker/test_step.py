@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, moments, say
-from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -23,6 +21,8 @@ from rackrun.worker.data.loader import BatchPlan
 from rackrun.worker.data.rng import derive, reseed
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended, moments, say
+from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 
 Train = Callable[..., Ended]
 ROOT = Path(__file__).resolve().parents[2]

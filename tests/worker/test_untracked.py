@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Ended
-from scripts import adam, ddp, fit
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -19,6 +17,8 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.script.script_checks import _elements
 from rackrun.worker.script.untracked_changes import UntrackedChanges
 from rackrun.worker.state.tracked_state import TrackedState
+from tests.worker.harness import Ended
+from tests.worker.scripts import adam, ddp, fit
 
 
 class Bank:
