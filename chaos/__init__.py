@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.faults.network.network_partition import Partition
     from rackrun.chaos.faults.processes.crash_at_point import CrashAt
     from rackrun.chaos.faults.processes.duplicate_process import Duplicate
+    from rackrun.chaos.faults.processes.exhaust_descriptors import ExhaustDescriptors
     from rackrun.chaos.faults.processes.exhaust_memory import ExhaustMemory
     from rackrun.chaos.faults.processes.kill import Kill
     from rackrun.chaos.faults.processes.preempt_tray import Preempt
@@ -67,6 +68,7 @@ __all__ = [
     "DiskFails",
     "DiskFull",
     "Duplicate",
+    "ExhaustDescriptors",
     "ExhaustMemory",
     "FlipBit",
     "GpuFails",

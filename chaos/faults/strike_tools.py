@@ -96,6 +96,9 @@ class StrikeTools(Protocol):
     def throttle(self, share: float) -> Injected:
         """Give the processes only a share of a processor."""
 
+    def limit_descriptors(self) -> Injected:
+        """Let the processes open nothing more, until the fault is taken back."""
+
     def order(self, fault: BaseFault) -> Injected:
         """Have each process carry out the fault from inside, as its row's ``inside`` says."""
 

@@ -19,6 +19,7 @@ from rackrun.chaos.injectors.processes.return_and_duplicate import Doubled, Retu
 from rackrun.chaos.injectors.processes.signals import Killed, Paused, Preempted
 from rackrun.chaos.injectors.resources.bit_flips import Flipped, checkpoint_bit, snapshot_bit
 from rackrun.chaos.injectors.resources.clock_jumps import Stepped
+from rackrun.chaos.injectors.resources.descriptor_limits import WithoutDescriptors
 from rackrun.chaos.injectors.resources.gpu_errors import Reported
 from rackrun.chaos.injectors.resources.memory_exhaustion import Confined, memory_here
 from rackrun.chaos.injectors.resources.storage_faults import Failing, Filled, checkpoints_of
@@ -55,6 +56,9 @@ class JobTools:
         processes, undo = self._processes(), self._job.undo
         above = quota_here(processes[0].pid)
         return ByTurns(processes, share, undo) if above is None else ByQuota(processes, share, undo, above)
+
+    def limit_descriptors(self) -> Injected:
+        return WithoutDescriptors(self._processes(), self._job.undo)
 
     def start_agents(self) -> Injected:
         return All([Returned(self._job, one.name) for one in self._subjects])

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import tempfile
 import weakref
@@ -340,6 +341,29 @@ async def test_a_worker_whose_store_is_gone_does_not_start_and_says_so(rig):
     assert "127.0.0.1:9" in ended.failure.message
     assert rig.out.read_text() == ""
     assert await rig.end(3) == 0
+
+
+async def test_a_worker_for_which_no_descriptor_is_left_is_a_failed_start_and_its_tray_stays(rig):
+    await rig.start("import os, time; print('trains', os.environ['RANK'], flush=True); time.sleep(3600)")
+    await rig.start_worker(0, 1)
+    await rig.line("trains 0")
+    used = {int(name) for name in os.listdir(f"/proc/{rig.agent}/fd")}
+    free = next(number for number in range(len(used) + 1) if number not in used)
+    soft, hard = resource.prlimit(rig.agent, resource.RLIMIT_NOFILE)
+    for room in range(5):  # a worker takes five before its process exists
+        resource.prlimit(rig.agent, resource.RLIMIT_NOFILE, (free + room, hard))
+        await rig.start_worker(1, 2 + room)
+        ended = await rig.coordinator.exit_of(2 + room)
+        assert (ended.exit_code, ended.signal, ended.failure.type) == (None, None, "rackrun.StartFailed")
+        assert "Too many open files" in ended.failure.message
+    assert len(os.listdir(f"/proc/{rig.agent}/fd")) == len(used), "what was opened is closed again"
+    resource.prlimit(rig.agent, resource.RLIMIT_NOFILE, (soft, hard))
+    await rig.start_worker(1, 20)
+    await rig.line("trains 1")
+    await rig.fence(0, 1)
+    await rig.fence(1, 20)
+    assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
+    assert await rig.end() == 0
 
 
 async def test_what_the_launcher_wants_done_at_its_own_end_is_not_done_at_a_workers(rig):

@@ -21,7 +21,7 @@ from rackrun.chaos.plan.definition import kind_of
 from rackrun.chaos.simulator.fuzzing.draw_job import DISK, FAMILIES, FEW
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_A_MODEL = {"duplicate", "gpu_fails"}
+WITHOUT_A_MODEL = {"duplicate", "exhaust_descriptors", "gpu_fails"}
 SCENARIOS = {
     "chaos/plan/shrink_plan.py",
     "chaos/runs/draw_run.py",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import operator
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,10 +35,11 @@ from rackrun.chaos.injectors.common.inprocess_orders import Ordered
 from rackrun.chaos.injectors.doctor import check_plan, examine
 from rackrun.chaos.injectors.processes.cpu_slowdown import ByQuota, ByTurns, quota_here
 from rackrun.chaos.injectors.processes.signals import Killed, Paused, Preempted
+from rackrun.chaos.injectors.resources.descriptor_limits import WithoutDescriptors
 from rackrun.chaos.inprocess.inprocess_faults import _Hooks
 from rackrun.chaos.plan.definition import AtPoint, Inject, Plan
 from rackrun.chaos.testbed.machine.processes import Process
-from rackrun.chaos.testbed.machine.undo_log import UndoLog
+from rackrun.chaos.testbed.machine.undo_log import UndoLog, heal_all
 
 WAIT_S = 60.0
 
@@ -93,6 +96,35 @@ def test_a_pause_has_taken_effect_when_the_kernel_says_so_and_ends_when_it_is_ta
     paused.take_back()
     assert process.state not in ("T", "")
     assert not list(undo.folder.iterdir())
+
+
+OPENS = "import sys\nfor _ in sys.stdin:\n    try: open('/dev/null').close(); print('opened', flush=True)\n    except OSError as error: print(error.errno, flush=True)"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_who_has_no_descriptor_left_can_open_nothing_until_it_is_taken_back(by_hand: bool, undo: UndoLog) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def tries() -> str:
+            print(file=child.stdin, flush=True)
+            return child.stdout.readline().strip()  # type: ignore[union-attr]
+
+        assert tries() == "opened"
+        process = Process.of(child.pid)
+        assert process is not None
+        strike = WithoutDescriptors([process], undo)
+        assert strike.outcome().took
+        assert tries() == str(errno.EMFILE)
+        if by_hand:
+            heal_all(undo.folder)
+        strike.take_back()
+        assert tries() == "opened"
+        child.stdin.close()
+    assert not WithoutDescriptors([process], undo).outcome().took
 
 
 def test_who_leaves_within_the_notice_is_not_killed(start: Callable[..., Process]) -> None:

@@ -293,6 +293,7 @@ SHIPPED = {
     "two_of_each": ("--trays", "4", "--spares", "1"),
     "disk_full": (*OPTIONS, *CHECKPOINTS),
     "disk_stands_still": (*OPTIONS, *CHECKPOINTS),
+    "no_descriptors": ("--trays", "3", "--nproc-per-node", "1", "--spares", "1"),
     "clocks_jump": OPTIONS,
     "tray_cut_off": ("--trays", "3", "--nproc-per-node", "1", "--spares", "1", "--lease", "5"),
     "cut_from_peers": ("--trays", "3", "--nproc-per-node", "1", "--spares", "1"),

@@ -6,7 +6,7 @@ import time
 
 from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
-from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
+from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.targets import A_RANK
 
 __all__ = ["ROW", "DelayCollective"]

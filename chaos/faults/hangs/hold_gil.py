@@ -6,7 +6,7 @@ import ctypes
 
 from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
-from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
+from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike, VirtualWorker

@@ -6,7 +6,7 @@ import random
 
 from rackrun.chaos.faults.fault_row import FaultAndTarget, FaultRow, StrikeCost
 from rackrun.chaos.faults.fault_types import PROCESSES, WORKERS, BaseFault, Family, Subjects
-from rackrun.chaos.faults.hangs.short_stops import is_short, shorter
+from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, THE_COORDINATOR
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike, VirtualWorker
 

@@ -6,7 +6,7 @@ import msgspec
 
 from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
-from rackrun.chaos.faults.hangs.short_stops import shorter
+from rackrun.chaos.faults.short_stops import shorter
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike, VirtualWorker

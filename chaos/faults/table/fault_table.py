@@ -14,6 +14,7 @@ from rackrun.chaos.faults.network import bad_link, network_partition
 from rackrun.chaos.faults.processes import (
     crash_at_point,
     duplicate_process,
+    exhaust_descriptors,
     exhaust_memory,
     kill,
     preempt_tray,
@@ -47,6 +48,7 @@ _ROWS: tuple[FaultRow[Any], ...] = (
     step_clock.ROW,
     duplicate_process.ROW,
     poison_batch.ROW,
+    exhaust_descriptors.ROW,
 )
 FAULTS: Mapping[type[BaseFault], FaultRow[Any]] = {type(row.example): row for row in _ROWS}
 """Class of a fault -> its row. The order counts: what is drawn from a seed depends on it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ __all__ = [
     "RemoveRules",
     "RemoveTree",
     "RestoreGpu",
+    "SetDescriptors",
     "SetClock",
     "SetSize",
     "Undo",
@@ -110,6 +112,14 @@ class SetClock(_Undo, frozen=True, tag="set_clock"):
     pages: tuple[str, ...]
 
 
+class SetDescriptors(_Undo, frozen=True, tag="set_descriptors"):
+    """Set the limits of a process's open files."""
+
+    process: Process
+    soft: int
+    hard: int
+
+
 class EndJob(_Undo, frozen=True, tag="end_job"):
     """Kill all processes with this mark in their environment, or whose ``/dev/shm`` is the file system at
     ``shared``."""
@@ -142,6 +152,7 @@ Undo = (
     | RestoreGpu
     | SetSize
     | SetClock
+    | SetDescriptors
     | EndJob
     | RemoveRules
     | RemoveHosts
@@ -240,6 +251,10 @@ def _take_back(undo: Undo) -> None:  # noqa: PLR0912 - one for each kind
             for page in pages:
                 with contextlib.suppress(FileNotFoundError):
                     move(Path(page), 0.0)
+        case SetDescriptors(process, soft, hard):
+            if process.state:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
         case EndJob(mark, shared):
             kill_marked(mark, Path(shared) if shared else None)
         case RemoveTree(path):

@@ -147,8 +147,8 @@ class TrayAgent:
             case t.AdmitWorker():
                 self._start(effect)
             case t.FindStore():
-                worker = self._workers[_id_of(effect.command)]
-                self._starts[worker.id] = self._loop.create_task(self._bring_up(worker))
+                if worker := self._workers.get(_id_of(effect.command)):  # else this host could not hold it
+                    self._starts[worker.id] = self._loop.create_task(self._bring_up(worker))
             case t.ForkWorker():
                 self._ask_for(self._workers[_id_of(effect.command)])
             case t.KillWorker():
@@ -162,7 +162,8 @@ class TrayAgent:
             case t.BuryWorker():
                 self._bury(effect.worker)
             case t.ForgetWorker():
-                self._workers.pop(effect.worker).forget()
+                if worker := self._workers.pop(effect.worker, None):
+                    worker.forget()
             case _:
                 assert_never(effect)
 
@@ -192,7 +193,7 @@ class TrayAgent:
             worker = self._workers[worker_id] = WorkerHandle(admit.command, self._deliver)
         except OSError as error:
             self._tell(t.WorkerStartFailed(worker_id, str(error)))
-            raise
+            return
         if admit.plan is not None:
             worker.send(frame(admit.plan))
 
@@ -299,8 +300,10 @@ class TrayAgent:
 
     def _report(self, ended: t.ReportExit) -> None:
         worker = self._workers.get(ended.worker)
-        if worker is None:
-            return  # this host could not even hold it, and the agent ends
+        if worker is None:  # this host could not hold it, because it has no descriptor left, say
+            at = ended.worker
+            self.uplink.event(WorkerExited(slot=at.slot, incarnation=at.incarnation, failure=ended.failure))
+            return
         worker.reported = True
         if (sealed := worker.untold()) is not None:
             self.uplink.forward(t.Urgency.SOON, encode(sealed))

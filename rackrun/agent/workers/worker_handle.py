@@ -52,12 +52,22 @@ class WorkerHandle:
         self.called_to, self.called_with_plan = 0, False
         self.told: tuple[Generation, Position] = Generation(0), BEGIN
         """The last unit that it reported as committed, and its generation then."""
-        page_fd = HeartbeatPage.create(command.slot)
-        self.page = HeartbeatPage(page_fd)
         name = f"rackrun-snapshot-{command.slot}-{command.incarnation}"
-        self.snapshot_fds = (_memfd(f"{name}-a"), _memfd(f"{name}-b"))
-        ours, theirs = socket.socketpair()
-        self.channel = AgentChannel(ours, lambda body: deliver(self, body))
+        with contextlib.ExitStack() as opened:  # closed again where a later one cannot be opened
+            page_fd = HeartbeatPage.create(command.slot)
+            opened.callback(os.close, page_fd)
+            self.page = HeartbeatPage(page_fd)
+            opened.callback(self.page.close)
+            first = _memfd(f"{name}-a")
+            opened.callback(os.close, first)
+            second = _memfd(f"{name}-b")
+            opened.callback(os.close, second)
+            ours, theirs = socket.socketpair()
+            opened.enter_context(ours)
+            opened.enter_context(theirs)
+            self.channel = AgentChannel(ours, lambda body: deliver(self, body))
+            opened.pop_all()
+        self.snapshot_fds = (first, second)
         self._birth_fds: tuple[int, ...] = (theirs.detach(), page_fd)
         self._held: list[bytes] = []
         self._releasing: asyncio.Task[None] | None = None

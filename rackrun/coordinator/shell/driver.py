@@ -173,6 +173,8 @@ class Driver:
         self._handling = False
         self._timers: set[asyncio.TimerHandle] = set()
         self._step_log = StepLog(self._line)
+        self._unusable: set[tuple[type, type]] = set()
+        """Type of a telemetry message and of the error that it caused: each is shown once."""
         self._elastic, self._protected, self._told_protected = False, "", ""
 
     # -- who is there
@@ -241,8 +243,11 @@ class Driver:
                 continue
             try:
                 self._hear(message, now_ms)
-            except Exception:  # noqa: BLE001 - what is told about a job must not end it
-                _log.exception("telemetry that cannot be used: %r", message)
+            except Exception as error:  # noqa: BLE001 - what is told about a job must not end it
+                kind = type(message), type(error)
+                if kind not in self._unusable:
+                    self._unusable.add(kind)
+                    _log.exception("telemetry that cannot be used (further ones are not shown): %r", message)
         if lines:
             self._step_log.take(lines)
         if self.over is None and (news := self._pace.news()) is not None:

@@ -171,7 +171,7 @@ class Stragglers:
         own, limits = self._row, self.limits
         peers, noise = np.empty_like(own), np.empty_like(own)
         groups = np.array([seat.group for seat in self._seats])
-        for group in np.unique(groups):
+        for group in sorted({seat.group for seat in self._seats}):
             at = groups == group
             peers[at] = usual = max(_lower_median(own[at]), 1e-9)
             noise[at] = _lower_median(np.abs(own[at] - usual)) / usual
