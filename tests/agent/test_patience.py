@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from rackrun.agent.workers.hang_detector import HeldUp, Patience, Signs, starved_ns, works
+from rackrun.agent.workers.hang_detector import AgentPauses, ProgressTimer, Signs, starved_ns, works
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
 
 S = 1_000_000_000
@@ -21,23 +21,23 @@ def signs(at: float, *, cpu: float = 0.0, ran: float = 0.0, waited: float = 0.0,
     return Signs(int(at * S), int(cpu * S), {1: (int(ran * S), int(waited * S))}, io, wakes)
 
 
-def watched(*seen: Signs) -> Patience:
-    patience = Patience()
+def watched(*seen: Signs) -> ProgressTimer:
+    patience = ProgressTimer()
     patience.progressed(0, 0)
     for one in seen:
         patience.saw(one)
     return patience
 
 
-def overdue(patience: Patience, at: float, busy: int = BUSY, held: float = 0.0) -> bool:
+def overdue(patience: ProgressTimer, at: float, busy: int = BUSY, held: float = 0.0) -> bool:
     return patience.overdue(int(at * S), int(held * S), IDLE, busy)
 
 
 def test_time_for_which_the_agent_did_not_run_is_nobodys() -> None:
     """Progress from just before it, which the agent sees only after it, is not old."""
-    held = HeldUp()
+    held = AgentPauses()
     held.add(10, 30)
-    patience = Patience()
+    patience = ProgressTimer()
     patience.progressed(9, held.by(9))
     assert patience.quiet_ns(31, held.total_ns) == 2
     patience.progressed(20, held.by(20))
@@ -47,7 +47,7 @@ def test_time_for_which_the_agent_did_not_run_is_nobodys() -> None:
 
 
 def test_an_agent_that_is_held_up_again_and_again_was_held_up_all_the_time() -> None:
-    held = HeldUp()
+    held = AgentPauses()
     for start in (10, 30, 50):
         held.add(start, start + 20)
     assert [held.by(at) for at in (9, 10, 35, 70, 80)] == [0, 0, 25, 60, 60]

@@ -22,7 +22,7 @@ from rackrun.agent.gpus.start_checks import SHARE
 from rackrun.agent.host import proc
 from rackrun.agent.host.cgroup import Cgroup
 from rackrun.agent.host.priority import finish_off
-from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.agent.worker_start.worker_logs import WorkerLogs
 from rackrun.protocol.agent_config import FillerConfig
 from rackrun.protocol.ids import Incarnation, SlotId
 from rackrun.protocol.wire import FillerTold
@@ -104,7 +104,7 @@ class Fillers:
         self,
         config: FillerConfig,
         slots: int,
-        logs: Logs,
+        logs: WorkerLogs,
         place_of: Callable[[int], Binding],
         *,
         gpus: int,

@@ -53,7 +53,7 @@ class FillerOrder(TypedDict):
     """Whether the filler gets the lowest processor priority."""
 
 
-class _Cage:
+class _Supervisor:
     def __init__(self, order: FillerOrder) -> None:
         self._order = order
         self._cgroup = Cgroup(order["cgroup"]) if order["cgroup"] else None
@@ -206,7 +206,7 @@ def main() -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         order: FillerOrder = json.loads(sys.argv[2])
-        os._exit(_Cage(order).run())
+        os._exit(_Supervisor(order).run())
     except BaseException:  # noqa: BLE001 - the agent looks for what a killed cage has left
         traceback.print_exc()
     finally:

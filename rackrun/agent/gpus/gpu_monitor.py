@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rackrun.agent.gpus.gpu_verdicts import DeviceEvent, Judge
+from rackrun.agent.gpus.gpu_verdicts import DeviceEvent, GpuVerdicts
 from rackrun.agent.gpus.start_checks import check_start
 from rackrun.agent.gpus.tray_description import by_driver, is_of, named_cliques, reconciled
 from rackrun.agent.gpus.visible_gpus import visible_gpus
@@ -34,7 +34,7 @@ from rackrun.topology.model.errors import SourcesDisagree, TopologyError
 from rackrun.topology.placement.rank_environment import Binding
 from rackrun.topology.sources.partial_topology import PartialTopology, merge
 
-__all__ = ["Devices", "GpuMonitorTimes"]
+__all__ = ["GpuMonitor", "GpuMonitorTimes"]
 
 _LIBRARY = "libnvidia-ml.so.1"
 
@@ -51,7 +51,7 @@ class GpuMonitorTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds before NVML is tried again: at first and at most. Each pause is twice as long as the one before."""
 
 
-class Devices:
+class GpuMonitor:
     """The monitor, on the running loop. Call `joined` first, then `tell`, and `close` at the end.
 
     ``env``: variables for NVML's process, in addition to this process's. ``kernel_log``: path of the log; "": none.
@@ -81,7 +81,7 @@ class Devices:
         self.refusal = ""
         """Why no worker can compute here (`rackrun.agent.gpus.start_checks`); "": workers can."""
         self._bindings: dict[int, Binding] = {}
-        self._judge = Judge(config.tray, config.slots, named_cliques(self._files), ignored_by(self._environment))
+        self._judge = GpuVerdicts(config.tray, config.slots, named_cliques(self._files), ignored_by(self._environment))
         self._watch: NvmlWatch | None = None
         self._log: KernelLog | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -111,7 +111,7 @@ class Devices:
 
     @property
     def unjudged(self) -> str:
-        """As `Judge.unjudged`."""
+        """As `GpuVerdicts.unjudged`."""
         return self._judge.unjudged
 
     def tell(self, tell: Callable[[DeviceEvent], None]) -> None:

@@ -14,13 +14,13 @@ from rackrun.topology.health.ignored_checks import HEALTH_VARIABLE, Part, is_lon
 from rackrun.topology.health.tray_health import Said, TrayHealth
 from rackrun.topology.model.racks import CliqueId
 
-__all__ = ["DeviceEvent", "Judge", "cliques_of"]
+__all__ = ["DeviceEvent", "GpuVerdicts", "cliques_of"]
 
 DeviceEvent = DeviceJudged | DeviceChecked | TrayDescribed
 _UP = (NvlinkState.ACTIVE, NvlinkState.SLEEP)
 
 
-class Judge:
+class GpuVerdicts:
     """``handle(at_ms, said) -> events``. Before `begin`, it is unknown which GPU belongs to which slot.
 
     ``cliques``: the clique that each slot should join, from the rack file; if it names none, the one of the first

@@ -16,17 +16,17 @@ from typing import assert_never
 import msgspec
 
 from rackrun.agent.fillers.filler_runner import Fillers
-from rackrun.agent.gpus.gpu_monitor import Devices
+from rackrun.agent.gpus.gpu_monitor import GpuMonitor
 from rackrun.agent.host import proc
-from rackrun.agent.snapshots.mirror import Holder
-from rackrun.agent.snapshots.snapshot_parity import Set
+from rackrun.agent.snapshots.mirror import CopyHolder
+from rackrun.agent.snapshots.snapshot_parity import RankParitySet
 from rackrun.agent.tray import tray_facts as t
 from rackrun.agent.tray.tray_machine import TrayMachine
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.worker_start.fork_server import Forked, ForkServer, Reaped
-from rackrun.agent.worker_start.tcp_stores import Stores, StoreUnreachable
+from rackrun.agent.worker_start.tcp_stores import StoreUnreachable, TcpStores
 from rackrun.agent.worker_start.torchrun_environment import worker_environment
-from rackrun.agent.worker_start.worker_logs import Logs, Outputs
+from rackrun.agent.worker_start.worker_logs import WorkerLogs, WorkerStreams
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.channel import frame
 from rackrun.protocol import commands as c
@@ -49,9 +49,9 @@ class TrayAgent:
         self,
         config: AgentConfig,
         server: ForkServer,
-        stores: Stores,
-        logs: Logs,
-        devices: Devices,
+        stores: TcpStores,
+        logs: WorkerLogs,
+        devices: GpuMonitor,
         fillers: Fillers,
     ) -> None:
         self._config = config
@@ -90,17 +90,17 @@ class TrayAgent:
             worker.channel.drain()  # its last messages come before its exit, and may explain it
             self._tell(t.EndSeen(worker.id, *proc.exit_code_and_signal(status)))
 
-    def destination(self, worker: WorkerHandle) -> Holder | Set | None:
+    def destination(self, worker: WorkerHandle) -> CopyHolder | RankParitySet | None:
         """Return where a worker's snapshots are copied to, according to the latest plan; None: nowhere."""
         if self._machine.resume is None:
             return None
         plan = self._machine.resume.plan
         if holder := plan.mirrors.get(TrayId(self._config.tray)):
             address, _, tray = holder.partition("/")
-            return Holder(plan.generation, tray, address)
+            return CopyHolder(plan.generation, tray, address)
         ranks = [m.rank for m in plan.members if (m.slot, m.incarnation) == (worker.slot, worker.incarnation)]
         sets = (of for of in plan.sets if any(keeper.rank in ranks for keeper in of))
-        return next((Set(plan.generation, ranks[0], of, plan.parity) for of in sets), None)
+        return next((RankParitySet(plan.generation, ranks[0], of, plan.parity) for of in sets), None)
 
     # -- facts and effects
     def obey(self, command: c.WorkerCommand) -> None:
@@ -207,7 +207,7 @@ class TrayAgent:
 
     def _ask_for(self, worker: WorkerHandle) -> None:
         """Ask the fork server for a worker's process."""
-        outputs: Outputs | None = None
+        outputs: WorkerStreams | None = None
         command = msgspec.structs.replace(worker.command, rank=first_rank(worker.command))
         try:
             index = _index_of(command.slot)

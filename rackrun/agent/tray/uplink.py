@@ -37,7 +37,7 @@ from rackrun.agent.tray.coordinator_lease import (
 )
 from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.link.channel import frame
-from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, Numbered, Welcome
+from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, NumberedLink, Welcome
 from rackrun.protocol.agent_config import AgentConfig
 from rackrun.protocol.commands import WorkerCommand
 from rackrun.protocol.events import Event
@@ -65,7 +65,7 @@ class Uplink:
         self._lease = CoordinatorLease(config.lease_s, orphan_s, now_s, config.coordinator)
         self._session = ""
         """The coordinator's name for the link; "": no `Welcome` has been received yet."""
-        self._numbered = Numbered()
+        self._numbered = NumberedLink()
         self._senseless = False
         """Whether the coordinator has sent something that cannot be carried out; it would not send again what came with
         it."""
@@ -140,7 +140,7 @@ class Uplink:
         self._waiting.extendleft(
             (Urgency.NOW, data) for data in reversed(unheard[1:])
         )  # the first is sent after the welcome
-        self._session, self._numbered = "", Numbered()
+        self._session, self._numbered = "", NumberedLink()
         self._idle.clear()
 
     def job_is_over(self) -> None:

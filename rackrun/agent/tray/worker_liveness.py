@@ -19,7 +19,7 @@ import time
 from rackrun.agent.snapshots.mirror import Mirror
 from rackrun.agent.tray.tray import TrayAgent
 from rackrun.agent.tray.uplink import Uplink
-from rackrun.agent.workers.hang_detector import HeldUp, Patience
+from rackrun.agent.workers.hang_detector import AgentPauses, ProgressTimer
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
@@ -63,7 +63,7 @@ class LivenessWatch:
         self._floor_ms = stall_floor_ms
         self._loop = asyncio.get_running_loop()
         self._looked_ns = time.monotonic_ns()
-        self._held = HeldUp()
+        self._held = AgentPauses()
         self._timer = self._loop.call_later(_PERIOD_S, self._look)
 
     def look_soon(self) -> None:
@@ -131,7 +131,7 @@ class LivenessWatch:
             patience.prolonged = True
             self._uplink.event(_busy(worker, awaited=False))
 
-    def _compared(self, worker: WorkerHandle, patience: Patience, now_ns: int) -> bool:
+    def _compared(self, worker: WorkerHandle, patience: ProgressTimer, now_ns: int) -> bool:
         """Return whether to report now that a worker waits, or is idle where its history says too little, although its
         limit is not over."""
         page, held_ns = worker.page, self._held.total_ns
@@ -158,7 +158,7 @@ class LivenessWatch:
             self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
         return due
 
-    def _see(self, worker: WorkerHandle, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
+    def _see(self, worker: WorkerHandle, patience: ProgressTimer, now_ns: int, limit_ns: int, from_ns: int) -> None:
         """Look at a worker's process, if it made no progress for more than ``from_ns``."""
         if patience.quiet_ns(now_ns, self._held.total_ns) <= from_ns:
             return
@@ -166,7 +166,7 @@ class LivenessWatch:
             patience.saw(read_signs(worker.pid)._replace(spins=worker.page.spins))
             worker.page.ask_place()
 
-    def _overdue(self, worker: WorkerHandle, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
+    def _overdue(self, worker: WorkerHandle, patience: ProgressTimer, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
         self._see(worker, patience, now_ns, idle_ns, idle_ns // 2)
         return patience.overdue(now_ns, self._held.total_ns, idle_ns, busy_ns)
 

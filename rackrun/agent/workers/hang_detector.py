@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["HeldUp", "Patience", "Signs"]
+__all__ = ["AgentPauses", "ProgressTimer", "Signs"]
 
 _BUSY_SHARE = 0.05
 _LIVES_SHARE, _LIVES_BYTES_PER_S = 0.01, 4096
@@ -101,7 +101,7 @@ def lives(before: Signs, now: Signs) -> bool:
 
 
 @dataclass(slots=True)
-class HeldUp:
+class AgentPauses:
     """How long the agent itself did not run. Its workers may not have run either, so this time does not count for
     them."""
 
@@ -123,7 +123,7 @@ class HeldUp:
 
 
 @dataclass(slots=True)
-class Patience:
+class ProgressTimer:
     """How long one worker has been without progress, since its last progress or its last report."""
 
     since_ns: int = -1

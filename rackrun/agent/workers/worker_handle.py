@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rackrun.agent.host import proc
 from rackrun.agent.workers.agent_channel import AgentChannel
-from rackrun.agent.workers.hang_detector import Patience
+from rackrun.agent.workers.hang_detector import ProgressTimer
 from rackrun.link import robust_mutex
 from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.commands import StartWorker
@@ -43,7 +43,7 @@ class WorkerHandle:
         """Whether it was reaped, or never existed."""
         self.doomed = False
         """Whether it must be killed, if need be as soon as it exists."""
-        self.patience, self.silence = Patience(), Patience()
+        self.patience, self.silence = ProgressTimer(), ProgressTimer()
         """Times without progress of its main thread, and of its control thread."""
         self.stopped_ns = self.plain_ns = 0
         """Since when a process without rackrun's threads has been stopped, and when it is looked at again."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.core.stragglers.shares import sharing
 from rackrun.protocol.commands import GenerationPlan
@@ -107,7 +107,7 @@ def check_ledger(
     ``units`` holds for each reported commit: position, rank, generation, and the number of samples that its gate
     counted (None: not reported).
     """
-    proof = _Proof(plans, axes, folded)
+    proof = _LedgerChecker(plans, axes, folded)
     for at, rank, generation, samples in units:
         proof.told(at, rank, generation, samples)
     for row in rows:
@@ -132,7 +132,7 @@ def fold(
     gate. ``before``: what was kept earlier, if the unit was computed again. ``goes_on(generation, rank)`` returns
     whether that rank reported a later unit in that generation; it is called only for ranks without rows.
     """
-    proof = _Proof(plans, axes, [before] if before else [])
+    proof = _LedgerChecker(plans, axes, [before] if before else [])
     for rank, generation, samples in units:
         proof.told(at, rank, generation, samples)
     for row in rows:
@@ -141,9 +141,9 @@ def fold(
     return proof.left(at), proof.result(0, all_told=True)
 
 
-class _Proof:
+class _LedgerChecker:
     def __init__(self, plans: Mapping[int, GenerationPlan], axes: Axes, folded: Iterable[Folded] = ()) -> None:
-        self._plans, self._axes, self._eras = plans, axes, Eras(plans)
+        self._plans, self._axes, self._eras = plans, axes, RollbackEras(plans)
         self._folded = {one.at: one for one in folded if self._eras.counts(one.at, one.generation)}
         self._units: dict[Position, dict[int, _Execution]] = defaultdict(dict)
         self._last_of: dict[tuple[int, int], Position] = {}

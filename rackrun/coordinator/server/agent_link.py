@@ -21,7 +21,7 @@ from aiohttp import web
 
 from rackrun.coordinator.server.message_validation import unlikely
 from rackrun.link.address import host_and_port
-from rackrun.link.reliable_messages import BATCH_BYTES, Numbered, Welcome
+from rackrun.link.reliable_messages import BATCH_BYTES, NumberedLink, Welcome
 from rackrun.protocol.events import Event
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.wire import Telemetry
@@ -62,7 +62,7 @@ class AgentLink:
         """When this process had last stood still for longer than between two pings."""
         self.stood_s = 0.0
         """For how many seconds it had stood still."""
-        self.numbered = Numbered()
+        self.numbered = NumberedLink()
         self.connection: web.WebSocketResponse | None = None
         """The current connection; None: it is broken."""
         self.overflowed = asyncio.Event()

@@ -17,7 +17,7 @@ from typing import Protocol, assert_never
 import msgspec
 
 from rackrun.coordinator.journal.journal_writer import Journal, JournalError
-from rackrun.coordinator.observe.job_progress import JobProgress, LastWords, Ledger
+from rackrun.coordinator.observe.job_progress import JobProgress, Ledger, UnreportedCommits
 from rackrun.coordinator.observe.metrics import Metrics
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.coordinator.observe.slow_ranks import SlowWatch
@@ -138,7 +138,7 @@ class Driver:
         self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.slow)
         self.recoveries: list[RecoveryRecord] = []
         self.requests = Requests(self.finished)
-        self._last_words = LastWords()
+        self._last_words = UnreportedCommits()
         self._core = core
         self._journal = journal
         loop = asyncio.get_running_loop()

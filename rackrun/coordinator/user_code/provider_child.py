@@ -60,10 +60,10 @@ def main() -> int:
         loaded = Loaded(expected_s=None if expected_s is None else max(float(expected_s), 0.0))
     except BaseException as error:  # noqa: BLE001 - a user's module may do anything while it is imported
         only(pid)
-        _Desk(None, answers, console, pid).say(Loaded(trouble=f"cannot be loaded: {told(error)}"))
+        _ProviderCalls(None, answers, console, pid).say(Loaded(trouble=f"cannot be loaded: {told(error)}"))
         return 1
     only(pid)
-    desk = _Desk(provider, answers, console, pid)
+    desk = _ProviderCalls(provider, answers, console, pid)
     desk.say(loaded)
     for line in commands:
         desk.take(msgspec.json.decode(line, type=Downward))
@@ -88,7 +88,7 @@ def load(spec: str) -> Provider:
     return found
 
 
-class _Desk:
+class _ProviderCalls:
     def __init__(self, provider: Provider | None, answers: BinaryIO, console: int, pid: int) -> None:
         self._provider = provider
         self._answers = answers
