@@ -115,11 +115,11 @@ class _Agent:
             unjudged=devices.unjudged,
         )
         tray.uplink = uplink = Uplink(config, joined, tray.obey, _ORPHAN_S)
-        devices.tell(uplink.event)
+        devices.report_to(uplink.event)
         fillers.tell = lambda told: uplink.forward(Urgency.SOON, encode(told))
         mirror = Mirror(config.token, tray.destination, uplink.event)
         watch = LivenessWatch(tray, uplink, mirror, config.stall_floor_ms)
-        tray.worker_is_new = watch.look_soon
+        tray.worker_is_new = watch.check_soon
         tray.leave = leave.set_result
         because = f"SIGTERM to the agent of {config.tray}"
         loop.add_signal_handler(signal.SIGTERM, tray.leave_soon, because, 128 + signal.SIGTERM)

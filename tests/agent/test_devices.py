@@ -172,7 +172,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
 
 async def joined(watched: Watched) -> dict[int, tuple[str, ...]]:
     found = await watched.devices.joined()
-    watched.devices.tell(watched.tell)
+    watched.devices.report_to(watched.tell)
     return found
 
 

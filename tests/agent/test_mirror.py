@@ -169,7 +169,7 @@ async def worker() -> AsyncIterator[WorkerHandle]:
     yield made
     made.sent_off()
     made.buried()
-    made.forget()
+    made.close_memory()
     made.page.close()
 
 
@@ -178,7 +178,7 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
 ) -> None:
     told: list[Event] = []
     mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", holder.address), told.append)
-    mirror.look(worker)
+    mirror.update(worker)
     body = seal(worker.snapshot_fds[1], 4)
     worker.page.seal_snapshot(1, 4)
     assert not worker.page.mirroring
@@ -218,12 +218,12 @@ async def test_a_copy_that_fails_is_over_and_says_so(holder: CopyHolder, worker:
 async def test_with_one_tray_nothing_is_copied(worker: WorkerHandle) -> None:
     mirror = Mirror(TOKEN, lambda worker: None, lambda event: None)
     worker.page.want_mirror(4, -1, 1)
-    mirror.look(worker)
+    mirror.update(worker)
     assert worker.page.mirroring
     await mirror.close()
 
 
 async def pushed(mirror: Mirror, worker: WorkerHandle) -> None:
-    mirror.look(worker)
+    mirror.update(worker)
     await mirror._pushing[worker]
     assert not worker.page.mirroring

@@ -82,7 +82,7 @@ class Rack:
         """Returns the step that its page says is elsewhere."""
         page, mirror = self.trays[rank].worker.page, self.mirrors[rank]
         page.want_mirror(step, besides, generation)
-        mirror.look(self.trays[rank].worker)
+        mirror.update(self.trays[rank].worker)
         await mirror._pushing[self.trays[rank].worker]
         assert not page.mirroring
         return page.mirrored
@@ -152,7 +152,7 @@ async def workers() -> AsyncIterator[list[WorkerHandle]]:
     for worker in made:
         worker.sent_off()
         worker.buried()
-        worker.forget()
+        worker.close_memory()
         worker.page.close()
 
 

@@ -230,7 +230,7 @@ class Fillers:
         process.stdin.close()
         process.returncode = 0  # the agent reaps it itself
         run.pid = process.pid
-        self._tell(run, "running")
+        self._report(run, "running")
 
     # -- ends
     def _ended(self, place: _Place, run: _Run, status: int) -> None:
@@ -248,7 +248,7 @@ class Fillers:
             where = self._logs.filler_path(_index_of(run.slot)) or "its output, with --log-dir"
             said = f"has ended at once {_IN_VAIN_MAX} times ({how}), and is not started there again"
             _say(f"the filler beside {run.slot} {said}. See {where}")
-        self._tell(run, state, run.because or how, self._loop.time() - run.asked if run.because else None)
+        self._report(run, state, run.because or how, self._loop.time() - run.asked if run.because else None)
         run.gone.set()
         if self._closing or place.spare is None:
             return
@@ -315,10 +315,10 @@ class Fillers:
         for place in self._places:
             if (run := place.run) is not None and run.pid:
                 run.cpu_s = max(run.cpu_s, proc.cpu_seconds(run.pid))
-                self._tell(run, "running")
+                self._report(run, "running")
         self._sampling = self._loop.call_later(self._config.sample_s, self._sample)
 
-    def _tell(self, run: _Run, state: str, because: str = "", gone_s: float | None = None) -> None:
+    def _report(self, run: _Run, state: str, because: str = "", gone_s: float | None = None) -> None:
         self.tell(
             FillerTold(
                 slot=run.slot,

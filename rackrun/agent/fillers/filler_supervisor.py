@@ -85,7 +85,7 @@ class _Supervisor:
             if now >= deadline:
                 return
             if now >= told:
-                self._tell()
+                self._report_state()
                 told, deadline = math.inf, now + self._order["grace_s"]
                 continue
             for fd, _ in self._poll.poll(min(_SESSIONS_S, told - now, deadline - now) * 1e3):
@@ -126,7 +126,7 @@ class _Supervisor:
                     lower_session(pid)
         self._sessions = seen
 
-    def _tell(self) -> None:
+    def _report_state(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             try:
                 os.killpg(self._pid, signal.SIGTERM)

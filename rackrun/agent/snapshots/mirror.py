@@ -133,7 +133,7 @@ class Mirror:
         self._pushing: dict[WorkerHandle, asyncio.Task[None]] = {}
         self._to: dict[WorkerHandle, CopyHolder | RankParitySet] = {}
 
-    def look(self, worker: WorkerHandle) -> None:
+    def update(self, worker: WorkerHandle) -> None:
         """Begin a push if the worker wants one, and cancel one whose destination is outdated. Called regularly."""
         to = self._destination(worker)
         if worker in self._pushing and self._to[worker] != to:
@@ -146,7 +146,7 @@ class Mirror:
             self._pushing[worker], self._to[worker] = task, to
             task.add_done_callback(lambda _: (self._pushing.pop(worker), self._to.pop(worker)))
 
-    def forget_all_but(self, living: Collection[WorkerHandle]) -> None:
+    def cancel_all_but(self, living: Collection[WorkerHandle]) -> None:
         """Cancel the pushes of workers that have ended. The world goes on from copies that are elsewhere already."""
         for worker, task in self._pushing.items():
             if worker not in living:

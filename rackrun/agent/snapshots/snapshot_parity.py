@@ -123,7 +123,7 @@ class KeptParityRows:
         kept = self._rows.get(key)
         return kept.memory.fd if kept is not None and kept.whole else None
 
-    async def take(
+    async def add_stripe(
         self,
         key: RowKey,
         stripe_set: StripeSet,

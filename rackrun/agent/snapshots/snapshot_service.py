@@ -197,7 +197,7 @@ class SnapshotService:
             owner, length, besides = int(query["owner"]), int(query["length"]), int(query["besides"])
             self._check_generation(key.generation)
             body = request.content.iter_chunked(_CHUNK_BYTES)
-            await self._rows.take(key, StripeSet(members, int(query["parity"])), owner, length, body)
+            await self._rows.add_stripe(key, StripeSet(members, int(query["parity"])), owner, length, body)
             await self._prune(besides)
         except OverMemoryLimit as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None

@@ -96,7 +96,7 @@ class Uplink:
             while True:
                 try:
                     async with self._connect(session) as socket:
-                        await self._converse(socket)
+                        await self._exchange_messages(socket)
                         if self._closing or self._over or self._senseless:
                             return LeaseEnd.LOST
                         _break(socket)
@@ -178,7 +178,7 @@ class Uplink:
                 kept.append(item)
         self._waiting = kept
 
-    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _exchange_messages(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Exchange messages until the connection ends."""
         welcome = await self._welcome(socket)
         if welcome is None:
@@ -195,7 +195,7 @@ class Uplink:
         writer = asyncio.create_task(self._write(socket, again))
         self.connected = True
         try:
-            async for packet in self._heard(socket):
+            async for packet in self._messages(socket):
                 for body in self._numbered.unpack(packet):
                     self._carry_out(decode_command(body))
                 self._wake.set()  # there may be room for more
@@ -227,7 +227,7 @@ class Uplink:
                 return msgspec.json.decode(message.data, type=Welcome)
         return None
 
-    async def _heard(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
+    async def _messages(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
         """Yield messages until the connection ends, or has been silent for so long that the coordinator must have given
         this agent up.
 
@@ -266,11 +266,11 @@ class Uplink:
             self._wake.clear()
             self._urgent.clear()
             while self._waiting and self._numbered.has_room:
-                await socket.send_bytes(self._numbered.pack([data for _, data in self._take()]))
+                await socket.send_bytes(self._numbered.pack([data for _, data in self._take_waiting()]))
             if not self._waiting:
                 self._idle.set()
 
-    def _take(self) -> list[tuple[Urgency, bytes]]:
+    def _take_waiting(self) -> list[tuple[Urgency, bytes]]:
         batch: list[tuple[Urgency, bytes]] = []
         size = 0
         while self._waiting and (not batch or size + len(self._waiting[0][1]) <= BATCH_BYTES):

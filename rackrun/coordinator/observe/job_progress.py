@@ -93,7 +93,7 @@ class UnreportedCommits:
         self._open: dict[Rank, UnitSealed] = {}
         self._plans: deque[GenerationPlan] = deque(maxlen=_PLANS_MAX)
 
-    def heard(self, unit: UnitSealed) -> None:
+    def record(self, unit: UnitSealed) -> None:
         """Record a unit. It counts for the rank that the worker held when it computed it, which may have changed
         since."""
         for plan in self._plans:

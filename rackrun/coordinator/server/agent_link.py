@@ -169,7 +169,7 @@ class AgentLink:
                 await self._filled.wait()
                 self._filled.clear()
                 while self._outbox and self.numbered.has_room:
-                    await connection.send_bytes(self.numbered.pack(self._take()))
+                    await connection.send_bytes(self.numbered.pack(self._take_waiting_frames()))
                 if self.numbered.owes_much:
                     await connection.send_bytes(self.numbered.pack())
                 if self._closing:
@@ -185,7 +185,7 @@ class AgentLink:
         if self._outbox or self.numbered.owes_much:
             self._filled.set()
 
-    def _take(self) -> list[bytes]:
+    def _take_waiting_frames(self) -> list[bytes]:
         batch, size = list[bytes](), 0
         while self._outbox and (not batch or size + len(self._outbox[0]) <= BATCH_BYTES):
             batch.append(self._outbox.popleft())

@@ -12,7 +12,7 @@ import traceback
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["Pipes", "find", "only", "told", "wires"]
+__all__ = ["Pipes", "find", "exit_in_forks", "error_text", "open_pipes"]
 
 _PR_SET_PDEATHSIG = 1
 _TOLD_MAX = 500
@@ -26,7 +26,7 @@ class Pipes(NamedTuple):
     up: BinaryIO
 
 
-def wires(up: int) -> Pipes:
+def open_pipes(up: int) -> Pipes:
     """Open the pipes, and make this process end with its parent. ``up`` is the descriptor that leads to the parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(up, False)  # not inherited by programs that user code starts
@@ -47,13 +47,13 @@ def find(name: str) -> object:
     return found
 
 
-def only(pid: int) -> None:
+def exit_in_forks(pid: int) -> None:
     """End this process if it is a fork that user code has made, and not process ``pid``."""
     if os.getpid() != pid:
         os._exit(0)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error as text for the parent. The traceback goes to standard error."""
     with suppress(Exception):  # the error may not be printable
         traceback.print_exception(error)
