@@ -17,7 +17,7 @@ from rackrun.chaos.inprocess.state_recorder import EndState, StepState, read_end
 from rackrun.chaos.plan.conductor import StrikeRecord
 from rackrun.chaos.plan.definition import Plan
 from rackrun.chaos.testbed.job_under_test import JobResult
-from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_reader import resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import Goodput, read_report
@@ -236,7 +236,7 @@ def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
     _read_snapshots(journal, trace)
     last = "SELECT max(committed_at_ms) FROM units WHERE (step, phase) = (SELECT step, phase FROM units ORDER BY step DESC, phase DESC LIMIT 1)"
     trace.last_commit_ms = journal.execute(last).fetchone()[0]
-    eras = Eras({plan.generation: plan for plan in trace.plans})
+    eras = RollbackEras({plan.generation: plan for plan in trace.plans})
     for step, phase, gate, generation in journal.execute(
         "SELECT step, phase, gate, generation FROM units ORDER BY generation"
     ):

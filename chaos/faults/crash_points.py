@@ -55,7 +55,7 @@ _COORDINATOR = {
     "coordinator_event": "coordinator.shell.driver:Driver._handle",
     "coordinator_persist": "coordinator.shell.driver:Driver._persist",
     "coordinator_send": "coordinator.shell.driver:Driver._send",
-    "coordinator_heard": "coordinator.shell.driver:Driver.heard",
+    "coordinator_heard": "coordinator.shell.driver:Driver.receive_telemetry",
     "coordinator_close": "coordinator.server.http_server:Server.close",
 }
 FUNCTIONS = {**_WORKER, **_AGENT, **_COORDINATOR}

@@ -29,7 +29,7 @@ from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.faults.fault_types import name_of
 from rackrun.chaos.faults.table.fault_table import all_faults
 from rackrun.chaos.runs.draw_run import FLAGS, Drawn, draw_flags, draw_run
-from rackrun.chaos.runs.reference_run import Twin, run_reference, writable
+from rackrun.chaos.runs.reference_run import ReferenceRun, run_reference, writable
 from rackrun.chaos.runs.run_plan import Summary, run_plan
 from rackrun.errors import UsageError
 
@@ -121,7 +121,7 @@ class _References:
         self._locks: dict[_Same, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def of(self, drawn: Drawn) -> Twin:
+    def of(self, drawn: Drawn) -> ReferenceRun:
         """Return the reference of a drawn job. Raises `UsageError` when the script fails without faults."""
         same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
         alone = JobLayout(slots=same.ranks)
@@ -134,7 +134,7 @@ class _References:
             if not (folder / "reference.json").exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 run_reference(command, folder)
-        return Twin(folder, command)
+        return ReferenceRun(folder, command)
 
 
 def run_campaign(  # noqa: PLR0913 - all but three have a default

@@ -18,12 +18,12 @@ from rackrun.chaos.evidence.run_evidence import Trace, read_trace
 from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.errors import UsageError
 
-__all__ = ["Reference", "Twin", "make_folder", "read_reference", "run_reference", "writable"]
+__all__ = ["Reference", "ReferenceRun", "make_folder", "read_reference", "run_reference", "writable"]
 
 REFERENCE_LIMIT_S = 3600.0
 
 
-class Twin(NamedTuple):
+class ReferenceRun(NamedTuple):
     """A run without faults of another command, which must compute the same."""
 
     folder: Path

@@ -55,7 +55,7 @@ from rackrun.chaos.plan.definition import (
 )
 from rackrun.chaos.plan.survivability import check_budget, check_targets
 from rackrun.chaos.report.write_reports import report_on
-from rackrun.chaos.runs.reference_run import Reference, Twin, make_folder, read_reference, run_reference
+from rackrun.chaos.runs.reference_run import Reference, ReferenceRun, make_folder, read_reference, run_reference
 from rackrun.chaos.runs.repro_script import write_repro
 from rackrun.chaos.testbed.host_placement import check_hosts, hosts_needed, links_needed, trays_of
 from rackrun.chaos.testbed.job_under_test import JobResult, JobUnderTest, Sight, checkpoints_in
@@ -75,7 +75,7 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     *,
     out: Path,
     seed: int | None = None,
-    reference: Path | Twin | None = None,
+    reference: Path | ReferenceRun | None = None,
     limit_s: float | None = None,
     env: Mapping[str, str] | None = None,
     step_by_step: bool = False,
@@ -100,18 +100,20 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
         plan = msgspec.structs.replace(plan, seed=seed)
     check_run(plan, command)
     check_script(command)
-    twin = reference if isinstance(reference, Twin) else Twin(reference or out / "reference", command)
+    reference_run = (
+        reference if isinstance(reference, ReferenceRun) else ReferenceRun(reference or out / "reference", command)
+    )
     if reference is not None:
-        read_reference(twin.folder, twin.command, step_by_step=step_by_step)
+        read_reference(reference_run.folder, reference_run.command, step_by_step=step_by_step)
     make_folder(out)
     (out / "plan.yaml").write_text(write_plan(plan))
     if reference is None:
         tell("the run without faults")
-        run_reference(command, twin.folder, env=env, step_by_step=step_by_step, limit_s=limit_s)
-    known = read_reference(twin.folder, twin.command, step_by_step=step_by_step)
+        run_reference(command, reference_run.folder, env=env, step_by_step=step_by_step, limit_s=limit_s)
+    known = read_reference(reference_run.folder, reference_run.command, step_by_step=step_by_step)
     limit_s = 60.0 + 10 * known.seconds if limit_s is None else limit_s
     tell(f"the run with faults, seed {plan.seed}")
-    reference_trace = read_trace(twin.folder / "run", twin.folder / "inside", whole=False)
+    reference_trace = read_trace(reference_run.folder / "run", reference_run.folder / "inside", whole=False)
     performance = Performance(
         plan, command, out, env, tell, step_by_step=step_by_step, last_step=reference_trace.last_step
     )
@@ -144,14 +146,16 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
         may_differ=tuple(may_differ),
         late_s=performance.late_s,
     )
-    summary = _summary(evidence, known, command, out, twin.folder)
+    summary = _summary(evidence, known, command, out, reference_run.folder)
     if any(verdict.oracle in COMPARED and verdict.holds is False for verdict in summary.verdicts):
         tell("they differ: the run without faults once more")
         again = repeat or (
-            lambda: run_reference(twin.command, out / "again", env=env, step_by_step=step_by_step, limit_s=limit_s)
+            lambda: run_reference(
+                reference_run.command, out / "again", env=env, step_by_step=step_by_step, limit_s=limit_s
+            )
         )
         evidence = dataclasses.replace(evidence, again=again())
-        summary = _summary(evidence, known, command, out, twin.folder)
+        summary = _summary(evidence, known, command, out, reference_run.folder)
         summary = msgspec.structs.replace(summary, diagnosis=_diagnosis(evidence))
     write_summary(out, summary)
     (out / "resolved.json").write_bytes(

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rackrun.chaos.simulator.instant_workers import Crowd
+from rackrun.chaos.simulator.instant_workers import InstantWorkers
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.events import DrainRequested, TimerFired, TrayLost, WorkerSevered
 from rackrun.protocol.ids import Generation, Step, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import ResumeOver
 
-__all__ = ["STORIES", "Cost", "Story", "crowd_of", "measure", "play"]
+__all__ = ["STORIES", "Cost", "Scenario", "instant_workers_of", "measure", "play"]
 
 SLOTS = 4
 TRIES = 5
@@ -39,11 +39,11 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class Scenario:
     """One scenario of a job that trains."""
 
-    tell: Callable[[Crowd], None]
-    before: Callable[[Crowd], None] = lambda crowd: crowd.train()
+    tell: Callable[[InstantWorkers], None]
+    before: Callable[[InstantWorkers], None] = lambda crowd: crowd.train()
     """What happens before the measurement."""
     own: bool = False
     """Whether each rank's shard is its own, so that no rank has a replica."""
@@ -54,21 +54,21 @@ class Story:
     ends: str = "training"
 
 
-def _one(crowd: Crowd) -> None:
+def _one(crowd: InstantWorkers) -> None:
     crowd.settle([crowd.killed(crowd.rank(len(crowd.workers) // 2))])
 
 
-def _many(crowd: Crowd) -> None:
+def _many(crowd: InstantWorkers) -> None:
     """Many ranks are lost at once; the workers that replace them start one after the other in their slots."""
     crowd.settle([crowd.killed(worker) for worker in crowd.workers[::AT_ONCE]])
 
 
-def _a_tray(crowd: Crowd) -> None:
+def _a_tray(crowd: InstantWorkers) -> None:
     tray = tray_of(crowd.rank(len(crowd.workers) // 2).slot)
     crowd.settle([TrayLost(at_ms=crowd.at_ms, tray=tray, because="its lease lapsed")])
 
 
-def _nobody(crowd: Crowd) -> None:
+def _nobody(crowd: InstantWorkers) -> None:
     first = crowd.rank(0)
     assert crowd.plan is not None
     crowd.settle(
@@ -84,23 +84,23 @@ def _nobody(crowd: Crowd) -> None:
     )
 
 
-def _with_copies(crowd: Crowd) -> None:
+def _with_copies(crowd: InstantWorkers) -> None:
     crowd.train()
     crowd.tell(crowd.copied((Step(crowd.done - 7), Step(crowd.done))))
 
 
-def _with_old_copies(crowd: Crowd) -> None:
+def _with_old_copies(crowd: InstantWorkers) -> None:
     crowd.train()
     crowd.tell(crowd.copied((Step(crowd.done - 7), Step(crowd.done))))
     crowd.train(1)
 
 
-def _with_parity(crowd: Crowd) -> None:
+def _with_parity(crowd: InstantWorkers) -> None:
     crowd.train()
     crowd.tell(crowd.striped(Step(crowd.done)))
 
 
-def _drain(crowd: Crowd) -> None:
+def _drain(crowd: InstantWorkers) -> None:
     """A whole tray is drained; then all snapshots are copied to other trays, and the tray is empty."""
     tray = tray_of(crowd.rank(0).slot)
     crowd.settle([DrainRequested(at_ms=crowd.at_ms, request="drain", target=tray, wait=True, steps=crowd.done)])
@@ -108,37 +108,41 @@ def _drain(crowd: Crowd) -> None:
     crowd.settle(crowd.copied((Step(crowd.done),)))
 
 
-def _copies(crowd: Crowd) -> None:
+def _copies(crowd: InstantWorkers) -> None:
     crowd.tell(crowd.copied((Step(crowd.done),)))
 
 
-def _end(crowd: Crowd) -> None:
+def _end(crowd: InstantWorkers) -> None:
     crowd.settle(crowd.finished())
 
 
 _SHRINK = parse_rules("shrink,wait")
-STORIES: Mapping[str, Story] = {
-    "everybody's snapshot is copied": Story(tell=_copies),
-    "one is lost and replaced": Story(tell=_one),
-    "many are lost, and wait for others to start": Story(tell=_many, spares=False),
-    "a tray is lost, its ranks restored from copies": Story(tell=_a_tray, before=_with_copies, own=True),
-    "a tray is lost, and all go back": Story(tell=_a_tray, before=_with_old_copies, own=True),
-    "the same, from parity": Story(tell=_a_tray, before=_with_parity, own=True, options={"snapshot_copies": "xor"}),
-    "many are lost, and the others go on": Story(tell=_many, spares=False, options={"min_ranks": 1, "rules": _SHRINK}),
-    "a connection breaks, nobody is lost": Story(tell=_nobody),
-    "a tray is drained": Story(tell=_drain, before=_with_copies),
-    "all finish": Story(tell=_end, before=_with_copies, ends="stopped"),
+STORIES: Mapping[str, Scenario] = {
+    "everybody's snapshot is copied": Scenario(tell=_copies),
+    "one is lost and replaced": Scenario(tell=_one),
+    "many are lost, and wait for others to start": Scenario(tell=_many, spares=False),
+    "a tray is lost, its ranks restored from copies": Scenario(tell=_a_tray, before=_with_copies, own=True),
+    "a tray is lost, and all go back": Scenario(tell=_a_tray, before=_with_old_copies, own=True),
+    "the same, from parity": Scenario(tell=_a_tray, before=_with_parity, own=True, options={"snapshot_copies": "xor"}),
+    "many are lost, and the others go on": Scenario(
+        tell=_many, spares=False, options={"min_ranks": 1, "rules": _SHRINK}
+    ),
+    "a connection breaks, nobody is lost": Scenario(tell=_nobody),
+    "a tray is drained": Scenario(tell=_drain, before=_with_copies),
+    "all finish": Scenario(tell=_end, before=_with_copies, ends="stopped"),
 }
 
 
-def crowd_of(ranks: int, story: Story | None = None, clock: Callable[[], float] = time.process_time) -> Crowd:
+def instant_workers_of(
+    ranks: int, story: Scenario | None = None, clock: Callable[[], float] = time.process_time
+) -> InstantWorkers:
     """Return a job of this many ranks that has begun and trains."""
     story = story or STORIES["one is lost and replaced"]
     training = SLOTS - 1 if story.spares else SLOTS
     trays = -(-ranks // training)
     options = {"trays_min": trays, "trays_max": trays, "spares": trays * SLOTS - ranks, **story.options}
     config = msgspec.convert(options, JobConfig)
-    crowd = Crowd(trays, SLOTS, config, own=story.own, clock=clock)
+    crowd = InstantWorkers(trays, SLOTS, config, own=story.own, clock=clock)
     assert crowd.core.view().phase == "training"
     return crowd
 
@@ -146,7 +150,7 @@ def crowd_of(ranks: int, story: Story | None = None, clock: Callable[[], float] 
 def play(ranks: int, name: str, clock: Callable[[], float] = time.process_time) -> Cost:
     """Measure one of `STORIES` with this many ranks."""
     story = STORIES[name]
-    crowd = crowd_of(ranks, story, clock)
+    crowd = instant_workers_of(ranks, story, clock)
     story.before(crowd)
     crowd.forget_costs()
     story.tell(crowd)
@@ -158,7 +162,7 @@ def play(ranks: int, name: str, clock: Callable[[], float] = time.process_time) 
 def measure(ranks: int, *, repeats: int = 20_000, clock: Callable[[], float] = time.process_time) -> list[Cost]:
     """Measure the start, an old timer and all stories for a job of ``ranks``, and return the costs, with their sum
     last."""
-    crowd = min((crowd_of(ranks, clock=clock) for _ in range(TRIES)), key=lambda begun: begun.cpu_s)
+    crowd = min((instant_workers_of(ranks, clock=clock) for _ in range(TRIES)), key=lambda begun: begun.cpu_s)
     found = [Cost(f"{ranks} ranks begin", crowd.events, crowd.cpu_s)]
     crowd.forget_costs()
     crowd.tell([TimerFired(timer=ResumeOver(Generation(0)))] * repeats)

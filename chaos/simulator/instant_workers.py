@@ -42,10 +42,10 @@ from rackrun.protocol.ids import Position, Rank, Step, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import GatherOver
 
-__all__ = ["Crowd"]
+__all__ = ["InstantWorkers"]
 
 
-class Crowd:
+class InstantWorkers:
     """The workers of one job. ``config`` is without the trays.
 
     ``own``: each rank's state is its own; otherwise all ranks are replicas of each other.

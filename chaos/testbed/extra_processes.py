@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rackrun.chaos.testbed.machine.processes import Process
 
-__all__ = ["Beside", "Guest"]
+__all__ = ["ExtraProcesses", "ExtraProcess"]
 
 
 @dataclass
-class Guest:
+class ExtraProcess:
     """A process that was started beside the job."""
 
     process: Process
@@ -36,7 +36,7 @@ class Guest:
         self._popen.wait()
 
 
-class Beside:
+class ExtraProcesses:
     """Starts and keeps the extra processes of one job.
 
     ``python`` is the command that runs a Python module in the job, ``arguments`` are the launcher's, and ``agents`` is
@@ -48,13 +48,13 @@ class Beside:
         self, folder: Path, python: Sequence[str], arguments: Sequence[str], env: Mapping[str, str], agents: Path
     ) -> None:
         self._folder, self._python, self._arguments, self._env, self._agents = folder, python, arguments, env, agents
-        self._guests: list[Guest] = []
+        self._guests: list[ExtraProcess] = []
 
     @property
     def pids(self) -> set[int]:
         return {guest.process.pid for guest in self._guests}
 
-    def agent(self, tray: str) -> Guest:
+    def agent(self, tray: str) -> ExtraProcess:
         """Start an agent for ``tray``, as a batch system would. Raises ``OSError`` when there is no such tray."""
         config = os.open(self._agents / tray, os.O_RDONLY)
         try:
@@ -62,7 +62,7 @@ class Beside:
         finally:
             os.close(config)
 
-    def coordinator(self) -> Guest:
+    def coordinator(self) -> ExtraProcess:
         """Start the same command once more, as a user might, which gives a second coordinator."""
         return self._start(["rackrun", *self._arguments], "coordinator")
 
@@ -73,7 +73,7 @@ class Beside:
         for path in self._agents.iterdir():
             path.unlink()  # secret, though no longer valid
 
-    def _start(self, module: Sequence[str], name: str, fds: Sequence[int] = ()) -> Guest:
+    def _start(self, module: Sequence[str], name: str, fds: Sequence[int] = ()) -> ExtraProcess:
         path = self._folder / f"{name}-{len(self._guests)}.txt"
         with path.open("wb") as said:
             popen = subprocess.Popen(
@@ -87,5 +87,5 @@ class Beside:
             )
         process = Process.of(popen.pid)
         assert process is not None, "not reaped yet"
-        self._guests.append(Guest(process, path, popen))
+        self._guests.append(ExtraProcess(process, path, popen))
         return self._guests[-1]

@@ -24,7 +24,7 @@ from rackrun.chaos.base.job_command import option
 from rackrun.chaos.faults.targets import Scene, SlotOccupant
 from rackrun.chaos.inprocess.inprocess_faults import FOLDER, POINTS
 from rackrun.chaos.inprocess.state_recorder import FREE, STEP_BY_STEP, let_go_on
-from rackrun.chaos.testbed.extra_processes import Beside
+from rackrun.chaos.testbed.extra_processes import ExtraProcesses
 from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack
 from rackrun.chaos.testbed.machine.fake_clock import ClockPages
 from rackrun.chaos.testbed.machine.leaked_resources import LeakedResources
@@ -126,7 +126,9 @@ class JobUnderTest:
             name: value,
         }
         python = [*self._remains.before, sys.executable, "-m"]
-        self.beside = Beside(folder, python, ["--out-dir", str(self.run), *arguments], full_env, self.inside / "agents")
+        self.beside = ExtraProcesses(
+            folder, python, ["--out-dir", str(self.run), *arguments], full_env, self.inside / "agents"
+        )
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
         self.started_s = time.monotonic()
         try:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from rackrun.agent.fillers.filler_runner import Fillers
-from rackrun.agent.gpus.gpu_monitor import Devices
+from rackrun.agent.gpus.gpu_monitor import GpuMonitor
 from rackrun.agent.host import proc
 from rackrun.agent.snapshots.mirror import Mirror
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
@@ -28,8 +28,8 @@ from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.tray.worker_liveness import LivenessWatch
 from rackrun.agent.worker_start.fork_server import ForkServer, preload, unsound_because
-from rackrun.agent.worker_start.tcp_stores import Stores
-from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.agent.worker_start.tcp_stores import TcpStores
+from rackrun.agent.worker_start.worker_logs import WorkerLogs
 from rackrun.agent.worker_start.worker_main import open_standard_streams
 from rackrun.checkpoint.redundancy import isal
 from rackrun.link.exchange import ExchangeServer
@@ -95,11 +95,11 @@ class _Agent:
         descriptor_limit.raise_limit()
         leave: asyncio.Future[bool] = loop.create_future()
         """Set when the agent has to leave: to whether the job failed, or its time is up."""
-        devices = Devices(config)
-        stores = Stores(config.advertise, config.tray, config.token)
+        devices = GpuMonitor(config)
+        stores = TcpStores(config.advertise, config.tray, config.token)
         reserve = RESERVE + _DESCRIPTORS_A_START * config.slots
         exchange = ExchangeServer(config.advertise, config.token, reserve=reserve)
-        logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
+        logs = WorkerLogs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
         fillers = Fillers(config.filler, config.slots, logs, devices.binding, gpus=torch.cuda.device_count())
         tray = TrayAgent(config, server, stores, logs, devices, fillers)
         snapshots = SnapshotService(config.tray, config.advertise, config.token, tray, reserve=reserve)
@@ -115,11 +115,11 @@ class _Agent:
             unjudged=devices.unjudged,
         )
         tray.uplink = uplink = Uplink(config, joined, tray.obey, _ORPHAN_S)
-        devices.tell(uplink.event)
+        devices.report_to(uplink.event)
         fillers.tell = lambda told: uplink.forward(Urgency.SOON, encode(told))
         mirror = Mirror(config.token, tray.destination, uplink.event)
         watch = LivenessWatch(tray, uplink, mirror, config.stall_floor_ms)
-        tray.worker_is_new = watch.look_soon
+        tray.worker_is_new = watch.check_soon
         tray.leave = leave.set_result
         because = f"SIGTERM to the agent of {config.tray}"
         loop.add_signal_handler(signal.SIGTERM, tray.leave_soon, because, 128 + signal.SIGTERM)

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rackrun.coordinator.report.rank_placement import Whereabouts
+from rackrun.coordinator.report.rank_placement import RankPlacement
 from rackrun.core.machine.hindsight import Standing
 from rackrun.protocol.ids import SlotId
 from rackrun.topology.drawing.rack_picture import Cell, Look, Meaning, letters_of, svg, terminal
@@ -46,7 +46,7 @@ _MEANINGS = {
 _RACKS_MAX, _RACKS_MAX_SVG = 8, 64
 
 
-def draw_job(found: Whereabouts) -> RenderableType:
+def draw_job(found: RankPlacement) -> RenderableType:
     """Return the display for a terminal: the job in two lines, the racks, the legend, and a line for each GPU with a
     known fact."""
     cells = _cells(found)
@@ -60,14 +60,14 @@ def draw_job(found: Whereabouts) -> RenderableType:
     return Group(*head, Text(""), picture, *below)
 
 
-def draw_job_svg(found: Whereabouts) -> str:
+def draw_job_svg(found: RankPlacement) -> str:
     """Return the picture of a job on its racks as SVG."""
     cells = _cells(found)
     lines = [f"{found.run_id}: {_state(found)}; {shape_of(found)}", *map(str, found.known())]
     return svg(found.past.topology(), cells, _LOOKS, _legend(found), racks_max=_RACKS_MAX_SVG, lines=lines)
 
 
-def as_json(found: Whereabouts) -> dict[str, Any]:
+def as_json(found: RankPlacement) -> dict[str, Any]:
     """Return a job's placement as values for JSON."""
     topology = found.past.topology()
     return {
@@ -83,7 +83,7 @@ def as_json(found: Whereabouts) -> dict[str, Any]:
     }
 
 
-def shape_of(found: Whereabouts) -> str:
+def shape_of(found: RankPlacement) -> str:
     """Describe generation, ranks, mesh and spares."""
     past = found.past
     if not past.generation:
@@ -93,13 +93,13 @@ def shape_of(found: Whereabouts) -> str:
     return f"generation {past.generation}, {len(past.seats)} ranks ({mesh}){spares}"
 
 
-def _state(found: Whereabouts) -> str:
+def _state(found: RankPlacement) -> str:
     if found.exit_code is None:
         return "running, or killed"
     return f"ended with exit code {found.exit_code}: {found.because}"
 
 
-def _cells(found: Whereabouts) -> dict[SlotId, Cell]:
+def _cells(found: RankPlacement) -> dict[SlotId, Cell]:
     topology = found.past.topology()
     letters = letters_of(topology)
     seats = {SlotId(seat.slot): seat for seat in topology.seats}
@@ -133,7 +133,7 @@ def _said(one: Standing) -> str:
     return f"{who}, {one.trouble}: {one.why}" if one.trouble else who
 
 
-def _legend(found: Whereabouts) -> list[Meaning]:
+def _legend(found: RankPlacement) -> list[Meaning]:
     """Return the meanings of the symbols that occur."""
     standings = found.standings.values()
     there = {kind for one in standings for kind in (_kind(one), _kind(msgspec.structs.replace(one, trouble="")))}

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rackrun.coordinator.report.rank_placement import Whereabouts, read_whereabouts
+from rackrun.coordinator.report.rank_placement import RankPlacement, read_placement
 from rackrun.ctl.job_rack import as_json as job_as_json
 from rackrun.ctl.job_rack import draw_job, draw_job_svg, shape_of
 from rackrun.errors import UsageError
@@ -159,10 +159,10 @@ def explain(
     print(json.dumps({"rank": rank, "lines": lines}) if as_json else "\n".join(lines))
 
 
-def _job(run: Path | None, mesh: str, spares: int, bound: str | None) -> Whereabouts:
+def _job(run: Path | None, mesh: str, spares: int, bound: str | None) -> RankPlacement:
     if mesh or spares or bound is not None:
         raise UsageError("a run has its mesh and its spares.", remedy="leave --mesh, --spares and --bound away.")
-    return read_whereabouts(find_run(None if run is None else str(run)) / "journal.sqlite")
+    return read_placement(find_run(None if run is None else str(run)) / "journal.sqlite")
 
 
 def _tell(problems: list[str], as_json: bool) -> None:

@@ -1,6 +1,6 @@
 """Numbered messages over a connection that may break and be resumed: none is lost or handled twice.
 
-Each end of a link has one `Numbered`, which outlives the connections. It numbers its messages from 1, keeps each until
+Each end of a link has one `NumberedLink`, which outlives the connections. It numbers its messages from 1, keeps each until
 the other end has acknowledged it, and drops received messages that it already has. A packet is one WebSocket message:
 the number of its first message, the number of the last message received (the acknowledgement), then whole frames
 (`rackrun.link.channel`). A packet without frames only acknowledges.
@@ -19,7 +19,7 @@ import msgspec
 
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 
-__all__ = ["BATCH_BYTES", "KEPT_BYTES_MAX", "KEPT_MAX", "PACKET_BYTES_MAX", "Numbered", "Welcome"]
+__all__ = ["BATCH_BYTES", "KEPT_BYTES_MAX", "KEPT_MAX", "PACKET_BYTES_MAX", "NumberedLink", "Welcome"]
 
 _HEAD = struct.Struct("<QQ")
 BATCH_BYTES = 1 << 20
@@ -43,7 +43,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the last message that the coordinator received."""
 
 
-class Numbered:
+class NumberedLink:
     """One end of a link. ``kept_max`` and ``kept_bytes_max`` limit the number and the bytes of waiting messages."""
 
     def __init__(self, kept_max: int = KEPT_MAX, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:

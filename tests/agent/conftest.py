@@ -22,7 +22,7 @@ from rackrun.agent.host import proc
 from rackrun.agent.main import run_agent
 from rackrun.agent.worker_start.fork_server import preload
 from rackrun.link.channel import frame
-from rackrun.link.reliable_messages import Numbered, Welcome
+from rackrun.link.reliable_messages import NumberedLink, Welcome
 from rackrun.protocol.agent_config import AgentConfig, LogConfig, ScriptConfig
 from rackrun.protocol.commands import FenceWorker, ReleaseWorkers, StartWorker, StopJob, Worker, WorkerCommand
 from rackrun.protocol.events import TrayJoined, WorkerExited
@@ -61,7 +61,7 @@ class FakeCoordinator:
         self.deaf = False
         """It answers no ping."""
         self._arrived = asyncio.Condition()
-        self.numbered = Numbered()
+        self.numbered = NumberedLink()
         self.session = ""
         self._socket: web.WebSocketResponse | None = None
         self._transport: asyncio.BaseTransport | None = None
@@ -143,7 +143,7 @@ class FakeCoordinator:
         """What is to be sent again."""
         if "resume" in query:
             return self.numbered.resume(int(query["received"]))
-        self.numbered, self.session = Numbered(), uuid4().hex
+        self.numbered, self.session = NumberedLink(), uuid4().hex
         return []
 
     async def _agent(self, request: web.Request) -> web.StreamResponse:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from rackrun.agent.gpus.gpu_monitor import Devices, GpuMonitorTimes, _library_here
+from rackrun.agent.gpus.gpu_monitor import GpuMonitor, GpuMonitorTimes, _library_here
 from rackrun.agent.gpus.gpu_verdicts import DeviceEvent
 from rackrun.agent.host import proc
 from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeTray, build
@@ -128,7 +128,7 @@ async def test_a_tray_that_two_sources_describe_differently_does_not_join(rig, o
 class Watched:
     """Devices of a tray, and what they have told."""
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, devices: GpuMonitor) -> None:
         self.devices = devices
         self.told: list[DeviceEvent] = []
         self._changed = asyncio.Event()
@@ -161,7 +161,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
             "run_id": "a", "tray": TRAY, "slots": 4, "coordinator": "", "token": "", "advertise": "127.0.0.1",
             "script": ScriptConfig(path="x"), "logs": LogConfig(directory="x"), **config,
         }  # fmt: skip
-        devices = Devices(AgentConfig(**settings), pace=PACE, env=env, kernel_log=kernel_log)
+        devices = GpuMonitor(AgentConfig(**settings), pace=PACE, env=env, kernel_log=kernel_log)
         try:
             yield Watched(devices)
         finally:
@@ -172,7 +172,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
 
 async def joined(watched: Watched) -> dict[int, tuple[str, ...]]:
     found = await watched.devices.joined()
-    watched.devices.tell(watched.tell)
+    watched.devices.report_to(watched.tell)
     return found
 
 

@@ -25,7 +25,7 @@ from rackrun.agent.host import proc
 from rackrun.agent.host.cgroup import Cgroup
 from rackrun.agent.host.numa_binding import NOWHERE
 from rackrun.agent.host.priority import finish_off, idle_can_be_left
-from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.agent.worker_start.worker_logs import WorkerLogs
 from rackrun.launch.options.filler_options import GRACE_S_MAX
 from rackrun.protocol.agent_config import FillerConfig, FillerPauses, LogConfig
 from rackrun.protocol.commands import GenerationPlan, Member, ReleaseWorkers, ResumeGeneration
@@ -394,7 +394,7 @@ async def test_when_the_job_has_ended_nothing_is_started_any_more(monkeypatch):
         raise OSError("no room")
 
     monkeypatch.setattr(subprocess, "Popen", no_room)
-    logs = Logs(LogConfig(directory=os.devnull), "a-run", 1)
+    logs = WorkerLogs(LogConfig(directory=os.devnull), "a-run", 1)
     pauses = FillerPauses(first_s=0.0, most_s=0.0, at_once_s=0.0)
     fillers = Fillers(FillerConfig(command=SLEEP, pauses=pauses), 1, logs, lambda _index: NOWHERE, gpus=0)
     heard: list[FillerTold] = []

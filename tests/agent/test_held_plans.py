@@ -72,4 +72,4 @@ def end_of(worker: WorkerHandle, theirs: socket.socket) -> None:
     theirs.close()
     worker.sent_off()
     worker.buried()
-    worker.forget()
+    worker.close_memory()

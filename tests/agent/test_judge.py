@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rackrun.agent.gpus.gpu_verdicts import Judge, cliques_of
+from rackrun.agent.gpus.gpu_verdicts import GpuVerdicts, cliques_of
 from rackrun.agent.gpus.tray_description import by_driver, is_of, named_cliques, reconciled
 from rackrun.agent.gpus.visible_gpus import visible_gpus
 from rackrun.protocol.events import DeviceChecked, DeviceJudged
@@ -25,9 +25,9 @@ PLACE = Platform(chassis="1825024170029", slot=1, tray=0, host=1, module=1)
 REGISTERING = Fabric(state=2)
 
 
-def judge(reading: TrayReading | None = None, gpus: tuple[int, ...] = (0, 1, 2, 3), slots: int = 4) -> Judge:
+def judge(reading: TrayReading | None = None, gpus: tuple[int, ...] = (0, 1, 2, 3), slots: int = 4) -> GpuVerdicts:
     """One that has begun, with this reading."""
-    found = Judge(TRAY, slots)
+    found = GpuVerdicts(TRAY, slots)
     found.begin(gpus)
     if reading is not None:
         found.handle(0, reading)
@@ -107,7 +107,7 @@ def test_silence_is_against_every_slot_that_has_a_gpu() -> None:
 
 
 def test_silence_before_the_first_reading_is_against_all_until_the_gpus_are_known() -> None:
-    found = Judge(TRAY, 3)
+    found = GpuVerdicts(TRAY, 3)
     assert len(found.handle(0, BLIND)) == 3
     found.begin((0,))
     assert {event.index for event in found.handle(5, tray())} == {0, 1, 2}  # type: ignore[union-attr]
@@ -115,7 +115,7 @@ def test_silence_before_the_first_reading_is_against_all_until_the_gpus_are_know
 
 
 def test_who_will_not_be_watched_is_not_kept_out() -> None:
-    found = Judge(TRAY, 2)
+    found = GpuVerdicts(TRAY, 2)
     found.handle(0, BLIND)
     assert [event.unfit for event in found.unwatched()] == [(), ()]  # type: ignore[union-attr]
 
@@ -129,7 +129,7 @@ def test_a_gpu_that_comes_up_in_another_clique_may_not_be_used() -> None:
 
 def test_the_rack_file_says_which_clique_it_is_to_be() -> None:
     other = CliqueId(CLIQUE.domain, 9)
-    found = Judge(TRAY, 4, {1: other})
+    found = GpuVerdicts(TRAY, 4, {1: other})
     found.begin((0, 1, 2, 3))
     found.handle(0, tray())
     assert found.unfit[1] == (f"GPU 1: it is in clique {CLIQUE}, not in {other}",)

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from rackrun.agent.snapshots.memory_limit import OverMemoryLimit
-from rackrun.agent.snapshots.mirror import Copies, Mirror
-from rackrun.agent.snapshots.mirror import Holder as Destination
+from rackrun.agent.snapshots.mirror import CopyHolder as Destination
+from rackrun.agent.snapshots.mirror import Mirror, SnapshotCopies
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.checkpoint.arena.arena import Arena
@@ -31,7 +31,7 @@ class Nobody:
         return None
 
 
-class Holder:
+class CopyHolder:
     def __init__(self) -> None:
         self.service = SnapshotService("b", "127.0.0.1", TOKEN, Nobody())
         self.address = ""
@@ -56,8 +56,8 @@ class Holder:
 
 
 @pytest.fixture
-async def holder() -> AsyncIterator[Holder]:
-    held = Holder()
+async def holder() -> AsyncIterator[CopyHolder]:
+    held = CopyHolder()
     held.address = await held.service.start()
     yield held
     await held.service.close()
@@ -80,7 +80,7 @@ def snapshot() -> Iterator[Callable[[int], bytes]]:
     os.close(fd)
 
 
-async def test_what_was_put_is_given_back_byte_for_byte(holder: Holder, snapshot: Callable[[int], bytes]) -> None:
+async def test_what_was_put_is_given_back_byte_for_byte(holder: CopyHolder, snapshot: Callable[[int], bytes]) -> None:
     body = snapshot(4)
     assert await holder.put("a/0/7/4", body) == (200, "[4]")
     assert await holder.get("a/0/7/4") == (200, body)
@@ -88,7 +88,7 @@ async def test_what_was_put_is_given_back_byte_for_byte(holder: Holder, snapshot
     assert (await holder.get("a/0/8/4"))[0] == 404
 
 
-async def test_who_is_on_this_host_is_told_where_it_lies(holder: Holder, snapshot: Callable[[int], bytes]) -> None:
+async def test_who_is_on_this_host_is_told_where_it_lies(holder: CopyHolder, snapshot: Callable[[int], bytes]) -> None:
     body = snapshot(4)
     await holder.put("a/0/7/4", body)
     url, part = f"http://{holder.address}/snapshot/a/0/7/4", {"Range": "bytes=10-19"}
@@ -97,7 +97,9 @@ async def test_who_is_on_this_host_is_told_where_it_lies(holder: Holder, snapsho
         assert Path(f"/proc/{answer.headers[MEMORY_HEADER]}").read_bytes() == body
 
 
-async def test_it_keeps_the_newest_and_the_one_that_is_named(holder: Holder, snapshot: Callable[[int], bytes]) -> None:
+async def test_it_keeps_the_newest_and_the_one_that_is_named(
+    holder: CopyHolder, snapshot: Callable[[int], bytes]
+) -> None:
     await holder.put("a/0/7/2", snapshot(2))
     assert (await holder.put("a/0/7/4", snapshot(4), besides=2))[1] == "[2, 4]"
     assert (await holder.put("a/0/7/6", snapshot(6), besides=2))[1] == "[2, 6]"
@@ -106,7 +108,7 @@ async def test_it_keeps_the_newest_and_the_one_that_is_named(holder: Holder, sna
 
 
 async def test_a_flipped_bit_a_short_body_and_another_step_are_refused(
-    holder: Holder, snapshot: Callable[[int], bytes]
+    holder: CopyHolder, snapshot: Callable[[int], bytes]
 ) -> None:
     body = bytearray(snapshot(4))
     body[-len(IMAGE) // 2] ^= 1
@@ -118,7 +120,7 @@ async def test_a_flipped_bit_a_short_body_and_another_step_are_refused(
     assert (await holder.get("a/0/7/4"))[0] == 404
 
 
-async def test_without_the_token_nothing_is_taken_or_given(holder: Holder) -> None:
+async def test_without_the_token_nothing_is_taken_or_given(holder: CopyHolder) -> None:
     async with aiohttp.ClientSession() as session:
         url = f"http://{holder.address}/snapshot/a/0/7/4"
         for verb in (session.put, session.get):
@@ -128,11 +130,11 @@ async def test_without_the_token_nothing_is_taken_or_given(holder: Holder) -> No
 
 def test_more_than_the_host_has_is_refused() -> None:
     with pytest.raises(OverMemoryLimit, match="do not fit"):
-        Copies().room(1 << 50)
+        SnapshotCopies().room(1 << 50)
 
 
 async def test_what_may_be_all_that_is_whole_stays_whoever_it_is_of(
-    holder: Holder, snapshot: Callable[[int], bytes]
+    holder: CopyHolder, snapshot: Callable[[int], bytes]
 ) -> None:
     """Worker 1 is replaced by 2, and that by 3, which do not know what is everywhere; worker 9 of another slot does."""
     for path, step, besides in (("a/0/1", 4, -1), ("a/1/9", 6, 4), ("a/0/2", 6, -1), ("a/0/3", 8, -1)):
@@ -143,7 +145,7 @@ async def test_what_may_be_all_that_is_whole_stays_whoever_it_is_of(
 
 
 async def test_what_comes_late_from_an_older_generation_takes_nobodys_place(
-    holder: Holder, snapshot: Callable[[int], bytes]
+    holder: CopyHolder, snapshot: Callable[[int], bytes]
 ) -> None:
     assert (await holder.put("a/0/2/20", snapshot(20), besides=10, generation=5))[0] == 200
     status, why = await holder.put("a/0/1/8", snapshot(8), besides=4, generation=4)
@@ -167,16 +169,16 @@ async def worker() -> AsyncIterator[WorkerHandle]:
     yield made
     made.sent_off()
     made.buried()
-    made.forget()
+    made.close_memory()
     made.page.close()
 
 
 async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_it(
-    holder: Holder, worker: WorkerHandle
+    holder: CopyHolder, worker: WorkerHandle
 ) -> None:
     told: list[Event] = []
     mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", holder.address), told.append)
-    mirror.look(worker)
+    mirror.update(worker)
     body = seal(worker.snapshot_fds[1], 4)
     worker.page.seal_snapshot(1, 4)
     assert not worker.page.mirroring
@@ -198,7 +200,7 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
 
 
 @pytest.mark.parametrize("wrong", ["overwritten", "no such host", "damaged"])
-async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: WorkerHandle, wrong: str) -> None:
+async def test_a_copy_that_fails_is_over_and_says_so(holder: CopyHolder, worker: WorkerHandle, wrong: str) -> None:
     told: list[Any] = []
     address = "127.0.0.1:1" if wrong == "no such host" else holder.address
     mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", address), told.append)
@@ -216,12 +218,12 @@ async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Wor
 async def test_with_one_tray_nothing_is_copied(worker: WorkerHandle) -> None:
     mirror = Mirror(TOKEN, lambda worker: None, lambda event: None)
     worker.page.want_mirror(4, -1, 1)
-    mirror.look(worker)
+    mirror.update(worker)
     assert worker.page.mirroring
     await mirror.close()
 
 
 async def pushed(mirror: Mirror, worker: WorkerHandle) -> None:
-    mirror.look(worker)
+    mirror.update(worker)
     await mirror._pushing[worker]
     assert not worker.page.mirroring

@@ -18,7 +18,7 @@ import pytest
 from rackrun.agent.snapshots import snapshot_parity as parity
 from rackrun.agent.snapshots.memory_limit import OverMemoryLimit, check_room
 from rackrun.agent.snapshots.mirror import Mirror
-from rackrun.agent.snapshots.snapshot_parity import TRAILER, Set
+from rackrun.agent.snapshots.snapshot_parity import TRAILER, RankParitySet
 from rackrun.agent.snapshots.snapshot_service import SnapshotService
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.checkpoint.arena.arena import Arena
@@ -72,7 +72,7 @@ class Rack:
         self.mirrors = [
             Mirror(
                 TOKEN,
-                lambda worker: Set(GENERATION, int(worker.command.rank), self.set, lost_at_most),
+                lambda worker: RankParitySet(GENERATION, int(worker.command.rank), self.set, lost_at_most),
                 self.told.append,
             )
             for _ in trays
@@ -82,7 +82,7 @@ class Rack:
         """Returns the step that its page says is elsewhere."""
         page, mirror = self.trays[rank].worker.page, self.mirrors[rank]
         page.want_mirror(step, besides, generation)
-        mirror.look(self.trays[rank].worker)
+        mirror.update(self.trays[rank].worker)
         await mirror._pushing[self.trays[rank].worker]
         assert not page.mirroring
         return page.mirrored
@@ -152,7 +152,7 @@ async def workers() -> AsyncIterator[list[WorkerHandle]]:
     for worker in made:
         worker.sent_off()
         worker.buried()
-        worker.forget()
+        worker.close_memory()
         worker.page.close()
 
 
@@ -334,7 +334,7 @@ def test_rows_that_grow_at_the_same_time_do_not_take_the_same_free_memory(monkey
 
     monkeypatch.setattr(parity, "check_room", check)
     monkeypatch.setattr(os, "posix_fallocate", take)
-    rows = [parity._Memory(4096), parity._Memory(4096)]
+    rows = [parity._RowMemory(4096), parity._RowMemory(4096)]
     with ThreadPoolExecutor(2) as pool:
         failed = [done.exception() for done in [pool.submit(row.room, 2 << 20) for row in rows]]
     for row in rows:

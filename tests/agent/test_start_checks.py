@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from rackrun.agent.gpus.start_checks import Start, check_start
+from rackrun.agent.gpus.start_checks import StartCheck, check_start
 from rackrun.agent.gpus.visible_gpus import visible_gpus
 from rackrun.topology.gpu_driver.readings import TrayReading
 from tests.topology.readings import gpu, tray
@@ -21,7 +21,7 @@ def start(
     cuda: str | None = "13.0",
     served: int | None = 13000,
     filler: bool = False,
-) -> Start:
+) -> StartCheck:
     found = msgspec.structs.replace(reading or tray(), cuda=served)
     environment = environment or {}
     visible = visible_gpus(found, environment, slots)
@@ -29,7 +29,7 @@ def start(
 
 
 def test_a_healthy_tray_may_start() -> None:
-    assert start() == Start()
+    assert start() == StartCheck()
 
 
 @pytest.mark.parametrize(("cuda", "served"), [("13.2", 13000), ("12.8", 13000), ("12.8", 12000), ("13.0", None)])
@@ -45,7 +45,7 @@ def test_a_driver_that_is_too_old_is_named_with_what_it_serves() -> None:
 
 def test_a_torch_for_cpus_makes_no_demands_of_the_driver() -> None:
     """It sees no GPU; that this host has some is the launcher's question."""
-    assert start(slots=64, cuda=None, served=11000) == Start()
+    assert start(slots=64, cuda=None, served=11000) == StartCheck()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_fewer_gpus_than_workers_are_refused_with_the_reason(environment: dict[s
 
 
 def test_uuids_are_as_good_as_indices() -> None:
-    assert start(environment={"CUDA_VISIBLE_DEVICES": "GPU-3,GPU-1"}, slots=2) == Start()
+    assert start(environment={"CUDA_VISIBLE_DEVICES": "GPU-3,GPU-1"}, slots=2) == StartCheck()
 
 
 def test_workers_that_are_told_to_share_gpus_need_only_one() -> None:
@@ -96,7 +96,7 @@ def test_a_gpu_that_no_process_may_use_is_refused() -> None:
 
 def test_exclusive_mode_is_right_for_one_process_a_gpu_and_for_no_more() -> None:
     one = tray(gpu(2, mode="exclusive"))
-    assert start(one) == Start()
+    assert start(one) == StartCheck()
     assert "a filler is to run beside its spare" in start(one, filler=True).refusal
     assert "RACKRUN_SHARE_GPUS" in start(one, {"RACKRUN_SHARE_GPUS": "1"}).refusal
     taken = start(tray(gpu(2, mode="exclusive", users=(4711,))))
@@ -105,6 +105,6 @@ def test_exclusive_mode_is_right_for_one_process_a_gpu_and_for_no_more() -> None
 
 def test_another_process_on_a_gpu_is_said_and_not_refused() -> None:
     found = start(tray(gpu(1, users=(17, 99))))
-    assert found == Start(
+    assert found == StartCheck(
         notes=("GPU 1: processes 17, 99 use it already; what it holds of the memory is missing to the worker there",)
     )

@@ -15,7 +15,7 @@ import contextlib, os, socket, sys
 from datetime import timedelta
 import psutil
 from torch.distributed import TCPStore
-from rackrun.agent.worker_start.tcp_stores import Stores
+from rackrun.agent.worker_start.tcp_stores import TcpStores
 
 def sockets():
     found = 0
@@ -25,7 +25,7 @@ def sockets():
     return found
 
 host = sys.argv[1]
-store = Stores(host, "tray-0", "token").serve()
+store = TcpStores(host, "tray-0", "token").serve()
 listening = [one for one in psutil.Process().net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN]
 assert {one.laddr.ip for one in listening if one.laddr.port == store.port} == {host}, listening
 idle = [socket.create_connection((host, store.port), 60) for _ in range(20)]

@@ -11,7 +11,7 @@ from rackrun.agent.tray.coordinator_lease import LeaseEnd
 from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.link.channel import frame
-from rackrun.link.reliable_messages import Numbered
+from rackrun.link.reliable_messages import NumberedLink
 from rackrun.protocol.agent_config import JOB_IS_OVER
 from rackrun.protocol.commands import StopJob
 from rackrun.protocol.events import WorkerFinished
@@ -187,7 +187,7 @@ async def test_workers_go_on_while_the_connection_is_broken(rig):
 
 
 async def test_more_than_is_kept_ends_the_agent(rig, monkeypatch):
-    monkeypatch.setattr("rackrun.agent.tray.uplink.Numbered", lambda: Numbered(kept_max=3))
+    monkeypatch.setattr("rackrun.agent.tray.uplink.NumberedLink", lambda: NumberedLink(kept_max=3))
     uplink = Uplink(rig.config("pass"), WorkerFinished(slot=COMMON["slot"], incarnation=0), lambda command: None, 60.0)
     connection = asyncio.create_task(uplink.run())
     await rig.coordinator.wait(lambda m: isinstance(m, WorkerFinished), "first message")

@@ -16,7 +16,7 @@ from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One, Several, Target
 from rackrun.chaos.injectors.processes import signals
 from rackrun.chaos.plan.definition import AtStep, Inject, Plan
-from rackrun.chaos.runs.reference_run import Twin, run_reference
+from rackrun.chaos.runs.reference_run import ReferenceRun, run_reference
 from rackrun.chaos.runs.run_plan import Summary, run_plan
 from rackrun.chaos.testbed.machine.processes import Process
 
@@ -65,7 +65,7 @@ def run(fault: Fault, target: Target, out: Path, reference: Path, mutant: str = 
         plan,
         command,
         out=out,
-        reference=Twin(reference, TINY),
+        reference=ReferenceRun(reference, TINY),
         env=env,
         limit_s=60.0 if mutant == "the end never comes" else None,
     )

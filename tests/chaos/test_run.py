@@ -27,7 +27,7 @@ from rackrun.chaos.faults.processes.raise_exception import Raise
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, Last, NeighbourOf, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Part, Plan, Seq, parts_of, read_plan
-from rackrun.chaos.runs.reference_run import Twin, run_reference
+from rackrun.chaos.runs.reference_run import ReferenceRun, run_reference
 from rackrun.chaos.runs.run_plan import Summary, run_plan
 from rackrun.chaos.testbed.host_placement import hosts_needed
 from rackrun.chaos.testbed.machine.processes import marked
@@ -106,7 +106,7 @@ def test_a_job_that_loses_a_rank_is_the_job_without_faults(strike: Callable[...,
 @pytest.mark.stories
 def test_the_canary_must_fail_and_does(reference: Path, tmp_path: Path) -> None:
     plan = read_plan(EXAMPLES / "canary.yaml")
-    summary = run_plan(plan, tiny(hold=7), out=tmp_path / "out", reference=Twin(reference, tiny()))
+    summary = run_plan(plan, tiny(hold=7), out=tmp_path / "out", reference=ReferenceRun(reference, tiny()))
     assert summary.holds is False
     assert verdicts(summary)["weights"] is False
     assert {verdict.oracle: verdict.holds for verdict in summary.verdicts}["strikes"] is True

@@ -26,7 +26,7 @@ from rackrun.chaos.faults.virtual_strike import CallFault
 from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
 from rackrun.chaos.simulator.base.coverage_marks import Buggify
 from rackrun.chaos.simulator.base.durations import SimCosts
-from rackrun.chaos.simulator.base.ground_truth import Truth, Violation
+from rackrun.chaos.simulator.base.ground_truth import GroundTruth, Violation
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, Engine
 from rackrun.chaos.simulator.cluster.agent_model import Agent
 from rackrun.chaos.simulator.cluster.checkpoint_storage import _Files
@@ -268,7 +268,7 @@ def test_what_happens_at_the_same_time_happens_by_priority_and_then_in_order() -
 
 
 def test_two_histories_in_one_generation_are_seen() -> None:
-    truth = Truth(3)
+    truth = GroundTruth(3)
     truth.state(2, truth.began.then(1, 4))
     truth.state(2, truth.began.then(1, 4))
     with pytest.raises(Violation, match="two histories"):
@@ -277,4 +277,4 @@ def test_two_histories_in_one_generation_are_seen() -> None:
 
 def test_a_unit_that_a_rank_is_missing_from_is_seen() -> None:
     with pytest.raises(Violation, match="samples lost or doubled"):
-        Truth(3).gate_full(1, 0, [0, 2, 2], 3, heard=True)
+        GroundTruth(3).gate_full(1, 0, [0, 2, 2], 3, heard=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rackrun.agent.snapshots.mirror import Copies
+from rackrun.agent.snapshots.mirror import SnapshotCopies
 from rackrun.checkpoint.arena.arena import Arena, SlotState
 from rackrun.checkpoint.arena.arena_folder import ArenaFolder, MemoryTier
 from rackrun.checkpoint.base.process_identity import end_session
@@ -54,7 +54,7 @@ class Tray:
         self.base, self._disk = folder / f"tray-{index}", folder / "disk"
         self.base.mkdir()
         self.store = DurableStore(self._disk, JOB, files=_Files(passes))
-        self.copies = Copies()
+        self.copies = SnapshotCopies()
         self.folder: ArenaFolder
         self.arena: Arena
 

@@ -17,7 +17,7 @@ from rackrun.coordinator.server.http_server import Server
 from rackrun.coordinator.shell.driver import Driver
 from rackrun.launch.run.rendezvous import listen
 from rackrun.link.channel import frame
-from rackrun.link.reliable_messages import Numbered, Welcome
+from rackrun.link.reliable_messages import NumberedLink, Welcome
 from rackrun.protocol.commands import Command, GenerationPlan, Member, StopJob, Worker, WorkerCommand
 from rackrun.protocol.events import Event, TrayJoined
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
@@ -97,9 +97,11 @@ async def coordinator(core: ScriptedCore, journal: Journal) -> AsyncIterator[Coo
 class Agent:
     """``numbered``: of the link that it takes up again."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, welcome: Welcome, numbered: Numbered | None) -> None:
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse, welcome: Welcome, numbered: NumberedLink | None
+    ) -> None:
         self.socket = socket
-        self.numbered = numbered or Numbered()
+        self.numbered = numbered or NumberedLink()
         self.session = welcome.session
         self._again = self.numbered.resume(welcome.received)
         self._commands: list[WorkerCommand] = []
@@ -121,7 +123,7 @@ class Agent:
         """The next message, unless it is one that only acknowledges."""
         while True:
             message = await self.socket.receive(timeout=100)
-            if message.type is not aiohttp.WSMsgType.BINARY or len(message.data) > len(Numbered().pack()):
+            if message.type is not aiohttp.WSMsgType.BINARY or len(message.data) > len(NumberedLink().pack()):
                 return message
             self.numbered.unpack(message.data)
 

@@ -104,7 +104,7 @@ async def _say_to_a_real_core(said: list[Any]) -> None:
                     received = decode_upward(encode(message))
                     if isinstance(received, Telemetry):
                         if server._is_believed(speaker, received):  # type: ignore[arg-type]
-                            driver.heard([received])
+                            driver.receive_telemetry([received])
                     else:
                         server._event(speaker, received)  # type: ignore[arg-type]
                 except (msgspec.MsgspecError, Breach):

@@ -17,7 +17,7 @@ from rackrun.coordinator.journal.journal_writer import Journal
 from rackrun.coordinator.server import agent_link, http_server
 from rackrun.coordinator.server.agent_link import AgentLink
 from rackrun.link.channel import frame
-from rackrun.link.reliable_messages import Numbered
+from rackrun.link.reliable_messages import NumberedLink
 from rackrun.protocol.commands import DismissTray
 from rackrun.protocol.events import TrayJoined, TrayLost, WorkerFinished
 from rackrun.protocol.ids import Incarnation, SlotId, TrayId
@@ -118,7 +118,7 @@ async def test_nothing_is_said_over_a_connection_before_the_welcome() -> None:
     """A ping is due just when the agent comes back, and it has told something that is not acknowledged yet. Who is not
     welcomed first closes the connection, and its tray is lost."""
     link, said = AgentLink(TRAY, "here", 7, 600.0), list[str]()
-    link.numbered.unpack(Numbered().pack([frame(finished(1))]))
+    link.numbered.unpack(NumberedLink().pack([frame(finished(1))]))
     link.attach(Said(said), None, 0)  # type: ignore[arg-type]
     await link.ping()
     await asyncio.sleep(0)
@@ -132,7 +132,7 @@ async def test_nothing_is_said_over_a_connection_before_the_welcome() -> None:
 async def test_who_reads_never_waits_for_an_agent_that_does_not(journal: Journal) -> None:
     """It would not see the end of the lease, and two ends that wait so for each other do it for ever."""
     async with coordinator(ScriptedCore(), journal) as c:
-        link, other = AgentLink(TRAY, "here", 7, 600.0), Numbered()
+        link, other = AgentLink(TRAY, "here", 7, 600.0), NumberedLink()
         link.joined, said = True, list[str]()
         link.attach(Said(said), None, 0)  # type: ignore[arg-type]
         await asyncio.sleep(0)
@@ -148,7 +148,7 @@ async def test_who_reads_never_waits_for_an_agent_that_does_not(journal: Journal
 async def test_what_waited_while_a_link_was_broken_unseen_does_not_count_later() -> None:
     """The agent comes back before its old connection is missed, and more waits for it than is kept without one."""
     link = AgentLink(TRAY, "here", 7, 600.0)
-    link.numbered = Numbered(kept_max=3)
+    link.numbered = NumberedLink(kept_max=3)
     link.attach(Said([]), None, 0)  # type: ignore[arg-type]
     for command in COMMANDS:
         link.send(frame(command))
@@ -291,7 +291,7 @@ async def test_a_tray_that_was_given_up_for_another_reason_cannot_resume(journal
 
 
 async def test_more_than_is_kept_costs_the_tray(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_link, "Numbered", lambda: Numbered(kept_max=3))
+    monkeypatch.setattr(agent_link, "NumberedLink", lambda: NumberedLink(kept_max=3))
     core = ScriptedCore()
     async with coordinator(core, journal) as c:
         with listening() as at:

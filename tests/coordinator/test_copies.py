@@ -47,12 +47,12 @@ def mirrored(slot: str, incarnation: int, *steps: int) -> SnapshotMirrored:
 
 def test_a_step_counts_when_every_rank_has_come_to_it(metrics: Metrics) -> None:
     assert value(metrics, "snapshot_step") == value(metrics, "snapshot_mirrored_step") == -1
-    metrics.copies.copied(copied(0, "snapshot", 4, size=100, seconds=0.02))
-    metrics.copies.heard(mirrored("tray-00/0", 1, 2, 4))
+    metrics.copies.record_copy(copied(0, "snapshot", 4, size=100, seconds=0.02))
+    metrics.copies.record_event(mirrored("tray-00/0", 1, 2, 4))
     assert value(metrics, "snapshot_step") == value(metrics, "snapshot_mirrored_step") == -1
-    metrics.copies.copied(copied(1, "snapshot", 2, size=300, seconds=0.04))
-    metrics.copies.heard(mirrored("tray-01/0", 7, 6))  # of a worker that is gone
-    metrics.copies.heard(mirrored("tray-01/0", 2, 2))
+    metrics.copies.record_copy(copied(1, "snapshot", 2, size=300, seconds=0.04))
+    metrics.copies.record_event(mirrored("tray-01/0", 7, 6))  # of a worker that is gone
+    metrics.copies.record_event(mirrored("tray-01/0", 2, 2))
     assert value(metrics, "snapshot_step") == value(metrics, "snapshot_mirrored_step") == 2
     assert value(metrics, "snapshot_bytes") == 300
     assert value(metrics, "snapshot_stall_seconds_sum") == pytest.approx(0.06)
@@ -61,20 +61,20 @@ def test_a_step_counts_when_every_rank_has_come_to_it(metrics: Metrics) -> None:
 def test_after_a_re_entry_a_step_is_a_step_and_what_is_of_the_old_layout_is_none() -> None:
     layout = Generation(3)
     metrics = Metrics("job-1", lambda: msgspec.structs.replace(WORLD, layout=layout))
-    metrics.copies.heard(mirrored("tray-00/0", 1, 4))
-    metrics.copies.heard(mirrored("tray-01/0", 2, snapshot_id(layout, Step(6))))
+    metrics.copies.record_event(mirrored("tray-00/0", 1, 4))
+    metrics.copies.record_event(mirrored("tray-01/0", 2, snapshot_id(layout, Step(6))))
     assert value(metrics, "snapshot_mirrored_step") == -1
-    metrics.copies.heard(mirrored("tray-00/0", 1, snapshot_id(layout, Step(6))))
+    metrics.copies.record_event(mirrored("tray-00/0", 1, snapshot_id(layout, Step(6))))
     assert value(metrics, "snapshot_mirrored_step") == 6
 
 
 def test_copies_that_fail_and_snapshots_that_are_damaged_are_counted(metrics: Metrics) -> None:
-    metrics.copies.heard(mirrored("tray-00/0", 1, 4))
-    metrics.copies.copied(copied(1, "copy", 4, "failed"))
+    metrics.copies.record_event(mirrored("tray-00/0", 1, 4))
+    metrics.copies.record_copy(copied(1, "copy", 4, "failed"))
     damaged = SnapshotDamaged(
         slot=SlotId("tray-00/0"), incarnation=Incarnation(1), generation=Generation(2), step=Step(4), where="", because="x"
     )  # fmt: skip
-    metrics.copies.heard(damaged)
+    metrics.copies.record_event(damaged)
     assert value(metrics, "snapshot_copies_total", outcome="made") == 1
     assert value(metrics, "snapshot_copies_total", outcome="failed") == 1
     assert value(metrics, "snapshots_damaged_total") == 1
@@ -82,9 +82,9 @@ def test_copies_that_fail_and_snapshots_that_are_damaged_are_counted(metrics: Me
 
 def test_a_checkpoint_that_several_ranks_have_finished_counts_once(metrics: Metrics) -> None:
     for rank in (1, 0):
-        metrics.copies.copied(copied(rank, "checkpoint", 9, seconds=0.5))
-    metrics.copies.copied(copied(0, "checkpoint", 19, "passed_over"))
-    metrics.copies.copied(copied(1, "checkpoint", 29, "failed"))
+        metrics.copies.record_copy(copied(rank, "checkpoint", 9, seconds=0.5))
+    metrics.copies.record_copy(copied(0, "checkpoint", 19, "passed_over"))
+    metrics.copies.record_copy(copied(1, "checkpoint", 29, "failed"))
     assert value(metrics, "checkpoint_step") == 9
     assert value(metrics, "checkpoint_write_seconds_count") == 1
     for outcome in ("done", "passed_over", "failed"):
@@ -96,9 +96,9 @@ def test_restores_are_counted_by_where_the_state_came_from(metrics: Metrics) -> 
     watch = RecoveryWatch(told.append)
     for tray, address in (("tray-00", "a:1"), ("tray-01", "b:1")):
         joined = TrayJoined(tray=TrayId(tray), host=tray, slots=2, store="s:1", snapshots=address)
-        watch.heard(joined, 0.0)
-    watch.told(ResumeGeneration(plan=WORLD, because="all are here"), 0.0, 1.0)
-    watch.told(BreakGeneration(generation=Generation(2), workers=(), because="lost"), 2.0, 3.0)
+        watch.on_event(joined, 0.0)
+    watch.on_command(ResumeGeneration(plan=WORLD, because="all are here"), 0.0, 1.0)
+    watch.on_command(BreakGeneration(generation=Generation(2), workers=(), because="lost"), 2.0, 3.0)
     members = (
         member(0, "tray-00/0", 1),
         *(member(rank, f"tray-01/{rank}", rank + 5, fresh=True) for rank in (1, 2, 3)),
@@ -118,10 +118,10 @@ def test_restores_are_counted_by_where_the_state_came_from(metrics: Metrics) -> 
             Restore(rank=Rank(3), sources=(Rank(0),)),
         ),
     )
-    watch.told(ResumeGeneration(plan=after, because="swap"), 2.0, 4.0)
+    watch.on_command(ResumeGeneration(plan=after, because="swap"), 2.0, 4.0)
     watch.finish()
-    metrics.recovered(told[-1])
-    metrics.copies.copied(copied(0, "resume", 3))
+    metrics.record_recovery(told[-1])
+    metrics.copies.record_copy(copied(0, "resume", 3))
     for source in ("own_snapshot", "its_tray", "other_tray", "live_peer", "disk"):
         assert value(metrics, "restores_total", source=source) == 1, source
 

@@ -50,7 +50,7 @@ def test_the_page_counts_each_start_once_and_what_it_used_as_it_is_told() -> Non
     registry = CollectorRegistry()
     metrics = FillerMetrics(registry)
     for one in STORY:
-        metrics.heard(one)
+        metrics.record_state(one)
 
     def value(name: str) -> float | None:
         return registry.get_sample_value(f"rackrun_filler{name}")
@@ -58,16 +58,16 @@ def test_the_page_counts_each_start_once_and_what_it_used_as_it_is_told() -> Non
     assert (value("_starts_total"), value("s_running"), value("s_given_up_total")) == (4, 1, 1)
     assert (value("_seconds_total"), value("_cpu_seconds_total")) == (pytest.approx(42.1), 25.0)
     assert (value("_gone_seconds_count"), value("_gone_seconds_sum")) == (1, 0.21)
-    metrics.lost(TrayId("tray-00"))
+    metrics.drop_tray(TrayId("tray-00"))
     assert value("s_running") == 0
 
 
 async def test_the_report_says_by_slot_what_fillers_made_of_the_wait_also_when_told_after_the_end(
     driver: Driver, tmp_path: Path
 ) -> None:
-    driver.heard(STORY[:-1])
+    driver.receive_telemetry(STORY[:-1])
     driver.stop(StopJob(exit_code=0, because="done"))
-    driver.heard(STORY[-1:])
+    driver.receive_telemetry(STORY[-1:])
     driver._journal.close()
     report = read_report(tmp_path / "journal.sqlite")
     one, other = report.fillers

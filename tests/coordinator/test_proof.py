@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_writer import digest_of
 from rackrun.coordinator.journal.ledger_check import LedgerCheck, LedgerRow, check_ledger
 from rackrun.protocol.commands import GenerationPlan
@@ -121,8 +121,8 @@ class History:
         self.form(size, BEGIN if begins_again else committed, rollback, tuple(living))
 
     @property
-    def eras(self) -> Eras:
-        return Eras(self.plans)
+    def eras(self) -> RollbackEras:
+        return RollbackEras(self.plans)
 
     def counts(self, row: LedgerRow) -> bool:
         return self.eras.counts(row.at, row.generation)

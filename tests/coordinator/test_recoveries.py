@@ -40,12 +40,12 @@ class Story(RecoveryWatch):
 
     def hears(self, event: object) -> None:
         self.now += 10
-        self.heard(event, self.now)  # type: ignore[arg-type]
+        self.on_event(event, self.now)  # type: ignore[arg-type]
 
     def does(self, command: object) -> None:
         cause = self.now
         self.now += 10
-        self.told(command, cause, self.now)  # type: ignore[arg-type]
+        self.on_command(command, cause, self.now)  # type: ignore[arg-type]
 
     def commits(self, *ranks: int, step: int, generation: int, attempt: int = 0) -> None:
         for rank in ranks:

@@ -30,7 +30,7 @@ class Watched:
 
     def resume(self, world: GenerationPlan) -> None:
         self.world = world
-        self.watch.told(ResumeGeneration(plan=world, because="test"))
+        self.watch.on_command(ResumeGeneration(plan=world, because="test"))
 
     def steps(self, count: int, *own: float, passes: tuple[int, ...] = (), generation: int = 0) -> None:
         for _ in range(count):
@@ -126,7 +126,7 @@ def test_with_a_slow_rank_goes_what_the_rest_of_a_step_costs_and_whether_ranks_m
 def test_stages_of_a_pipeline_are_not_compared_with_each_other(watched: Watched) -> None:
     """pp is the slower axis: ranks 0 and 1 are one stage."""
     axes = (("pp", 2), ("dp", 2))
-    watched.watch.heard(WorkerReady(slot=SlotId("a/0"), incarnation=Incarnation(1), mesh=axes))
+    watched.watch.on_event(WorkerReady(slot=SlotId("a/0"), incarnation=Incarnation(1), mesh=axes))
     watched.steps(2 * ENOUGH, 0.3, 0.3, 0.9, 0.9)
     assert not watched.changed
     watched.steps(2 * ENOUGH, 0.3, 0.6, 0.9, 0.9)
@@ -135,7 +135,7 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other(watched: Watched)
 
 def test_nor_are_they_after_the_world_has_got_smaller(watched: Watched) -> None:
     axes = (("pp", 2), ("dp", 3))
-    watched.watch.heard(WorkerReady(slot=SlotId("a/0"), incarnation=Incarnation(1), mesh=axes))
+    watched.watch.on_event(WorkerReady(slot=SlotId("a/0"), incarnation=Incarnation(1), mesh=axes))
     watched.resume(plan(2, *FOUR.members))
     watched.steps(2 * ENOUGH, 0.3, 0.3, 0.9, 0.9)
     assert not watched.changed
@@ -143,7 +143,7 @@ def test_nor_are_they_after_the_world_has_got_smaller(watched: Watched) -> None:
 
 def test_between_two_generations_nothing_is_judged(watched: Watched) -> None:
     watched.steps(ENOUGH - 1, 0.5, 0.5, 0.9, 0.5)
-    watched.watch.told(BreakGeneration(generation=Generation(2), workers=(), because="test"))
+    watched.watch.on_command(BreakGeneration(generation=Generation(2), workers=(), because="test"))
     watched.steps(ENOUGH, 0.5, 0.5, 0.9, 0.5)
     assert not watched.changed
 

@@ -59,7 +59,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
-from rackrun.worker.batch.share_changes import Deals
+from rackrun.worker.batch.share_changes import ShareChanges
 from tests.core.core_told import topology_of
 
 Chain = tuple[tuple[int, int], ...]
@@ -100,7 +100,7 @@ class Process:
     """Generation and id of its newest snapshot."""
     layout: int = 0
     """Of its state, and of the snapshots that it takes."""
-    deals: Deals = field(default_factory=Deals)
+    deals: ShareChanges = field(default_factory=ShareChanges)
     given: set[tuple[int, int]] = field(default_factory=lambda: {(0, -1)})
     """Of those of which its agent has sent stripes, with success or not."""
     up: deque[Event] = field(default_factory=deque)

@@ -8,8 +8,8 @@ from types import FrameType
 
 import pytest
 
-from rackrun.chaos.simulator.core_benchmark import STORIES, Story, crowd_of
-from rackrun.chaos.simulator.instant_workers import Crowd
+from rackrun.chaos.simulator.core_benchmark import STORIES, Scenario, instant_workers_of
+from rackrun.chaos.simulator.instant_workers import InstantWorkers
 from rackrun.core.generation.world import World
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.protocol.commands import Command
@@ -45,9 +45,9 @@ class Counted:
         return self._trace
 
 
-def of_an_event(ranks: int, story: Story, monkeypatch: pytest.MonkeyPatch) -> float:
+def of_an_event(ranks: int, story: Scenario, monkeypatch: pytest.MonkeyPatch) -> float:
     with monkeypatch.context() as patched:
-        crowd: Crowd = crowd_of(ranks, story)
+        crowd: InstantWorkers = instant_workers_of(ranks, story)
         story.before(crowd)
         crowd.forget_costs()
         counted = Counted(patched)
@@ -60,7 +60,7 @@ def of_an_event(ranks: int, story: Story, monkeypatch: pytest.MonkeyPatch) -> fl
 def of_a_beginning(ranks: int, monkeypatch: pytest.MonkeyPatch) -> float:
     with monkeypatch.context() as patched:
         counted = Counted(patched)
-        crowd = crowd_of(ranks)
+        crowd = instant_workers_of(ranks)
     return counted.instructions / crowd.events
 
 

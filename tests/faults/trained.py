@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_reader import resume_of
 from rackrun.protocol.ids import Position
 
@@ -135,7 +135,7 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
     trained.sizes = [size for size, _ in itertools.groupby(plan.world_size for plan in plans.values())]
     newest = plans[max(plans)]
     trained.worlds = newest.full, newest.worlds
-    eras = Eras(plans)
+    eras = RollbackEras(plans)
     for step, phase, seconds, gate, generation in journal.execute(
         "SELECT step, phase, seconds, gate, generation FROM units ORDER BY generation"
     ):

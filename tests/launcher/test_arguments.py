@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.agent.worker_start.worker_logs import WorkerLogs
 from rackrun.checkpoint.redundancy import isal
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.errors import UsageError
@@ -353,7 +353,7 @@ def test_the_prefix_of_teed_lines_may_name_the_host(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     options = parse(["--log-line-prefix-template", "${hostname} ${rank}/${local_rank}: ", str(script)])
-    logs = Logs(LogConfig(directory=os.devnull, prefix=options.log_prefix), "run", slots=2)
+    logs = WorkerLogs(LogConfig(directory=os.devnull, prefix=options.log_prefix), "run", slots=2)
     assert logs._prefix(1, Rank(5)).decode() == f"{socket.gethostname()} 5/1: "
     assert parse([str(script)]).log_prefix == ""
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rackrun.link.channel import frame
-from rackrun.link.reliable_messages import BATCH_BYTES, Numbered
+from rackrun.link.reliable_messages import BATCH_BYTES, NumberedLink
 from rackrun.protocol.commands import StopJob
 from rackrun.protocol.wire import encode
 
@@ -25,14 +25,14 @@ def bodies(*numbers: int) -> list[bytes]:
 
 
 def test_what_is_packed_comes_out_in_order() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     assert other.unpack(one.pack(frames(1, 2))) == bodies(1, 2)
     assert other.unpack(one.pack(frames(3))) == bodies(3)
     assert (one.sent, other.received) == (3, 3)
 
 
 def test_what_has_come_before_is_dropped_by_its_number() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     first, second = one.pack(frames(1, 2)), one.pack(frames(3))
     assert other.unpack(first) == bodies(1, 2)
     assert other.unpack(first) == []
@@ -42,7 +42,7 @@ def test_what_has_come_before_is_dropped_by_its_number() -> None:
 
 
 def test_a_packet_that_overlaps_brings_only_what_is_new() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     other.unpack(one.pack(frames(1)))
     one.pack(frames(2, 3))  # lost with its connection
     (again,) = one.resume(0)
@@ -50,7 +50,7 @@ def test_a_packet_that_overlaps_brings_only_what_is_new() -> None:
 
 
 def test_only_what_the_other_end_lacks_is_sent_again() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     other.unpack(one.pack(frames(1)))
     one.pack(frames(2))
     one.pack(frames(3))
@@ -60,7 +60,7 @@ def test_only_what_the_other_end_lacks_is_sent_again() -> None:
 
 
 def test_what_is_acknowledged_is_kept_no_more() -> None:
-    one, other = Numbered(kept_max=2), Numbered()
+    one, other = NumberedLink(kept_max=2), NumberedLink()
     packet = one.pack(frames(1, 2))
     assert not one.has_room
     other.unpack(packet)
@@ -74,7 +74,7 @@ def test_what_is_acknowledged_is_kept_no_more() -> None:
 
 
 def test_an_acknowledgement_needs_no_message() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     for number in range(1, 65):
         assert not other.owes_much
         other.unpack(one.pack(frames(number)))
@@ -85,7 +85,7 @@ def test_an_acknowledgement_needs_no_message() -> None:
 
 
 def test_an_acknowledgement_may_overtake_what_is_sent_again() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     one.pack(frames(1, 2))  # lost with its connection
     one.unpack(other.pack(frames(8)))
     (again,) = one.resume(other.received)
@@ -96,7 +96,7 @@ def test_an_acknowledgement_may_overtake_what_is_sent_again() -> None:
 
 
 def test_many_bytes_are_acknowledged_sooner() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     other.unpack(one.pack([frame(StopJob(exit_code=1, because="x" * (1 << 20)))]))
     assert other.owes_much
 
@@ -105,13 +105,13 @@ def test_many_bytes_are_acknowledged_sooner() -> None:
     ("count", "size", "waiting", "over"), [(3, 10**6, 1, False), (2, 10**6, 1, True), (3, 10, 0, True)]
 )
 def test_more_than_is_allowed_overflows(count: int, size: int, waiting: int, over: bool) -> None:
-    one = Numbered(count, size)
+    one = NumberedLink(count, size)
     one.pack(frames(1, 2))
     assert one.overflows(waiting, waiting) is over
 
 
 def test_what_is_sent_again_goes_in_packets_of_a_bounded_size() -> None:
-    one, other = Numbered(), Numbered()
+    one, other = NumberedLink(), NumberedLink()
     large = [frame(StopJob(exit_code=number, because="x" * (BATCH_BYTES // 2))) for number in range(5)]
     one.pack(large)
     packets = one.resume(0)
@@ -123,7 +123,7 @@ def test_what_is_sent_again_goes_in_packets_of_a_bounded_size() -> None:
     ("packet", "why"),
     [
         (b"\0" * 15, "no head"),
-        (Numbered().pack([b"\x05\0\0\0hell"]), "after the last whole frame"),
+        (NumberedLink().pack([b"\x05\0\0\0hell"]), "after the last whole frame"),
         (b"\x02" + b"\0" * 15 + frames(2)[0], "message 2 came after message 0"),
         (b"\0" * 16, "message 0 came after"),
         (b"\x01" + b"\0" * 7 + b"\x01" + b"\0" * 7, "message 1 is acknowledged, and 0 were sent"),
@@ -132,13 +132,13 @@ def test_what_is_sent_again_goes_in_packets_of_a_bounded_size() -> None:
 )
 def test_what_no_sane_peer_sends_is_refused(packet: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        Numbered().unpack(packet)
+        NumberedLink().unpack(packet)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_whenever_the_connection_breaks_each_message_comes_once_and_in_order(seed: int) -> None:
     draw = random.Random(seed)
-    ends = Numbered(), Numbered()
+    ends = NumberedLink(), NumberedLink()
     sent: tuple[list[bytes], list[bytes]] = [], []
     came: tuple[list[bytes], list[bytes]] = [], []
     on_the_way: tuple[list[bytes], list[bytes]] = [], []

@@ -17,7 +17,7 @@ from rackrun.chaos.planner.analysis.simulation_case import Case, simulate
 from rackrun.chaos.planner.inputs.failures import FailureProcess, UnitFailure
 from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob, fleet_of
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
-from rackrun.chaos.planner.model.fleet_state import Hall
+from rackrun.chaos.planner.model.fleet_state import FleetState
 from rackrun.chaos.planner.model.job_state import Intervals
 from rackrun.chaos.planner.model.outcome import FleetOutcome
 from rackrun.chaos.planner.model.undisturbed_training import TrainingTimes, progress
@@ -222,7 +222,7 @@ def test_takeovers_are_those_that_the_placement_answers() -> None:
     """Hundreds of losses and repairs, with moves between racks; after each the same question to `rackrun.topology.placement.rank_assignment`."""
     fleet = Fleet(racks=8, trays=6)
     job = FleetJob(group=8, replica=8, spares_per_rack=4, spare_racks=1)
-    hall, draw = Hall(fleet, job), stream(11, "hall")
+    hall, draw = FleetState(fleet, job), stream(11, "hall")
     down: set[int] = set()
     asked = moved = short = 0
     for _ in range(1200):
@@ -267,7 +267,7 @@ def test_takeovers_are_those_that_the_placement_answers() -> None:
 def test_a_rank_that_is_lost_already_is_not_lost_again_with_its_slot() -> None:
     """Its process died, another waits on the slot as a spare, and then the tray fails: nobody more is lost."""
     fleet, job = Fleet(racks=2, trays=4), FleetJob(group=4, replica=8, spares_per_rack=4)
-    hall = Hall(fleet, job)
+    hall = FleetState(fleet, job)
     rank, slot = 3, int(hall.seats[3])
     assert hall.strike(range(slot, slot + 1), hardware=False) == [rank]
     assert hall.started(hall.stamps([slot])) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from rackrun.agent.gpus.gpu_verdicts import Judge
+from rackrun.agent.gpus.gpu_verdicts import GpuVerdicts
 from rackrun.errors import UsageError
 from rackrun.protocol.events import DeviceJudged
 from rackrun.protocol.gpu_health import Health
@@ -29,8 +29,8 @@ def alone(one: object = GUEST) -> TrayReading:
 
 def judge(
     reading: TrayReading, *, slots: int = 1, ignored: tuple[Part, ...] = (), named: CliqueId | None = None
-) -> tuple[Judge, list[Health]]:
-    found = Judge(TRAY, slots, {0: named} if named else None, ignored)
+) -> tuple[GpuVerdicts, list[Health]]:
+    found = GpuVerdicts(TRAY, slots, {0: named} if named else None, ignored)
     found.begin([one.index for one in reading.gpus][:slots])
     events = found.handle(0, reading)
     return found, [event.verdict.health for event in events if isinstance(event, DeviceJudged)]

@@ -43,7 +43,7 @@ import torch.distributed.tensor.parallel
 
 import rackrun
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
 from rackrun.link.channel import frame, split_frames
@@ -500,7 +500,7 @@ class TinyCluster:
 
     def _counts(self, at: Position, generation: int) -> bool:
         """Whether what was told as committed in that generation still is in the next."""
-        return Eras({plan.generation: plan for plan in self._ended.plans}).counts(at, generation)
+        return RollbackEras({plan.generation: plan for plan in self._ended.plans}).counts(at, generation)
 
     def _find_slow(self, times: Mapping[int, float]) -> None:
         view = self._core.view()

@@ -513,7 +513,7 @@ def _wait_point_to_point(work: dist.Work, used: tuple[Any, ...], aborted: thread
 
 
 def _wait(work: dist.Work, aborted: threading.Event) -> None:
-    """gloo can lose the wake-up of a collective that is broken, and would wait for its timeout: see `rackrun.worker.membership.collective_work.Guarded`."""
+    """gloo can lose the wake-up of a collective that is broken, and would wait for its timeout: see `rackrun.worker.membership.collective_work.GuardedWork`."""
     while True:
         ended = work.is_completed()  # asked first: it may end just after a look at it has timed out
         try:

@@ -12,7 +12,7 @@ from rackrun.checkpoint.arena.memory_plan import Ceiling
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
-from rackrun.worker.snapshots.checkpoint_buffer import Room
+from rackrun.worker.snapshots.checkpoint_buffer import CheckpointBuffers
 from tests.worker.harness import Ended
 from tests.worker.scripts import adam, ddp, fit
 
@@ -24,7 +24,7 @@ def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_given_back_is_taken_again_while_it_is_large_enough() -> None:
-    room = Room(1)
+    room = CheckpointBuffers(1)
     first = room.take(100_000)
     second = room.take(10)
     assert second is not first, "two checkpoints may be on their way"
@@ -37,7 +37,7 @@ def test_what_was_given_back_is_taken_again_while_it_is_large_enough() -> None:
 
 def test_memory_is_pinned_for_as_long_as_it_is_there() -> None:
     pinned: dict[int, int] = {}
-    room = Room(1, pinned.__setitem__, pinned.__delitem__)
+    room = CheckpointBuffers(1, pinned.__setitem__, pinned.__delitem__)
     first, second = room.take(100_000), room.take(10)
     assert sorted(pinned.values()) == sorted(map(len, (first, second)))
     room.give_back(second)
@@ -56,9 +56,9 @@ def test_what_fits_is_planned_for_all_ranks_of_the_host_and_for_two_at_once(monk
         "rackrun.worker.snapshots.checkpoint_buffer.ceilings",
         lambda _: (Ceiling("the test", 10**6, 10**6, "raise it"),),
     )
-    assert len(Room(1).take(300_000)) >= 300_000
+    assert len(CheckpointBuffers(1).take(300_000)) >= 300_000
     with pytest.raises(MemoryPlanError, match="2 rank"):
-        Room(2).take(300_000)
+        CheckpointBuffers(2).take(300_000)
 
 
 def test_a_checkpoint_without_memory_is_given_up_and_said_once_and_training_goes_on(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.collective_work import Guarded
+from rackrun.worker.membership.collective_work import GuardedWork
 from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.torch_compat.data_parallel.ddp import reset
@@ -136,7 +136,7 @@ class EndsWhileItIsLookedAfter(dist.Work):
 def test_a_look_that_times_out_is_no_verdict(world: WorkerMembership, error: str) -> None:
     tensor = ones(4)
     work = EndsWhileItIsLookedAfter(error)
-    Guarded(world, world.generation, work, [tensor], lambda: None, entered=world.progress.enter()).wait()
+    GuardedWork(world, world.generation, work, [tensor], lambda: None, entered=world.progress.enter()).wait()
     assert work.looks == 2
     assert world.broken == bool(error)
 

@@ -64,7 +64,7 @@ def wide(damage: str = "") -> Callable[[Run], None]:
 def test_state_comes_from_two_sources_bit_for_bit(readable: int, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory that may be read, and over sockets from those whose memory may not."""
     answers = iter([True] * readable + [False] * (2 - readable) + [True] * readable)  # asked again after reading
-    monkeypatch.setattr(process_vm.Neighbour, "is_there", lambda _: next(answers))
+    monkeypatch.setattr(process_vm.PeerProcess, "is_there", lambda _: next(answers))
     reference = train(wide())
     ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended
@@ -93,7 +93,7 @@ def test_what_arrives_is_written_straight_into_tensors_that_lie_as_at_their_sour
 def test_a_source_that_goes_while_it_is_read_is_no_source(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process number may be another's by now: what was read does not count, and the next plan reads again."""
     answers = itertools.chain([True, True, False], itertools.repeat(True))
-    monkeypatch.setattr(process_vm.Neighbour, "is_there", lambda _: next(answers))
+    monkeypatch.setattr(process_vm.PeerProcess, "is_there", lambda _: next(answers))
     reference = train(wide())
     ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended

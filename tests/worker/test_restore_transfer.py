@@ -20,7 +20,7 @@ from rackrun.worker.restore.restore_layout import (
     ROUND_PIECES,
     RestoreLayout,
 )
-from rackrun.worker.restore.restore_transfer import Given, Landing
+from rackrun.worker.restore.restore_transfer import ReceiveBuffers, SendBuffers
 from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from tests.worker import nccl_double
 from tests.worker.harness import HOSTS_ONLY, Ended, moments
@@ -152,7 +152,7 @@ def test_what_is_sent_arrives_with_two_rounds_in_flight_at_most(line: Line) -> N
         _send_pieces(line, layout, source, rank, 0, CPU, line.overtaken)  # type: ignore[arg-type]
     assert line.most_in_flight <= 2 * 2**18
     line.most_in_flight = 0
-    _receive_pieces(line, layout, Landing(layout, newcomer, CPU), (), CPU, line.overtaken)  # type: ignore[arg-type]
+    _receive_pieces(line, layout, ReceiveBuffers(layout, newcomer, CPU), (), CPU, line.overtaken)  # type: ignore[arg-type]
     assert 2**18 < line.most_in_flight <= 2 * 2 * 2**18
     assert line.in_flight == 0
     assert all(torch.equal(newcomer[path], source[path]) for path in source)
@@ -173,7 +173,7 @@ def test_who_is_overtaken_leaves_in_the_middle_and_writes_nothing_more(line: Lin
         _send_pieces(line, layout, source, rank, 0, CPU, line.overtaken)  # type: ignore[arg-type]
     line.begun, line.ends_after = 0, 20
     with pytest.raises(RuntimeError, match="newer generation"):
-        _receive_pieces(line, layout, Landing(layout, newcomer, CPU), (), CPU, line.overtaken)  # type: ignore[arg-type]
+        _receive_pieces(line, layout, ReceiveBuffers(layout, newcomer, CPU), (), CPU, line.overtaken)  # type: ignore[arg-type]
     assert line.begun < len(layout.pieces)
     with pytest.raises(RuntimeError, match="newer generation"):
         _send_pieces(line, layout, source, 1, 0, CPU, line.overtaken)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_what_lies_otherwise_here_or_on_another_device_goes_through_memory_betwe
         )
     for rank in (1, 2):
         _send_pieces(line, layout, source, rank, 0, CPU, line.overtaken)  # type: ignore[arg-type]
-    landing = Landing(layout, newcomer, CPU)
+    landing = ReceiveBuffers(layout, newcomer, CPU)
     _receive_pieces(line, layout, landing, (), CPU, line.overtaken)  # type: ignore[arg-type]
     assert all(torch.equal(newcomer[path], source[path]) for path in source)
     assert not landing._whole
@@ -206,7 +206,7 @@ def test_what_lies_otherwise_here_or_on_another_device_goes_through_memory_betwe
 def test_a_source_that_is_no_dense_block_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(2**19, sources=(1,))
     whole = torch.randint(256, (2**20,), dtype=torch.uint8)
-    given = Given({"t/param/0": whole[::2]}, CPU)
+    given = SendBuffers({"t/param/0": whole[::2]}, CPU)
     found = torch.cat([given.piece(piece) for piece in layout.pieces])
     assert torch.equal(found, whole[::2])
     laid = given._laid
@@ -224,7 +224,7 @@ def test_several_rounds_over_sockets_are_bit_equal(
     """Beside a source whose memory is read, too."""
     monkeypatch.setattr(restore_layout, "ROUND_BYTES", 2**17)
     answers = iter([True] * readable + [False] * (2 - readable) + [True] * readable)
-    monkeypatch.setattr(process_vm.Neighbour, "is_there", lambda _: next(answers))
+    monkeypatch.setattr(process_vm.PeerProcess, "is_there", lambda _: next(answers))
     reference = train(wide())
     ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended

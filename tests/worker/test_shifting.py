@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
-from rackrun.worker.batch.microbatch_collectives import Meetings
-from rackrun.worker.batch.share_changes import Deals
+from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
+from rackrun.worker.batch.share_changes import ShareChanges
 from rackrun.worker.data.loader import BatchPlan, Shard
 from rackrun.worker.loop.run import Run
 from tests.worker.harness import Ended, TinyCluster, moments
@@ -122,7 +122,7 @@ def test_sharded_ranks_meet_in_every_micro_batch(train: Train) -> None:
 
 # -- one rank's part ---------------------------------------------------------------------------------------------------
 def test_a_deal_takes_effect_between_two_units_when_all_have_agreed() -> None:
-    deals = Deals()
+    deals = ShareChanges()
     deals.hear(1, (3, 1))
     assert deals.heard_next
     deals.take_effect()
@@ -134,7 +134,7 @@ def test_a_deal_takes_effect_between_two_units_when_all_have_agreed() -> None:
 
 
 def test_deals_are_agreed_on_in_their_order() -> None:
-    deals = Deals()
+    deals = ShareChanges()
     deals.hear(2, (2, 2))
     assert not deals.heard_next
     deals.hear(1, (3, 1))
@@ -146,7 +146,7 @@ def test_deals_are_agreed_on_in_their_order() -> None:
 
 
 def test_a_generation_begins_with_its_plans_shares_and_forgets_what_was_told_before() -> None:
-    deals = Deals()
+    deals = ShareChanges()
     deals.hear(1, (3, 1))
     deals.agree()
     deals.begin((1, 3))
@@ -164,7 +164,7 @@ def test_shares_are_contiguous_and_complete_and_need_no_ghosts(shares: tuple[int
 
 def met(*calls: tuple[str, tuple[int, ...]], axes: Any = (), passes: int = 3, at: int = 2) -> bool:
     """Whether a step in which these are called in pass ``at`` of so many is one in which ranks meet."""
-    meetings = Meetings(axes, 4)
+    meetings = MicrobatchCollectives(axes, 4)
     meetings.begin_unit()
     for number in range(1, passes + 1):
         meetings.next_pass(last=number == passes)
@@ -196,7 +196,7 @@ def test_ranks_that_share_their_samples_may_meet() -> None:
 
 
 def test_to_meet_while_shares_differ_is_refused_before_anybody_waits() -> None:
-    meetings = Meetings()
+    meetings = MicrobatchCollectives()
     meetings.begin_unit()
     meetings.next_pass(last=False)
     with pytest.raises(StepError, match="a slow rank has fewer"):

@@ -37,7 +37,7 @@ class Kernel:
         self.threads: list[int] = []
 
     def create(self, fd: int, **how: Any) -> Arena:
-        with Alone(self.at_work):
+        with OneRankCommunicator(self.at_work):
             self.threads.append(how["populating"].threads)
             self.asked.release()
             while not self.may_go.acquire(timeout=0.01):
@@ -56,7 +56,7 @@ class Kernel:
             self.may_go.release()
 
 
-class Alone:
+class OneRankCommunicator:
     """A lock that nobody else may hold."""
 
     def __init__(self, lock: threading.Lock) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rackrun.worker.process.spin_loops import Spins, idle_loop
+from rackrun.worker.process.spin_loops import SpinDetector, idle_loop
 
 FLAG = False
 BOX = SimpleNamespace(done=False, count=0)
@@ -107,7 +107,7 @@ def test_a_thread_that_spins_is_seen_since_when_and_that_it_goes_on() -> None:
     thread = threading.Thread(target=spin, daemon=True)
     thread.start()
     assert thread.ident is not None
-    spins = Spins(thread.ident)
+    spins = SpinDetector(thread.ident)
     while not (since := spins.look(7)):
         pass
     assert (since, spins.look(9)) == (7, 7)
@@ -126,7 +126,7 @@ def test_another_round_is_another_wait() -> None:
     thread = threading.Thread(target=lambda: (spin(), setattr(box, "done", False), spin()), daemon=True)
     thread.start()
     assert thread.ident is not None
-    spins = Spins(thread.ident)
+    spins = SpinDetector(thread.ident)
     while not spins.look(1):
         pass
     box.done = True

@@ -19,10 +19,10 @@ from rackrun.chaos.planner.inputs.failures import FailureSource, UnitFailure, sl
 from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.inputs.repair_crews import Crews
-from rackrun.chaos.planner.model.fleet_state import Hall, Staff, Stamps
+from rackrun.chaos.planner.model.fleet_state import FleetState, Staff, Stamps
 from rackrun.chaos.planner.model.job_state import Intervals, State
 from rackrun.chaos.planner.model.outcome import FleetOutcome, Where
-from rackrun.chaos.planner.model.policy_adapter import Brain, Policy, Situation
+from rackrun.chaos.planner.model.policy_adapter import Policy, PolicyAdapter, Situation
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, NS, Engine
 from rackrun.protocol.policy_types import Decision, Rules, Rung, Weights
 
@@ -58,9 +58,9 @@ class FleetSimulation:
     checked: bool = False
     """Whether the invariants are checked after every event."""
 
-    hall: Hall = field(init=False)
+    hall: FleetState = field(init=False)
     _state: State = field(init=False)
-    _brain: Brain = field(init=False)
+    _brain: PolicyAdapter = field(init=False)
     _crews: Crews = field(init=False)
     _engine: Engine = field(default_factory=Engine)
     _where: Where = field(default_factory=Where)
@@ -86,9 +86,9 @@ class FleetSimulation:
     _gone_since: dict[UnitFailure, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hall = Hall(self.fleet, self.job, shortcut=self.shortcut)
+        self.hall = FleetState(self.fleet, self.job, shortcut=self.shortcut)
         self._state = State(self.fleet, self.job, self.costs, self.intervals, self._where)
-        self._brain = Brain(self.costs, self.rules, self.weights, self.function)
+        self._brain = PolicyAdapter(self.costs, self.rules, self.weights, self.function)
         self._crews = Crews(self.crews)
 
     def run(self) -> FleetOutcome:

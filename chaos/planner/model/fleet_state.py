@@ -27,7 +27,7 @@ from rackrun.topology.placement.rank_assignment import place
 from rackrun.topology.placement.slot_assignment import preference
 from rackrun.topology.placement.solver import solve
 
-__all__ = ["Hall", "Staff", "Stamps"]
+__all__ = ["FleetState", "Staff", "Stamps"]
 
 
 class Staff(NamedTuple):
@@ -45,7 +45,7 @@ class Stamps(NamedTuple):
     stamps: Ints
 
 
-class Hall:
+class FleetState:
     """All slots of a fleet, and the ranks of its job."""
 
     def __init__(self, fleet: Fleet, job: FleetJob, *, shortcut: bool = True) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
-from rackrun.chaos.planner.model.fleet_state import Hall
+from rackrun.chaos.planner.model.fleet_state import FleetState
 from rackrun.chaos.planner.model.outcome import Where
 from rackrun.chaos.planner.model.undisturbed_training import TrainingTimes, progress
 
@@ -82,7 +82,7 @@ class State:
     def tray_gone(self, tray: int) -> None:
         self._gone[tray] = None
 
-    def rollback(self, hall: Hall) -> int | None:
+    def rollback(self, hall: FleetState) -> int | None:
         """Return how many steps back the state in memory is for the ranks that are lost; None if some of it is lost,
         too."""
         if not hall.lost:
@@ -108,7 +108,7 @@ class State:
         self.snapshot = self.checkpoint
         self._gone.clear()
 
-    def _holder(self, tray: int, hall: Hall) -> int:
+    def _holder(self, tray: int, hall: FleetState) -> int:
         """Return the tray that keeps a tray's copies.
 
         It is the next tray in order that was there (`rackrun.core.members.rack.RackMachine.mirrors`).

@@ -12,7 +12,7 @@ from statistics import median
 
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
-from rackrun.chaos.planner.model.fleet_state import Hall, Staff
+from rackrun.chaos.planner.model.fleet_state import FleetState, Staff
 from rackrun.core.policy.choice import allows, choose, refusal, settled
 from rackrun.core.policy.measured_costs import SAMPLES
 from rackrun.protocol.ids import Rank, SlotId
@@ -29,7 +29,7 @@ from rackrun.protocol.policy_types import (
     Whose,
 )
 
-__all__ = ["Brain", "Policy", "Situation"]
+__all__ = ["PolicyAdapter", "Policy", "Situation"]
 
 Policy = Callable[[Failure, ClusterView], object]
 
@@ -50,7 +50,7 @@ class Situation:
 
 
 @dataclass(slots=True)
-class Brain:
+class PolicyAdapter:
     """The policy of one run."""
 
     costs: PlanCosts
@@ -75,7 +75,7 @@ class Brain:
         """Note that a tray was gone for ``seconds``, which the core measures, too."""
         self._repairs_s.append(seconds)
 
-    def decide(self, hall: Hall, staff: Staff | None, now: Situation) -> Decision:
+    def decide(self, hall: FleetState, staff: Staff | None, now: Situation) -> Decision:
         """Decide what to do about the ranks that are lost."""
         self.decisions += 1
         failure = self._failure(hall)
@@ -90,7 +90,7 @@ class Brain:
                 return settled(answer, failure, view, self.weights)
         return choose(failure, view, self.rules, self.weights)
 
-    def _failure(self, hall: Hall) -> Failure:
+    def _failure(self, hall: FleetState) -> Failure:
         ranks = tuple(Rank(rank) for rank in sorted(hall.lost))
         slots = tuple(self._name(hall, int(hall.seats[rank])) for rank in ranks)
         return Failure(
@@ -100,7 +100,7 @@ class Brain:
             whose=_whose(ranks),
         )
 
-    def _view(self, hall: Hall, staff: Staff | None, now: Situation) -> ClusterView:
+    def _view(self, hall: FleetState, staff: Staff | None, now: Situation) -> ClusterView:
         job, lost, ready, starting = hall.job, hall.lost, hall.ready, hall.starting
         enough = ready >= len(lost)
         state = now.rollback is not None
@@ -146,11 +146,11 @@ class Brain:
             self._spares = (SpareNow(slot=SlotId(""), state="ready"),) * count
         return self._spares
 
-    def _names(self, hall: Hall, slots: dict[int, int]) -> dict[Rank, SlotId]:
+    def _names(self, hall: FleetState, slots: dict[int, int]) -> dict[Rank, SlotId]:
         return {Rank(rank): self._name(hall, slot) for rank, slot in slots.items()}
 
     @staticmethod
-    def _name(hall: Hall, slot: int) -> SlotId:
+    def _name(hall: FleetState, slot: int) -> SlotId:
         return hall.board.slots[slot]
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from rackrun.chaos.evidence.run_evidence import gate_of
 from rackrun.chaos.inprocess.restore_times import Restored, read_restores
-from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, describe_exit
 from rackrun.errors import UsageError
@@ -258,7 +258,7 @@ def _end(found: JournalTimeline, living: dict[str, Life], slot: str, at_s: float
 
 
 def _read_units(journal: sqlite3.Connection, found: JournalTimeline) -> None:
-    eras = Eras({one.plan.generation: one.plan for one in found.plans}) if found.plans else None
+    eras = RollbackEras({one.plan.generation: one.plan for one in found.plans}) if found.plans else None
     for step, phase, generation, at_ms, attempt, gate in journal.execute(
         "SELECT step, phase, generation, max(committed_at_ms), max(attempt), max(gate) FROM units "
         "GROUP BY step, phase, generation ORDER BY step, phase, generation"

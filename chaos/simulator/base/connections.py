@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rackrun.chaos.simulator.base.coverage_marks import Buggify, Marks
+from rackrun.chaos.simulator.base.coverage_marks import Buggify, CoverageMarks
 from rackrun.chaos.simulator.base.virtual_time import NS, Engine
 
-__all__ = ["Cuts", "Wire"]
+__all__ = ["TrayCuts", "SimulatedChannel"]
 
 
 @dataclass(slots=True)
-class Cuts:
+class TrayCuts:
     """How one tray is cut off: the number of faults that cut it in each direction, and the delay of its messages."""
 
     up: int = 0
@@ -37,15 +37,15 @@ class Cuts:
 
 
 @dataclass(slots=True)
-class Wire:
+class SimulatedChannel:
     """One direction of one connection."""
 
     engine: Engine
     draw: random.Random
     buggify: Buggify
-    marks: Marks
+    marks: CoverageMarks
     latency_s: float
-    cuts: Cuts
+    cuts: TrayCuts
     is_cut: Callable[[], bool]
     deliver: Callable[[Any], None]
     closed: bool = False

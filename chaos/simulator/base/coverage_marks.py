@@ -10,7 +10,7 @@ from collections import Counter
 
 from rackrun.chaos.base.random_streams import stream
 
-__all__ = ["MARKS", "Buggify", "Marks"]
+__all__ = ["MARKS", "Buggify", "CoverageMarks"]
 
 MARKS = (
     "a checkpoint was not to be trusted",
@@ -71,7 +71,7 @@ MARKS = (
 )
 
 
-class Marks(Counter[str]):
+class CoverageMarks(Counter[str]):
     """How often each mark was reached."""
 
     def sometimes(self, name: str) -> None:

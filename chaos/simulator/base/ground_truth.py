@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rackrun.protocol.commands import GenerationPlan
 
-__all__ = ["StateHistory", "Truth", "Violation"]
+__all__ = ["StateHistory", "GroundTruth", "Violation"]
 
 
 class Violation(AssertionError):
@@ -98,7 +98,7 @@ class StateHistory:
         return f"after {self.unit} in generation {self.generation}{flaws}"
 
 
-class Truth:
+class GroundTruth:
     """The ground truth of one job."""
 
     def __init__(self, units: int) -> None:

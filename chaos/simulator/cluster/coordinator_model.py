@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rackrun.chaos.simulator.base.connections import Wire
+from rackrun.chaos.simulator.base.connections import SimulatedChannel
 from rackrun.chaos.simulator.base.ground_truth import must
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.protocol.commands import (
@@ -82,8 +82,8 @@ class SimulatedLink:
         self.half_open = False
         """Whether the agent has not learned that its connection has ended."""
         up, down = (lambda: cuts.up > 0 or self.broken), (lambda: cuts.down > 0 or self.broken)
-        self.up = Wire(sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, up, self._heard)
-        self.down = Wire(sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, down, agent.hear)
+        self.up = SimulatedChannel(sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, up, self._heard)
+        self.down = SimulatedChannel(sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, down, agent.hear)
         self._coordinator = sim.coordinator
         self.silent = 0
         """A counter that changes whenever the connection becomes silent or can be heard again; odd: it is silent."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
     from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Era"]
+__all__ = ["SimulatedGeneration"]
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Gate:
     """The conclusion of the ranks that compared their states; None if they are alike or were not compared."""
 
 
-class Era:
+class SimulatedGeneration:
     """One generation."""
 
     def __init__(self, sim: Simulation, plan: GenerationPlan) -> None:

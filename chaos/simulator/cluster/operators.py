@@ -21,12 +21,12 @@ from rackrun.protocol.ids import Rank, TrayId, slot_id, tray_of
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
 
-__all__ = ["People"]
+__all__ = ["OperatorModel"]
 
 ASKED = ("drain", "drain and wait", "return", "return", "swap", "swap", "shrink", "grow", "policy")
 
 
-class People:
+class OperatorModel:
     """The operators of one job."""
 
     def __init__(self, sim: Simulation) -> None:

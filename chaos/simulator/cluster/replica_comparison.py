@@ -16,7 +16,7 @@ from rackrun.protocol.events import ReplicasDiffer
 from rackrun.protocol.ids import Generation, Position, Rank
 
 if TYPE_CHECKING:
-    from rackrun.chaos.simulator.cluster.generations import Era
+    from rackrun.chaos.simulator.cluster.generations import SimulatedGeneration
     from rackrun.chaos.simulator.cluster.simulation import Simulation
     from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
@@ -84,24 +84,26 @@ class ReplicaDifference:
         )
 
 
-def compares(sim: Simulation, era: Era, unit: int) -> bool:
+def compares(sim: Simulation, era: SimulatedGeneration, unit: int) -> bool:
     """Whether ``unit`` can be compared: the ranks know which of them are replicas, and each has one."""
     known = unit > era.since + 2
     return bool(sim.job.check_replicas) and known and not sim.some_are_alone(era.world)
 
 
-def is_due(sim: Simulation, era: Era, unit: int) -> bool:
+def is_due(sim: Simulation, era: SimulatedGeneration, unit: int) -> bool:
     last = unit == sim.truth.units - 1
     due = last or unit in (era.since + 3, era.compares_soon) or unit % sim.job.check_replicas == 0
     return compares(sim, era, unit) and due
 
 
-def goes_back(sim: Simulation, era: Era) -> bool:
+def goes_back(sim: Simulation, era: SimulatedGeneration) -> bool:
     """Whether a snapshot of the state that is compared may ever be needed."""
     return sim.job.check_replicas > 1 or len(_kinds(sim, era.world)[0]) < _MAJORITY
 
 
-def compare(sim: Simulation, era: Era, unit: int, members: Sequence[SimulatedWorker]) -> ReplicaDifference | None:
+def compare(
+    sim: Simulation, era: SimulatedGeneration, unit: int, members: Sequence[SimulatedWorker]
+) -> ReplicaDifference | None:
     """Compare the states of all ranks at the gate of ``unit``; None if they pass it.
 
     ``members``: all ranks of the generation, in order.
@@ -136,7 +138,7 @@ def _kinds(sim: Simulation, world: int) -> list[list[Rank]]:
 
 
 def _judge(
-    era: Era, unit: int, kinds: list[list[Rank]], members: Sequence[SimulatedWorker]
+    era: SimulatedGeneration, unit: int, kinds: list[list[Rank]], members: Sequence[SimulatedWorker]
 ) -> ReplicaDifference | None:
     all_kept = [one.comparing for one in members]
     good, last = max(-1 if kept.good is None else kept.good for kept in all_kept), max(kept.last for kept in all_kept)
@@ -180,7 +182,7 @@ def _judge(
 
 
 def _difference(
-    era: Era,
+    era: SimulatedGeneration,
     unit: int,
     members: Sequence[SimulatedWorker],
     found: tuple[Rank, ...],

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
     from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["CorruptState", "Memory", "Unlike", "named"]
+__all__ = ["CorruptState", "AgentMemory", "Unlike", "named"]
 
 Owner = tuple[SlotId, int]
 """Slot and incarnation of the worker whose state it is."""
@@ -35,7 +35,7 @@ def named(plan: GenerationPlan, step: int) -> int:
     return int(snapshot_id(plan.layout, Step(step)))
 
 
-class Memory:
+class AgentMemory:
     """The memory of all agents. A tray's part of it is lost with the tray."""
 
     def __init__(self, sim: Simulation) -> None:

@@ -17,20 +17,20 @@ from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.faults.targets import Scene, SlotOccupant
 from rackrun.chaos.plan.conductor import Conductor, Order, See, StrikeOrder
 from rackrun.chaos.plan.definition import Plan as ChaosPlan
-from rackrun.chaos.simulator.base.connections import Cuts
-from rackrun.chaos.simulator.base.coverage_marks import Buggify, Marks
+from rackrun.chaos.simulator.base.connections import TrayCuts
+from rackrun.chaos.simulator.base.coverage_marks import Buggify, CoverageMarks
 from rackrun.chaos.simulator.base.durations import SimCosts
-from rackrun.chaos.simulator.base.ground_truth import Truth, Violation, must
+from rackrun.chaos.simulator.base.ground_truth import GroundTruth, Violation, must
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, NS, Engine
 from rackrun.chaos.simulator.cluster.agent_model import Agent
 from rackrun.chaos.simulator.cluster.checkpoint_storage import CheckpointStorage
 from rackrun.chaos.simulator.cluster.coordinator_model import Coordinator
 from rackrun.chaos.simulator.cluster.fault_models import Injectors
-from rackrun.chaos.simulator.cluster.generations import Era
-from rackrun.chaos.simulator.cluster.operators import People
+from rackrun.chaos.simulator.cluster.generations import SimulatedGeneration
+from rackrun.chaos.simulator.cluster.operators import OperatorModel
 from rackrun.chaos.simulator.cluster.rack_provider import SimulatedProvider
 from rackrun.chaos.simulator.cluster.replica_comparison import ReplicaDifference
-from rackrun.chaos.simulator.cluster.restore_sources import Memory, Owner
+from rackrun.chaos.simulator.cluster.restore_sources import AgentMemory, Owner
 from rackrun.chaos.simulator.cluster.rollback_bounds import Rollbacks
 from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 from rackrun.core.machine.control_plane import ControlPlane
@@ -111,14 +111,14 @@ class Simulation:
 
     def __init__(self, job: SimulatedJob, core: type[ControlPlane] = ControlPlane) -> None:
         self.job, self.costs, self.drift = job, job.costs, job.drift
-        self.engine, self.marks, self.buggify = Engine(), Marks(), Buggify(job.seed)
+        self.engine, self.marks, self.buggify = Engine(), CoverageMarks(), Buggify(job.seed)
         self.draw = _Streams(job.seed)
-        self.truth, self.memory, self.disk = Truth(job.units), Memory(self), CheckpointStorage(self)
-        self.cuts: dict[TrayId, Cuts] = defaultdict(Cuts)
+        self.truth, self.memory, self.disk = GroundTruth(job.units), AgentMemory(self), CheckpointStorage(self)
+        self.cuts: dict[TrayId, TrayCuts] = defaultdict(TrayCuts)
         self.agents: dict[TrayId, Agent] = {}
         """The newest agent of each tray."""
         self.processes: dict[Owner, SimulatedWorker] = {}
-        self.eras: dict[int, Era] = {}
+        self.eras: dict[int, SimulatedGeneration] = {}
         self.points: dict[str, int] = {}
         self.planned_ns = 0
         self.differences: dict[int, ReplicaDifference] = {}
@@ -166,7 +166,7 @@ class Simulation:
         self.coordinator.submit(TimerFired(timer=JobBegins()))
         for number in range(self.job.trays):
             self.engine.after(0.5 * self.draw["joins"].random(), self.switch_on, TrayId(f"tray-{number}"))
-        People(self).begin()
+        OperatorModel(self).begin()
         self.engine.after(self.job.faults_s, self._heal, priority=FIRST)
         while self.coordinator.stopped is None:
             must(self.engine.ran < EVENTS_MAX, "it goes round in circles")
@@ -281,7 +281,7 @@ class Simulation:
         """Take in a new plan of the core: check it, and make its generation. ``launch``: a world begins with it."""
         before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         self.truth.planned(plan, launch=launch)
-        era = self.eras[plan.generation] = Era(self, plan)
+        era = self.eras[plan.generation] = SimulatedGeneration(self, plan)
         self.planned_ns = self.engine.now_ns
         if launch:
             self._newest = -1

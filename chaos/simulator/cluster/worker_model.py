@@ -43,7 +43,7 @@ from rackrun.protocol.ids import Generation, Position, Step, snapshot_id
 
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.agent_model import Agent
-    from rackrun.chaos.simulator.cluster.generations import Era
+    from rackrun.chaos.simulator.cluster.generations import SimulatedGeneration
     from rackrun.chaos.simulator.cluster.restore_sources import Owner
 
 __all__ = ["SimulatedWorker"]
@@ -283,7 +283,7 @@ class SimulatedWorker:
         else:
             self._compute()
 
-    def _snapshot(self, era: Era) -> None:
+    def _snapshot(self, era: SimulatedGeneration) -> None:
         """Seal a snapshot: of state without a replica at the interval, or of state that is about to be compared."""
         sim = self.sim
         if sim.job.check_replicas and not sim.some_are_alone(era.world):

@@ -22,7 +22,7 @@ from rackrun.agent.gpus.start_checks import SHARE
 from rackrun.agent.host import proc
 from rackrun.agent.host.cgroup import Cgroup
 from rackrun.agent.host.priority import finish_off
-from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.agent.worker_start.worker_logs import WorkerLogs
 from rackrun.protocol.agent_config import FillerConfig
 from rackrun.protocol.ids import Incarnation, SlotId
 from rackrun.protocol.wire import FillerTold
@@ -104,7 +104,7 @@ class Fillers:
         self,
         config: FillerConfig,
         slots: int,
-        logs: Logs,
+        logs: WorkerLogs,
         place_of: Callable[[int], Binding],
         *,
         gpus: int,
@@ -230,7 +230,7 @@ class Fillers:
         process.stdin.close()
         process.returncode = 0  # the agent reaps it itself
         run.pid = process.pid
-        self._tell(run, "running")
+        self._report(run, "running")
 
     # -- ends
     def _ended(self, place: _Place, run: _Run, status: int) -> None:
@@ -248,7 +248,7 @@ class Fillers:
             where = self._logs.filler_path(_index_of(run.slot)) or "its output, with --log-dir"
             said = f"has ended at once {_IN_VAIN_MAX} times ({how}), and is not started there again"
             _say(f"the filler beside {run.slot} {said}. See {where}")
-        self._tell(run, state, run.because or how, self._loop.time() - run.asked if run.because else None)
+        self._report(run, state, run.because or how, self._loop.time() - run.asked if run.because else None)
         run.gone.set()
         if self._closing or place.spare is None:
             return
@@ -315,10 +315,10 @@ class Fillers:
         for place in self._places:
             if (run := place.run) is not None and run.pid:
                 run.cpu_s = max(run.cpu_s, proc.cpu_seconds(run.pid))
-                self._tell(run, "running")
+                self._report(run, "running")
         self._sampling = self._loop.call_later(self._config.sample_s, self._sample)
 
-    def _tell(self, run: _Run, state: str, because: str = "", gone_s: float | None = None) -> None:
+    def _report(self, run: _Run, state: str, because: str = "", gone_s: float | None = None) -> None:
         self.tell(
             FillerTold(
                 slot=run.slot,

@@ -53,7 +53,7 @@ class FillerOrder(TypedDict):
     """Whether the filler gets the lowest processor priority."""
 
 
-class _Cage:
+class _Supervisor:
     def __init__(self, order: FillerOrder) -> None:
         self._order = order
         self._cgroup = Cgroup(order["cgroup"]) if order["cgroup"] else None
@@ -85,7 +85,7 @@ class _Cage:
             if now >= deadline:
                 return
             if now >= told:
-                self._tell()
+                self._report_state()
                 told, deadline = math.inf, now + self._order["grace_s"]
                 continue
             for fd, _ in self._poll.poll(min(_SESSIONS_S, told - now, deadline - now) * 1e3):
@@ -126,7 +126,7 @@ class _Cage:
                     lower_session(pid)
         self._sessions = seen
 
-    def _tell(self) -> None:
+    def _report_state(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             try:
                 os.killpg(self._pid, signal.SIGTERM)
@@ -206,7 +206,7 @@ def main() -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         order: FillerOrder = json.loads(sys.argv[2])
-        os._exit(_Cage(order).run())
+        os._exit(_Supervisor(order).run())
     except BaseException:  # noqa: BLE001 - the agent looks for what a killed cage has left
         traceback.print_exc()
     finally:

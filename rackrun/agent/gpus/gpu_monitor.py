@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rackrun.agent.gpus.gpu_verdicts import DeviceEvent, Judge
+from rackrun.agent.gpus.gpu_verdicts import DeviceEvent, GpuVerdicts
 from rackrun.agent.gpus.start_checks import check_start
 from rackrun.agent.gpus.tray_description import by_driver, is_of, named_cliques, reconciled
 from rackrun.agent.gpus.visible_gpus import visible_gpus
@@ -34,7 +34,7 @@ from rackrun.topology.model.errors import SourcesDisagree, TopologyError
 from rackrun.topology.placement.rank_environment import Binding
 from rackrun.topology.sources.partial_topology import PartialTopology, merge
 
-__all__ = ["Devices", "GpuMonitorTimes"]
+__all__ = ["GpuMonitor", "GpuMonitorTimes"]
 
 _LIBRARY = "libnvidia-ml.so.1"
 
@@ -51,8 +51,8 @@ class GpuMonitorTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds before NVML is tried again: at first and at most. Each pause is twice as long as the one before."""
 
 
-class Devices:
-    """The monitor, on the running loop. Call `joined` first, then `tell`, and `close` at the end.
+class GpuMonitor:
+    """The monitor, on the running loop. Call `joined` first, then `report_to`, and `close` at the end.
 
     ``env``: variables for NVML's process, in addition to this process's. ``kernel_log``: path of the log; "": none.
     """
@@ -81,7 +81,7 @@ class Devices:
         self.refusal = ""
         """Why no worker can compute here (`rackrun.agent.gpus.start_checks`); "": workers can."""
         self._bindings: dict[int, Binding] = {}
-        self._judge = Judge(config.tray, config.slots, named_cliques(self._files), ignored_by(self._environment))
+        self._judge = GpuVerdicts(config.tray, config.slots, named_cliques(self._files), ignored_by(self._environment))
         self._watch: NvmlWatch | None = None
         self._log: KernelLog | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -89,7 +89,7 @@ class Devices:
         self._silent = False
         self._heard_first = asyncio.Event()
         self._early: list[DeviceEvent] = []
-        """Events from before `tell` was called."""
+        """Events from before `report_to` was called."""
         self._tell: Callable[[DeviceEvent], None] = self._early.append
         self._has_joined = False
         self._closing: set[asyncio.Future[None]] = set()
@@ -111,10 +111,10 @@ class Devices:
 
     @property
     def unjudged(self) -> str:
-        """As `Judge.unjudged`."""
+        """As `GpuVerdicts.unjudged`."""
         return self._judge.unjudged
 
-    def tell(self, tell: Callable[[DeviceEvent], None]) -> None:
+    def report_to(self, tell: Callable[[DeviceEvent], None]) -> None:
         """Send events to ``tell`` from now on, beginning with those since `joined`."""
         self._tell = tell
         for event in self._early:
@@ -154,30 +154,32 @@ class Devices:
             )
         except OSError as error:
             what = f"the process that reads NVML cannot be started: {error.strerror}."
-            self._lost(NvmlUnavailable(why="failed", what=what, remedy="see the limits of processes and memory."))
+            self._restart_later(
+                NvmlUnavailable(why="failed", what=what, remedy="see the limits of processes and memory.")
+            )
             return
         self._loop.add_reader(self._watch.fileno(), self._listen)
-        self._look()
+        self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Read NVML's answers regularly, because a silent process causes no event."""
         self._listen()
         if self._watch is not None:
-            self._timer = self._loop.call_later(self._pace.period_ms / 1000, self._look)
+            self._timer = self._loop.call_later(self._pace.period_ms / 1000, self._poll)
 
     def _listen(self) -> None:
         while (watch := self._watch) is not None and (said := watch.next(0)) is not None:
             if watch.ended is not None:
-                self._lost(watch.ended)
+                self._restart_later(watch.ended)
             elif isinstance(said, NvmlUnavailable) and not self._judge.begun:
                 _say(f"the GPUs of {self._config.tray} are not watched: {said}")
                 self._go_unwatched()
             elif isinstance(said, TrayReading) and not self._judge.begun and not self._begin(said):
                 self._go_unwatched()
             else:
-                self._heard(said)
+                self._take_in_reading(said)
 
-    def _heard(self, said: Said) -> None:
+    def _take_in_reading(self, said: Said) -> None:
         if isinstance(said, NvmlUnavailable):
             self._fall_silent(said)
         elif isinstance(said, TrayReading):
@@ -188,9 +190,9 @@ class Devices:
         self._emit(self._judge.handle(int(self._loop.time() * 1000), said))
         self._heard_first.set()
 
-    def _lost(self, why: NvmlUnavailable) -> None:
+    def _restart_later(self, why: NvmlUnavailable) -> None:
         self._stop_watching()
-        self._heard(why)
+        self._take_in_reading(why)
         self._timer = self._loop.call_later(self._pause_s, self._open)
         self._pause_s = min(2 * self._pause_s, self._pace.pause_s[1])
 
@@ -225,7 +227,7 @@ class Devices:
             self._stop_log()
             return
         for xid in found:
-            self._heard(xid)
+            self._take_in_reading(xid)
 
     def _stop_log(self) -> None:
         log, self._log = self._log, None

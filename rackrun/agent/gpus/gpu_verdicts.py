@@ -14,13 +14,13 @@ from rackrun.topology.health.ignored_checks import HEALTH_VARIABLE, Part, is_lon
 from rackrun.topology.health.tray_health import Said, TrayHealth
 from rackrun.topology.model.racks import CliqueId
 
-__all__ = ["DeviceEvent", "Judge", "cliques_of"]
+__all__ = ["DeviceEvent", "GpuVerdicts", "cliques_of"]
 
 DeviceEvent = DeviceJudged | DeviceChecked | TrayDescribed
 _UP = (NvlinkState.ACTIVE, NvlinkState.SLEEP)
 
 
-class Judge:
+class GpuVerdicts:
     """``handle(at_ms, said) -> events``. Before `begin`, it is unknown which GPU belongs to which slot.
 
     ``cliques``: the clique that each slot should join, from the rack file; if it names none, the one of the first
@@ -70,9 +70,9 @@ class Judge:
             if verdict.index in self._slot_of  # GPUs without a slot are not judged
         ]
         if isinstance(whole, TrayReading):
-            self._learn(whole)
+            self._update_cliques(whole)
         if isinstance(said, TrayReading | NvmlUnavailable):
-            events += self._tell({slot: self._against(slot, said) for slot in self.unfit})
+            events += self._changes({slot: self._reasons_against(slot, said) for slot in self.unfit})
         return events
 
     @property
@@ -87,14 +87,14 @@ class Judge:
 
     def unwatched(self) -> list[DeviceEvent]:
         """Report every slot as fit, because there will be no readings."""
-        return self._tell(dict.fromkeys(self.unfit, ()))
+        return self._changes(dict.fromkeys(self.unfit, ()))
 
-    def _tell(self, unfit: Mapping[int, tuple[str, ...]]) -> list[DeviceEvent]:
+    def _changes(self, unfit: Mapping[int, tuple[str, ...]]) -> list[DeviceEvent]:
         changed = [slot for slot in self.unfit if unfit[slot] != self.unfit[slot]]
         self.unfit.update(unfit)
         return [DeviceChecked(tray=self._tray, index=slot, unfit=unfit[slot]) for slot in changed]
 
-    def _against(self, slot: int, said: TrayReading | NvmlUnavailable) -> tuple[str, ...]:
+    def _reasons_against(self, slot: int, said: TrayReading | NvmlUnavailable) -> tuple[str, ...]:
         if self._gpus is None:
             return preflight(said, ())
         if slot >= len(self._gpus):
@@ -107,7 +107,7 @@ class Judge:
             return None  # not checked whether it has joined
         return self._cliques.get(slot) or (CliqueId(f"host:{self._tray}", 0) if self._alone else None)
 
-    def _learn(self, reading: TrayReading) -> None:
+    def _update_cliques(self, reading: TrayReading) -> None:
         self._cliques = {**cliques_of(reading, self._gpus or ()), **self._cliques}
         in_rack = any(gpu.platform is not None and gpu.platform.chassis for gpu in reading.gpus)
         # Without a fabric of several hosts GPUs need not register, and on some machines they never do.

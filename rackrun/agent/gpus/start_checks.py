@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rackrun.agent.gpus.visible_gpus import Visible
+from rackrun.agent.gpus.visible_gpus import VisibleGpus
 from rackrun.topology.gpu_driver.readings import GpuReading, TrayReading
 
-__all__ = ["SHARE", "Start", "check_start"]
+__all__ = ["SHARE", "StartCheck", "check_start"]
 
 SHARE = "RACKRUN_SHARE_GPUS"
 """Environment variable: 1 lets slots, and fillers, share GPUs in turn."""
 
 
-class Start(NamedTuple):
+class StartCheck(NamedTuple):
     """Result of the checks."""
 
     refusal: str = ""
@@ -30,20 +30,20 @@ class Start(NamedTuple):
 
 def check_start(
     reading: TrayReading,
-    visible: Visible,
+    visible: VisibleGpus,
     *,
     slots: int,
     cuda: str | None,
     filler: bool,
     environment: Mapping[str, str],
-) -> Start:
+) -> StartCheck:
     """Check whether ``slots`` workers can compute here.
 
     ``cuda`` is ``torch.version.cuda``; None for a build without CUDA, for which nothing is checked. ``filler``: a
     second process runs on a spare's GPU.
     """
     if cuda is None:
-        return Start()
+        return StartCheck()
     shares = environment.get(SHARE) == "1"
     here = [gpu for gpu in reading.gpus if gpu.index in visible.gpus]
     found = (
@@ -52,7 +52,7 @@ def check_start(
         or _count(visible, slots, shares)
         or next(filter(None, (_mode(gpu, shares=shares, filler=filler) for gpu in here)), "")
     )
-    return Start(found, () if found else tuple(_in_use(gpu) for gpu in here if gpu.users))
+    return StartCheck(found, () if found else tuple(_in_use(gpu) for gpu in here if gpu.users))
 
 
 def _driver(reading: TrayReading, cuda: str) -> str:
@@ -68,7 +68,7 @@ def _driver(reading: TrayReading, cuda: str) -> str:
     )
 
 
-def _slices(here: Sequence[GpuReading], visible: Visible, slots: int) -> str:
+def _slices(here: Sequence[GpuReading], visible: VisibleGpus, slots: int) -> str:
     cut = [gpu.index for gpu in here if gpu.mig]
     if slots == 1 or not (cut or visible.slices):
         return ""
@@ -79,7 +79,7 @@ def _slices(here: Sequence[GpuReading], visible: Visible, slots: int) -> str:
     )
 
 
-def _count(visible: Visible, slots: int, shares: bool) -> str:
+def _count(visible: VisibleGpus, slots: int, shares: bool) -> str:
     if visible.shown is None or visible.shown >= slots or (shares and visible.shown):
         return ""
     shown = "no GPU" if not visible.shown else "1 GPU" if visible.shown == 1 else f"{visible.shown} GPUs"

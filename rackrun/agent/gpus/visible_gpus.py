@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from rackrun.topology.gpu_driver.readings import TrayReading
 
-__all__ = ["Visible", "visible_gpus"]
+__all__ = ["VisibleGpus", "visible_gpus"]
 
 
-class Visible(NamedTuple):
+class VisibleGpus(NamedTuple):
     """GPUs that workers see."""
 
     gpus: tuple[int, ...]
@@ -23,7 +23,7 @@ class Visible(NamedTuple):
     """Whether CUDA_VISIBLE_DEVICES names slices of GPUs (MIG)."""
 
 
-def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: int) -> Visible:
+def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: int) -> VisibleGpus:
     """Return the first ``slots`` GPUs that CUDA will show to workers with this environment.
 
     CUDA_VISIBLE_DEVICES holds indices or beginnings of UUIDs. CUDA reads it up to the first invalid entry, and shows
@@ -35,19 +35,19 @@ def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: in
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     entries = [entry.strip() for entry in wanted.split(",")] if wanted is not None else []
     if any(entry.startswith("MIG-") for entry in entries):
-        return Visible(
+        return VisibleGpus(
             (), "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), whose health is not watched", 1, slices=True
         )
     by_uuid = bool(entries) and all(entry.startswith("GPU-") for entry in entries)
     order = environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if order != "PCI_BUS_ID" and not by_uuid and len({gpu.name for gpu in reading.gpus}) > 1:
-        return Visible(
+        return VisibleGpus(
             (),
             f"CUDA_DEVICE_ORDER={order} leaves it open which GPU is whose: their health is not watched",
             len(reading.gpus) if wanted is None else None,
         )
     if wanted is None:
-        return Visible(tuple(gpu.index for gpu in reading.gpus)[:slots], shown=len(reading.gpus))
+        return VisibleGpus(tuple(gpu.index for gpu in reading.gpus)[:slots], shown=len(reading.gpus))
     found: list[int] = []
     note = ""
     for entry in entries if wanted.strip() else ():
@@ -57,8 +57,8 @@ def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: in
             break
         found.append(index)
     if len(set(found)) < len(found):
-        return Visible((), f"CUDA_VISIBLE_DEVICES={wanted} names a GPU twice, and so CUDA shows none", 0)
-    return Visible(tuple(found)[:slots], note, len(found))
+        return VisibleGpus((), f"CUDA_VISIBLE_DEVICES={wanted} names a GPU twice, and so CUDA shows none", 0)
+    return VisibleGpus(tuple(found)[:slots], note, len(found))
 
 
 def _index_of(entry: str, reading: TrayReading) -> int | None:

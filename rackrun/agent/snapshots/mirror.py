@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from rackrun.agent.snapshots.memory_limit import OverMemoryLimit, check_room
-from rackrun.agent.snapshots.snapshot_parity import Set, SnapshotSource, give_stripes
+from rackrun.agent.snapshots.snapshot_parity import RankParitySet, SnapshotSource, give_stripes
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.protocol.boot import SNAPSHOT_JOB
@@ -26,7 +26,7 @@ from rackrun.protocol.crash_points import crash_point, register
 from rackrun.protocol.events import Event, SnapshotMirrored, SnapshotStriped
 from rackrun.protocol.ids import Generation, Incarnation, Step, TrayId, step_of
 
-__all__ = ["Copies", "Holder", "Mirror", "verify"]
+__all__ = ["SnapshotCopies", "CopyHolder", "Mirror", "verify"]
 
 register("replicate.allocating", "replicate.verified", "replicate.replacing", "replicate.kept")
 
@@ -43,7 +43,7 @@ class _Owner:
     incarnation: int
 
 
-class Copies:
+class SnapshotCopies:
     """Copies of other trays' snapshots that this tray keeps, as memfds."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def verify(fd: int, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Holder:
+class CopyHolder:
     """The tray that holds whole copies, in one generation."""
 
     generation: int
@@ -122,15 +122,18 @@ class Mirror:
     """
 
     def __init__(
-        self, token: str, destination: Callable[[WorkerHandle], Holder | Set | None], tell: Callable[[Event], None]
+        self,
+        token: str,
+        destination: Callable[[WorkerHandle], CopyHolder | RankParitySet | None],
+        tell: Callable[[Event], None],
     ) -> None:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._destination, self._tell = destination, tell
         self._session: aiohttp.ClientSession | None = None
         self._pushing: dict[WorkerHandle, asyncio.Task[None]] = {}
-        self._to: dict[WorkerHandle, Holder | Set] = {}
+        self._to: dict[WorkerHandle, CopyHolder | RankParitySet] = {}
 
-    def look(self, worker: WorkerHandle) -> None:
+    def update(self, worker: WorkerHandle) -> None:
         """Begin a push if the worker wants one, and cancel one whose destination is outdated. Called regularly."""
         to = self._destination(worker)
         if worker in self._pushing and self._to[worker] != to:
@@ -143,7 +146,7 @@ class Mirror:
             self._pushing[worker], self._to[worker] = task, to
             task.add_done_callback(lambda _: (self._pushing.pop(worker), self._to.pop(worker)))
 
-    def forget_all_but(self, living: Collection[WorkerHandle]) -> None:
+    def cancel_all_but(self, living: Collection[WorkerHandle]) -> None:
         """Cancel the pushes of workers that have ended. The world goes on from copies that are elsewhere already."""
         for worker, task in self._pushing.items():
             if worker not in living:
@@ -158,7 +161,7 @@ class Mirror:
         if self._session is not None:
             await self._session.close()
 
-    async def _push(self, session: aiohttp.ClientSession, worker: WorkerHandle, to: Holder | Set) -> None:
+    async def _push(self, session: aiohttp.ClientSession, worker: WorkerHandle, to: CopyHolder | RankParitySet) -> None:
         step, besides, generation = worker.page.mirror_wanted
         which = worker.page.snapshots().get(step)
         well, fd = False, -1
@@ -175,7 +178,7 @@ class Mirror:
                     lambda: worker.page.snapshots().get(step) == which,
                     lambda: limit.reschedule(loop.time() + _SILENCE_S),
                 )
-                if isinstance(to, Holder):
+                if isinstance(to, CopyHolder):
                     event: Event = await self._copy(session, worker, to, source, besides)
                 else:
                     await give_stripes(session, to, source, besides)
@@ -197,7 +200,7 @@ class Mirror:
             worker.page.mirror_done(step, well=well)
 
     async def _copy(
-        self, session: aiohttp.ClientSession, worker: WorkerHandle, to: Holder, source: SnapshotSource, besides: int
+        self, session: aiohttp.ClientSession, worker: WorkerHandle, to: CopyHolder, source: SnapshotSource, besides: int
     ) -> SnapshotMirrored:
         path = f"{worker.slot}/{worker.incarnation}"
         async with session.put(

@@ -31,7 +31,7 @@ from rackrun.checkpoint.redundancy.erasure_code import Row
 from rackrun.checkpoint.redundancy.stripe_set import ParityError, Part, StripeSet, encode_header
 from rackrun.protocol.commands import Keeper
 
-__all__ = ["TRAILER", "RowKey", "Rows", "Set", "SnapshotSource", "give_stripes"]
+__all__ = ["TRAILER", "RowKey", "KeptParityRows", "RankParitySet", "SnapshotSource", "give_stripes"]
 
 TRAILER = struct.Struct("<I")
 """Format of the stripe's CRC32C, which follows its bytes."""
@@ -41,7 +41,7 @@ _allocating = threading.Lock()
 T = TypeVar("T")
 
 
-class _Memory:
+class _RowMemory:
     """Memory for a row and its header, which grows."""
 
     def __init__(self, header_bytes: int) -> None:
@@ -78,11 +78,11 @@ class _Memory:
         self.fd, self._map, self._size = -1, None, 0
 
 
-class _Kept:
+class _StoredRow:
     """One row, and what is needed to fill it."""
 
     def __init__(self, step: int, stripe_set: StripeSet, part: Part) -> None:
-        self.memory = _Memory(stripe_set.header_bytes)
+        self.memory = _RowMemory(stripe_set.header_bytes)
         self.row = Row(step, stripe_set, part, self.memory.room)
         self.whole = False
         self._turn = asyncio.Lock()
@@ -112,18 +112,18 @@ class RowKey:
     step: int
 
 
-class Rows:
+class KeptParityRows:
     """Parity rows that this tray keeps for the members of its ranks' sets."""
 
     def __init__(self) -> None:
-        self._rows: dict[RowKey, _Kept] = {}
+        self._rows: dict[RowKey, _StoredRow] = {}
 
     def find(self, key: RowKey) -> int | None:
         """Return the descriptor of a row if it is complete."""
         kept = self._rows.get(key)
         return kept.memory.fd if kept is not None and kept.whole else None
 
-    async def take(
+    async def add_stripe(
         self,
         key: RowKey,
         stripe_set: StripeSet,
@@ -138,7 +138,7 @@ class Rows:
         """
         kept = self._rows.get(key)
         if kept is None:
-            kept = self._rows[key] = _Kept(key.step, stripe_set, key.part)
+            kept = self._rows[key] = _StoredRow(key.step, stripe_set, key.part)
         elif kept.row.stripe_set != stripe_set:
             raise ParityError(f"this row is of {kept.row.stripe_set}, not of {stripe_set}.")
         try:
@@ -181,7 +181,7 @@ class Rows:
 
 # -- the owner's side --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Set:
+class RankParitySet:
     """The set of one rank in one generation. Any ``parity`` of its members may be lost."""
 
     generation: int
@@ -218,7 +218,7 @@ class SnapshotSource:
             at += len(chunk)
 
 
-async def give_stripes(session: aiohttp.ClientSession, of: Set, source: SnapshotSource, besides: int) -> None:
+async def give_stripes(session: aiohttp.ClientSession, of: RankParitySet, source: SnapshotSource, besides: int) -> None:
     """Send each keeper its stripes. Returns when all have verified theirs; raises `OverMemoryLimit` if one does not accept its
     stripe."""
     stripe_set = StripeSet(tuple(int(keeper.rank) for keeper in of.members), of.parity)

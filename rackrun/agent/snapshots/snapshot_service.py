@@ -20,8 +20,8 @@ from typing import Protocol
 from aiohttp import web
 
 from rackrun.agent.snapshots.memory_limit import OverMemoryLimit
-from rackrun.agent.snapshots.mirror import Copies, verify
-from rackrun.agent.snapshots.snapshot_parity import RowKey, Rows
+from rackrun.agent.snapshots.mirror import SnapshotCopies, verify
+from rackrun.agent.snapshots.snapshot_parity import KeptParityRows, RowKey
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.redundancy.stripe_set import Part, StripeSet
 from rackrun.link.address import join, listen_on
@@ -59,8 +59,8 @@ class SnapshotService:
         self._advertise, self._token, self._reserve = advertise, token, reserve
         self._listener: Listener | None = None
         self._keeper = keeper
-        self._copies = Copies()
-        self._rows = Rows()
+        self._copies = SnapshotCopies()
+        self._rows = KeptParityRows()
         self._allocating = asyncio.Lock()
         self._everywhere = -1
         """The newest step of which every rank is known to have a copy or parity on other trays. A newcomer does not
@@ -197,7 +197,7 @@ class SnapshotService:
             owner, length, besides = int(query["owner"]), int(query["length"]), int(query["besides"])
             self._check_generation(key.generation)
             body = request.content.iter_chunked(_CHUNK_BYTES)
-            await self._rows.take(key, StripeSet(members, int(query["parity"])), owner, length, body)
+            await self._rows.add_stripe(key, StripeSet(members, int(query["parity"])), owner, length, body)
             await self._prune(besides)
         except OverMemoryLimit as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None

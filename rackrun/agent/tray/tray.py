@@ -16,17 +16,17 @@ from typing import assert_never
 import msgspec
 
 from rackrun.agent.fillers.filler_runner import Fillers
-from rackrun.agent.gpus.gpu_monitor import Devices
+from rackrun.agent.gpus.gpu_monitor import GpuMonitor
 from rackrun.agent.host import proc
-from rackrun.agent.snapshots.mirror import Holder
-from rackrun.agent.snapshots.snapshot_parity import Set
+from rackrun.agent.snapshots.mirror import CopyHolder
+from rackrun.agent.snapshots.snapshot_parity import RankParitySet
 from rackrun.agent.tray import tray_facts as t
 from rackrun.agent.tray.tray_machine import TrayMachine
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.worker_start.fork_server import Forked, ForkServer, Reaped
-from rackrun.agent.worker_start.tcp_stores import Stores, StoreUnreachable
+from rackrun.agent.worker_start.tcp_stores import StoreUnreachable, TcpStores
 from rackrun.agent.worker_start.torchrun_environment import worker_environment
-from rackrun.agent.worker_start.worker_logs import Logs, Outputs
+from rackrun.agent.worker_start.worker_logs import WorkerLogs, WorkerStreams
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.channel import frame
 from rackrun.protocol import commands as c
@@ -49,9 +49,9 @@ class TrayAgent:
         self,
         config: AgentConfig,
         server: ForkServer,
-        stores: Stores,
-        logs: Logs,
-        devices: Devices,
+        stores: TcpStores,
+        logs: WorkerLogs,
+        devices: GpuMonitor,
         fillers: Fillers,
     ) -> None:
         self._config = config
@@ -83,38 +83,38 @@ class TrayAgent:
     def kept(self, index: int, incarnation: int) -> WorkerHandle | None:
         return self._workers.get(c.Worker(slot_id(self._config.tray, index), Incarnation(incarnation)))
 
-    def look(self, worker: WorkerHandle) -> None:
+    def check_end(self, worker: WorkerHandle) -> None:
         """Report a worker's end if it can be seen."""
         status = worker.ending()
         if status is not None:
             worker.channel.drain()  # its last messages come before its exit, and may explain it
-            self._tell(t.EndSeen(worker.id, *proc.exit_code_and_signal(status)))
+            self._handle(t.EndSeen(worker.id, *proc.exit_code_and_signal(status)))
 
-    def destination(self, worker: WorkerHandle) -> Holder | Set | None:
+    def destination(self, worker: WorkerHandle) -> CopyHolder | RankParitySet | None:
         """Return where a worker's snapshots are copied to, according to the latest plan; None: nowhere."""
         if self._machine.resume is None:
             return None
         plan = self._machine.resume.plan
         if holder := plan.mirrors.get(TrayId(self._config.tray)):
             address, _, tray = holder.partition("/")
-            return Holder(plan.generation, tray, address)
+            return CopyHolder(plan.generation, tray, address)
         ranks = [m.rank for m in plan.members if (m.slot, m.incarnation) == (worker.slot, worker.incarnation)]
         sets = (of for of in plan.sets if any(keeper.rank in ranks for keeper in of))
-        return next((Set(plan.generation, ranks[0], of, plan.parity) for of in sets), None)
+        return next((RankParitySet(plan.generation, ranks[0], of, plan.parity) for of in sets), None)
 
     # -- facts and effects
     def obey(self, command: c.WorkerCommand) -> None:
         """Carry out a command. Raises OSError if this host cannot."""
-        self._tell(t.CommandArrived(command))
+        self._handle(t.CommandArrived(command))
 
     def leave_soon(self, because: str, exit_code: int) -> None:
         """Announce that the tray leaves; at the second call, leave."""
-        self._tell(t.LeaveAsked(because, exit_code))
+        self._handle(t.LeaveAsked(because, exit_code))
 
     def job_is_over(self, *, connected: bool) -> None:
-        self._tell(t.JobOver(connected))
+        self._handle(t.JobOver(connected))
 
-    def _tell(self, fact: t.TrayFact, body: bytes = b"") -> None:
+    def _handle(self, fact: t.TrayFact, body: bytes = b"") -> None:
         """Tell the machine a fact, and carry out what it answers. ``body``: the message that a worker said."""
         for effect in self._machine.handle(fact, self._loop.time()):
             self._carry_out(effect, body)
@@ -132,7 +132,7 @@ class TrayAgent:
             case t.SpareLeaves():
                 self._fillers.clear(effect.worker.slot, effect.because)
             case t.SetDeadline():
-                self._loop.call_at(effect.at_s, self._tell, t.DeadlinePassed(effect.deadline))
+                self._loop.call_at(effect.at_s, self._handle, t.DeadlinePassed(effect.deadline))
             case t.PrintLine():
                 _say(effect.text)
             case t.Leave():
@@ -160,17 +160,17 @@ class TrayAgent:
             case t.ReportExit():
                 self._report(effect)
             case t.BuryWorker():
-                self._bury(effect.worker)
+                self._close_process(effect.worker)
             case t.ForgetWorker():
                 if worker := self._workers.pop(effect.worker, None):
-                    worker.forget()
+                    worker.close_memory()
             case _:
                 assert_never(effect)
 
     async def stop(self, *, failed: bool) -> None:
         """End every worker and all processes that they left."""
         self._server.wake()
-        self._tell(t.StopBegun(failed))
+        self._handle(t.StopBegun(failed))
         clearing = self._loop.create_task(self._fillers.stop())
         await self._empty.wait()
         await clearing
@@ -183,7 +183,7 @@ class TrayAgent:
         self._loop.remove_signal_handler(signal.SIGCHLD)
         proc.kill_tree(os.getpid())
         for worker in self._workers.values():
-            worker.forget()
+            worker.close_memory()
         self._workers.clear()
 
     # -- starts
@@ -192,7 +192,7 @@ class TrayAgent:
         try:
             worker = self._workers[worker_id] = WorkerHandle(admit.command, self._deliver)
         except OSError as error:
-            self._tell(t.WorkerStartFailed(worker_id, str(error)))
+            self._handle(t.WorkerStartFailed(worker_id, str(error)))
             return
         if admit.plan is not None:
             worker.send(frame(admit.plan))
@@ -204,11 +204,11 @@ class TrayAgent:
         except (StoreUnreachable, OSError) as error:
             because = str(error)
         self._starts.pop(worker.id)
-        self._tell(t.WorkerStartFailed(worker.id, because) if because else t.StoreFound(worker.id))
+        self._handle(t.WorkerStartFailed(worker.id, because) if because else t.StoreFound(worker.id))
 
     def _ask_for(self, worker: WorkerHandle) -> None:
         """Ask the fork server for a worker's process."""
-        outputs: Outputs | None = None
+        outputs: WorkerStreams | None = None
         command = msgspec.structs.replace(worker.command, rank=first_rank(worker.command))
         try:
             index = _index_of(command.slot)
@@ -233,7 +233,7 @@ class TrayAgent:
             )
             self._server.ask(boot, (*worker.fds_for_birth, outputs.stdout, outputs.stderr))
         except OSError as error:
-            self._tell(t.WorkerStartFailed(worker.id, str(error)))
+            self._handle(t.WorkerStartFailed(worker.id, str(error)))
         finally:
             worker.sent_off()
             if outputs is not None:
@@ -253,10 +253,10 @@ class TrayAgent:
             return
         match answer:
             case Forked(pid=0):
-                self._tell(t.WorkerStartFailed(worker.id, answer.error))
+                self._handle(t.WorkerStartFailed(worker.id, answer.error))
             case Forked():
-                self._tell(t.WorkerBorn(worker.id))
-                worker.born(answer.pid, pidfd, self.look)
+                self._handle(t.WorkerBorn(worker.id))
+                worker.born(answer.pid, pidfd, self.check_end)
                 self.worker_is_new()
             case Reaped():
                 self._reaped(worker, answer.status)
@@ -284,7 +284,7 @@ class TrayAgent:
         self._loop.remove_reader(self._server.fileno())
         self._server.close()
         proc.kill_tree(os.getpid(), self._devices.pids)
-        self._tell(t.ForkServerDied())
+        self._handle(t.ForkServerDied())
         if self._machine.stopping:
             self._server_reaped.set()
             return
@@ -296,7 +296,9 @@ class TrayAgent:
     # -- ends
     def _reaped(self, worker: WorkerHandle, status: int) -> None:
         worker.channel.drain()
-        self._tell(t.ProcessReaped(worker.id, *proc.exit_code_and_signal(status), keeps=bool(worker.page.snapshots())))
+        self._handle(
+            t.ProcessReaped(worker.id, *proc.exit_code_and_signal(status), keeps=bool(worker.page.snapshots()))
+        )
 
     def _report(self, ended: t.ReportExit) -> None:
         worker = self._workers.get(ended.worker)
@@ -305,7 +307,7 @@ class TrayAgent:
             self.uplink.event(WorkerExited(slot=at.slot, incarnation=at.incarnation, failure=ended.failure))
             return
         worker.reported = True
-        if (sealed := worker.untold()) is not None:
+        if (sealed := worker.unreported_unit()) is not None:
             self.uplink.forward(t.Urgency.SOON, encode(sealed))
         self.uplink.event(
             WorkerExited(
@@ -320,7 +322,7 @@ class TrayAgent:
             )
         )
 
-    def _bury(self, worker_id: c.Worker) -> None:
+    def _close_process(self, worker_id: c.Worker) -> None:
         if start := self._starts.pop(worker_id, None):
             start.cancel()
         if worker := self._workers.get(worker_id):
@@ -331,11 +333,11 @@ class TrayAgent:
         try:
             message: Upward = decode_upward(body)
         except msgspec.MsgspecError as error:
-            self._tell(t.WorkerGarbled(worker.id, str(error)))
+            self._handle(t.WorkerGarbled(worker.id, str(error)))
             return
         if isinstance(message, UnitCommitted):
-            worker.told = message.generation, message.at
-        self._tell(t.WorkerSaid(worker.id, message), body)
+            worker.reported_unit = message.generation, message.at
+        self._handle(t.WorkerSaid(worker.id, message), body)
 
     def _pass_on(self, effect: t.PassOn) -> None:
         data, command = frame(effect.command), effect.command

@@ -90,7 +90,7 @@ class TrayMachine:
                 record.move(ProcessTrigger.BORN)
                 record.born = True
             case t.WorkerSaid():
-                self._hear(record, fact.message)
+                self._message_arrived(record, fact.message)
             case t.WorkerGarbled():
                 self._do(t.PrintLine(f"{record.worker.slot} sent what is no message, and is killed: {fact.error}"))
                 self._fence(record)
@@ -191,10 +191,10 @@ class TrayMachine:
         record.move(trigger)
         self._do(t.BuryWorker(record.worker))
         self._clear(self._places[record.worker.slot])
-        self._look_whether_empty()
+        self._check_empty()
 
     # -- messages of workers
-    def _hear(self, record: ProcessRecord, message: Upward) -> None:
+    def _message_arrived(self, record: ProcessRecord, message: Upward) -> None:
         match message:
             case UnitCommitted() | StateCopied():
                 self._do(t.Forward(t.Urgency.SOON))
@@ -236,11 +236,11 @@ class TrayMachine:
                 self._do(t.TerminateWorker(record.worker))
             else:
                 self._fence(record)
-        self._look_whether_empty()
+        self._check_empty()
         if not self._emptied:
             self._set(t.StopGraceOver(), _FAILED_GRACE_S if failed else self._grace_s)
 
-    def _look_whether_empty(self) -> None:
+    def _check_empty(self) -> None:
         if self.stopping and not self._emptied and not self._present():
             self._emptied = True
             self._do(t.Emptied())

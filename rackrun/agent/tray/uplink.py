@@ -37,7 +37,7 @@ from rackrun.agent.tray.coordinator_lease import (
 )
 from rackrun.agent.tray.tray_facts import Urgency
 from rackrun.link.channel import frame
-from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, Numbered, Welcome
+from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, NumberedLink, Welcome
 from rackrun.protocol.agent_config import AgentConfig
 from rackrun.protocol.commands import WorkerCommand
 from rackrun.protocol.events import Event
@@ -65,7 +65,7 @@ class Uplink:
         self._lease = CoordinatorLease(config.lease_s, orphan_s, now_s, config.coordinator)
         self._session = ""
         """The coordinator's name for the link; "": no `Welcome` has been received yet."""
-        self._numbered = Numbered()
+        self._numbered = NumberedLink()
         self._senseless = False
         """Whether the coordinator has sent something that cannot be carried out; it would not send again what came with
         it."""
@@ -96,7 +96,7 @@ class Uplink:
             while True:
                 try:
                     async with self._connect(session) as socket:
-                        await self._converse(socket)
+                        await self._exchange_messages(socket)
                         if self._closing or self._over or self._senseless:
                             return LeaseEnd.LOST
                         _break(socket)
@@ -140,7 +140,7 @@ class Uplink:
         self._waiting.extendleft(
             (Urgency.NOW, data) for data in reversed(unheard[1:])
         )  # the first is sent after the welcome
-        self._session, self._numbered = "", Numbered()
+        self._session, self._numbered = "", NumberedLink()
         self._idle.clear()
 
     def job_is_over(self) -> None:
@@ -178,7 +178,7 @@ class Uplink:
                 kept.append(item)
         self._waiting = kept
 
-    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _exchange_messages(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Exchange messages until the connection ends."""
         welcome = await self._welcome(socket)
         if welcome is None:
@@ -195,7 +195,7 @@ class Uplink:
         writer = asyncio.create_task(self._write(socket, again))
         self.connected = True
         try:
-            async for packet in self._heard(socket):
+            async for packet in self._messages(socket):
                 for body in self._numbered.unpack(packet):
                     self._carry_out(decode_command(body))
                 self._wake.set()  # there may be room for more
@@ -227,7 +227,7 @@ class Uplink:
                 return msgspec.json.decode(message.data, type=Welcome)
         return None
 
-    async def _heard(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
+    async def _messages(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
         """Yield messages until the connection ends, or has been silent for so long that the coordinator must have given
         this agent up.
 
@@ -266,11 +266,11 @@ class Uplink:
             self._wake.clear()
             self._urgent.clear()
             while self._waiting and self._numbered.has_room:
-                await socket.send_bytes(self._numbered.pack([data for _, data in self._take()]))
+                await socket.send_bytes(self._numbered.pack([data for _, data in self._take_waiting()]))
             if not self._waiting:
                 self._idle.set()
 
-    def _take(self) -> list[tuple[Urgency, bytes]]:
+    def _take_waiting(self) -> list[tuple[Urgency, bytes]]:
         batch: list[tuple[Urgency, bytes]] = []
         size = 0
         while self._waiting and (not batch or size + len(self._waiting[0][1]) <= BATCH_BYTES):

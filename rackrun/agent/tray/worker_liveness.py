@@ -19,7 +19,7 @@ import time
 from rackrun.agent.snapshots.mirror import Mirror
 from rackrun.agent.tray.tray import TrayAgent
 from rackrun.agent.tray.uplink import Uplink
-from rackrun.agent.workers.hang_detector import HeldUp, Patience
+from rackrun.agent.workers.hang_detector import AgentPauses, ProgressTimer
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
@@ -63,128 +63,133 @@ class LivenessWatch:
         self._floor_ms = stall_floor_ms
         self._loop = asyncio.get_running_loop()
         self._looked_ns = time.monotonic_ns()
-        self._held = HeldUp()
-        self._timer = self._loop.call_later(_PERIOD_S, self._look)
+        self._agent_pauses = AgentPauses()
+        self._timer = self._loop.call_later(_PERIOD_S, self._check_all)
 
-    def look_soon(self) -> None:
+    def check_soon(self) -> None:
         """Look again soon, because something has changed."""
         self._timer.cancel()
-        self._timer = self._loop.call_later(_POLL_S, self._look)
+        self._timer = self._loop.call_later(_POLL_S, self._check_all)
 
     def close(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns > _LATE_NS:
-            self._held.add(self._looked_ns, now_ns)
+            self._agent_pauses.add(self._looked_ns, now_ns)
         self._looked_ns = now_ns
         poll = False
-        self._mirror.forget_all_but(self._tray.living())
+        self._mirror.cancel_all_but(self._tray.living())
         for worker in self._tray.living():
-            worker.tie(self._tray.look)
+            worker.tie(self._tray.check_end)
             if not worker.tied:
                 poll = True
-                self._tray.look(worker)
+                self._tray.check_end(worker)
             if not worker.reported:
                 self._check_progress(worker, now_ns)
-                self._mirror.look(worker)
-        self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._look)
+                self._mirror.update(worker)
+        self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._check_all)
 
     def _check_progress(self, worker: WorkerHandle, now_ns: int) -> None:
-        page, held_ns = worker.page, self._held.total_ns
+        page, held_ns = worker.page, self._agent_pauses.total_ns
         if not page.tick_ns:
             self._check_plain(worker, now_ns)
             return
-        patience, silence = worker.patience, worker.silence
-        if page.since_ns != patience.since_ns:
-            if patience.told:
-                patience.told = False
+        timer, silence = worker.progress_timer, worker.silence
+        if page.since_ns != timer.since_ns:
+            if timer.reported:
+                timer.reported = False
                 self._uplink.event(_stall(worker, over=True))
-            patience.progressed(page.since_ns, self._held.by(page.since_ns))
+            timer.restart(page.since_ns, self._agent_pauses.by(page.since_ns))
         if page.tick_ns != silence.since_ns:
-            silence.progressed(page.tick_ns, self._held.by(page.tick_ns))
+            silence.restart(page.tick_ns, self._agent_pauses.by(page.tick_ns))
         if worker.called_ns:
-            self._look_whether_it_comes(worker, now_ns)
+            self._check_recovery(worker, now_ns)
         floor_ns = self._floor_ms * _MS
         armed = page.deadline_ms > 0
         idle_ns = max(page.deadline_ms * _MS, floor_ns) if armed else _SILENCE_NS
         busy_ns = page.busy_ms * _MS if armed else _BUSY_SILENCE_NS
         silent_ns = silence.quiet_ns(now_ns, held_ns)
         if silent_ns > floor_ns and (because := _held_still(worker)):
-            self._tell(worker, now_ns, silent=True, where=because)
-        elif self._compared(worker, silence if silent_ns > _LATE_NS else patience, now_ns):
+            self._report_stall(worker, now_ns, silent=True, where=because)
+        elif self._compared(worker, silence if silent_ns > _LATE_NS else timer, now_ns):
             pass
         elif silent_ns > _LATE_NS:  # the interpreter's lock is held, or no processor is free
             limit_ns = min(idle_ns, _SILENCE_NS)
             if self._overdue(worker, silence, now_ns, limit_ns, busy_ns):
                 where = f"its interpreter does not run, {where_in_kernel(worker.pid)}"
-                self._tell(worker, now_ns, silent=True, where=where)
+                self._report_stall(worker, now_ns, silent=True, where=where)
         elif not armed or _waits_in_recovery(page):
             pass  # the coordinator decides how long that may take
         elif _waits(page):
-            if self._overdue(worker, patience, now_ns, idle_ns, 0):
-                self._tell(worker, now_ns)
-        elif self._overdue(worker, patience, now_ns, idle_ns, busy_ns):
-            self._tell(worker, now_ns)
-        elif busy_ns and not patience.prolonged and patience.quiet_ns(now_ns, held_ns) > idle_ns:
-            patience.prolonged = True
+            if self._overdue(worker, timer, now_ns, idle_ns, 0):
+                self._report_stall(worker, now_ns)
+        elif self._overdue(worker, timer, now_ns, idle_ns, busy_ns):
+            self._report_stall(worker, now_ns)
+        elif busy_ns and not timer.prolonged and timer.quiet_ns(now_ns, held_ns) > idle_ns:
+            timer.prolonged = True
             self._uplink.event(_busy(worker, awaited=False))
 
-    def _compared(self, worker: WorkerHandle, patience: Patience, now_ns: int) -> bool:
+    def _compared(self, worker: WorkerHandle, timer: ProgressTimer, now_ns: int) -> bool:
         """Return whether to report now that a worker waits, or is idle where its history says too little, although its
         limit is not over."""
-        page, held_ns = worker.page, self._held.total_ns
+        page, held_ns = worker.page, self._agent_pauses.total_ns
         if page.activity in (Activity.RECOVERING, Activity.WAITING) or not page.deadline_ms:
             return False
         if _waits(page):
-            blocked_since = page.blocked_mark not in (0, patience.blocked_mark)  # this was reported
-            if blocked_since or not patience.compared_ns:
-                self._see(worker, patience, now_ns, _WAITS_NS, _WAITS_NS // 2)
-            due = patience.quiet_ns(now_ns, held_ns) > _WAITS_NS and (
-                not patience.compared_ns or (blocked_since and not page.place_asked)
+            blocked_since = page.blocked_mark not in (0, timer.blocked_mark)  # this was reported
+            if blocked_since or not timer.compared_ns:
+                self._read_process(worker, timer, now_ns, _WAITS_NS, _WAITS_NS // 2)
+            due = timer.quiet_ns(now_ns, held_ns) > _WAITS_NS and (
+                not timer.compared_ns or (blocked_since and not page.place_asked)
             )
         elif page.least_ms:
             least_ns = max(page.least_ms, self._floor_ms) * _MS
-            self._see(worker, patience, now_ns, least_ns, min(least_ns // 2, _SEEN_FROM_NS))
-            due = patience.lifeless_ns(now_ns, held_ns) > least_ns and now_ns - patience.compared_ns > _IDLE_AGAIN_NS
+            self._read_process(worker, timer, now_ns, least_ns, min(least_ns // 2, _SEEN_FROM_NS))
+            due = timer.lifeless_ns(now_ns, held_ns) > least_ns and now_ns - timer.compared_ns > _IDLE_AGAIN_NS
         else:
             due = False
         if due:
-            worker.patience.told, patience.compared_ns = True, now_ns
-            patience.blocked_mark = page.blocked_mark
-            where = f"its interpreter does not run, {where_in_kernel(worker.pid)}" if patience is worker.silence else ""
-            for_ms = patience.lifeless_ns(now_ns, held_ns) // _MS
+            worker.progress_timer.reported, timer.compared_ns = True, now_ns
+            timer.blocked_mark = page.blocked_mark
+            where = f"its interpreter does not run, {where_in_kernel(worker.pid)}" if timer is worker.silence else ""
+            for_ms = timer.lifeless_ns(now_ns, held_ns) // _MS
             self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
         return due
 
-    def _see(self, worker: WorkerHandle, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
+    def _read_process(
+        self, worker: WorkerHandle, timer: ProgressTimer, now_ns: int, limit_ns: int, from_ns: int
+    ) -> None:
         """Look at a worker's process, if it made no progress for more than ``from_ns``."""
-        if patience.quiet_ns(now_ns, self._held.total_ns) <= from_ns:
+        if timer.quiet_ns(now_ns, self._agent_pauses.total_ns) <= from_ns:
             return
-        if patience.look_again(now_ns, min(max(limit_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
-            patience.saw(read_signs(worker.pid)._replace(spins=worker.page.spins))
+        if timer.is_due(now_ns, min(max(limit_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
+            timer.add_reading(read_signs(worker.pid)._replace(spins=worker.page.spins))
             worker.page.ask_place()
 
-    def _overdue(self, worker: WorkerHandle, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
-        self._see(worker, patience, now_ns, idle_ns, idle_ns // 2)
-        return patience.overdue(now_ns, self._held.total_ns, idle_ns, busy_ns)
+    def _overdue(self, worker: WorkerHandle, timer: ProgressTimer, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
+        self._read_process(worker, timer, now_ns, idle_ns, idle_ns // 2)
+        return timer.overdue(now_ns, self._agent_pauses.total_ns, idle_ns, busy_ns)
 
     def _check_plain(self, worker: WorkerHandle, now_ns: int) -> None:
         """Check a worker without rackrun's control thread. It reports no progress, but it can be seen whether it is
         stopped and whether its interpreter runs."""
         tick_ns, silence = worker.page.plain_tick_ns, worker.silence
         if tick_ns != silence.since_ns:
-            silence.progressed(tick_ns, self._held.by(tick_ns))
+            silence.restart(tick_ns, self._agent_pauses.by(tick_ns))
         if now_ns < worker.plain_ns:
             return
         worker.plain_ns = now_ns + _PLAIN_LOOK_NS
-        held_ns = self._held.total_ns - self._held.by(worker.stopped_ns)
+        held_ns = self._agent_pauses.total_ns - self._agent_pauses.by(worker.stopped_ns)
         if not _held_still(worker):
             worker.stopped_ns = 0
             if tick_ns and self._overdue(worker, silence, now_ns, _SILENCE_NS, _BUSY_SILENCE_NS):
-                for_ms, where = silence.quiet_ns(now_ns, self._held.total_ns) // _MS, where_in_kernel(worker.pid)
-                silence.tell(now_ns, self._held.total_ns)
+                for_ms, where = (
+                    silence.quiet_ns(now_ns, self._agent_pauses.total_ns) // _MS,
+                    where_in_kernel(worker.pid),
+                )
+                silence.mark_reported(now_ns, self._agent_pauses.total_ns)
                 where = f"its interpreter does not run, {where}"
                 self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=where))
         elif not worker.stopped_ns:
@@ -193,7 +198,7 @@ class LivenessWatch:
             for_ms, worker.stopped_ns = (now_ns - worker.stopped_ns) // _MS, now_ns
             self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=_held_still(worker)))
 
-    def _look_whether_it_comes(self, worker: WorkerHandle, now_ns: int) -> None:
+    def _check_recovery(self, worker: WorkerHandle, now_ns: int) -> None:
         """Report a worker that does not come to the next generation while all others do. While it works, its limits
         hold."""
         page = worker.page
@@ -206,11 +211,11 @@ class LivenessWatch:
                 worker.called_ns = now_ns + _COMES_AGAIN_NS - _COMES_NS
                 self._uplink.event(_busy(worker, awaited=True))
 
-    def _tell(self, worker: WorkerHandle, now_ns: int, *, silent: bool = False, where: str = "") -> None:
+    def _report_stall(self, worker: WorkerHandle, now_ns: int, *, silent: bool = False, where: str = "") -> None:
         page = worker.page
         quiet_ns = now_ns - (page.tick_ns if silent else page.since_ns)
-        for patience in (worker.patience, worker.silence):
-            patience.tell(now_ns, self._held.total_ns)
+        for timer in (worker.progress_timer, worker.silence):
+            timer.mark_reported(now_ns, self._agent_pauses.total_ns)
         self._uplink.event(_stall(worker, silent=silent, for_ms=quiet_ns // _MS, where=where))
 
 

@@ -244,7 +244,7 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell(Forked(boot.incarnation, 0, f"fork: {error.strerror}"))
+            self._answer(Forked(boot.incarnation, 0, f"fork: {error.strerror}"))
         else:
             if pid == 0:
                 try:
@@ -254,7 +254,7 @@ class _Server:
             pidfd = os.pidfd_open(pid)
             self._incarnation_of[pid] = boot.incarnation
             self._pid_of[pidfd] = pid
-            self._tell(Forked(boot.incarnation, pid), pidfd)
+            self._answer(Forked(boot.incarnation, pid), pidfd)
             watch(pidfd)
         for fd in fds:
             os.close(fd)
@@ -281,7 +281,7 @@ class _Server:
         proc.kill_session(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
-        self._tell(Reaped(incarnation, status))
+        self._answer(Reaped(incarnation, status))
 
     def _reap_adopted(self) -> None:
         """Reap grandchildren whose parents died, which no other process would reap."""
@@ -294,7 +294,7 @@ class _Server:
                 return  # workers are reaped through their pidfds
             os.waitpid(info.si_pid, 0)
 
-    def _tell(self, answer: Forked | Reaped, *fds: int) -> None:
+    def _answer(self, answer: Forked | Reaped, *fds: int) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone: the next poll says so
             socket.send_fds(self._connection, [_encode(answer)], list(fds))
 

@@ -19,7 +19,7 @@ from torch.distributed import DistError
 from rackrun.link.address import join, listen_on
 from rackrun.link.exchange import Exchange
 
-__all__ = ["Stores", "StoreUnreachable"]
+__all__ = ["TcpStores", "StoreUnreachable"]
 
 _KEPT_GENERATIONS = 2
 _SILENT_S = 600
@@ -30,7 +30,7 @@ class StoreUnreachable(Exception):
     """The job's store did not answer in time."""
 
 
-class Stores:
+class TcpStores:
     """Hosts stores. `master` may be called from any thread; it blocks for up to ``timeout_s`` seconds."""
 
     def __init__(self, advertise: str, tray: str, token: str, timeout_s: float = 30.0) -> None:

@@ -19,14 +19,14 @@ from torch.distributed.elastic.multiprocessing.api import Std, to_map
 from rackrun.protocol.agent_config import LogConfig
 from rackrun.protocol.ids import Rank
 
-__all__ = ["Logs", "Outputs"]
+__all__ = ["WorkerLogs", "WorkerStreams"]
 
 _CHUNK_BYTES = 1 << 20
 _FOLLOW_S = 0.1
 _LINE_BYTES_MAX = 1 << 20
 
 
-class Outputs:
+class WorkerStreams:
     """One worker's open streams. Close it when the worker has them."""
 
     def __init__(self, stdout: int, stderr: int, error_file: str) -> None:
@@ -40,7 +40,7 @@ class Outputs:
                 os.close(fd)
 
 
-class Logs:
+class WorkerLogs:
     """Opens the output streams of a tray's workers."""
 
     def __init__(self, config: LogConfig, run_id: str, slots: int, role: str = "default") -> None:
@@ -52,7 +52,7 @@ class Logs:
         self._directory = "" if config.directory == os.devnull else _run_directory(config.directory, run_id)
         self._follower: _Follower | None = None
 
-    def open(self, index: int, rank: Rank, attempt: int) -> Outputs:
+    def open(self, index: int, rank: Rank, attempt: int) -> WorkerStreams:
         """Open the streams of a new worker in slot ``index``. A later worker of the same slot and attempt appends."""
         directory = ""
         if self._directory:
@@ -64,7 +64,7 @@ class Logs:
                 os.unlink(error_file)
         stdout = self._stream(index, rank, Std.OUT, directory, "stdout.log", 1)
         stderr = self._stream(index, rank, Std.ERR, directory, "stderr.log", 2)
-        return Outputs(stdout, stderr, error_file)
+        return WorkerStreams(stdout, stderr, error_file)
 
     def open_filler(self, index: int) -> int:
         """Return one descriptor for both streams of the filler beside slot ``index``. A later filler appends."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["HeldUp", "Patience", "Signs"]
+__all__ = ["AgentPauses", "ProgressTimer", "Signs"]
 
 _BUSY_SHARE = 0.05
 _LIVES_SHARE, _LIVES_BYTES_PER_S = 0.01, 4096
@@ -101,7 +101,7 @@ def lives(before: Signs, now: Signs) -> bool:
 
 
 @dataclass(slots=True)
-class HeldUp:
+class AgentPauses:
     """How long the agent itself did not run. Its workers may not have run either, so this time does not count for
     them."""
 
@@ -123,12 +123,12 @@ class HeldUp:
 
 
 @dataclass(slots=True)
-class Patience:
+class ProgressTimer:
     """How long one worker has been without progress, since its last progress or its last report."""
 
     since_ns: int = -1
     """Time of the last progress on the worker's page."""
-    told: bool = False
+    reported: bool = False
     """Whether it was reported that the worker stands still or may; reset when its progress is reported."""
     prolonged: bool = False
     """Whether it was reported that the worker works for longer than it may be idle."""
@@ -144,25 +144,25 @@ class Patience:
     _lived_ns: int = 0
     _starved_ns: int = 0
 
-    def progressed(self, since_ns: int, held_ns: int) -> None:
+    def restart(self, since_ns: int, held_ns: int) -> None:
         """Record progress: all times count from there."""
         self.since_ns, self._from_ns, self._held_ns = since_ns, since_ns, held_ns
         self.prolonged, self.compared_ns, self.blocked_mark = False, 0, 0
-        self._forget()
+        self._reset()
 
-    def tell(self, now_ns: int, held_ns: int) -> None:
+    def mark_reported(self, now_ns: int, held_ns: int) -> None:
         """Record that the stall was reported. It is not reported again before the whole time has passed once more."""
-        self.told = True
+        self.reported = True
         self._from_ns, self._held_ns = now_ns, held_ns
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._signs, self._worked_ns, self._lived_ns, self._starved_ns = None, 0, 0, 0
 
-    def look_again(self, now_ns: int, every_ns: int) -> bool:
+    def is_due(self, now_ns: int, every_ns: int) -> bool:
         return self._signs is None or now_ns - self._signs.at_ns >= every_ns
 
-    def saw(self, signs: Signs) -> None:
+    def add_reading(self, signs: Signs) -> None:
         before, self._signs = self._signs, signs
         if before is None:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rackrun.agent.host import proc
 from rackrun.agent.workers.agent_channel import AgentChannel
-from rackrun.agent.workers.hang_detector import Patience
+from rackrun.agent.workers.hang_detector import ProgressTimer
 from rackrun.link import robust_mutex
 from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.commands import StartWorker
@@ -43,14 +43,14 @@ class WorkerHandle:
         """Whether it was reaped, or never existed."""
         self.doomed = False
         """Whether it must be killed, if need be as soon as it exists."""
-        self.patience, self.silence = Patience(), Patience()
+        self.progress_timer, self.silence = ProgressTimer(), ProgressTimer()
         """Times without progress of its main thread, and of its control thread."""
         self.stopped_ns = self.plain_ns = 0
         """Since when a process without rackrun's threads has been stopped, and when it is looked at again."""
         self.called_ns = 0
         """When it was last called to another generation that it has not joined yet; 0: it has joined."""
         self.called_to, self.called_with_plan = 0, False
-        self.told: tuple[Generation, Position] = Generation(0), BEGIN
+        self.reported_unit: tuple[Generation, Position] = Generation(0), BEGIN
         """The last unit that it reported as committed, and its generation then."""
         name = f"rackrun-snapshot-{command.slot}-{command.incarnation}"
         with contextlib.ExitStack() as opened:  # closed again where a later one cannot be opened
@@ -183,7 +183,7 @@ class WorkerHandle:
         self._pidfd = self._stat_fd = -1
         self.gone = True
 
-    def forget(self) -> None:
+    def close_memory(self) -> None:
         """Close its page and snapshots."""
         for fd in self.snapshot_fds:
             os.close(fd)
@@ -195,13 +195,13 @@ class WorkerHandle:
     def snapshots(self) -> tuple[Step, ...]:
         return tuple(Step(step) for step in sorted(self.page.snapshots()))
 
-    def untold(self) -> UnitSealed | None:
+    def unreported_unit(self) -> UnitSealed | None:
         """Return the unit whose gate it may have passed without reporting it; None: there is none."""
         page = self.page
         at = page.at
         generation = Generation(page.ledger_generation(at))
         ids = page.ledger(at) if generation else None
-        if ids is None or self.told == (generation, at):
+        if ids is None or self.reported_unit == (generation, at):
             return None
         packed = ids.astype("<i8").tobytes()
         return UnitSealed(slot=self.slot, incarnation=self.incarnation, generation=generation, at=at, ids=packed)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Position
 
-__all__ = ["Eras"]
+__all__ = ["RollbackEras"]
 
 
-class Eras:
+class RollbackEras:
     """Which parts of a job's history count. An era lasts until all ranks go back or begin again."""
 
     def __init__(self, plans: Mapping[int, GenerationPlan]) -> None:

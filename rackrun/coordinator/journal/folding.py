@@ -120,7 +120,7 @@ class Folding:
         connection.execute(
             "INSERT INTO folded VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET generation = excluded.generation, samples = excluded.samples, untold = excluded.untold, "
             "ids = excluded.ids, seconds = max(seconds, excluded.seconds), vain = vain + excluded.vain",
-            (*where, folded.generation, folded.samples, folded.untold, folded.ids, seconds, vain),
+            (*where, folded.generation, folded.samples, folded.unreported, folded.ids, seconds, vain),
         )
 
     @cached_property

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.core.stragglers.shares import sharing
 from rackrun.protocol.commands import GenerationPlan
@@ -76,7 +76,7 @@ class Folded(NamedTuple):
     generation: int
     """Generation of the execution that counts: the first in which a rank reported it."""
     samples: int
-    untold: int
+    unreported: int
     """Additional samples that its gate has counted, from ranks that were lost with their rows."""
     ids: bytes | None
     """Digest of the sample ids of all ranks, independent of their order; None: only digests were kept."""
@@ -88,7 +88,7 @@ class _Execution:
 
     generation: int
     """The first generation in which a rank reported it."""
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
     rows: dict[int, LedgerRow] = field(default_factory=dict)
     samples: float | None = None
     """Samples of all ranks, according to its gate."""
@@ -107,9 +107,9 @@ def check_ledger(
     ``units`` holds for each reported commit: position, rank, generation, and the number of samples that its gate
     counted (None: not reported).
     """
-    proof = _Proof(plans, axes, folded)
+    proof = _LedgerChecker(plans, axes, folded)
     for at, rank, generation, samples in units:
-        proof.told(at, rank, generation, samples)
+        proof.add_gate(at, rank, generation, samples)
     for row in rows:
         proof.row(row)
     return proof.result(rows_lost)
@@ -132,18 +132,18 @@ def fold(
     gate. ``before``: what was kept earlier, if the unit was computed again. ``goes_on(generation, rank)`` returns
     whether that rank reported a later unit in that generation; it is called only for ranks without rows.
     """
-    proof = _Proof(plans, axes, [before] if before else [])
+    proof = _LedgerChecker(plans, axes, [before] if before else [])
     for rank, generation, samples in units:
-        proof.told(at, rank, generation, samples)
+        proof.add_gate(at, rank, generation, samples)
     for row in rows:
         proof.row(row)
     proof.go_on(at, goes_on)
-    return proof.left(at), proof.result(0, all_told=True)
+    return proof.left(at), proof.result(0, all_reported=True)
 
 
-class _Proof:
+class _LedgerChecker:
     def __init__(self, plans: Mapping[int, GenerationPlan], axes: Axes, folded: Iterable[Folded] = ()) -> None:
-        self._plans, self._axes, self._eras = plans, axes, Eras(plans)
+        self._plans, self._axes, self._eras = plans, axes, RollbackEras(plans)
         self._folded = {one.at: one for one in folded if self._eras.counts(one.at, one.generation)}
         self._units: dict[Position, dict[int, _Execution]] = defaultdict(dict)
         self._last_of: dict[tuple[int, int], Position] = {}
@@ -155,11 +155,11 @@ class _Proof:
         self._missing: list[str] = []
         self._by_gate: list[str] = []
 
-    def told(self, at: Position, rank: int, generation: int, samples: float | None) -> None:
+    def add_gate(self, at: Position, rank: int, generation: int, samples: float | None) -> None:
         if not self._eras.counts(at, generation):
             return
         execution = self._execution(at, generation)
-        execution.told.add(rank)
+        execution.reported.add(rank)
         execution.samples = samples if samples is not None else execution.samples
         key = generation, rank
         self._last_of[key] = max(self._last_of.get(key, at), at)
@@ -179,7 +179,7 @@ class _Proof:
         for execution in self._units.get(at, {}).values():
             plan = self._plans.get(execution.generation)
             for rank in range(plan.world_size if plan else 0):
-                if rank not in execution.told and goes_on(execution.generation, rank):
+                if rank not in execution.reported and goes_on(execution.generation, rank):
                     self._last_of[execution.generation, rank] = later
 
     def left(self, at: Position) -> Folded | None:
@@ -188,11 +188,11 @@ class _Proof:
             return self._folded.get(at)
         counts = executions[max(executions)]
         rows = self._apart(at, counts, tell=False)
-        told = sum(row.samples for row in rows.values())
+        reported = sum(row.samples for row in rows.values())
         whole = self._is_whole(counts)
         known = whole and all(row.ids is not None for row in rows.values())
-        untold = 0 if whole else max(int(counts.samples or 0) - told, 0)
-        return Folded(at, counts.generation, told, untold, _mixed(_ids_of(rows)) if known else None)
+        unreported = 0 if whole else max(int(counts.samples or 0) - reported, 0)
+        return Folded(at, counts.generation, reported, unreported, _mixed(_ids_of(rows)) if known else None)
 
     def _since(self, at: Position) -> dict[int, _Execution]:
         """Return the executions since the unit's rows were folded, by era."""
@@ -202,7 +202,7 @@ class _Proof:
         over = self._eras.of(folded.generation)
         return {era: execution for era, execution in executions.items() if era > over}
 
-    def result(self, rows_lost: int, *, all_told: bool = False) -> LedgerCheck:
+    def result(self, rows_lost: int, *, all_reported: bool = False) -> LedgerCheck:
         known = sorted(self._units.keys() | self._folded.keys())
         for at in known:
             eras = list(self._since(at))
@@ -210,7 +210,7 @@ class _Proof:
             for era in eras:
                 self._reach[era] = (self._reach.get(era, (at, at))[0], at)
         total, seen = 0, Counter[int]()
-        newest = None if all_told else max(self._units, default=None)
+        newest = None if all_reported else max(self._units, default=None)
         for at in known:
             executions, folded = self._since(at), self._folded.get(at)
             if not executions:
@@ -226,13 +226,13 @@ class _Proof:
             ids = self._ids(at, rows)
             total += sum(row.samples for row in rows.values())
             seen.update(ids.tolist())
-            told = sum(row.samples for row in counts.rows.values())
-            untold = 0 if self._is_whole(counts) else max(int(counts.samples or 0) - told, 0)
+            reported = sum(row.samples for row in counts.rows.values())
+            unreported = 0 if self._is_whole(counts) else max(int(counts.samples or 0) - reported, 0)
             for execution in taken_back:
                 whole = self._is_whole(execution) and self._is_whole(counts)
-                self._compare(at, self._apart(at, execution), rows, ids, whole=whole, untold=untold)
+                self._compare(at, self._apart(at, execution), rows, ids, whole=whole, unreported=unreported)
             if folded is not None and (at != newest or self._is_whole(counts)):
-                self._compare_folded(folded, rows, ids, whole=self._is_whole(counts), untold=untold)
+                self._compare_folded(folded, rows, ids, whole=self._is_whole(counts), unreported=unreported)
         return LedgerCheck(
             units=len(known),
             folded=sum(not self._since(at) for at in self._folded),
@@ -258,7 +258,7 @@ class _Proof:
 
     def _check_whole(self, at: Position, execution: _Execution) -> None:
         plan = self._plans.get(execution.generation)
-        absent = [rank for rank in range(plan.world_size) if rank not in execution.told] if plan else []
+        absent = [rank for rank in range(plan.world_size) if rank not in execution.reported] if plan else []
         with_tray = [rank for rank in absent if execution.samples is not None and self._was_lost(at, rank, execution)]
         known = sum(row.samples for row in execution.rows.values())
         if with_tray and len(with_tray) == len(absent) and (execution.samples or 0) >= known:
@@ -291,12 +291,12 @@ class _Proof:
         rows = dict(execution.rows)
         plan = self._plans.get(execution.generation)
         for group in sharing(self._axes, plan.world_size) if plan else ():
-            told = {rank: (rows[rank].samples, rows[rank].digest) for rank in group if rank in rows}
-            if tell and len(set(told.values())) > 1:
+            reported = {rank: (rows[rank].samples, rows[rank].digest) for rank in group if rank in rows}
+            if tell and len(set(reported.values())) > 1:
                 self._differing.append(
-                    f"{_name(at)}: ranks {', '.join(map(str, told))} share their samples, and had others"
+                    f"{_name(at)}: ranks {', '.join(map(str, reported))} share their samples, and had others"
                 )
-            for rank in list(told)[1:]:
+            for rank in list(reported)[1:]:
                 del rows[rank]  # counted once
         return rows
 
@@ -315,17 +315,17 @@ class _Proof:
         ids: np.ndarray[tuple[int], np.dtype[np.int64]],
         *,
         whole: bool,
-        untold: int,
+        unreported: int,
     ) -> None:
         """Compare what was taken back with what was computed again: all of it, or what is left of it.
 
-        ``untold``: number of samples of ranks that were lost with their rows.
+        ``unreported``: number of samples of ranks that were lost with their rows.
         """
         count, now = (sum(row.samples for row in of.values()) for of in (before, rows))
-        same = count == now if whole else count <= now + untold
+        same = count == now if whole else count <= now + unreported
         if all(row.ids is not None for row in (*before.values(), *rows.values())):
             known = np.sort(_ids_of(before))
-            same &= len(known) == len(np.unique(known)) and len(np.setdiff1d(known, ids)) <= untold
+            same &= len(known) == len(np.unique(known)) and len(np.setdiff1d(known, ids)) <= unreported
         elif before.keys() == rows.keys() and all(row.samples == rows[rank].samples for rank, row in before.items()):
             same &= all(row.digest == rows[rank].digest for rank, row in before.items())
         # otherwise digests say nothing, because ranks had other shares
@@ -340,10 +340,10 @@ class _Proof:
         ids: np.ndarray[tuple[int], np.dtype[np.int64]],
         *,
         whole: bool,
-        untold: int,
+        unreported: int,
     ) -> None:
-        before, now = folded.samples + folded.untold, sum(row.samples for row in rows.values())
-        same = before == now if whole else before <= now + untold
+        before, now = folded.samples + folded.unreported, sum(row.samples for row in rows.values())
+        same = before == now if whole else before <= now + unreported
         if whole and folded.ids is not None and all(row.ids is not None for row in rows.values()):
             same &= folded.ids == _mixed(ids)
         if not same:

@@ -57,7 +57,7 @@ class CopyMetrics:
         )
         self.restores = Counter("rackrun_restores", "Ranks restored, by source.", ["source"], registry=registry)
 
-    def heard(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         if isinstance(event, SnapshotDamaged):
             self.damaged.inc()
         elif isinstance(event, SnapshotMirrored) and event.steps:
@@ -74,7 +74,7 @@ class CopyMetrics:
                 self._mirrored[member.rank] = -1 if found is None else found
         self.mirrored_step.set(self._of_all(self._mirrored))
 
-    def copied(self, told: StateCopied) -> None:
+    def record_copy(self, told: StateCopied) -> None:
         match told.kind, told.outcome:
             case "snapshot", _:
                 self._sealed[told.rank], self._sizes[told.rank] = told.at.step, told.bytes
@@ -96,7 +96,7 @@ class CopyMetrics:
             case _:
                 pass  # from a newer worker
 
-    def recovered(self, recovery: RecoveryRecord) -> None:
+    def record_recovery(self, recovery: RecoveryRecord) -> None:
         if not recovery.overtaken:
             for source in recovery.sources:
                 self.restores.labels(source).inc()

@@ -33,7 +33,7 @@ class FillerMetrics:
             registry=registry,
         )
 
-    def heard(self, told: FillerTold) -> None:
+    def record_state(self, told: FillerTold) -> None:
         before = self._running.pop(told.slot, None)
         if before is None or (before.incarnation, before.start) != (told.incarnation, told.start):
             self.starts.inc()
@@ -48,7 +48,7 @@ class FillerMetrics:
             self.gone_s.observe(told.gone_s)
         self.running.set(len(self._running))
 
-    def lost(self, tray: TrayId) -> None:
+    def drop_tray(self, tray: TrayId) -> None:
         """Forget the fillers of a lost tray. They end before its slots are used again."""
         self._running = {slot: told for slot, told in self._running.items() if tray_of(slot) != tray}
         self.running.set(len(self._running))

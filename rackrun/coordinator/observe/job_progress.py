@@ -10,7 +10,7 @@ from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Position, Rank
 from rackrun.protocol.wire import Logged, UnitCommitted, UnitSealed
 
-__all__ = ["LastWords", "Ledger", "JobProgress"]
+__all__ = ["UnreportedCommits", "Ledger", "JobProgress"]
 
 _WINDOW = 64
 """Number of positions that are kept while some ranks' commits are missing."""
@@ -85,7 +85,7 @@ class Ledger:
         )
 
 
-class LastWords:
+class UnreportedCommits:
     """Units that a rank may have committed before it died without reporting. The next plan decides whether they
     count."""
 
@@ -93,7 +93,7 @@ class LastWords:
         self._open: dict[Rank, UnitSealed] = {}
         self._plans: deque[GenerationPlan] = deque(maxlen=_PLANS_MAX)
 
-    def heard(self, unit: UnitSealed) -> None:
+    def record(self, unit: UnitSealed) -> None:
         """Record a unit. It counts for the rank that the worker held when it computed it, which may have changed
         since."""
         for plan in self._plans:

@@ -58,14 +58,14 @@ class Metrics:
         self.slow = SlowMetrics()
         self.registry.register(self.slow)
 
-    def recovered(self, recovery: RecoveryRecord) -> None:
+    def record_recovery(self, recovery: RecoveryRecord) -> None:
         self.recoveries.labels(recovery.kind).inc()
         self.steps_redone.inc(len(recovery.redone))
-        self.copies.recovered(recovery)
+        self.copies.record_recovery(recovery)
         if recovery.seconds is not None:
             self.recovery_s.observe(recovery.seconds)
 
-    def heard(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         if isinstance(event, ReplicasDiffer) and event.generation != self._differed:  # all ranks report it
             self._differed = event.generation
             self.corruptions.labels("yes" if event.culprits else "no").inc()

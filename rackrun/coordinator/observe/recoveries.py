@@ -189,7 +189,7 @@ class RecoveryWatch:
         """The latest plan."""
         return self._plan
 
-    def heard(self, event: Event, now_ms: float) -> None:
+    def on_event(self, event: Event, now_ms: float) -> None:
         """Handle an event that arrived at ``now_ms``."""
         match event:
             case WorkerElastic():
@@ -224,7 +224,7 @@ class RecoveryWatch:
             case _:
                 pass
 
-    def told(self, command: Command, cause_ms: float, now_ms: float) -> None:
+    def on_command(self, command: Command, cause_ms: float, now_ms: float) -> None:
         """Handle a command. ``cause_ms`` is when the event arrived that the command answers."""
         match command:
             case BreakGeneration():

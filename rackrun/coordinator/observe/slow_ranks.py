@@ -66,12 +66,12 @@ class SlowWatch:
         if self._stragglers is not None:
             metrics.own_s = self._stragglers.own_s
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, WorkerReady) and event.mesh and event.mesh != self._axes:
             self._axes = event.mesh
             self._begin()
 
-    def told(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         match command:
             case BreakGeneration():
                 self._plan = None

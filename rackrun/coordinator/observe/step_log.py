@@ -28,14 +28,14 @@ class StepLog:
         self._printed: Counter[tuple[str, ...]] = Counter()
         self._heard: Counter[tuple[Incarnation, Generation, tuple[str, ...]]] = Counter()
 
-    def takes_back(self, plan: GenerationPlan) -> None:
+    def allow_again(self, plan: GenerationPlan) -> None:
         """Allow steps after ``plan.rollback`` to be printed again in its generation, if their values were wrong."""
         if plan.anew and plan.rollback is not None and Position(plan.rollback) < self._newest:
             self._newest, self._since = Position(plan.rollback), plan.generation
             self._printed.clear()
             self._heard.clear()
 
-    def take(self, logged: Iterable[Logged]) -> None:
+    def print_first(self, logged: Iterable[Logged]) -> None:
         """Handle lines that arrived together, in the order of each sender."""
         for line in sorted(logged, key=lambda one: (one.at, one.rank)):
             if line.at < self._newest or line.generation < self._since:

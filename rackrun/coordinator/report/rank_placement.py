@@ -31,7 +31,7 @@ from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import CliqueId
 
-__all__ = ["GpuFact", "Whereabouts", "read_whereabouts"]
+__all__ = ["GpuFact", "RankPlacement", "read_placement"]
 
 _Event: TypeAlias = (
     TrayJoined
@@ -67,7 +67,7 @@ class GpuFact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankPlacement:
     """Placement of a job's ranks."""
 
     run_id: str
@@ -182,7 +182,7 @@ class Whereabouts:
         return f"If it is lost now: {names[0]} takes over{group}{later}."
 
 
-def read_whereabouts(path: Path) -> Whereabouts:
+def read_placement(path: Path) -> RankPlacement:
     """Read the placement from a journal. Raises UsageError if ``path`` is not a journal that this version can read."""
     with open_journal(path) as (connection, meta):
         config = meta.get("config")
@@ -212,7 +212,7 @@ def read_whereabouts(path: Path) -> Whereabouts:
             whys[Generation(recovery.generation)] = recovery.line()
     over = past.over
     exit_code = int(meta["exit_code"]) if meta.get("exit_code") else over.exit_code if over else None
-    return Whereabouts(
+    return RankPlacement(
         run_id=meta.get("run_id", ""),
         exit_code=exit_code,
         because=meta.get("because", "") or (over.because if over else ""),

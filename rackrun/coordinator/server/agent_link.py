@@ -21,7 +21,7 @@ from aiohttp import web
 
 from rackrun.coordinator.server.message_validation import unlikely
 from rackrun.link.address import host_and_port
-from rackrun.link.reliable_messages import BATCH_BYTES, Numbered, Welcome
+from rackrun.link.reliable_messages import BATCH_BYTES, NumberedLink, Welcome
 from rackrun.protocol.events import Event
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.wire import Telemetry
@@ -62,7 +62,7 @@ class AgentLink:
         """When this process had last stood still for longer than between two pings."""
         self.stood_s = 0.0
         """For how many seconds it had stood still."""
-        self.numbered = Numbered()
+        self.numbered = NumberedLink()
         self.connection: web.WebSocketResponse | None = None
         """The current connection; None: it is broken."""
         self.overflowed = asyncio.Event()
@@ -169,7 +169,7 @@ class AgentLink:
                 await self._filled.wait()
                 self._filled.clear()
                 while self._outbox and self.numbered.has_room:
-                    await connection.send_bytes(self.numbered.pack(self._take()))
+                    await connection.send_bytes(self.numbered.pack(self._take_waiting_frames()))
                 if self.numbered.owes_much:
                     await connection.send_bytes(self.numbered.pack())
                 if self._closing:
@@ -185,7 +185,7 @@ class AgentLink:
         if self._outbox or self.numbered.owes_much:
             self._filled.set()
 
-    def _take(self) -> list[bytes]:
+    def _take_waiting_frames(self) -> list[bytes]:
         batch, size = list[bytes](), 0
         while self._outbox and (not batch or size + len(self._outbox[0]) <= BATCH_BYTES):
             batch.append(self._outbox.popleft())

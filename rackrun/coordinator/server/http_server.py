@@ -387,7 +387,7 @@ class Server:
         back."""
         while True:
             try:
-                return await self._hear(link, connection)
+                return await self._receive_packets(link, connection)
             except TimeoutError:
                 if over := self._lease_is_over(link):
                     return over, False
@@ -413,7 +413,7 @@ class Server:
             return True
         return asyncio.get_running_loop().time() - max(self._back_s, link.woke_s) < self._lease_s
 
-    async def _hear(self, link: AgentLink, connection: web.WebSocketResponse) -> tuple[str, bool]:
+    async def _receive_packets(self, link: AgentLink, connection: web.WebSocketResponse) -> tuple[str, bool]:
         while True:
             message = await connection.receive()
             if link.connection is not connection:
@@ -445,7 +445,7 @@ class Server:
             else:
                 self._event(link, upward)
         if telemetry:
-            self._driver.heard(telemetry)
+            self._driver.receive_telemetry(telemetry)
         link.took_in()
 
     def _is_believed(self, link: AgentLink, told: Telemetry) -> bool:

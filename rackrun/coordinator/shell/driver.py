@@ -17,7 +17,7 @@ from typing import Protocol, assert_never
 import msgspec
 
 from rackrun.coordinator.journal.journal_writer import Journal, JournalError
-from rackrun.coordinator.observe.job_progress import JobProgress, LastWords, Ledger
+from rackrun.coordinator.observe.job_progress import JobProgress, Ledger, UnreportedCommits
 from rackrun.coordinator.observe.metrics import Metrics
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.coordinator.observe.slow_ranks import SlowWatch
@@ -138,7 +138,7 @@ class Driver:
         self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.slow)
         self.recoveries: list[RecoveryRecord] = []
         self.requests = Requests(self.finished)
-        self._last_words = LastWords()
+        self._unreported_commits = UnreportedCommits()
         self._core = core
         self._journal = journal
         loop = asyncio.get_running_loop()
@@ -196,13 +196,13 @@ class Driver:
     def lost(self, tray: TrayId, link: AgentConnection, because: str) -> None:
         """Handle the end of a tray's link. Only the tray's current link counts."""
         if self._links.get(tray) is link:
-            self._forget(tray, because)
+            self._give_tray_up(tray, because)
             if self.over is None and tray not in self._going:
                 self.fence(tray, link.pid)
 
-    def _forget(self, tray: TrayId, because: str) -> None:
+    def _give_tray_up(self, tray: TrayId, because: str) -> None:
         del self._links[tray]
-        self.metrics.fillers.lost(tray)
+        self.metrics.fillers.drop_tray(tray)
         self.metrics.trays.set(len(self._links))
         if self.over is None:
             self.submit(TrayLost(tray=tray, because=because, returns=self.returns(tray)))
@@ -233,7 +233,7 @@ class Driver:
         """Return the present trays with their hosts."""
         return [(str(tray), link.host) for tray, link in sorted(self._links.items())]
 
-    def heard(self, telemetry: Iterable[Telemetry]) -> None:
+    def receive_telemetry(self, telemetry: Iterable[Telemetry]) -> None:
         """Handle telemetry that arrived together."""
         now_ms = self.now_ms()
         lines = []
@@ -242,18 +242,18 @@ class Driver:
                 lines.append(message)
                 continue
             try:
-                self._hear(message, now_ms)
+                self._receive_one(message, now_ms)
             except Exception as error:  # noqa: BLE001 - what is told about a job must not end it
                 kind = type(message), type(error)
                 if kind not in self._unusable:
                     self._unusable.add(kind)
                     _log.exception("telemetry that cannot be used (further ones are not shown): %r", message)
         if lines:
-            self._step_log.take(lines)
+            self._step_log.print_first(lines)
         if self.over is None and (news := self._pace.news()) is not None:
             self.submit(news)
 
-    def _hear(self, message: UnitCommitted | UnitSealed | StateCopied | FillerTold, now_ms: float) -> None:
+    def _receive_one(self, message: UnitCommitted | UnitSealed | StateCopied | FillerTold, now_ms: float) -> None:
         match message:
             case UnitCommitted():
                 self._committed(message, now_ms)
@@ -261,14 +261,14 @@ class Driver:
                 self._pace.committed(message)
                 self._slow.committed(message)
             case UnitSealed():
-                self._last_words.heard(message)
+                self._unreported_commits.record(message)
             case StateCopied():
-                self.metrics.copies.copied(message)
+                self.metrics.copies.record_copy(message)
                 self._pace.copied(message, now_ms)
                 self.watch.copied(message)
             case FillerTold():
                 self._journal.filler(message, now_ms)
-                self.metrics.fillers.heard(message)
+                self.metrics.fillers.record_state(message)
             case _:
                 assert_never(message)
 
@@ -315,10 +315,10 @@ class Driver:
         cause = self._journal.event(event)
         if isinstance(event, DepartureAnnounced):
             self._going.add(event.tray)
-        self.watch.heard(event, arrived_ms)
-        self.metrics.copies.heard(event)
-        self._slow.heard(event)
-        self.metrics.heard(event)
+        self.watch.on_event(event, arrived_ms)
+        self.metrics.copies.record_event(event)
+        self._slow.on_event(event)
+        self.metrics.record_event(event)
         try:
             commands = self._core.handle(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, the job must end with a reason, not hang
@@ -329,8 +329,8 @@ class Driver:
         for command in commands:
             self._journal.command(command, self._at_ms, cause)
             self._carry_out(command)
-            self.watch.told(command, arrived_ms, self.now_ms())
-            self._slow.told(command)
+            self.watch.on_command(command, arrived_ms, self.now_ms())
+            self._slow.on_command(command)
         self._elastic |= isinstance(event, WorkerElastic)  # others have no snapshots
         if self._elastic and self._protected != self._told_protected:
             self._told_protected = self._protected
@@ -347,9 +347,9 @@ class Driver:
                     self._send(command, (worker.slot for worker in command.workers))
             case ResumeGeneration():
                 if self._persist(command):
-                    for unit in self._last_words.settle(command.plan):
+                    for unit in self._unreported_commits.settle(command.plan):
                         self._committed(unit, self.now_ms())
-                    self._step_log.takes_back(command.plan)
+                    self._step_log.allow_again(command.plan)
                     self._protected = command.protected
                     self.metrics.generation.set(command.plan.generation)
                     self.metrics.world_size.set(command.plan.world_size)
@@ -363,7 +363,7 @@ class Driver:
             case AskPolicy() | RequestRack() | ReleaseRack():
                 self._hand_on(command)
             case Notice() | Answer() | Decided() | CondemnWorker():
-                self._tell(command)
+                self._show_command(command)
             case StopJob():
                 data = frame(command)
                 for link in self._links.values():
@@ -405,13 +405,13 @@ class Driver:
             if link := self._links.get(tray):  # else: its TrayLost is handled already, or comes next
                 link.send(data)
 
-    def _tell(self, command: Notice | Answer | Decided | CondemnWorker) -> None:
+    def _show_command(self, command: Notice | Answer | Decided | CondemnWorker) -> None:
         """Show a command that changes no worker. Decisions and condemned workers are also in the journal and in the
         recovery's record."""
         if isinstance(command, Notice | Answer):
             self._observer.notice(command.text)
         if isinstance(command, Answer):
-            self.requests.heard(command)
+            self.requests.record_answer(command)
 
     def _set_timer(self, command: SetTimer, *, again: bool = False) -> None:
         """Set a timer. ``again``: it fired too late and is given a short further time."""
@@ -445,6 +445,6 @@ class Driver:
     def _recovered(self, recovery: RecoveryRecord) -> None:
         recovery.measure(self._pace.step_s)
         self.recoveries.append(recovery)
-        self.metrics.recovered(recovery)
+        self.metrics.record_recovery(recovery)
         self._journal.recovery(recovery)
         self._observer.recovered(recovery)

@@ -22,7 +22,7 @@ class Requests:
         self._order: deque[str] = deque()
         self._waiting: dict[str, asyncio.Event] = {}
 
-    def heard(self, answer: Answer) -> None:
+    def record_answer(self, answer: Answer) -> None:
         """Record an answer from the core."""
         if answer.request not in self._newest:
             self._order.append(answer.request)

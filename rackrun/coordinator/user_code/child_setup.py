@@ -12,25 +12,25 @@ import traceback
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["Wires", "find", "only", "told", "wires"]
+__all__ = ["Pipes", "find", "exit_in_forks", "error_text", "open_pipes"]
 
 _PR_SET_PDEATHSIG = 1
 _TOLD_MAX = 500
 """Number of characters of an error that are passed to the parent."""
 
 
-class Wires(NamedTuple):
+class Pipes(NamedTuple):
     """Pipes from and to the parent. Standard input is empty from now on, and standard output goes to standard error."""
 
     down: BinaryIO
     up: BinaryIO
 
 
-def wires(up: int) -> Wires:
+def open_pipes(up: int) -> Pipes:
     """Open the pipes, and make this process end with its parent. ``up`` is the descriptor that leads to the parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(up, False)  # not inherited by programs that user code starts
-    found = Wires(os.fdopen(os.dup(0), "rb"), os.fdopen(up, "wb", buffering=0))
+    found = Pipes(os.fdopen(os.dup(0), "rb"), os.fdopen(up, "wb", buffering=0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     if sys.stdout is not None:
@@ -47,13 +47,13 @@ def find(name: str) -> object:
     return found
 
 
-def only(pid: int) -> None:
+def exit_in_forks(pid: int) -> None:
     """End this process if it is a fork that user code has made, and not process ``pid``."""
     if os.getpid() != pid:
         os._exit(0)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error as text for the parent. The traceback goes to standard error."""
     with suppress(Exception):  # the error may not be printable
         traceback.print_exception(error)

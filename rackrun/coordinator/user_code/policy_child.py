@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from rackrun.coordinator.user_code.child_setup import find, only, told, wires
+from rackrun.coordinator.user_code.child_setup import error_text, exit_in_forks, find, open_pipes
 from rackrun.protocol.commands import AskPolicy
 from rackrun.protocol.events import PolicyAnswered
 from rackrun.protocol.policy_types import Decision
@@ -23,19 +23,19 @@ __all__ = ["answer", "load", "main"]
 
 
 def main() -> int:
-    questions, answers = wires(int(sys.argv[1]))
+    questions, answers = open_pipes(int(sys.argv[1]))
     pid = os.getpid()
     try:
         function = load(sys.argv[2])
     except BaseException as error:  # noqa: BLE001 - a user's module may do anything while it is imported
-        only(pid)
-        _say(answers, PolicyAnswered(question=0, trouble=f"cannot be loaded: {told(error)}"))
+        exit_in_forks(pid)
+        _say(answers, PolicyAnswered(question=0, trouble=f"cannot be loaded: {error_text(error)}"))
         return 1
-    only(pid)
+    exit_in_forks(pid)
     _say(answers, PolicyAnswered(question=0))
     for line in questions:
         answered = answer(function, msgspec.json.decode(line, type=AskPolicy))
-        only(pid)
+        exit_in_forks(pid)
         _say(answers, answered)
     return 0
 
@@ -59,7 +59,7 @@ def answer(function: Callable[..., object], question: AskPolicy) -> PolicyAnswer
             msgspec.json.encode(answered), type=PolicyAnswered
         )  # raises if a field has a wrong type
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-        return PolicyAnswered(question=question.question, trouble=f"failed with {told(error)}")
+        return PolicyAnswered(question=question.question, trouble=f"failed with {error_text(error)}")
 
 
 def _say(answers: BinaryIO, answered: PolicyAnswered) -> None:

@@ -72,7 +72,7 @@ class PolicyHost:
         except OSError as error:
             self._fail(f"cannot be started: {error}")
             return
-        process.listen(self._heard, self._fail)
+        process.listen(self._on_line, self._fail)
 
     def pids(self) -> list[int]:
         """Return the process ids of the children, including those that are being killed."""
@@ -133,7 +133,7 @@ class PolicyHost:
             self._late.cancel()
             self._late = None
 
-    def _heard(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         try:
             answered = msgspec.json.decode(line, type=PolicyAnswered)
         except msgspec.MsgspecError as error:

@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeAlias
 
 import msgspec
 
-from rackrun.coordinator.user_code.child_setup import find, only, told, wires
+from rackrun.coordinator.user_code.child_setup import error_text, exit_in_forks, find, open_pipes
 from rackrun.coordinator.user_code.provider_api import Provider, RackRequest, Refused
 from rackrun.protocol.commands import ReleaseRack, RequestRack
 from rackrun.protocol.events import RackDelivered, RackPreempted, RackRefused
@@ -52,21 +52,21 @@ Upward: TypeAlias = Loaded | Released | RackDelivered | RackRefused | RackPreemp
 
 def main() -> int:
     console = os.dup(1)
-    commands, answers = wires(int(sys.argv[1]))
+    commands, answers = open_pipes(int(sys.argv[1]))
     pid = os.getpid()
     try:
         provider = load(sys.argv[2])
         expected_s = getattr(provider, "expected_s", None)
         loaded = Loaded(expected_s=None if expected_s is None else max(float(expected_s), 0.0))
     except BaseException as error:  # noqa: BLE001 - a user's module may do anything while it is imported
-        only(pid)
-        _Desk(None, answers, console, pid).say(Loaded(trouble=f"cannot be loaded: {told(error)}"))
+        exit_in_forks(pid)
+        _ProviderCalls(None, answers, console, pid).say(Loaded(trouble=f"cannot be loaded: {error_text(error)}"))
         return 1
-    only(pid)
-    desk = _Desk(provider, answers, console, pid)
+    exit_in_forks(pid)
+    desk = _ProviderCalls(provider, answers, console, pid)
     desk.say(loaded)
     for line in commands:
-        desk.take(msgspec.json.decode(line, type=Downward))
+        desk.handle(msgspec.json.decode(line, type=Downward))
     os._exit(0)  # hanging calls are not waited for
 
 
@@ -88,7 +88,7 @@ def load(spec: str) -> Provider:
     return found
 
 
-class _Desk:
+class _ProviderCalls:
     def __init__(self, provider: Provider | None, answers: BinaryIO, console: int, pid: int) -> None:
         self._provider = provider
         self._answers = answers
@@ -99,11 +99,11 @@ class _Desk:
         self._requests: dict[int, RackRequest] = {}
 
     def say(self, message: Upward) -> None:
-        only(self._pid)
+        exit_in_forks(self._pid)
         with self._speaking:
             self._answers.write(msgspec.json.encode(message) + b"\n")
 
-    def take(self, message: Downward) -> None:
+    def handle(self, message: Downward) -> None:
         match message:
             case Hello():
                 self._hello = message
@@ -141,7 +141,7 @@ class _Desk:
         except Refused as refused:
             answer = RackRefused(request=number, because=str(refused) or "for no reason that it gives")
         except BaseException as error:  # noqa: BLE001 - a user's provider may raise anything
-            answer = RackRefused(request=number, because=told(error), failed=True)
+            answer = RackRefused(request=number, because=error_text(error), failed=True)
         self.say(answer)
 
     def _release(self, number: int) -> None:
@@ -150,7 +150,7 @@ class _Desk:
         try:
             self._provider.release(self._name(number))
         except BaseException as error:  # noqa: BLE001 - a user's provider may raise anything
-            trouble = told(error)
+            trouble = error_text(error)
         self.say(Released(request=number, trouble=trouble))
 
     def _name(self, number: int) -> str:

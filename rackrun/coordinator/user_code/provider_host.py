@@ -81,8 +81,8 @@ class ProviderHost:
         except OSError as error:
             self._over(f"cannot be started: {error}")
             return
-        process.listen(self._heard, self._over)
-        self._tell(self._hello)
+        process.listen(self._on_line, self._over)
+        self._send(self._hello)
 
     def pids(self) -> list[int]:
         """Return the process ids of the children, including those that are being killed."""
@@ -98,7 +98,7 @@ class ProviderHost:
             self._releasing[command.request] = late
         if self._processes.now is None:
             self.start()
-        self._tell(command)
+        self._send(command)
 
     async def end(self, grace_s: float) -> None:
         """Release all racks within ``grace_s`` seconds at the end of the job, and close."""
@@ -122,7 +122,7 @@ class ProviderHost:
         self._processes.close()
 
     # -- what it says
-    def _heard(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         try:
             message: Upward = _upward.decode(line)
         except msgspec.MsgspecError as error:
@@ -165,6 +165,6 @@ class ProviderHost:
         for request in known:
             self._deliver(RackRefused(request=request, because=f"the provider {trouble}", failed=True))
 
-    def _tell(self, message: Downward) -> None:
+    def _send(self, message: Downward) -> None:
         if self._processes.now is not None:
             self._processes.now.write(msgspec.json.encode(message))

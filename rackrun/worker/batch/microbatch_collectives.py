@@ -13,10 +13,10 @@ from rackrun.core.placement.mesh_resize import Axes
 from rackrun.core.stragglers.shares import sharing
 from rackrun.errors import StepError
 
-__all__ = ["Meetings"]
+__all__ = ["MicrobatchCollectives"]
 
 
-class Meetings:
+class MicrobatchCollectives:
     """The collectives of the current unit. ``axes``: of the mesh. Ranks along axes that do not split the data have the
     same samples, and may share collectives."""
 

@@ -7,10 +7,10 @@ gate pass does not change: its generation is over then, and the next begins with
 
 from __future__ import annotations
 
-__all__ = ["Deals"]
+__all__ = ["ShareChanges"]
 
 
-class Deals:
+class ShareChanges:
     """The deals of one generation. Callers hold the world's lock, except for `take_effect`, which the main thread
     calls."""
 

@@ -19,7 +19,7 @@ import torch
 
 from rackrun.checkpoint.host_memory.device_threads import use_device
 
-__all__ = ["DeviceQueue", "Moment", "Waits", "queue_of", "wait_until"]
+__all__ = ["DeviceQueue", "StreamEvent", "Waits", "queue_of", "wait_until"]
 
 _EAGER_S = 0.002
 _NAP_S = 0.0002
@@ -28,13 +28,13 @@ _LOOKS = 20
 """The number of polls in a row (about 30 us) after which other Python threads certainly get a turn."""
 
 
-class Moment(Protocol):
+class StreamEvent(Protocol):
     """A place in a stream, with the time at which the device passed it."""
 
     def passed(self) -> bool:
         """Whether the device has passed it. Any thread that has called `DeviceQueue.use`."""
 
-    def since(self, earlier: Moment) -> float:
+    def since(self, earlier: StreamEvent) -> float:
         """Return the device time from ``earlier`` to this place, in seconds, once both are passed."""
 
 
@@ -52,7 +52,7 @@ class DeviceQueue(Protocol):
         """Return a function that tells whether everything is done that this thread has enqueued in its current stream
         so far."""
 
-    def moment(self) -> Moment:
+    def moment(self) -> StreamEvent:
         """Return the place after everything that this thread has enqueued in its current stream so far."""
 
     def place(self) -> AbstractContextManager[None]:
@@ -135,8 +135,8 @@ class _HostQueue:
     def mark(self) -> Callable[[], bool]:
         return _over
 
-    def moment(self) -> Moment:
-        return _HostMoment()
+    def moment(self) -> StreamEvent:
+        return _HostStreamEvent()
 
     def place(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -154,15 +154,15 @@ class _HostQueue:
         """Do nothing: all work is done."""
 
 
-class _HostMoment:
+class _HostStreamEvent:
     def __init__(self) -> None:
         self._at_s = time.monotonic()
 
     def passed(self) -> bool:
         return True
 
-    def since(self, earlier: Moment) -> float:
-        assert isinstance(earlier, _HostMoment), "a moment of this queue"
+    def since(self, earlier: StreamEvent) -> float:
+        assert isinstance(earlier, _HostStreamEvent), "a moment of this queue"
         return self._at_s - earlier._at_s
 
 
@@ -183,8 +183,8 @@ class _CudaQueue:
         event.record(torch.cuda.current_stream(self._device))
         return event.query
 
-    def moment(self) -> Moment:
-        return _CudaMoment(self._device)
+    def moment(self) -> StreamEvent:
+        return _CudaStreamEvent(self._device)
 
     def place(self) -> AbstractContextManager[None]:
         event = torch.cuda.Event()
@@ -211,7 +211,7 @@ class _CudaQueue:
         torch.cuda.synchronize(self._device)
 
 
-class _CudaMoment:
+class _CudaStreamEvent:
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record(torch.cuda.current_stream(device))
@@ -219,8 +219,8 @@ class _CudaMoment:
     def passed(self) -> bool:
         return bool(self._event.query())
 
-    def since(self, earlier: Moment) -> float:
-        assert isinstance(earlier, _CudaMoment), "a moment of this queue"
+    def since(self, earlier: StreamEvent) -> float:
+        assert isinstance(earlier, _CudaStreamEvent), "a moment of this queue"
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 

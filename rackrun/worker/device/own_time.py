@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import Variable
 
-from rackrun.worker.device.device_queue import DeviceQueue, Moment
+from rackrun.worker.device.device_queue import DeviceQueue, StreamEvent
 
 __all__ = ["OwnTimeMeter"]
 
@@ -32,8 +32,8 @@ __all__ = ["OwnTimeMeter"]
 class _Wait:
     """One wait of a stream, between two places of it."""
 
-    before: Moment
-    after: Moment
+    before: StreamEvent
+    after: StreamEvent
     in_passes: bool
 
 
@@ -61,8 +61,8 @@ class OwnTimeMeter:
         """Id of the stream that computes the unit."""
         self._waits: list[_Wait] = []
         """Waits of that stream that are not read yet, including those of earlier units."""
-        self._passes_from: Moment | None = None
-        self._passes_until: Moment | None = None
+        self._passes_from: StreamEvent | None = None
+        self._passes_until: StreamEvent | None = None
         self._waited_in_passes = 0.0
         """How long the host has waited during the micro-batches."""
         self._ends_backward = False
@@ -110,7 +110,7 @@ class OwnTimeMeter:
         """Add a wait of the host for a collective's result."""
         self._waited += seconds
 
-    def stream_waited(self, before: Moment, after: Moment) -> None:
+    def stream_waited(self, before: StreamEvent, after: StreamEvent) -> None:
         """Add a wait of this thread's current stream, between two places of it."""
         assert self._queue is not None, "the host has no stream"
         if self._queue.stream() == self._stream and not self._ends_backward:
@@ -174,7 +174,7 @@ class OwnTimeMeter:
         # Runs after the callbacks that exist now, such as DDP's, which waits for all buckets.
         Variable._execution_engine.queue_callback(lambda: self._backward_over(before))
 
-    def _backward_over(self, before: Moment) -> None:
+    def _backward_over(self, before: StreamEvent) -> None:
         assert self._queue is not None, "the host has no stream"
         self._ends_backward = False
         self.stream_waited(before, self._queue.moment())

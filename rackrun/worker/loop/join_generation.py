@@ -30,7 +30,7 @@ from rackrun.worker.membership.worker_membership import Reenter, Superseded
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.restore.live_restore import Callbacks, run_restores, settle_restores
-from rackrun.worker.restore.loop_end import LoopEnd
+from rackrun.worker.restore.loop_end import LoopEndState
 from rackrun.worker.restore.reshard_from_snapshots import reshard
 from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
@@ -61,7 +61,7 @@ class Rejoin:
         self._state, self._snapshots, self._replicas = state, snapshots, replicas
         self._pace, self._durable, self._settle = pace, durable, settle
         self._reports = reports
-        self.loop_end = LoopEnd(state)
+        self.loop_end = LoopEndState(state)
         self.known_digests: Callable[[], Mapping[str, int]] = dict
         """Returns digests that are already known, by path (see `rackrun.worker.restore.live_restore.Callbacks`)."""
         self._unlike = ""

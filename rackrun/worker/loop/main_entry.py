@@ -16,7 +16,7 @@ import torch
 from rackrun.link.heartbeat_page import Activity
 from rackrun.worker.device.rank_exit import leave
 from rackrun.worker.loop.run import Run
-from rackrun.worker.loop.unit_runner import Carried
+from rackrun.worker.loop.unit_runner import MainHandover
 from rackrun.worker.membership.worker_membership import Superseded
 from rackrun.worker.process.runtime import Runtime
 
@@ -29,7 +29,7 @@ _NOT_BOUND = (
 )
 
 
-def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Callable[[Run], T]) -> T:
+def run_main(runtime: Runtime, make: Callable[[MainHandover | None], Run], main: Callable[[Run], T]) -> T:
     """Run ``main`` until it has returned for good, and return its result.
 
     ``make`` creates the `Run` for each entry; its argument is what the former entry leaves behind, None at the first.

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.worker.process.reports import say
 
-__all__ = ["Alone", "warm_nccl"]
+__all__ = ["OneRankCommunicator", "warm_nccl"]
 
 
-class Alone(Protocol):
+class OneRankCommunicator(Protocol):
     """A communicator of one rank. An exception from a method means that the communicator could not be made or used."""
 
     def connect(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Alone(Protocol):
         """Destroy the communicator, if there is one. Called last, also after an error in the other methods."""
 
 
-def warm_nccl(device: torch.device, alone: Alone | None = None) -> threading.Thread | None:
+def warm_nccl(device: torch.device, alone: OneRankCommunicator | None = None) -> threading.Thread | None:
     """Start the warm-up in a daemon thread and return that thread, which need not be joined.
 
     Returns None when ``device`` is not a CUDA device. ``alone`` replaces the real communicator in tests. A failure is
@@ -40,13 +40,13 @@ def warm_nccl(device: torch.device, alone: Alone | None = None) -> threading.Thr
     if device.type != "cuda":
         return None
     thread = threading.Thread(
-        target=_warm, args=[device, _OneRank() if alone is None else alone], name="rackrun-warm-nccl", daemon=True
+        target=_warm, args=[device, _OneRankNccl() if alone is None else alone], name="rackrun-warm-nccl", daemon=True
     )
     thread.start()
     return thread
 
 
-def _warm(device: torch.device, alone: Alone) -> None:
+def _warm(device: torch.device, alone: OneRankCommunicator) -> None:
     use_device(device)
     try:
         try:
@@ -58,7 +58,7 @@ def _warm(device: torch.device, alone: Alone) -> None:
         say(f"warming NCCL up failed, a spare's first communicator will be cold: {type(error).__name__}: {error}")
 
 
-class _OneRank:
+class _OneRankNccl:
     def __init__(self) -> None:
         self._group: Any = None
         self._device = torch.device("cpu")

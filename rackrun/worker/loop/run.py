@@ -16,7 +16,7 @@ from rackrun.protocol.ids import Position
 from rackrun.topology.model.mesh import DATA_AXES
 from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
-from rackrun.worker.batch.microbatch_collectives import Meetings
+from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
 from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.data.rng import reseed
@@ -24,7 +24,7 @@ from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.exact.fixed_point_scales import width_of
 from rackrun.worker.loop.loop_exit import all_leave
-from rackrun.worker.loop.unit_runner import Carried, UnitRunner
+from rackrun.worker.loop.unit_runner import MainHandover, UnitRunner
 from rackrun.worker.membership.worker_membership import Reenter, Scope
 from rackrun.worker.process.log_values import log_values
 from rackrun.worker.process.reports import say
@@ -75,7 +75,7 @@ class Run:
         mesh: dict[str, int] | None,
         snapshot_every: int | None,
         reduction: str = "fast",
-        carried: Carried | None = None,
+        carried: MainHandover | None = None,
         scale: ScaleLR | None = None,
     ) -> None:
         self._batch = batch
@@ -107,7 +107,7 @@ class Run:
         elif options:
             durable = DurableCheckpoints(runtime, self._state, options)
         self._held_by_mesh = unfit_because(self._axes, mesh)
-        self._world.meetings = Meetings(self._axes, runtime.world.size)
+        self._world.meetings = MicrobatchCollectives(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
         self._places = Places(lambda: (self.rank, self.world_size))
         self._checks = ScriptChecks(
@@ -387,7 +387,7 @@ class Run:
             return True
         return isinstance(error, Exception) and self._units.lost_before_steps
 
-    def _let_go(self) -> Carried:
+    def _let_go(self) -> MainHandover:
         """End everything that this run has begun, except what the next entry of ``main`` takes over, which is returned.
         `rackrun.elastic` calls this."""
         for loader in self._loaders:

@@ -49,14 +49,14 @@ from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_audited, is_looked_at
 from rackrun.worker.steps.hang_deadlines import HangDeadlines
 from rackrun.worker.steps.multi_part_steps import Parts
-from rackrun.worker.steps.post_gate import LateBreaks
+from rackrun.worker.steps.post_gate import PostGateFailures
 from rackrun.worker.steps.recorded_units import RecordedUnit, RecordedUnits
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
 from rackrun.worker.steps.unit_undo import Undo, changed_between
 from rackrun.worker.tensors.readback import Readback
 
-__all__ = ["Carried", "UnitRunner"]
+__all__ = ["MainHandover", "UnitRunner"]
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ _FACTOR, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 
 
 @dataclass(frozen=True)
-class Carried:
+class MainHandover:
     """What one entry of ``main`` hands over to the next."""
 
     axes: Axes
@@ -93,7 +93,7 @@ class UnitRunner:
         durable: DurableCheckpoints | None,
         mesh: Axes = (),
         exact: ExactReduction | None = None,
-        carried: Carried | None = None,
+        carried: MainHandover | None = None,
     ) -> None:
         """``carried``: what the former entry of ``main`` handed over; None at the first entry."""
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
@@ -107,7 +107,7 @@ class UnitRunner:
         self._batch: StepBatch | None = None
         """The global batch of the current step, or of the step before."""
         self._replicas = ReplicaCheck(state, self._world)
-        self._late = LateBreaks(state)
+        self._late = PostGateFailures(state)
         self._world.broke_late, self._world.rejoin = self._late.broke, self._rejoin_after_loop
         self._snapshots = carried.snapshots if carried else Snapshots(runtime, state, snapshot_every)
         self._snapshots.become(state)
@@ -292,7 +292,7 @@ class UnitRunner:
         """Whether ``main`` is being left to be entered again (see `Rejoin.leaving`)."""
         return self._rejoin.leaving
 
-    def let_go(self) -> Carried:
+    def let_go(self) -> MainHandover:
         """Release everything that belongs to this entry of ``main``, and return what the next entry takes over."""
         self._settle()
         self._hook.remove()
@@ -305,7 +305,7 @@ class UnitRunner:
         self._snapshots.become(nothing)
         if self._durable is not None:
             self._durable.become(nothing)
-        return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after)
+        return MainHandover(self._axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after)
 
     def _resume(self, durable: DurableCheckpoints) -> None:
         """Load the newest checkpoint, if there is one, and set this rank's position to it."""
@@ -410,7 +410,7 @@ class UnitRunner:
             self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
 
     def refuse_freed(self) -> None:
-        """Raise `StepError` when a tracked tensor's memory was freed (see `LoopEnd.refuse_freed`)."""
+        """Raise `StepError` when a tracked tensor's memory was freed (see `LoopEndState.refuse_freed`)."""
         self._rejoin.loop_end.refuse_freed()
 
     def report_log(self, values: dict[str, float | int | str]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rackrun.link.heartbeat_page import HeartbeatPage
     from rackrun.worker.membership.elastic_group import ElasticGroup
 
-__all__ = ["Blocked", "Call"]
+__all__ = ["BlockedCollective", "Call"]
 
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource", "batch"})
 """Operations that are not in the order of the group's collectives."""
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     needs_all: bool
 
 
-class Blocked:
+class BlockedCollective:
     """Counts this rank's collectives per group, and writes to the heartbeat page in which one its main thread is
     blocked."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from rackrun.worker.device.device_queue import DeviceQueue, Moment
+from rackrun.worker.device.device_queue import DeviceQueue, StreamEvent
 
 if TYPE_CHECKING:
     from rackrun.link.heartbeat_page import HeartbeatPage
@@ -36,9 +36,9 @@ class Entered:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.reached: Moment | None = None
+        self.reached: StreamEvent | None = None
         """The mark in the stream before the collective; None for a collective of the hosts."""
-        self.passed: Moment | None = None
+        self.passed: StreamEvent | None = None
         """The mark after the stream's wait for the collective; None while nobody has waited for it."""
         self.work: dist.Work | None = None
         """The collective's work, until somebody waits for it; not longer, because it holds the memory of the result."""
@@ -66,7 +66,7 @@ class Entered:
         """Record the collective's work; nobody has waited for it yet."""
         self.communicator, self.work = communicator, work
 
-    def waited(self, passed: Moment) -> None:
+    def waited(self, passed: StreamEvent) -> None:
         """Record the mark after the stream's wait for the collective."""
         self.passed = passed
         self.work = self.communicator = None

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rackrun.worker.membership.collective_progress import Entered
     from rackrun.worker.membership.worker_membership import WorkerMembership
 
-__all__ = ["AllOf", "Done", "Guarded", "is_misuse"]
+__all__ = ["CombinedWork", "CompletedWork", "GuardedWork", "is_misuse"]
 
 _LOOK = timedelta(milliseconds=250)
 
 
-class Done(dist.Work):
+class CompletedWork(dist.Work):
     """The work of a collective that is complete when it is created, with ``result``."""
 
     def __init__(self, result: Any) -> None:
@@ -47,7 +47,7 @@ class Done(dist.Work):
         return self._future.value()
 
 
-class Guarded(dist.Work):
+class GuardedWork(dist.Work):
     """A collective in flight. If it fails, its group is marked broken and the loopback's values replace its result.
 
     gloo can lose the wake-up of a collective whose sockets are shut down, and then waits for its timeout. So nobody
@@ -121,7 +121,7 @@ class Guarded(dist.Work):
         """
         error: Exception | None = None
         queue, after = self._world.queue, self._entered.passed
-        if after is None or not isinstance(self._work, Done):
+        if after is None or not isinstance(self._work, CompletedWork):
             before = queue.moment()
             try:
                 if self._future is not None:
@@ -147,15 +147,15 @@ class Guarded(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             if self._over:  # somebody has waited for it
-                return Done(self._result).get_future()
+                return CompletedWork(self._result).get_future()
             if self._on_device and self._world.script_reads:
                 self.wait()
-                return Done(self._result).get_future()
+                return CompletedWork(self._result).get_future()
             try:
                 inner = self._work.get_future()
             except RuntimeError:  # gloo's point-to-point works have no future
                 self.wait()
-                return Done(self._result).get_future()
+                return CompletedWork(self._result).get_future()
             self._future = torch.futures.Future(devices=_devices(self._result))
             self._world.flights.take_off(self)
             self._world.blocked.future_given(self)
@@ -215,7 +215,7 @@ class Guarded(dist.Work):
         return self._result
 
 
-class AllOf(dist.Work):
+class CombinedWork(dist.Work):
     """Several collectives as one work."""
 
     def __init__(self, works: list[dist.Work], result: Any) -> None:
@@ -229,7 +229,7 @@ class AllOf(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
-        return Done(self._result).get_future()
+        return CompletedWork(self._result).get_future()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from rackrun.errors import StepError
 from rackrun.worker.communicators.deferred_collective import DeferredWork
 from rackrun.worker.communicators.gate_tree import WithGateTree, on_hosts
-from rackrun.worker.membership.collective_work import AllOf, Done, Guarded, is_misuse
+from rackrun.worker.membership.collective_work import CombinedWork, CompletedWork, GuardedWork, is_misuse
 
 if TYPE_CHECKING:
     from rackrun.worker.communicators.communicator import Communicator, PointToPoint
@@ -149,7 +149,7 @@ class ElasticGroup(dist.ProcessGroup):
         """Return one work for all collectives since `_start_coalescing`. Each was called separately in its turn; the
         backend groups none."""
         works, self._coalesced = self._coalesced or [], None
-        return AllOf(works, [])
+        return CombinedWork(works, [])
 
     def leave_coalescing(self) -> None:
         """Reset the coalescing state. The unit that entered a coalescing manager is over, and may have been abandoned
@@ -206,10 +206,10 @@ class ElasticGroup(dist.ProcessGroup):
         torn: Any = (),
     ) -> dist.Work:
         """Start a collective, or run its loopback. ``call(communicator, on_host)`` starts it; ``on_host`` selects the
-        hosts' half. ``torn``: see `Guarded`."""
+        hosts' half. ``torn``: see `GuardedWork`."""
         if self._asks_nobody:
             loopback()
-            return Done(result)
+            return CompletedWork(result)
         work = self._call(name, result, loopback, call, then, on_host=on_host, synchronous=synchronous, torn=torn)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -233,7 +233,7 @@ class ElasticGroup(dist.ProcessGroup):
         if communicator is None or generation is None:
             loopback()
             world.progress.completed(entered)
-            return Done(result)
+            return CompletedWork(result)
         if not (on_host or world.queue.is_host):
             entered.reached = world.queue.moment()
         try:
@@ -244,15 +244,15 @@ class ElasticGroup(dist.ProcessGroup):
             world.collective_failed(generation, error, result)
             loopback()
             world.progress.completed(entered)
-            return Done(result)
+            return CompletedWork(result)
         entered.call = world.blocked.called(self, name, result)
         if entered.reached is not None:
             stands = work is None or (synchronous and not isinstance(work, DeferredWork))
             world.enqueued(entered, communicator, None if stands else work)
         if work is None:
             # NCCL returns None for a synchronous call: it is on the current stream, ahead of what uses its result.
-            work = Done(result)
-        return Guarded(world, generation, work, result, loopback, then, entered=entered, torn=torn)
+            work = CompletedWork(result)
+        return GuardedWork(world, generation, work, result, loopback, then, entered=entered, torn=torn)
 
     def _torn(self, name: str, result: Any, args: Sequence[Any]) -> Any:
         """Return the part of a broken collective's result that is garbage and that no loopback writes anew: everything
@@ -323,7 +323,7 @@ class ElasticGroup(dist.ProcessGroup):
             )
         for tensor in tensors:
             self.allreduce([tensor], plain).wait()
-        return Done(tensors)
+        return CompletedWork(tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.BroadcastOptions()
@@ -369,7 +369,7 @@ class ElasticGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return AllOf([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        return CombinedWork([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
@@ -407,7 +407,9 @@ class ElasticGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return AllOf([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        return CombinedWork(
+            [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 

@@ -15,10 +15,10 @@ from rackrun.errors import StepError
 if TYPE_CHECKING:
     from rackrun.worker.membership.elastic_group import ElasticGroup
 
-__all__ = ["Families"]
+__all__ = ["GroupRegistry"]
 
 
-class Families:
+class GroupRegistry:
     """All groups that the script has made in this world."""
 
     def __init__(self) -> None:

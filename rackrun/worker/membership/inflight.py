@@ -10,34 +10,34 @@ import threading
 import time
 from typing import Protocol
 
-__all__ = ["Flights"]
+__all__ = ["InflightCollectives"]
 
 _GRACE_S = 0.1
 
 
-class Leavable(Protocol):
+class Abandonable(Protocol):
     """A collective that can be abandoned."""
 
     def leave(self) -> None: ...
 
 
-class Flights:
+class InflightCollectives:
     """The collectives in flight of the current generation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waited_for: dict[Leavable, None] = {}
+        self._waited_for: dict[Abandonable, None] = {}
         self._broken_at: float | None = None
         self.some_left_behind = False
         """Whether a collective that was abandoned in this unit has not ended. Its memory must not be used again."""
 
-    def take_off(self, work: Leavable) -> None:
+    def take_off(self, work: Abandonable) -> None:
         """Add ``work``, whose future somebody waits for. The future will be completed, if necessary by
         `leave_overdue`."""
         with self._lock:
             self._waited_for[work] = None
 
-    def land(self, work: Leavable) -> None:
+    def land(self, work: Abandonable) -> None:
         """Remove ``work``, which has ended."""
         with self._lock:
             self._waited_for.pop(work, None)

@@ -25,20 +25,20 @@ from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.protocol.commands import BreakGeneration, DealShards, GenerationPlan, Member
 from rackrun.protocol.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
-from rackrun.worker.batch.microbatch_collectives import Meetings
-from rackrun.worker.batch.share_changes import Deals
+from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
+from rackrun.worker.batch.share_changes import ShareChanges
 from rackrun.worker.communicators.communicator import OWN_FAULTS
 from rackrun.worker.communicators.handshakes import Handshakes
-from rackrun.worker.device.device_queue import Moment, Waits, queue_of, wait_until
+from rackrun.worker.device.device_queue import StreamEvent, Waits, queue_of, wait_until
 from rackrun.worker.device.device_return import DeviceReturn
 from rackrun.worker.device.own_time import OwnTimeMeter
-from rackrun.worker.membership.blocked_collective import Blocked
+from rackrun.worker.membership.blocked_collective import BlockedCollective
 from rackrun.worker.membership.collective_progress import CollectiveProgress, Entered
 from rackrun.worker.membership.communicator_builder import Builder
 from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.gate import CollectiveOrder, GateSums, Offer, agreed, elements
-from rackrun.worker.membership.group_registry import Families
-from rackrun.worker.membership.inflight import Flights
+from rackrun.worker.membership.group_registry import GroupRegistry
+from rackrun.worker.membership.inflight import InflightCollectives
 from rackrun.worker.membership.recovery_stages import RecoveryStages
 from rackrun.worker.membership.setup_broadcasts import Broadcasts
 from rackrun.worker.torch_compat import c10d
@@ -91,7 +91,7 @@ class WorkerMembership:
         self._gate_waits = Waits()
         self.scope = Scope.SETUP
         self.groups: list[ElasticGroup] = []
-        self.families = Families()
+        self.families = GroupRegistry()
         self.generation = 0
         """The generation that this worker's communicators belong to; 0 before the first."""
         self.began = BEGIN
@@ -119,14 +119,14 @@ class WorkerMembership:
         self.drain = False
         self.traffic = 0
         """Number of elements that collectives of the current unit have written on this rank."""
-        self.flights = Flights()
+        self.flights = InflightCollectives()
         self.order = CollectiveOrder()
         self.own_time = OwnTimeMeter(queue=self.queue)
         self.progress = CollectiveProgress(page, self.queue)
-        self.blocked = Blocked(page)
+        self.blocked = BlockedCollective(page)
         self.stages = RecoveryStages()
-        self.meetings = Meetings()
-        self.deals = Deals()
+        self.meetings = MicrobatchCollectives()
+        self.deals = ShareChanges()
         self.broadcasts = Broadcasts(None)
         self.handshakes = Handshakes()
 
@@ -352,7 +352,7 @@ class WorkerMembership:
         """Whether the script uses what a collective returns for good, because no gate of a step follows first."""
         return self.in_phase or self.scope is not Scope.UNIT
 
-    def device_comes(self, moment: Moment, generation: int) -> bool:
+    def device_comes(self, moment: StreamEvent, generation: int) -> bool:
         """Wait until the device has passed ``moment``. Returns whether it did before ``generation`` was broken, here or
         at a peer, so that its results are good."""
         came = self._wait_for_device(moment.passed, lambda: self._is_gone(generation))
@@ -785,7 +785,7 @@ class WorkerMembership:
             for group in self.groups:
                 group.communicator = None
             self.groups.clear()
-            self.families = Families()
+            self.families = GroupRegistry()
             if plan.reshard is None:
                 self.good = None
                 self.generation = 0

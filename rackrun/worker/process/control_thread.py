@@ -32,7 +32,7 @@ from rackrun.protocol.commands import (
 from rackrun.protocol.ids import Step
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.main_thread_line import place_of_main_thread
-from rackrun.worker.process.spin_loops import Spins
+from rackrun.worker.process.spin_loops import SpinDetector
 
 __all__ = ["ControlThread"]
 
@@ -60,7 +60,7 @@ class ControlThread(threading.Thread):
         self._world.queue.use()
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
-        spins, watched_until_ns = Spins(threading.main_thread().ident or 0), 0
+        spins, watched_until_ns = SpinDetector(threading.main_thread().ident or 0), 0
         while True:
             self._page.tick()
             if self._page.place_asked:

@@ -12,7 +12,7 @@ import dis
 import sys
 from types import CodeType
 
-__all__ = ["Spins", "idle_loop"]
+__all__ = ["SpinDetector", "idle_loop"]
 
 _HARMLESS = frozenset(
     {
@@ -80,7 +80,7 @@ def _reached(begin: int, edges: dict[int, list[int]]) -> set[int]:
     return found
 
 
-class Spins:
+class SpinDetector:
     """Watches the thread ``ident`` from another thread, several times a second."""
 
     def __init__(self, ident: int) -> None:

@@ -33,9 +33,17 @@ from rackrun.errors import StateLost
 from rackrun.protocol.commands import GenerationPlan, Restore
 from rackrun.worker.communicators.communicator import Communicator
 from rackrun.worker.restore.loop_end import StateSource
-from rackrun.worker.restore.process_vm import Neighbour, readable
+from rackrun.worker.restore.process_vm import PeerProcess, readable
 from rackrun.worker.restore.restore_layout import RestoreLayout
-from rackrun.worker.restore.restore_transfer import Flow, Given, Landing, TensorMessage, post, post_together, tell
+from rackrun.worker.restore.restore_transfer import (
+    ReceiveBuffers,
+    SendBuffers,
+    TensorMessage,
+    TransferPipeline,
+    post,
+    post_together,
+    tell,
+)
 from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
@@ -136,7 +144,7 @@ def _send(
             post(world, "recv", answer, restore.rank, _ANSWER).wait()
     if int(answer) == _SEND:
         _send_pieces(world, layout, tensors, rank, restore.rank, device, callbacks.overtaken)
-    flow = Flow(device, callbacks.overtaken)
+    flow = TransferPipeline(device, callbacks.overtaken)
     flow.add(works)
     flow.finish()
     tell(world, "send", torch.tensor([_GIVEN, *vouched.values()]), restore.rank, _DIGESTS).wait()
@@ -161,7 +169,7 @@ def _receive(
     if layout.small:
         post(world, "recv", small, lead, _SMALL).wait()
 
-    landing = Landing(layout, tensors, device)
+    landing = ReceiveBuffers(layout, tensors, device)
     neighbours = _neighbours(restore, layout, world) if device.type == "cpu" else {}
     with _reading(layout, neighbours, landing, callbacks.overtaken):
         _receive_pieces(world, layout, landing, neighbours.keys(), device, callbacks.overtaken)
@@ -190,7 +198,7 @@ def _send_pieces(
     device: torch.device,
     overtaken: Callable[[], bool],
 ) -> None:
-    given, flow = Given(tensors, device), Flow(device, overtaken)
+    given, flow = SendBuffers(tensors, device), TransferPipeline(device, overtaken)
     for indices in layout.rounds():
         mine = [index for index in indices if layout.pieces[index].source == rank]
         flow.make_room()
@@ -203,13 +211,13 @@ def _send_pieces(
 def _receive_pieces(
     world: Communicator,
     layout: RestoreLayout,
-    landing: Landing,
+    landing: ReceiveBuffers,
     besides: Collection[int],
     device: torch.device,
     overtaken: Callable[[], bool],
 ) -> None:
     """Receive the pieces of all sources that are not in ``besides``."""
-    flow = Flow(device, overtaken)
+    flow = TransferPipeline(device, overtaken)
 
     def land(indices: Sequence[int]) -> None:
         with _filling:
@@ -227,12 +235,12 @@ def _receive_pieces(
     flow.finish()
 
 
-def _neighbours(restore: Restore, layout: RestoreLayout, world: Communicator) -> dict[int, Neighbour]:
+def _neighbours(restore: Restore, layout: RestoreLayout, world: Communicator) -> dict[int, PeerProcess]:
     """Return the sources whose memory this process can read, by rank. The others are asked to send."""
     offers = {source: torch.zeros(4 + len(layout.large), dtype=torch.int64) for source in restore.sources}
     for source, offer in offers.items():
         post(world, "recv", offer, source, _OFFER).wait()
-    told: dict[int, Neighbour] = {source: Neighbour(offer) for source, offer in offers.items()}
+    told: dict[int, PeerProcess] = {source: PeerProcess(offer) for source, offer in offers.items()}
     found = {source: neighbour for source, neighbour in told.items() if neighbour.is_there()}
     for remote in told.keys() - found.keys():
         post(world, "send", torch.tensor([_SEND]), remote, _ANSWER).wait()
@@ -241,7 +249,7 @@ def _neighbours(restore: Restore, layout: RestoreLayout, world: Communicator) ->
 
 @contextmanager
 def _reading(
-    layout: RestoreLayout, neighbours: dict[int, Neighbour], landing: Landing, overtaken: Callable[[], bool]
+    layout: RestoreLayout, neighbours: dict[int, PeerProcess], landing: ReceiveBuffers, overtaken: Callable[[], bool]
 ) -> Iterator[None]:
     """Context manager that reads from all ``neighbours`` in threads, and ends when the reads and the body are over.
 

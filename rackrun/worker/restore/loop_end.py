@@ -22,7 +22,7 @@ from rackrun.worker.tensors.tensor_bytes import digests_by_path
 from rackrun.worker.tensors.undo_copies import NoRoom, UndoCopies, place_for
 from rackrun.worker.torch_compat.data_parallel import fsdp
 
-__all__ = ["LoopEnd", "StateSource"]
+__all__ = ["LoopEndState", "StateSource"]
 
 
 class StateSource(Protocol):
@@ -33,7 +33,7 @@ class StateSource(Protocol):
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
 
 
-class LoopEnd:
+class LoopEndState:
     """Copies all tracked state when the loop is over, if there is memory for it. Otherwise keeps digests: changes are
     noticed then, but cannot be undone."""
 

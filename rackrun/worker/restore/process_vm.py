@@ -19,7 +19,7 @@ import torch
 
 from rackrun.worker.tensors.tensor_bytes import dense_bytes
 
-__all__ = ["Neighbour", "readable"]
+__all__ = ["PeerProcess", "readable"]
 
 _PR_SET_PTRACER, _ANYONE, _NOBODY = 0x59616D61, 2**64 - 1, 0
 
@@ -69,7 +69,7 @@ def _allowed() -> Iterator[None]:
                 _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_NOBODY), 0, 0, 0)
 
 
-class Neighbour:
+class PeerProcess:
     """The worker that made an ``offer`` (see `readable`)."""
 
     def __init__(self, offer: torch.Tensor) -> None:

@@ -20,7 +20,17 @@ from rackrun.worker.restore.restore_layout import Piece, RestoreLayout
 from rackrun.worker.state.state_manifest import TensorInfo
 from rackrun.worker.tensors.tensor_bytes import dense_bytes
 
-__all__ = ["Flow", "Given", "Landing", "TensorMessage", "Transfer", "landing_places", "post", "post_together", "tell"]
+__all__ = [
+    "TransferPipeline",
+    "SendBuffers",
+    "ReceiveBuffers",
+    "TensorMessage",
+    "Transfer",
+    "landing_places",
+    "post",
+    "post_together",
+    "tell",
+]
 
 _ROUNDS_IN_FLIGHT = 2
 _ROUNDS_OF_A_HOST = 8
@@ -76,7 +86,7 @@ def post_together(world: Communicator, kind: str, messages: Sequence[TensorMessa
     return [Transfer(work, limited=messages[0].tensor.device.type == "cpu")]
 
 
-class Flow:
+class TransferPipeline:
     """Rounds of transfers in flight, in order. ``overtaken``: returns whether a newer generation was announced; every
     method raises `RuntimeError` then."""
 
@@ -119,7 +129,7 @@ class Flow:
             raise RuntimeError("a newer generation was announced")
 
 
-class Given:
+class SendBuffers:
     """A source's tensors, as pieces on the device that sends them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -142,7 +152,7 @@ class Given:
         return self._laid[1]
 
 
-class Landing:
+class ReceiveBuffers:
     """A newcomer's tensors, as places for received pieces: their own memory, or temporary memory on ``device``."""
 
     def __init__(self, layout: RestoreLayout, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -14,10 +14,10 @@ from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings, with_spar
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 
-__all__ = ["Room"]
+__all__ = ["CheckpointBuffers"]
 
 
-class Room:
+class CheckpointBuffers:
     """The checkpoint buffers of one rank.
 
     ``ranks``: how many ranks of this host allocate theirs at the same time: all the first time; for a newcomer, whose

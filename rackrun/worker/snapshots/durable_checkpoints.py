@@ -31,7 +31,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.membership.gate import GateSums
 from rackrun.worker.process.reports import Reports
 from rackrun.worker.process.runtime import Runtime
-from rackrun.worker.snapshots.checkpoint_buffer import Room
+from rackrun.worker.snapshots.checkpoint_buffer import CheckpointBuffers
 from rackrun.worker.snapshots.resumption import Resumption
 from rackrun.worker.state.state_image import StateImages
 from rackrun.worker.state.state_manifest import Lineage
@@ -92,7 +92,7 @@ class DurableCheckpoints:
         self._whole: dict[int, bool] = {}
         """Step -> whether its checkpoint is complete, as far as this rank has checked."""
         ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._room = Room(ranks, self._device.pin, self._device.unpin)
+        self._room = CheckpointBuffers(ranks, self._device.pin, self._device.unpin)
         self._complaints = Complaints()
         token = runtime.boot.token if runtime.boot else ""
         self._owner = content_digest(token.encode())[:16] if token else ""

@@ -14,10 +14,10 @@ from typing import Any
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.multi_part_steps import writes_tracked
 
-__all__ = ["LateBreaks"]
+__all__ = ["PostGateFailures"]
 
 
-class LateBreaks:
+class PostGateFailures:
     """The collectives of the current unit that broke after its gate."""
 
     def __init__(self, state: TrackedState) -> None:

@@ -245,7 +245,7 @@ class Striker:
             if not self._in_gate:
                 self.here("entering a collective")
             work = run(elastic_group, *args, **more)
-            if isinstance(work, collective_work.Guarded):
+            if isinstance(work, collective_work.GuardedWork):
                 self._strike_soon(IN_GATE if self._in_gate else IN_COLLECTIVE)
             return work
 

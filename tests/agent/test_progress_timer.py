@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from rackrun.agent.workers.hang_detector import HeldUp, Patience, Signs, starved_ns, works
+from rackrun.agent.workers.hang_detector import AgentPauses, ProgressTimer, Signs, starved_ns, works
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
 
 S = 1_000_000_000
@@ -21,33 +21,33 @@ def signs(at: float, *, cpu: float = 0.0, ran: float = 0.0, waited: float = 0.0,
     return Signs(int(at * S), int(cpu * S), {1: (int(ran * S), int(waited * S))}, io, wakes)
 
 
-def watched(*seen: Signs) -> Patience:
-    patience = Patience()
-    patience.progressed(0, 0)
+def watched(*seen: Signs) -> ProgressTimer:
+    patience = ProgressTimer()
+    patience.restart(0, 0)
     for one in seen:
-        patience.saw(one)
+        patience.add_reading(one)
     return patience
 
 
-def overdue(patience: Patience, at: float, busy: int = BUSY, held: float = 0.0) -> bool:
+def overdue(patience: ProgressTimer, at: float, busy: int = BUSY, held: float = 0.0) -> bool:
     return patience.overdue(int(at * S), int(held * S), IDLE, busy)
 
 
 def test_time_for_which_the_agent_did_not_run_is_nobodys() -> None:
     """Progress from just before it, which the agent sees only after it, is not old."""
-    held = HeldUp()
+    held = AgentPauses()
     held.add(10, 30)
-    patience = Patience()
-    patience.progressed(9, held.by(9))
+    patience = ProgressTimer()
+    patience.restart(9, held.by(9))
     assert patience.quiet_ns(31, held.total_ns) == 2
-    patience.progressed(20, held.by(20))
+    patience.restart(20, held.by(20))
     assert patience.quiet_ns(31, held.total_ns) == 1, "it ran while the agent did not, and then it may not have"
-    patience.progressed(31, held.by(31))
+    patience.restart(31, held.by(31))
     assert patience.quiet_ns(40, held.total_ns) == 9
 
 
 def test_an_agent_that_is_held_up_again_and_again_was_held_up_all_the_time() -> None:
-    held = HeldUp()
+    held = AgentPauses()
     for start in (10, 30, 50):
         held.add(start, start + 20)
     assert [held.by(at) for at in (9, 10, 35, 70, 80)] == [0, 0, 25, 60, 60]
@@ -76,7 +76,7 @@ def test_who_works_has_longer_outside_of_steps_but_not_for_ever(later: Signs) ->
     assert not overdue(patience, 5.0)
     assert overdue(patience, 5.6 + 0.9), "it stopped working at 2.5 s"
     for at in range(3, 40):
-        patience.saw(later._replace(at_ns=at * S, cpu_ns=at * S))
+        patience.add_reading(later._replace(at_ns=at * S, cpu_ns=at * S))
     assert overdue(patience, 39.0)
 
 
@@ -145,7 +145,7 @@ def test_time_for_which_the_agent_itself_was_held_up_does_not_count() -> None:
 def test_what_is_told_is_told_again_only_when_the_time_is_over_once_more() -> None:
     patience = watched()
     assert overdue(patience, 4.0)
-    patience.tell(4 * S, 0)
+    patience.mark_reported(4 * S, 0)
     assert not overdue(patience, 6.9)
     assert overdue(patience, 7.1)
 

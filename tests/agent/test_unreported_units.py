@@ -25,8 +25,8 @@ def page() -> Iterator[HeartbeatPage]:
     os.close(fd)
 
 
-def untold(page: HeartbeatPage, told: tuple[int, Position] = (0, BEGIN)) -> object:
-    return WorkerHandle.untold(SimpleNamespace(page=page, told=told, slot="t/0", incarnation=3))  # type: ignore[arg-type]
+def unreported(page: HeartbeatPage, told: tuple[int, Position] = (0, BEGIN)) -> object:
+    return WorkerHandle.unreported_unit(SimpleNamespace(page=page, reported_unit=told, slot="t/0", incarnation=3))  # type: ignore[arg-type]
 
 
 def does_the_step(page: HeartbeatPage, generation: int) -> None:
@@ -40,17 +40,17 @@ def test_a_step_that_it_has_told_of_is_not_said_again_in_the_generation_that_it_
     does_the_step(page, generation=1)
     page.new_generation(2)
     page.enter(Activity.RECOVERING, STEP)
-    assert untold(page, told=(1, STEP)) is None
+    assert unreported(page, told=(1, STEP)) is None
 
 
 def test_a_step_that_it_has_not_told_of_is_of_the_generation_that_it_was_done_in(page: HeartbeatPage) -> None:
     does_the_step(page, generation=1)
     page.new_generation(2)
-    found = untold(page)
+    found = unreported(page)
     assert (found.generation, found.at, np.frombuffer(found.ids, "<i8").tolist()) == (1, STEP, [4, 5])
 
 
 def test_a_step_that_is_done_again_after_it_was_told_is_said_again(page: HeartbeatPage) -> None:
     does_the_step(page, generation=1)
     does_the_step(page, generation=2)
-    assert untold(page, told=(1, STEP)).generation == 2
+    assert unreported(page, told=(1, STEP)).generation == 2
