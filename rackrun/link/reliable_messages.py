@@ -1,9 +1,9 @@
 """Numbered messages over a connection that may break and be resumed: none is lost or handled twice.
 
-Each end of a link has one `NumberedLink`, which outlives the connections. It numbers its messages from 1, keeps each until
-the other end has acknowledged it, and drops received messages that it already has. A packet is one WebSocket message:
-the number of its first message, the number of the last message received (the acknowledgement), then whole frames
-(`rackrun.link.channel`). A packet without frames only acknowledges.
+Each end of a link has one `NumberedLink`, which outlives the connections. It numbers its messages from 1, keeps each
+until the other end has acknowledged it, and drops received messages that it already has. A packet is one WebSocket
+message: the number of its first message, the number of the last message received (the acknowledgement), then whole
+frames (`rackrun.link.channel`). A packet without frames only acknowledges.
 
 When a connection is resumed, each end sends the number of the last message it received, and the other end sends the
 rest again. Pure: no clock, no I/O.

@@ -525,7 +525,7 @@ class Cluster:
             places = sharing(self.core_config.mesh, self.plans[process.generation].world_size)
             assert (len(shares), sum(shares)) == (len(places), SHARDS)
             assert min(shares) > 0
-        self.heard[unit] = self.heard.get(unit, 0) + process.deals.heard_next
+        self.heard[unit] = self.heard.get(unit, 0) + process.deals.has_next
 
     def _pause(self, process: Process) -> None:
         if self._some_are_alone(process):
@@ -586,7 +586,7 @@ class Cluster:
                 process.told_to_pause = command.generation
             case DealShards():
                 assert (process.state, process.generation) == ("running", command.generation), "a deal for nobody"
-                process.deals.hear(command.number, command.shares)
+                process.deals.receive(command.number, command.shares)
             case ReleaseWorkers():
                 self.end(process, code=0)
             case _:

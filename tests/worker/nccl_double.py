@@ -93,14 +93,14 @@ class Stream:
         with self._lock:
             self._awaited = [one for one in (*self._awaited, work) if not one.over.is_set()]
 
-    def moment(self) -> Reached:
+    def record_event(self) -> Reached:
         if (place := getattr(self._elsewhere, "place", None)) is not None:
             return cast("Reached", place)
         with self._lock:
             return Reached(time.monotonic(), tuple(self._awaited))
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        return self._behind(self.moment())
+        return self._behind(self.record_event())
 
     @contextlib.contextmanager
     def _behind(self, place: Reached) -> Iterator[None]:
@@ -283,7 +283,7 @@ class Double:
             if isinstance(tensor, torch.Tensor):
                 self._stream.before(tensor)
         self._stream.enqueue(work.enqueued)
-        self._calls.put(([(name, args)], work, self._stream.moment()))
+        self._calls.put(([(name, args)], work, self._stream.record_event()))
         if getattr(args[-1], "asyncOp", True):
             return work
         self._stream.waits_for(work.enqueued)
@@ -297,7 +297,7 @@ class Double:
             self._stream.before(tensor)
         self._stream.enqueue(work.enqueued)
         together = [(name, ([tensor], peer, tag)) for name, tensor, peer, tag in operations]
-        self._calls.put((together, work, self._stream.moment()))
+        self._calls.put((together, work, self._stream.record_event()))
         return work
 
     @property
@@ -378,7 +378,7 @@ class Queue:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self.mark, self.moment, self.synchronise = stream.mark, stream.moment, stream.synchronise
+        self.mark, self.record_event, self.synchronise = stream.mark, stream.record_event, stream.synchronise
         self.place = stream.place
 
     def stream(self) -> int:

@@ -110,7 +110,7 @@ def test_wrong_arguments_of_a_call_that_begins_late_are_the_scripts_error(
     begun = late(group, RuntimeError("ProcessGroupGloo::allreduce: invalid tensor type"))
     work = group.allreduce([torch.ones(3)])
     begun.begin()
-    begun.show()
+    begun.wake_waiters()
     with pytest.raises(RuntimeError, match="invalid tensor type"):
         work.wait()
     assert not world.broken

@@ -148,7 +148,7 @@ def test_sends_and_receives_are_not_in_the_order_of_collectives_and_all_else_is(
 
 def test_the_gates_tree_has_an_order_of_its_own(world: WorkerMembership) -> None:
     everyone = world.groups[0]
-    first, second = (world.blocked.called(everyone, name, [ones()]) for name in ("allreduce", GATE_SUM))
+    first, second = (world.blocked.count(everyone, name, [ones()]) for name in ("allreduce", GATE_SUM))
     assert first is not None
     assert second is not None
     assert (first.number, second.number) == (1, 1)

@@ -236,7 +236,7 @@ def test_what_came_from_a_peer_that_is_gone_is_not_taken_for_good(lost: bool, al
     """Its kernel left, and this rank's ended as if all were well; nobody has told this rank yet."""
     alone.groups[0].communicator = cast("Any", SimpleNamespace(lost_a_peer=lambda: lost))
     over = SimpleNamespace(passed=lambda: True)
-    assert alone.device_comes(cast("Any", over), 1) == (not lost)
+    assert alone.wait_for_event(cast("Any", over), 1) == (not lost)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -245,7 +245,7 @@ def test_what_a_script_raises_beside_a_peer_that_is_gone_may_come_of_its_garbage
 ) -> None:
     """Two ranks that stop at the same NaN would be taken for a mistake of the script's, and end the job."""
     alone.groups[0].communicator = cast("Any", SimpleNamespace(lost_a_peer=lambda: lost))
-    assert alone.led_astray(FloatingPointError("the loss is not finite")) == lost
+    assert alone.may_follow_from_break(FloatingPointError("the loss is not finite")) == lost
     assert alone.broken == lost
 
 
@@ -255,7 +255,7 @@ def test_a_rank_whose_own_device_cannot_build_its_groups_ends(error: type[Except
     builder, plan = SimpleNamespace(over=True, error=error("CUDA error")), SimpleNamespace(generation=0)
     with pytest.raises(error):
         alone._wait_built(cast("Any", plan), cast("Any", builder))
-    assert alone.severed() is None, "and nobody is told of a rift"
+    assert alone.unreported_failure() is None, "and nobody is told of a rift"
 
 
 def test_on_hosts_a_lost_peer_is_an_error_and_nobody_looks_for_it(
@@ -263,7 +263,7 @@ def test_on_hosts_a_lost_peer_is_an_error_and_nobody_looks_for_it(
 ) -> None:
     monkeypatch.setattr(alone, "queue", queue_of(torch.device("cpu")))
     alone.groups[0].communicator = cast("Any", SimpleNamespace())
-    assert not alone.led_astray(ValueError())
+    assert not alone.may_follow_from_break(ValueError())
 
 
 @pytest.mark.parametrize("which", ["is broken", "ends"])
@@ -312,13 +312,13 @@ def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: WorkerMembers
     seen: list[int] = []
 
     def passed() -> bool:
-        seen.append(alone.stands_since_ns)
+        seen.append(alone.device_wait_since_ns)
         return len(seen) > 1
 
     place = SimpleNamespace(passed=passed)
-    assert alone.device_comes(cast("Any", place), 1)
+    assert alone.wait_for_event(cast("Any", place), 1)
     assert all(seen)
-    assert not alone.stands_since_ns
+    assert not alone.device_wait_since_ns
 
 
 @pytest.fixture
@@ -369,8 +369,8 @@ class Rig:
         )
 
     def breaks(self) -> None:
-        self.returns.breaks()
-        self.returns.broke()
+        self.returns.break_begins()
+        self.returns.watch_device()
 
     def over(self) -> None:
         """Its thread has ended."""
@@ -391,12 +391,12 @@ def test_a_device_that_comes_back_costs_no_rank(rig: Rig) -> None:
     rig.returns.unit_s = lambda: 1.0
     rig.breaks()
     rig.now += RETURNS_S
-    rig.returns.look()
+    rig.returns.check()
     rig.device.back.set()
     rig.returns.wait()
     rig.now += 100
-    rig.returns.look()
-    rig.returns.look()
+    rig.returns.check()
+    rig.returns.check()
     assert not rig.left
 
 
@@ -404,7 +404,7 @@ def test_a_device_that_does_not_come_back_ends_its_rank_and_is_named(rig: Rig) -
     rig.returns.unit_s = lambda: 1.0
     rig.breaks()
     rig.now += RETURNS_S + 2.0 + 0.1
-    rig.returns.look()
+    rig.returns.check()
     [(rank, because)] = rig.left
     assert rank == 5
     assert "its GPU 3 (of a test) did not come back within 7 s after a break" in because
@@ -414,10 +414,10 @@ def test_what_was_enqueued_before_a_break_may_take_a_good_part_of_a_unit(rig: Ri
     rig.returns.unit_s = lambda: 30.0
     rig.breaks()
     rig.now += 60
-    rig.returns.look()
+    rig.returns.check()
     assert not rig.left
     rig.returns.unit_s = lambda: 0.0  # nobody knows yet
-    rig.returns.look()
+    rig.returns.check()
     assert not rig.left
 
 
@@ -426,7 +426,7 @@ def test_a_device_that_fails_ends_its_rank_at_once_with_what_it_says(rig: Rig) -
     rig.device.back.set()
     rig.breaks()
     rig.over()
-    rig.returns.look()
+    rig.returns.check()
     [(_, because)] = rig.left
     assert "has failed: CUDA error: an illegal memory access was encountered;" in because
 
@@ -439,18 +439,18 @@ def test_a_second_break_waits_for_the_device_anew(rig: Rig) -> None:
     rig.device.back.set()
     rig.returns.wait()
     rig.over()
-    rig.returns.look()
+    rig.returns.check()
     assert not rig.left
 
 
 def test_a_hosts_work_is_over_when_its_calls_return() -> None:
     queue = queue_of(torch.device("cpu"))
     returns = DeviceReturn(queue, lambda: 0)
-    returns.breaks()
-    returns.broke()
+    returns.break_begins()
+    returns.watch_device()
     returns.wait()
     assert queue.mark()()
-    assert queue.moment().passed()
+    assert queue.record_event().passed()
     assert not queue.is_capturing()
     assert wait_until(queue.mark(), lambda: True)
 

@@ -32,12 +32,12 @@ def at(exchange: str, *, spare: bool) -> Broadcasts:
 
 def taken(spare: Broadcasts) -> float:
     tensor = torch.zeros(2)
-    spare.take(spare.turn("world"), [tensor])
+    spare.receive(spare.next_key("world"), [tensor])
     return tensor.sum().item()
 
 
 def given(root: Broadcasts) -> None:
-    root.give(root.turn("world"), [torch.ones(2)])
+    root.publish(root.next_key("world"), [torch.ones(2)])
 
 
 async def test_who_has_given_or_taken_says_it_again_at_another_exchange() -> None:
@@ -48,12 +48,12 @@ async def test_who_has_given_or_taken_says_it_again_at_another_exchange() -> Non
     assert await asyncio.to_thread(taken, spare) == 2.0
     await first.close()
 
-    await asyncio.to_thread(root.move, two)
+    await asyncio.to_thread(root.republish_at, two)
     late = at(two, spare=True)
     assert await asyncio.to_thread(taken, late) == 2.0
     await second.close()
 
-    await asyncio.to_thread(spare.move, three)  # the root is lost, too
+    await asyncio.to_thread(spare.republish_at, three)  # the root is lost, too
     last = at(three, spare=True)
     assert await asyncio.to_thread(taken, last) == 2.0
     await third.close()

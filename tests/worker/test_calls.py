@@ -24,10 +24,10 @@ class Listening:
         self.heard.append(("backward", len(roots)))
         return lambda: self.heard.append("over")
 
-    def reads(self, begun_in: Any) -> None:
+    def record_batch_read(self, begun_in: Any) -> None:
         self.heard.append(("reads", begun_in))
 
-    def changes(self, thing: Any, call: str) -> None:
+    def record_change(self, thing: Any, call: str) -> None:
         self.heard.append((type(thing).__name__, call))
 
 

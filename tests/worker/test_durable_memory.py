@@ -25,29 +25,29 @@ def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_given_back_is_taken_again_while_it_is_large_enough() -> None:
     room = CheckpointBuffers(1)
-    first = room.take(100_000)
-    second = room.take(10)
+    first = room.acquire(100_000)
+    second = room.acquire(10)
     assert second is not first, "two checkpoints may be on their way"
-    room.give_back(second)
-    room.give_back(first)
-    assert room.take(100_100) is first
-    room.give_back(first)
-    assert len(room.take(200_000)) >= 200_000
+    room.release(second)
+    room.release(first)
+    assert room.acquire(100_100) is first
+    room.release(first)
+    assert len(room.acquire(200_000)) >= 200_000
 
 
 def test_memory_is_pinned_for_as_long_as_it_is_there() -> None:
     pinned: dict[int, int] = {}
     room = CheckpointBuffers(1, pinned.__setitem__, pinned.__delitem__)
-    first, second = room.take(100_000), room.take(10)
+    first, second = room.acquire(100_000), room.acquire(10)
     assert sorted(pinned.values()) == sorted(map(len, (first, second)))
-    room.give_back(second)
+    room.release(second)
     assert len(pinned) == 2, "it is kept"
-    room.give_back(first)
+    room.release(first)
     assert list(pinned.values()) == [len(first)], "of two the larger"
-    assert room.take(1000) is first
+    assert room.acquire(1000) is first
     assert len(pinned) == 1, "it was pinned before"
-    room.give_back(first)
-    third = room.take(200_000)
+    room.release(first)
+    third = room.acquire(200_000)
     assert list(pinned.values()) == [len(third)]
 
 
@@ -56,9 +56,9 @@ def test_what_fits_is_planned_for_all_ranks_of_the_host_and_for_two_at_once(monk
         "rackrun.worker.snapshots.checkpoint_buffer.ceilings",
         lambda _: (Ceiling("the test", 10**6, 10**6, "raise it"),),
     )
-    assert len(CheckpointBuffers(1).take(300_000)) >= 300_000
+    assert len(CheckpointBuffers(1).acquire(300_000)) >= 300_000
     with pytest.raises(MemoryPlanError, match="2 rank"):
-        CheckpointBuffers(2).take(300_000)
+        CheckpointBuffers(2).acquire(300_000)
 
 
 def test_a_checkpoint_without_memory_is_given_up_and_said_once_and_training_goes_on(

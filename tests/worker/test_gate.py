@@ -72,14 +72,14 @@ def test_the_order_counts_but_not_what_goes_between_two_ranks() -> None:
     assert order("a", "b").fingerprint != order("b", "a").fingerprint
     made = order("a")
     before = made.fingerprint
-    made.called("send", [torch.ones(2)])
+    made.add_collective("send", [torch.ones(2)])
     assert made.fingerprint == before
-    made.called("allreduce", [torch.ones(2)])
+    made.add_collective("allreduce", [torch.ones(2)])
     assert made.fingerprint != before
 
 
 def test_ranks_may_gather_parts_of_different_sizes() -> None:
     one, other = order(), order()
-    one.called("allgather", [[torch.ones(2), torch.ones(3)]])
-    other.called("allgather", [[torch.ones(3), torch.ones(2)]])
+    one.add_collective("allgather", [[torch.ones(2), torch.ones(3)]])
+    other.add_collective("allgather", [[torch.ones(3), torch.ones(2)]])
     assert one.fingerprint == other.fingerprint

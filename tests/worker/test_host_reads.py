@@ -56,7 +56,7 @@ ALLOWED = {
     "state/tracked_generators.py _OfTorch.load_state_dict": RARE,
     "restore/process_vm.py PeerProcess.__init__": HOST,
     "loop/nccl_warmup.py _OneRankNccl.use": "in a thread of its own, of a spare",
-    "loop/pause.py WorkerPause.stand": RARE,
+    "loop/pause.py WorkerPause.hold": RARE,
     "tensors/readback.py Readback.__init__": HOST,
     "tensors/readback.py Readback.value": HOST,
     "loop/join_generation.py _most": RARE,

@@ -36,7 +36,7 @@ COUNTED = 5
 OURS = str(Path(rackrun.__file__).parent)
 ENDS = "_inner_done"
 """A collective is over: told in whichever thread sees it first."""
-WAITS = {"world.py:leave_behind", "flights.py:overdue"}
+WAITS = {"worker_membership.py:may_abandon", "inflight.py:overdue"}
 """Called again for as long as a collective takes."""
 
 

@@ -30,7 +30,7 @@ def backward(*, bucket: float, rest: float, landed: float, clock: Clock, own: Ow
 
         def finalize() -> None:  # torch's callback comes after ours
             clock.now += landed
-            own.landed()
+            own.future_completed()
 
         torch.autograd.Variable._execution_engine.queue_callback(finalize)
 
@@ -44,14 +44,14 @@ def backward(*, bucket: float, rest: float, landed: float, clock: Clock, own: Ow
 def test_what_is_waited_in_a_collective_is_not_its_own() -> None:
     own = OwnTimeMeter()
     own.begin()
-    own.waited(0.3)
-    own.waited(0.1)
+    own.add_host_wait(0.3)
+    own.add_host_wait(0.1)
     assert round(own.of(1.0), 9) == 0.6
 
 
 def test_a_unit_begins_with_nothing_waited() -> None:
     own = OwnTimeMeter()
-    own.waited(0.3)
+    own.add_host_wait(0.3)
     own.passes = 2
     own.begin()
     assert (own.of(1.0), own.passes) == (1.0, 0)
@@ -75,7 +75,7 @@ def test_a_collective_that_is_done_before_the_last_gradient_was_not_waited_for()
 
     def full_bucket(_gradient: torch.Tensor) -> None:
         own.future_given()
-        own.landed()
+        own.future_completed()
         clock.now += 0.4  # what is left to compute
 
     out.register_hook(full_bucket)
@@ -89,7 +89,7 @@ def test_each_of_several_backward_passes_has_its_own_wait() -> None:
     own.begin()
     for _ in range(3):
         backward(bucket=0.1, rest=0.1, landed=0.2, clock=clock, own=own)
-        own.goes_on()
+        own.main_thread_resumed()
         clock.now += 0.1
     assert round(own.of(1.5), 9) == 0.9
 
@@ -97,7 +97,7 @@ def test_each_of_several_backward_passes_has_its_own_wait() -> None:
 def test_of_a_unit_in_which_the_world_broke_nothing_is_known() -> None:
     own = OwnTimeMeter()
     own.begin()
-    own.disturbed()
+    own.invalidate()
     assert own.of(1.0) == 0.0
     own.begin()
     assert own.of(1.0) == 1.0
@@ -109,13 +109,13 @@ def test_what_micro_batches_take_is_told_apart_from_the_rest_of_a_step() -> None
     own.begin()
     clock.now += 0.1  # before the first
     for _ in range(2):
-        own.next_pass()
+        own.begin_microbatch()
         clock.now += 0.2
-    own.waited(0.05)
+    own.add_host_wait(0.05)
     clock.now += 0.05
-    own.passes_over()
+    own.end_microbatches()
     clock.now += 0.3  # the update
-    own.passes_over()  # the gate of a later optimizer changes nothing
+    own.end_microbatches()  # the gate of a later optimizer changes nothing
     assert (own.passes, round(own.in_passes, 9), round(own.of(0.85), 9)) == (2, 0.4, 0.8)
 
 
@@ -123,7 +123,7 @@ def test_the_wait_at_the_end_of_the_last_backward_is_not_its_micro_batchs() -> N
     clock = Clock()
     own = OwnTimeMeter(clock)
     own.begin()
-    own.next_pass()
+    own.begin_microbatch()
     backward(bucket=0.2, rest=0.3, landed=0.5, clock=clock, own=own)
-    own.passes_over()
+    own.end_microbatches()
     assert round(own.in_passes, 9) == 0.5

@@ -44,9 +44,9 @@ class Device:
         self.current = 1
 
     def mark(self) -> Callable[[], bool]:
-        return self.moment().passed
+        return self.record_event().passed
 
-    def moment(self) -> Place:
+    def record_event(self) -> Place:
         self.places.append(Place())
         return self.places[-1]
 
@@ -82,7 +82,7 @@ def own(device: Device) -> OwnTimeMeter:
 
 
 def waits(own: OwnTimeMeter, device: Device) -> None:
-    own.stream_waited(device.moment(), device.moment())
+    own.add_stream_wait(device.record_event(), device.record_event())
 
 
 def test_what_the_stream_stood_is_not_its_own(own: OwnTimeMeter, device: Device) -> None:
@@ -113,7 +113,7 @@ def test_what_another_stream_waits_for_holds_up_nothing_that_is_computed(own: Ow
 
 def test_what_a_broken_unit_waited_for_is_forgotten(own: OwnTimeMeter, device: Device) -> None:
     waits(own, device)
-    own.disturbed()
+    own.invalidate()
     assert own.of(2.0) == 0.0
     own.begin()
     device.come(10.0, 11.5)
@@ -122,9 +122,9 @@ def test_what_a_broken_unit_waited_for_is_forgotten(own: OwnTimeMeter, device: D
 
 def test_micro_batches_take_what_the_device_took_for_them(own: OwnTimeMeter, device: Device) -> None:
     for _ in range(2):
-        own.next_pass()  # one place, before the first
+        own.begin_microbatch()  # one place, before the first
     waits(own, device)
-    own.passes_over()
+    own.end_microbatches()
     waits(own, device)
     device.come(10.0, 10.5, 10.75, 12.0, 12.5, 12.75)
     assert own.of(4.0) == 3.5
@@ -205,18 +205,18 @@ def test_who_waits_in_a_synchronous_collective_is_not_slow(
             if int(step) == 2 and run.rank == 1:
                 stand(tmp_path, run)
             world = run._world
-            moment = world.queue.moment
+            record_event = world.queue.record_event
 
             def shown() -> Any:
-                place = moment()
+                place = record_event()
                 (tmp_path / str(run.rank)).touch()
                 return place
 
             if int(step) == 2:
-                world.queue.moment = shown  # type: ignore[method-assign]
+                world.queue.record_event = shown  # type: ignore[method-assign]
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-            world.queue.moment = moment  # type: ignore[method-assign]
+            world.queue.record_event = record_event  # type: ignore[method-assign]
             optimizer.step()
             optimizer.zero_grad()
 

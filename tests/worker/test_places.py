@@ -20,7 +20,7 @@ class Asked:
 
     def goes_on(self, rank: int, size: int = 4) -> None:
         self.place = (rank, size)
-        self.places.look()
+        self.places.run_callbacks()
 
 
 @pytest.fixture

@@ -60,16 +60,16 @@ def test_a_collective_is_entered_when_the_device_has_come_to_it_and_completed_wh
 ) -> None:
     _, first, work = enqueue(progress)
     _, second, _ = enqueue(progress)
-    progress.look()
+    progress.update_page()
     assert page.collectives == (0, 0), "the host is ahead, which says nothing"
     first.at_s = 1.0
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 0)
     work.over = True
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 1)
     second.at_s = 2.0
-    progress.look()
+    progress.update_page()
     assert page.collectives == (2, 1)
 
 
@@ -81,10 +81,10 @@ def test_what_the_stream_has_waited_for_is_known_by_the_place_behind_the_wait(
     entered.waited(behind)
     assert entered.work is None, "it holds the memory of its result"
     reached.at_s = 1.0
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 0)
     behind.at_s = 2.0
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 1)
     assert not work.over
 
@@ -94,7 +94,7 @@ def test_a_hosts_collective_that_is_ahead_of_the_device_does_not_hide_where_that
 ) -> None:
     enqueue(progress)
     progress.completed(progress.enter())
-    progress.look()
+    progress.update_page()
     assert page.collectives == (0, 0)
 
 
@@ -102,10 +102,10 @@ def test_a_rank_that_waits_in_a_collective_of_the_hosts_waits(
     progress: CollectiveProgress, page: HeartbeatPage
 ) -> None:
     entered = progress.enter()
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 0)
     progress.completed(entered)
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 1)
 
 
@@ -113,30 +113,30 @@ def test_behind_a_gate_all_is_over_and_a_generation_begins_from_nothing(
     progress: CollectiveProgress, page: HeartbeatPage
 ) -> None:
     enqueue(progress)
-    progress.look()
+    progress.update_page()
     progress.all_completed()
     assert page.collectives == (1, 1)
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 1)
     enqueue(progress)
-    progress.look()
+    progress.update_page()
     progress.new_generation(2)
     assert page.collectives == (0, 0)
-    progress.look()
+    progress.update_page()
     assert page.collectives == (0, 0)
 
 
 def test_a_device_that_has_failed_is_no_further_than_it_was(progress: CollectiveProgress, page: HeartbeatPage) -> None:
     entered, reached, _ = enqueue(progress)
     reached.at_s = 1.0
-    progress.look()
+    progress.update_page()
 
     class Failed(Place):
         def passed(self) -> bool:
             raise RuntimeError("CUDA error: unspecified launch failure")
 
     entered.reached = Failed()
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 0)
 
 
@@ -147,7 +147,7 @@ def test_where_the_host_computes_what_it_has_called_for_is_entered(page: Heartbe
     entered = progress.enter()
     assert page.collectives == (1, 0)
     progress.completed(entered)
-    progress.look()
+    progress.update_page()
     assert page.collectives == (1, 1)
 
 

@@ -501,7 +501,7 @@ def test_a_rank_is_lost_while_it_waits_for_its_device(train: Train) -> None:
     """It has written down its samples of the step, and not entered the gate: they count once, by who takes over."""
 
     def main(run: Run) -> None:
-        come = run._world.let_device_come
+        come = run._world.synchronise_device
 
         def dies() -> None:
             unit = run._units.step_in_hand
@@ -509,7 +509,7 @@ def test_a_rank_is_lost_while_it_waits_for_its_device(train: Train) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             come()
 
-        run._world.let_device_come = dies  # type: ignore[method-assign]
+        run._world.synchronise_device = dies  # type: ignore[method-assign]
         model = ddp(run)
         fit(run, model, adam(model))
 

@@ -38,7 +38,7 @@ def script(*, shifts: bool = True, norm: bool = False, workers: int = 0) -> Scri
 
         def wait(step: int) -> None:
             if shifts and step in (FOUND.step + 1, RECOVERED.step + 1):
-                while run.generation == 1 and not world.deals.heard_next and not world.broken:
+                while run.generation == 1 and not world.share_changes.has_next and not world.broken:
                     time.sleep(0.001)
 
         model = ddp(run, *([nn.BatchNorm1d(14)] if norm else []))
@@ -95,7 +95,7 @@ def test_ranks_that_share_their_samples_have_one_share(train: Train) -> None:
         world = run._world
 
         def wait(step: int) -> None:
-            while step == FOUND.step + 1 and not world.deals.heard_next:
+            while step == FOUND.step + 1 and not world.share_changes.has_next:
                 time.sleep(0.001)
 
         model = DDP(net(), process_group=run.mesh.get_group("dp"))
@@ -123,23 +123,23 @@ def test_sharded_ranks_meet_in_every_micro_batch(train: Train) -> None:
 # -- one rank's part ---------------------------------------------------------------------------------------------------
 def test_a_deal_takes_effect_between_two_units_when_all_have_agreed() -> None:
     deals = ShareChanges()
-    deals.hear(1, (3, 1))
-    assert deals.heard_next
+    deals.receive(1, (3, 1))
+    assert deals.has_next
     deals.take_effect()
     assert deals.shares == (), "others have not heard of it"
     deals.agree()
-    assert (deals.shares, deals.heard_next) == ((), False)
+    assert (deals.shares, deals.has_next) == ((), False)
     deals.take_effect()
     assert deals.shares == (3, 1)
 
 
 def test_deals_are_agreed_on_in_their_order() -> None:
     deals = ShareChanges()
-    deals.hear(2, (2, 2))
-    assert not deals.heard_next
-    deals.hear(1, (3, 1))
+    deals.receive(2, (2, 2))
+    assert not deals.has_next
+    deals.receive(1, (3, 1))
     for _ in range(2):
-        assert deals.heard_next
+        assert deals.has_next
         deals.agree()
     deals.take_effect()
     assert deals.shares == (2, 2)
@@ -147,11 +147,11 @@ def test_deals_are_agreed_on_in_their_order() -> None:
 
 def test_a_generation_begins_with_its_plans_shares_and_forgets_what_was_told_before() -> None:
     deals = ShareChanges()
-    deals.hear(1, (3, 1))
+    deals.receive(1, (3, 1))
     deals.agree()
     deals.begin((1, 3))
     deals.take_effect()
-    assert (deals.shares, deals.heard_next) == ((1, 3), False)
+    assert (deals.shares, deals.has_next) == ((1, 3), False)
 
 
 @pytest.mark.parametrize("shares", [(3, 1, 2, 2), (1, 1, 5, 1)])
@@ -167,12 +167,12 @@ def met(*calls: tuple[str, tuple[int, ...]], axes: Any = (), passes: int = 3, at
     meetings = MicrobatchCollectives(axes, 4)
     meetings.begin_unit()
     for number in range(1, passes + 1):
-        meetings.next_pass(last=number == passes)
+        meetings.begin_microbatch(last=number == passes)
         for name, ranks in calls if number == at else ():
-            if meetings.looks:
-                meetings.called(name, ranks, uneven=False)
-    meetings.over()
-    return meetings.seen
+            if meetings.checks:
+                meetings.check_collective(name, ranks, uneven=False)
+    meetings.stop()
+    return meetings.detected
 
 
 def test_what_is_called_in_the_last_micro_batch_all_call_once() -> None:
@@ -198,6 +198,6 @@ def test_ranks_that_share_their_samples_may_meet() -> None:
 def test_to_meet_while_shares_differ_is_refused_before_anybody_waits() -> None:
     meetings = MicrobatchCollectives()
     meetings.begin_unit()
-    meetings.next_pass(last=False)
+    meetings.begin_microbatch(last=False)
     with pytest.raises(StepError, match="a slow rank has fewer"):
-        meetings.called("allreduce", (0, 1), uneven=True)
+        meetings.check_collective("allreduce", (0, 1), uneven=True)

@@ -108,12 +108,12 @@ def test_a_thread_that_spins_is_seen_since_when_and_that_it_goes_on() -> None:
     thread.start()
     assert thread.ident is not None
     spins = SpinDetector(thread.ident)
-    while not (since := spins.look(7)):
+    while not (since := spins.poll(7)):
         pass
-    assert (since, spins.look(9)) == (7, 7)
+    assert (since, spins.poll(9)) == (7, 7)
     box.done = True
     thread.join()
-    assert spins.look(11) == 0
+    assert spins.poll(11) == 0
 
 
 def test_another_round_is_another_wait() -> None:
@@ -127,12 +127,12 @@ def test_another_round_is_another_wait() -> None:
     thread.start()
     assert thread.ident is not None
     spins = SpinDetector(thread.ident)
-    while not spins.look(1):
+    while not spins.poll(1):
         pass
     box.done = True
     while box.done:
         pass
-    while not spins.look(2):
+    while not spins.poll(2):
         pass
     box.done = True
     thread.join()

@@ -52,7 +52,7 @@ ON_HOST = {
     ("checkpoint/host_memory/populate.py", "work"): "memory of the host",
     ("worker/torch_compat/dataloader_workers.py", "_until_told"): "a process of a loader, which has no device",
     ("worker/snapshots/durable_checkpoints.py", "bar"): "files",
-    ("worker/snapshots/durable_checkpoints.py", "self._look_at"): "files",
+    ("worker/snapshots/durable_checkpoints.py", "self._is_complete"): "files",
     ("worker/snapshots/durable_checkpoints.py", "self._probation.confirm"): "files",
     ("worker/communicators/on_demand.py", "partial(_tell, futures)"): "futures",
     ("worker/restore/live_restore.py", "pool"): "from memory of the host to memory of the host",

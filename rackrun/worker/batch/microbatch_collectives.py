@@ -24,30 +24,30 @@ class MicrobatchCollectives:
         together = sharing(axes, world_size) if len(axes) > 1 else []
         self._place = {rank: place for place, ranks in enumerate(together) for rank in ranks}
         self._pass = 0
-        self.looks = False
+        self.checks = False
         """Whether to check collectives: a micro-batch that is not the last is being computed, and none was detected
         yet."""
-        self.seen = False
+        self.detected = False
 
     def begin_unit(self) -> None:
         """Forget what was seen in the unit before."""
-        self._pass, self.looks, self.seen = 0, False, False
+        self._pass, self.checks, self.detected = 0, False, False
 
-    def next_pass(self, *, last: bool) -> None:
+    def begin_microbatch(self, *, last: bool) -> None:
         """Begin the next micro-batch. ``last``: it is this rank's last of the step."""
         self._pass += 1
-        self.looks = not last and not self.seen
+        self.checks = not last and not self.detected
 
-    def over(self) -> None:
+    def stop(self) -> None:
         """Stop checking, before the gate."""
-        self.looks = False
+        self.checks = False
 
-    def called(self, name: str, ranks: Sequence[int], *, uneven: bool) -> None:
-        """Note a collective while `looks` holds. Raises `StepError` if ranks with different samples share it and have
+    def check_collective(self, name: str, ranks: Sequence[int], *, uneven: bool) -> None:
+        """Note a collective while `checks` holds. Raises `StepError` if ranks with different samples share it and have
         ``uneven`` numbers of micro-batches, because the others would not come."""
         if (name == "broadcast" and self._pass == 1) or len({self._place.get(rank, rank) for rank in ranks}) < 2:
             return
-        self.seen, self.looks = True, False
+        self.detected, self.checks = True, False
         if uneven:
             raise StepError(
                 f"a collective ({name}) was called in a micro-batch, and a slow rank has fewer micro-batches than the others, "

@@ -1,9 +1,9 @@
 """Holds how many micro-batches each data-parallel rank computes, and changes that at the same step on all ranks.
 
-The control thread of each rank receives a deal at a different time. Each rank says in its gates whether it has received
-the next one. When all have, the unit after that gate is the first with the new shares. A rank that does not see the
-gate pass does not change: its generation is over then, and the next begins with the shares of its plan.
-"""
+The command with new shares (`rackrun.protocol.commands.DealShards`) reaches each rank at a different time. Each rank
+says in its gates whether it has received the next change. When all have, the unit after that gate is the first with the
+new shares. A rank that does not see the gate pass does not change: its generation is over then, and the next begins
+with the shares of its plan."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ __all__ = ["ShareChanges"]
 
 
 class ShareChanges:
-    """The deals of one generation. Callers hold the world's lock, except for `take_effect`, which the main thread
-    calls."""
+    """The changes of shares in one generation, numbered from 1. Callers hold the world's lock, except for
+    `take_effect`, which the main thread calls."""
 
     def __init__(self) -> None:
         self.shares: tuple[int, ...] = ()
         """The current shares (see `GenerationPlan.shares`)."""
         self._number = self._agreed = 0
-        self._heard: dict[int, tuple[int, ...]] = {}
+        self._received: dict[int, tuple[int, ...]] = {}
 
     def begin(self, shares: tuple[int, ...]) -> None:
         """Begin a generation with ``shares``."""
         self.shares = shares
         self._number = self._agreed = 0
-        self._heard = {}
+        self._received = {}
 
-    def hear(self, number: int, shares: tuple[int, ...]) -> None:
-        """Record a deal that was received, unless all ranks have agreed on it already."""
+    def receive(self, number: int, shares: tuple[int, ...]) -> None:
+        """Record a change that was received, unless all ranks have agreed on it already."""
         if number > self._agreed:
-            self._heard[number] = shares
+            self._received[number] = shares
 
     @property
-    def heard_next(self) -> bool:
-        """Whether the deal after the last one that all have agreed on was received."""
-        return self._agreed + 1 in self._heard
+    def has_next(self) -> bool:
+        """Whether the change after the last one that all ranks have agreed on was received."""
+        return self._agreed + 1 in self._received
 
     def agree(self) -> None:
-        """Record that all ranks have received the next deal."""
+        """Record that all ranks have received the next change."""
         self._agreed += 1
 
     def take_effect(self) -> None:
-        """Switch to the deals that were agreed on, between two units."""
+        """Switch to the newest shares that were agreed on. Called between two units."""
         while self._number < self._agreed:
             self._number += 1
-            self.shares = self._heard.pop(self._number)
+            self.shares = self._received.pop(self._number)

@@ -40,8 +40,8 @@ class DeferredWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = torch.futures.Future() if has_future else None
 
     def begin(self) -> None:
-        """Begin the collective. One thread calls this, and then `show` and `tell`. Raises nothing; `wait` raises the
-        error."""
+        """Begin the collective. One thread calls this, and then `wake_waiters` and `complete_future`. Raises nothing;
+        `wait` raises the error."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -56,13 +56,13 @@ class DeferredWork(dist.Work):
     def fail(self, error: Exception) -> None:
         """Record that the collective will not begin. Does nothing once it has begun."""
         self._settle((), error)
-        self.show()
+        self.wake_waiters()
 
-    def show(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake the threads that wait, which then wait for the collective itself."""
         self._known.set()
 
-    def tell(self) -> None:
+    def complete_future(self) -> None:
         """Complete the future once the collective is over. Runs in a thread that nobody waits for, because callbacks of
         others are attached to the future."""
         if self._future is None:

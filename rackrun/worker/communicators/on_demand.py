@@ -180,7 +180,7 @@ class OnDemand:
             return works[0]
         done = DeferredWork(lambda: works, self._queue.place(), has_future=False)
         done.begin()
-        done.show()
+        done.wake_waiters()
         return done
 
     def _part(self, name: str, rank: int, size: int) -> _Part:
@@ -217,9 +217,9 @@ class OnDemand:
                     for part in call.parts:
                         if part.calls:  # otherwise a break has removed them
                             part.calls.popleft()
-                call.work.show()
+                call.work.wake_waiters()
         for work in begun:
-            work.tell()
+            work.complete_future()
 
     def _next(self) -> _Call | None:
         with self._lock:
@@ -258,4 +258,4 @@ def _together(pair: Communicator, operations: Sequence[PointToPoint]) -> list[di
 
 def _tell(works: Sequence[DeferredWork]) -> None:
     for work in works:
-        work.tell()
+        work.complete_future()

@@ -134,7 +134,7 @@ class Batches:
         of a larger world is done again."""
         return max(-(-batch.shards // self._data_ranks(world_size)) / self._share(), 1.0)
 
-    def told(self, batch: StepBatch) -> tuple[int, float, str]:
+    def summary(self, batch: StepBatch) -> tuple[int, float, str]:
         """Return, for a report: samples, the factor at the end of its warm-up, and the name of the rule."""
         assert self.scale is not None, "a constant batch is not told of"
         return batch.shards * self.plan.micro_batch, self._target(batch.shards), self.scale.named

@@ -140,10 +140,10 @@ class BatchPlan:
 class _Checks(Protocol):
     """The part of `rackrun.worker.script.script_checks.ScriptChecks` that a loader uses."""
 
-    def begins_reading(self, micro_batches: int) -> Any: ...
-    def draws(self, reading: Any, name: str, generator: Any) -> None: ...
-    def gives(self, reading: Any) -> None: ...
-    def read_through(self, reading: Any) -> None: ...
+    def begin_iteration(self, micro_batches: int) -> Any: ...
+    def record_generator_use(self, reading: Any, name: str, generator: Any) -> None: ...
+    def record_delivery(self, reading: Any) -> None: ...
+    def end_iteration(self, reading: Any) -> None: ...
 
 
 class _Run(Protocol):
@@ -203,20 +203,20 @@ class Loader:
         shards = self._run._my_shards()
         number = int(step)
         begins = self._begins(number)
-        reading = self._run._checks.begins_reading(len(shards))
+        reading = self._run._checks.begin_iteration(len(shards))
         for turn, shard in enumerate(shards):
             ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:
                 batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))
-                self._run._checks.draws(reading, self._workers.drawn, None)
+                self._run._checks.record_generator_use(reading, self._workers.drawn, None)
             else:
                 batch = self._fetch(number, ids)
-                self._run._checks.draws(reading, *self._fetch.drawn)
+                self._run._checks.record_generator_use(reading, *self._fetch.drawn)
             last = turn == len(shards) - 1
             self._run._begin_shard(step, shard, last=last, ids=self._counted(step, ids))
-            self._run._checks.gives(reading)
+            self._run._checks.record_delivery(reading)
             yield _to(batch, self._run.device)
-        self._run._checks.read_through(reading)
+        self._run._checks.end_iteration(reading)
 
     def close(self) -> None:
         """End the loader's processes."""

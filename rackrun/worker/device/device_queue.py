@@ -52,7 +52,7 @@ class DeviceQueue(Protocol):
         """Return a function that tells whether everything is done that this thread has enqueued in its current stream
         so far."""
 
-    def moment(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         """Return the place after everything that this thread has enqueued in its current stream so far."""
 
     def place(self) -> AbstractContextManager[None]:
@@ -100,7 +100,7 @@ class Waits:
         shortest, longest = self._usual
         return 0.0 if shortest - _EAGER_S <= waited_s <= longest + _EAGER_S else _NAP_S
 
-    def took(self, waited_s: float) -> None:
+    def record(self, waited_s: float) -> None:
         """Record the length of a wait."""
         self._last.append(waited_s)
         known = sorted(self._last)
@@ -121,7 +121,7 @@ def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool], waits: 
             time.sleep(nap_s)  # takes 50 us at least
         else:
             nothing.poll(0)  # releases Python's lock, and takes it again at once unless another thread is quicker
-    waits.took(time.monotonic() - began)
+    waits.record(time.monotonic() - began)
     return True
 
 
@@ -135,7 +135,7 @@ class _HostQueue:
     def mark(self) -> Callable[[], bool]:
         return _over
 
-    def moment(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         return _HostStreamEvent()
 
     def place(self) -> AbstractContextManager[None]:
@@ -183,7 +183,7 @@ class _CudaQueue:
         event.record(torch.cuda.current_stream(self._device))
         return event.query
 
-    def moment(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         return _CudaStreamEvent(self._device)
 
     def place(self) -> AbstractContextManager[None]:

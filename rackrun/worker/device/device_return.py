@@ -44,13 +44,13 @@ class DeviceReturn:
         self._failed = ""
         self._broke_s = 0.0
 
-    def breaks(self) -> None:
+    def break_begins(self) -> None:
         """Note that the communicators are about to be broken: `wait` blocks from now on."""
         if not self._queue.is_host:
             self._broke_s, self._failed = self._clock(), ""
             self._over = threading.Event()
 
-    def broke(self) -> None:
+    def watch_device(self) -> None:
         """Start to wait for the device in a thread, when the communicators are being broken and no work is added any
         more."""
         if self._over is not None:
@@ -59,13 +59,13 @@ class DeviceReturn:
             ).start()
 
     def wait(self) -> None:
-        """Wait until the device has come back from the last break. `look` bounds this wait."""
+        """Wait until the device has come back from the last break. `check` bounds this wait."""
         while (over := self._over) is not None:
             over.wait()
             if over is self._over:
                 return
 
-    def look(self) -> None:
+    def check(self) -> None:
         """End this rank if its device has failed or has not come back in time. Called at intervals."""
         over = self._over
         if over is None:

@@ -82,35 +82,35 @@ class OwnTimeMeter:
         if self._queue is not None:
             self._stream = self._queue.stream()
 
-    def next_pass(self) -> None:
+    def begin_microbatch(self) -> None:
         """Begin a micro-batch."""
-        self.goes_on()
+        self.main_thread_resumed()
         if not self.passes:
             self._first = self._clock(), self._waited
             if self._queue is not None:
-                self._passes_from = self._queue.moment()
+                self._passes_from = self._queue.record_event()
         self.passes += 1
 
-    def passes_over(self) -> None:
+    def end_microbatches(self) -> None:
         """End the micro-batches: what follows is the same for any number of them."""
-        self.goes_on()
+        self.main_thread_resumed()
         if self._queue is not None:
             if self.passes and self._passes_until is None:
-                self._passes_until = self._queue.moment()
+                self._passes_until = self._queue.record_event()
                 self._waited_in_passes = self._waited - self._first[1]
         elif self.passes and not self.in_passes:
             began, waited = self._first
             self.in_passes = max(0.0, self._clock() - began - (self._waited - waited))
 
-    def disturbed(self) -> None:
+    def invalidate(self) -> None:
         """Note that the world broke, so that this unit's time says nothing."""
         self._disturbed = True
 
-    def waited(self, seconds: float) -> None:
+    def add_host_wait(self, seconds: float) -> None:
         """Add a wait of the host for a collective's result."""
         self._waited += seconds
 
-    def stream_waited(self, before: StreamEvent, after: StreamEvent) -> None:
+    def add_stream_wait(self, before: StreamEvent, after: StreamEvent) -> None:
         """Add a wait of this thread's current stream, between two places of it."""
         assert self._queue is not None, "the host has no stream"
         if self._queue.stream() == self._stream and not self._ends_backward:
@@ -120,9 +120,9 @@ class OwnTimeMeter:
     def stream_wait(self) -> Iterator[None]:
         """Context manager: what this thread's current stream waits for within counts as a wait."""
         assert self._queue is not None, "the host has no stream"
-        before = self._queue.moment()
+        before = self._queue.record_event()
         yield
-        self.stream_waited(before, self._queue.moment())
+        self.add_stream_wait(before, self._queue.record_event())
 
     def future_given(self) -> None:
         """Note that somebody will wait for a collective's future; in a backward pass that is the engine, once
@@ -132,11 +132,11 @@ class OwnTimeMeter:
             self._graph = graph
             Variable._execution_engine.queue_callback(self._backward_computed)
 
-    def landed(self) -> None:
+    def future_completed(self) -> None:
         """Note that a future is complete. Any thread."""
         self._landed = self._clock()
 
-    def goes_on(self) -> None:
+    def main_thread_resumed(self) -> None:
         """Note that the main thread works again, so that its wait is over."""
         if self._computed is not None:
             self._waited += max(0.0, self._landed - self._computed)
@@ -144,7 +144,7 @@ class OwnTimeMeter:
 
     def of(self, seconds: float) -> float:
         """Return this rank's own part, in seconds, of a unit that took ``seconds``; 0 if it is unknown."""
-        self.goes_on()
+        self.main_thread_resumed()
         waited = self._waited + self._read_stream()
         return 0.0 if self._disturbed else max(0.0, seconds - waited)
 
@@ -170,11 +170,11 @@ class OwnTimeMeter:
         if self._queue is None:
             self._computed = self._clock()
             return
-        before, self._ends_backward = self._queue.moment(), True
+        before, self._ends_backward = self._queue.record_event(), True
         # Runs after the callbacks that exist now, such as DDP's, which waits for all buckets.
         Variable._execution_engine.queue_callback(lambda: self._backward_over(before))
 
     def _backward_over(self, before: StreamEvent) -> None:
         assert self._queue is not None, "the host has no stream"
         self._ends_backward = False
-        self.stream_waited(before, self._queue.moment())
+        self.add_stream_wait(before, self._queue.record_event())

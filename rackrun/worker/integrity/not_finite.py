@@ -33,7 +33,7 @@ class NanProbation:
         self._mine = self._suspect = False
         self._told_off = False
 
-    def offers(self, step: Step, loss: float) -> tuple[float, float]:
+    def gate_values(self, step: Step, loss: float) -> tuple[float, float]:
         """Return this rank's `GateSums.not_finite` and `GateSums.tried`. ``loss``: this rank's part of the loss, 0
         where it has none."""
         if not self.on:

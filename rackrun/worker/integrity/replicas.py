@@ -100,7 +100,7 @@ class ReplicaCheck:
         if self._world.broken:
             return False  # the unit, and this comparison, will be repeated
         self.unique.whole_bytes = max(row[3] for row in rows)
-        if not self._name_what_parts_them(classes):
+        if not self._print_differences(classes):
             return False
         alone = self._world.size > 1 and min(Counter(classes).values()) == 1
         row_bytes = 0
@@ -115,16 +115,16 @@ class ReplicaCheck:
         else:
             self.unique.choose((), 0)
         self._world.replica_class = f"{layout:x} {content:x}{_ALONE if alone else ''}"
-        self._kin(*(rank for rank, other in enumerate(classes) if other == (layout, content)))
+        self._equal_ranks(*(rank for rank, other in enumerate(classes) if other == (layout, content)))
         self.some_are_unique = alone
         if self.changed_late:
             self._shared = self._world.replica_class, self._state.lineage.kin
-            self._stand_alone()
+            self._become_unique()
         if row_bytes > ROW_BYTES_MAX:
-            self.nobody_is_a_replica()
+            self.make_all_unique()
         return True
 
-    def _name_what_parts_them(self, classes: Sequence[tuple[int, int]]) -> bool:
+    def _print_differences(self, classes: Sequence[tuple[int, int]]) -> bool:
         """Print which tracked objects differ among ranks that train the same parameters, and what that costs.
         Collective over the world.
 
@@ -159,14 +159,14 @@ class ReplicaCheck:
         self.gates_move = False
         if self._too_large:
             self._too_large = False
-            self._stand_alone()
+            self._become_unique()
             return True
         if changed_late and not self._told:
             self.changed_late = False
             size = self.unique.whole_bytes
             self._told = late or size > ROW_BYTES_MAX
             if self._told:
-                self.nobody_is_a_replica()
+                self.make_all_unique()
                 return True
             self.gates_move = True
             self.unique.choose(
@@ -176,29 +176,29 @@ class ReplicaCheck:
         if not fresh and not self.changed_late and not self._told:
             self.changed_late = True
             self._shared = self._shared or (self._world.replica_class, self._state.lineage.kin)
-            self._stand_alone()
+            self._become_unique()
             return True
         if fresh and late and self._shared is not None and self.unique.exchanges and not self._told:
             self._world.replica_class, kin = self._shared
-            self._kin(*kin)
+            self._equal_ranks(*kin)
             self._shared = None
             return True
         return False
 
-    def _stand_alone(self) -> None:
+    def _become_unique(self) -> None:
         self._world.replica_class = (
             f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
         )
-        self._kin(self._world.rank)
+        self._equal_ranks(self._world.rank)
 
-    def nobody_is_a_replica(self) -> None:
+    def make_all_unique(self) -> None:
         """Make every rank alone in its class, because one has something that its peers cannot keep. Every rank calls
         this at the same unit."""
         self.unique.choose((), 0)
         self.some_are_unique = True
-        self._stand_alone()
+        self._become_unique()
 
-    def _kin(self, *ranks: int) -> None:
+    def _equal_ranks(self, *ranks: int) -> None:
         self._state.lineage = msgspec.structs.replace(self._state.lineage, kin=ranks)
 
     def resized(self, origins: Sequence[int | None], restores: Sequence[Restore]) -> None:
@@ -208,7 +208,7 @@ class ReplicaCheck:
         kin = {rank for rank, origin in enumerate(origins) if origin is not None and origin in known}
         kin |= {int(restore.rank) for restore in restores if kin.intersection(restore.sources)}
         if known:
-            self._kin(*sorted(kin))
+            self._equal_ranks(*sorted(kin))
         self.unique.resized(origins)
 
     def adopt(self, manifest: StateManifest) -> None:

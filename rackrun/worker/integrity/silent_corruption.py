@@ -89,7 +89,7 @@ class CorruptionCheck:
         the next step is the run's last."""
         if first_of_generation:  # ranks that have joined cannot go back further
             self._soon = (self._world.generation, at.step + 1)
-        if not self.due(at.step + 1, last=last) or not self._goes_back():
+        if not self.due(at.step + 1, last=last) or not self._may_roll_back():
             return False
         return self._snapshots.take_to_compare(at.step, keep=self._good.step)
 
@@ -108,12 +108,12 @@ class CorruptionCheck:
                 say("--check-replicas: not every rank has a replica, so nothing is compared")
         return not self._replicas.some_are_unique
 
-    def _goes_back(self) -> bool:
+    def _may_roll_back(self) -> bool:
         """Whether a rollback, and so a snapshot, may ever be needed."""
-        return self._every > 1 or self._few
+        return self._every > 1 or self._no_majority
 
     @property
-    def _few(self) -> bool:
+    def _no_majority(self) -> bool:
         """Whether this rank has too few replicas for a majority, so that equal ones may still be wrong."""
         return len(self._state.lineage.kin) < _MAJORITY
 
@@ -133,7 +133,7 @@ class CorruptionCheck:
         if not self._went_back or len(self._before) != self._world.size:
             self._before = {}  # no rollback has followed, or the world has another size
         due = self.due(at.step, last=last)
-        if due or self._few:
+        if due or self._no_majority:
             self._seen[at.step] = self._state.settled()
         if due:
             self._compare(at)
@@ -167,13 +167,13 @@ class CorruptionCheck:
         time show which rank was wrong then.
         """
         twice = bool(self._before)
-        found = culprits(kinds, [self._upto(at.step), now] if twice else [now])
+        found = culprits(kinds, [self._first_digests(at.step), now] if twice else [now])
         if found:
             # the wrong gradients are in no rank's state yet
             fresh = not twice and self._world.passed.step == self._last
             good = self._world.passed if fresh or not differ else self._good
             self._before = {}
-            self._tell(at, found, good)
+            self._report_difference(at, found, good)
         if not differ:
             if at.step >= self._until:
                 self._before = {}
@@ -185,18 +185,18 @@ class CorruptionCheck:
         if twice and at.step >= self._until:
             alike = [kind for kind in kinds if len({now[rank][at.step] for rank in kind}) == 1]
             differing = tuple(rank for kind in kinds if kind not in alike for rank in kind)
-            self._tell(at, (), self._good, differing=differing)
+            self._report_difference(at, (), self._good, differing=differing)
         self._before, self._until, self._went_back = now, at.step, False
         self._filled = self._state.filled
         self._gather([at.step])  # a rank that reports now knows that all have kept these digests
         if not self._world.broken:
-            self._tell(at, (), self._good)
+            self._report_difference(at, (), self._good)
 
     def _equal(self, at: Position) -> None:
         self._world.good, self._last = self._world.passed, at.step
         self._seen = {step: digest for step, digest in self._seen.items() if step > at.step}
 
-    def _tell(
+    def _report_difference(
         self, at: Position, found: tuple[Rank, ...], good: Position, differing: tuple[Rank, ...] = ()
     ) -> NoReturn:
         """Report the difference and wait for the break, then raise `Abandoned`. No rank passes the gate, as all have
@@ -207,7 +207,7 @@ class CorruptionCheck:
         self._world.wait_broken()
         raise Abandoned
 
-    def _upto(self, step: int) -> _Pass:
+    def _first_digests(self, step: int) -> _Pass:
         """Return the digests of the first time, as far as the repetition has come."""
         return {rank: {s: d for s, d in seen.items() if s <= step} for rank, seen in self._before.items()}
 

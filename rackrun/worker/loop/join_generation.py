@@ -97,7 +97,7 @@ class Rejoin:
             mine = self._runtime.member_of(plan)
             self._check_loop_end(plan)
             back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed
-            if self._leads_out(plan, mine) and not back and stays():
+            if self._must_reenter(plan, mine) and not back and stays():
                 return False
             self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
             try:
@@ -114,8 +114,8 @@ class Rejoin:
                     self._take_place(plan, mine.rank)
                 world.join(plan)
                 world.layout = plan.layout
-                world.broadcasts.move(plan.store)
-                self._runtime.has_place(mine.rank, plan.world_size)
+                world.broadcasts.republish_at(plan.store)
+                self._runtime.set_rank_environment(mine.rank, plan.world_size)
                 if plan.rollback is not None and self._end_of(plan.rollback) < came_in:
                     leave(
                         world.rank,
@@ -135,7 +135,7 @@ class Rejoin:
         same = not plan.restores and plan.rollback is None and plan.world_size == size
         self._pace.new_generation(nobody_lost=same)
         if self._durable is not None:
-            self._durable.somebody_was_lost()
+            self._durable.mark_rank_lost()
         self._reports.resumed(Generation(plan.generation))
         world.stages.reached("resumed")
         return True
@@ -145,13 +145,13 @@ class Rejoin:
         could repeat that."""
         if plan.reshard is not None:
             return  # main will be left and entered again
-        if plan.rollback is not None and (self._world.has_met_after or self.loop_end.changed()):
+        if plan.rollback is not None and (self._world.called_after_loop or self.loop_end.changed()):
             back = f"all go back to step {plan.rollback}"
-            self._give_place_up(f"is in the code after the loop, and {back}")
+            self._leave_if_unfit(f"is in the code after the loop, and {back}")
         if any(member.fresh for member in plan.members):
             self.loop_end.check()
 
-    def _give_place_up(self, because: str) -> None:
+    def _leave_if_unfit(self, because: str) -> None:
         leave(self._world.rank, f"{because}; another takes its place.")
 
     def _agree_after_loop(self, plan: GenerationPlan, left_after: int | None, size: int) -> bool:
@@ -168,7 +168,7 @@ class Rejoin:
         if communicator is None:
             return True
         left = max(_left_by_now(self.left_after, world.passed), _left_by_now(left_after, world.passed))
-        met = world.has_met_after and (size == plan.world_size or any(member.fresh for member in plan.members))
+        met = world.called_after_loop and (size == plan.world_size or any(member.fresh for member in plan.members))
 
         def ask() -> tuple[int, int]:
             most_left, some_have_met, not_all_have = _most(communicator, [left, met, not met])
@@ -186,7 +186,7 @@ class Rejoin:
         self._page.enter(Activity.WAITING, world.passed)
         if met and (not_all_have or world.rank):
             self._wait_written(plan)
-            self._give_place_up("has called collectives after the loop, where another was lost")
+            self._leave_if_unfit("has called collectives after the loop, where another was lost")
         world.wait_broken()
         return False
 
@@ -198,7 +198,7 @@ class Rejoin:
         if self._world.superseded(plan.generation):
             raise Superseded
 
-    def _leads_out(self, plan: GenerationPlan, mine: Member) -> bool:
+    def _must_reenter(self, plan: GenerationPlan, mine: Member) -> bool:
         """Whether the plan requires this process to leave ``main`` and enter it again."""
         return plan.reshard is not None or (mine.fresh and self._is_built_otherwise(plan, mine))
 
@@ -267,11 +267,11 @@ class Rejoin:
                 # A barrier. A newcomer that has begun its loop can go back no further; until all have arrived, all may
                 # have to.
                 world.attempt(plan, lambda: _most(communicator, [0]))
-            world.stand_at(
+            world.set_position(
                 self._end_of(plan.rollback), ()
             )  # the plan's gate belongs to a step that is to be done again
         elif fresh:
-            world.stand_at(plan.committed, plan.gate)
+            world.set_position(plan.committed, plan.gate)
         elif any(not restore.sources for restore in plan.restores):
             self._snapshots.hold(plan.committed.step)  # a newcomer holds the same one, and can go back no further
 
@@ -358,14 +358,14 @@ class Rejoin:
         if asked and not mine.fresh and (world.passed, world.layout) == (plan.committed, of.layout):
             changed = bool(self.loop_end.changed())
             if not self.loop_end.put_back():
-                self._give_place_up("has changed tracked state after the loop, of which there is no copy")
+                self._leave_if_unfit("has changed tracked state after the loop, of which there is no copy")
             try:
                 self._snapshots.hand_over(plan.committed, world.unless_overtaken(plan))
             except MemoryPlanError as error:
                 leave(world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
         if not world.unless_overtaken(plan)(world.give_up_state):
             if changed:  # the script relies on the changes that were undone
-                self._give_place_up("had to undo what its script had changed after the loop")
+                self._leave_if_unfit("had to undo what its script had changed after the loop")
             raise Superseded
         self.leaving = True
         raise Reenter
@@ -411,7 +411,7 @@ class Rejoin:
             break
         self._pace.new_generation(nobody_lost=False)
         if self._durable is not None:
-            self._durable.somebody_was_lost()
+            self._durable.mark_rank_lost()
         self._reports.ready(world.replica_class)
         self._reports.resumed(Generation(plan.generation))
         return left
@@ -458,7 +458,7 @@ class Rejoin:
             changes=since.changes.union(self._state.lineage.changes),
         )
         world.began, world.layout = plan.committed, plan.layout
-        world.stand_at(plan.committed, plan.gate)
+        world.set_position(plan.committed, plan.gate)
         self._replicas.begin_again()
         try:
             self._snapshots.keep(plan.committed.step, world.unless_overtaken(plan), besides=old)

@@ -37,7 +37,7 @@ def run_main(runtime: Runtime, make: Callable[[MainHandover | None], Run], main:
     """
     run = make(None)
     while True:
-        runtime.enters_main()
+        runtime.begin_main()
         try:
             result = main(run)
             run._finish()

@@ -31,7 +31,7 @@ class WorkerPause:
         self._world, self._page = runtime.world, runtime.page
         self._snapshots, self._durable, self._reports = snapshots, durable, reports
 
-    def stand(self, at: Position, *, last: bool) -> None:
+    def hold(self, at: Position, *, last: bool) -> None:
         """Pause after ``at``, which is committed and whose copies (snapshot, checkpoint) have begun.
 
         Waits for those copies, reports the pause, and returns when the generation is broken. ``last``: ``at`` is the

@@ -22,7 +22,7 @@ __all__ = ["fixed_because", "held_because"]
 
 def held_because(state: TrackedState, world: WorkerMembership, axes: Axes) -> str:
     """Return why ``main`` cannot be entered again with another number of ranks, for a message; "" when it can."""
-    if not axes and (fsdp.mesh_of_several_axes() or world.families.part_of(world.size)):
+    if not axes and (fsdp.mesh_of_several_axes() or world.group_registry.part_of(world.size)):
         return "it is not known which axes its groups lie along (@rackrun.elastic(mesh=...) would say)"
     for name, module in state.modules.items():
         for path, parameter in module.named_parameters():
@@ -44,6 +44,6 @@ def fixed_because(state: TrackedState, world: WorkerMembership) -> str:
                 return f"{name}.{path} is sharded"
             if parameter.requires_grad and id(parameter) not in reduced:
                 return f"{name}.{path} is trained outside of DDP"
-    if part := world.families.part_of(world.size):
+    if part := world.group_registry.part_of(world.size):
         return f"the script has made {part}"
     return "the script has made a DeviceMesh" if fsdp.has_meshes() else ""

@@ -107,7 +107,7 @@ class Run:
         elif options:
             durable = DurableCheckpoints(runtime, self._state, options)
         self._held_by_mesh = unfit_because(self._axes, mesh)
-        self._world.meetings = MicrobatchCollectives(self._axes, runtime.world.size)
+        self._world.microbatch_collectives = MicrobatchCollectives(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
         self._places = Places(lambda: (self.rank, self.world_size))
         self._checks = ScriptChecks(
@@ -247,7 +247,7 @@ class Run:
             at = Position(self._looping)
             self._looping = None
             result: T = self._units.run(at, lambda step: self._attempt(step, function, args[1:], kwargs))
-            self._places.look()
+            self._places.run_callbacks()
             self._checks.committed(function, args[1:], kwargs)
             reseed(
                 self._batch.seed, "after", at.step
@@ -295,7 +295,7 @@ class Run:
         self._state.check_complete()
         self._my_shards()  # raises when the world does not fit the batch
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
-        self._places.look()
+        self._places.run_callbacks()
         self._open = total
         self._came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
         if self._units.left_early:  # in an earlier entry of main; `_finish` does what is left
@@ -414,7 +414,7 @@ class Run:
         """Return this rank's logical shards of the current step, or of the next one between steps."""
         dp_rank, dp_size = self._data_coordinate()
         if self._batches.scale is None:
-            return self._batch.shards_of(dp_rank, dp_size, shares=self._world.deals.shares)
+            return self._batch.shards_of(dp_rank, dp_size, shares=self._world.share_changes.shares)
         step = self._units.step_in_hand
         number = self._units.passed.step + 1 if step is None else int(step)
         return self._batch.shards_of(dp_rank, dp_size, self._batch_of(number).shards)
@@ -464,16 +464,16 @@ class Run:
         return function if code is not None and code.co_argcount == 1 and not code.co_kwonlyargcount else None
 
     def _attempt(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._places.look()
+        self._places.run_callbacks()
         return self._checks.run(step, function, args, kwargs)
 
     def _phase(self, at: Position, function: Callable[[], Any], name: str) -> None:
         def attempt(_: Step) -> None:
-            self._places.look()
+            self._places.run_callbacks()
             function()
 
         self._units.run(at, attempt, name)
-        self._places.look()
+        self._places.run_callbacks()
 
     def _run_phases(self, step: int, total: int, *, after: int) -> None:
         if step >= total:

@@ -107,8 +107,8 @@ class UnitRunner:
         self._batch: StepBatch | None = None
         """The global batch of the current step, or of the step before."""
         self._replicas = ReplicaCheck(state, self._world)
-        self._late = PostGateFailures(state)
-        self._world.broke_late, self._world.rejoin = self._late.broke, self._rejoin_after_loop
+        self._post_gate = PostGateFailures(state)
+        self._world.on_post_gate_failure, self._world.rejoin = self._post_gate.record, self._rejoin_after_loop
         self._snapshots = carried.snapshots if carried else Snapshots(runtime, state, snapshot_every)
         self._snapshots.become(state)
         self._durable, self._exact = durable, exact
@@ -166,7 +166,7 @@ class UnitRunner:
         self._late_gate = False
         """Whether the gate of the current unit stands at its end instead of before its first ``optimizer.step()``."""
         self._not_put_back: list[str] = []
-        self._nobody_is_whole = self._stirred = False
+        self._rollback_incomplete = self._changed_between_units = False
         self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -206,7 +206,7 @@ class UnitRunner:
             )
         self._begun = True
         self._world.returns.unit_s = lambda: self._pace.slowest_s
-        self._runtime.at_steps()
+        self._runtime.main_reached_steps()
         self._reports.setup_ms = self._runtime.setup_ms
         self._last_step = total - 1
         if self._exact is not None:
@@ -312,7 +312,7 @@ class UnitRunner:
         position = durable.resume()
         if position is not None:
             self._world.began = self._came_in = position
-            self._world.stand_at(position, ())
+            self._world.set_position(position, ())
 
     def run(self, at: Position, body: Callable[[Step], T], name: str = "") -> T:
         """Run ``body`` as the unit at ``at``, and return its result once the unit is committed. ``name``: a phase's
@@ -357,7 +357,7 @@ class UnitRunner:
         channel, boot = self._runtime.channel, self._runtime.boot
         took_ms = self._page.own_ms_now
         with contextlib.suppress(Abandoned):
-            self._world.let_device_come()  # before release: a peer's kernels may still use this rank's communicators
+            self._world.synchronise_device()  # before release: a peer's kernels may still use this rank's communicators
         self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
             self._settle()
@@ -434,8 +434,8 @@ class UnitRunner:
         if self._world.broken and not self._world.unit_passed:
             raise Abandoned
         self._page.progress()
-        self._world.own_time.next_pass()
-        self._world.meetings.next_pass(last=last)
+        self._world.own_time.begin_microbatch()
+        self._world.microbatch_collectives.begin_microbatch(last=last)
         step._weigh(*((0.0, 0.0) if shard.ghost else (1.0 / shards, dp_size / shards)))
         step._last_given = last
         if not shard.ghost:
@@ -500,7 +500,7 @@ class UnitRunner:
         except Abandoned:
             pass
         except Exception as error:
-            if self._world.unit_passed or not self._world.led_astray(error):
+            if self._world.unit_passed or not self._world.may_follow_from_break(error):
                 raise
             # Loopback values or a broken peer's data caused this error in the script; the attempt does not count.
         finally:
@@ -509,8 +509,8 @@ class UnitRunner:
             self._world.after_update = None
             self._rates.restore_all()
         self._world.let_device_return()
-        if self._late.any:
-            self._judge_late_breaks(at)
+        if self._post_gate.any:
+            self._judge_post_gate_failures(at)
         if self._world.unit_passed:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)
@@ -519,9 +519,9 @@ class UnitRunner:
                 if self._world.gate is not None and self._world.gate.ahead:
                     # some ranks are in a call for a later unit, and do not return to their script before it
                     self._pause_if_due()
-        elif self._nobody_is_whole:
-            self._leave_torn(at)
-        elif self._stirred and self._undo.changed_between:
+        elif self._rollback_incomplete:
+            self._leave_unrestorable(at)
+        elif self._changed_between_units and self._undo.changed_between:
             leave(
                 self._world.rank,
                 f"had another {self._undo.changed_between} when step {at.step} began than at the end of the unit before, alone among the "
@@ -535,7 +535,7 @@ class UnitRunner:
             self._settle()  # a phase may change parameters
         self._logs.clear()
         self._delivered.clear()
-        self._reached_gate = self._nobody_is_whole = self._stirred = False
+        self._reached_gate = self._rollback_incomplete = self._changed_between_units = False
         self._not_put_back = []
         self._gradients_checked = True
         step._ask_loss = None if step._at.phase else self._ask_loss
@@ -544,7 +544,7 @@ class UnitRunner:
         self._begin_undo(step._at)
         if self._exact is not None and not step._at.phase:
             self._exact.begin(step)
-        self._late.begin_unit()
+        self._post_gate.begin_unit()
         self._parts.begin_unit()
         self._world.begin_unit(phase=bool(step._at.phase))
         work = self._begin_batch(step)
@@ -574,7 +574,7 @@ class UnitRunner:
             whole=self._late_gate and not tries,
             audit=is_audited(number) and not tries,
             everywhere=number == 1 and not tries,
-            share=(self._world.size, *self._world.deals.shares),
+            share=(self._world.size, *self._world.share_changes.shares),
         )
 
     def _number(self, at: Position) -> int:
@@ -682,7 +682,7 @@ class UnitRunner:
 
     def _complete(self, step: Step) -> None:
         """Complete what is computed from gradients and loss, before an optimizer changes anything."""
-        self._world.passes_over()
+        self._world.end_passes()
         self._settle()
         if step._at.phase:
             self._loss = 0.0
@@ -698,7 +698,7 @@ class UnitRunner:
     def _let_device_come(self) -> float:
         """Wait for the device, the only such wait in a step, and return the loss that this rank offers to the gate.
         Raises `Abandoned`."""
-        self._world.let_device_come()
+        self._world.synchronise_device()
         return self._loss.value() if isinstance(self._loss, Readback) else self._loss
 
     def _pass_gate(self) -> None:
@@ -728,17 +728,17 @@ class UnitRunner:
             cut_short=float(self._durable is not None and self._durable.cut_short(step._at.step)),
             ahead=float(self._recorded.any_after(step._at)),
             pausing=float(self._world.pausing and self._replicas.known(step._at)),
-            dealt=float(self._world.deals.heard_next),
+            shares_received=float(self._world.share_changes.has_next),
             not_finite=0.0,
             tried=0.0,
             parts=float(bool(self._parts.found)),
-            torn=float(bool(self._not_put_back)),
-            stirred=float(bool(self._undo.changed_between)),
+            rollback_incomplete=float(bool(self._not_put_back)),
+            changed_between=float(bool(self._undo.changed_between)),
         )
         mine = offered(step._at, self._world.order, sums)
         complete(mine, loss=self._let_device_come())  # from here until the optimizer's first kernel the device is idle
         if self._nan.on:
-            not_finite, tried = self._nan.offers(step, part.value())
+            not_finite, tried = self._nan.gate_values(step, part.value())
             complete(mine, not_finite=not_finite, tried=tried)
         self._world.stages.reached("entered")
         self._world.pass_gate(step._at, mine, self._refuses)
@@ -746,11 +746,11 @@ class UnitRunner:
     def _refuses(self, at: Position, sums: GateSums) -> bool:
         """Whether the unit is refused although its gate has passed: the same answer on all ranks. Raises `StepError`
         when the script has changed tracked state between two units on all of them."""
-        if sums.stirred == self._world.size:
+        if sums.changed_between == self._world.size:
             raise changed_between(self._undo.changed_between)
-        self._nobody_is_whole = sums.torn > 0
-        self._stirred = sums.stirred > 0 and not self._corruption.on
-        return self._nobody_is_whole or self._stirred or self._nan.refuses(at, sums)
+        self._rollback_incomplete = sums.rollback_incomplete > 0
+        self._changed_between_units = sums.changed_between > 0 and not self._corruption.on
+        return self._rollback_incomplete or self._changed_between_units or self._nan.refuses(at, sums)
 
     def _delivered_ids(self) -> np.ndarray[Any, Any]:
         if len(self._delivered) == 1:
@@ -825,7 +825,7 @@ class UnitRunner:
         """Pause if a pause of this generation is due. All live ranks come to this after the same step."""
         due, self._pause_due = self._pause_due, None
         if due is not None and due[1] == self._world.generation:
-            self._pause.stand(due[0], last=due[0].step == self._last_step)
+            self._pause.hold(due[0], last=due[0].step == self._last_step)
 
     def _settle(self) -> None:
         """Wait until copies of the state (snapshot, checkpoint) no longer read it, so that it may be changed."""
@@ -844,19 +844,19 @@ class UnitRunner:
     def _discard(self, step: Step | None = None) -> None:
         """Undo the changes of an attempt that does not count. Ends the process when a change in ``step`` has no copy to
         put back."""
-        torn = self._undo.discard(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
+        changed = self._undo.discard(backward_open=not self._reached_gate or self._world.inflight.some_abandoned)
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
-        if step is not None and torn:
+        if step is not None and changed:
             unit = f"step {step._at.step}" if not step._at.phase else f"a phase after step {step._at.step}"
             leave(
                 self._world.rank,
-                f"changed {_listed(torn)} in {unit}, which broke, and has no copy to put back. "
+                f"changed {_listed(changed)} in {unit}, which broke, and has no copy to put back. "
                 "Remedy: change tensors by operations that torch counts (not through .data), and in every step where you can, so that it is "
                 "known in time.",
             )
 
-    def _leave_torn(self, at: Position) -> None:
+    def _leave_unrestorable(self, at: Position) -> None:
         """End this process: some rank has changed state that it cannot put back (see `Undo.not_put_back`), and ranks
         that joined since have copied it."""
         what = f"changed {_listed(self._not_put_back)}" if self._not_put_back else "has a peer that changed its state"
@@ -883,10 +883,10 @@ class UnitRunner:
         if self._world.rank == 0:
             say(what)
 
-    def _judge_late_breaks(self, at: Position) -> None:
+    def _judge_post_gate_failures(self, at: Position) -> None:
         """Decide what a collective that broke after the gate means: print that it was harmless, or end this process,
         whose state is torn. The world then goes on from another copy of the state."""
-        if not self._late.torn():
+        if not self._post_gate.corrupted_state():
             print(
                 f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke. "
                 "No tracked state came of it; but what the step returns or shows here may be this rank's value alone.",

@@ -62,7 +62,7 @@ class BlockedCollective:
         self._futures.clear()
         self._elsewhere = False
 
-    def called(self, group: ElasticGroup, name: str, result: Any) -> Call | None:
+    def count(self, group: ElasticGroup, name: str, result: Any) -> Call | None:
         """Count a collective that has begun without an error, and return its place; None for point-to-point
         operations."""
         if name in _POINT_TO_POINT:
@@ -82,7 +82,7 @@ class BlockedCollective:
         """Record that the callbacks of ``work``'s future have returned."""
         self._futures.discard(work)
 
-    def waits(self, call: Call | None, generation: int, groups: Iterable[ElasticGroup]) -> None:
+    def report(self, call: Call | None, generation: int, groups: Iterable[ElasticGroup]) -> None:
         """Report that the main thread has been waiting in ``call`` for a while, in a unit of ``generation``, if that is
         certain."""
         if self._told or call is None or not call.needs_all or self._elsewhere or self._futures:
@@ -93,7 +93,7 @@ class BlockedCollective:
         self._told = True
         self._page.tell_blocked(generation, _number_of(call.group), call.number, called)
 
-    def goes_on(self) -> None:
+    def withdraw(self) -> None:
         """Withdraw the report: the main thread is not blocked any more."""
         if self._told:
             self._told = False

@@ -113,7 +113,7 @@ class CollectiveProgress:
             self._page.device_at(0, 0)
             self._page.new_generation(generation)
 
-    def look(self) -> None:
+    def update_page(self) -> None:
         """Write to the heartbeat page how far the device is. A device that has failed stays where it was."""
         if self._queue.is_host:
             return

@@ -52,7 +52,7 @@ class GuardedWork(dist.Work):
 
     gloo can lose the wake-up of a collective whose sockets are shut down, and then waits for its timeout. So nobody
     waits for gloo alone: `wait` checks at intervals whether the collective was abandoned, and a future is this class's
-    own, which `leave` completes.
+    own, which `abandon` completes.
 
     On a device the stream waits, and the host goes on. A broken collective leaves garbage there that looks complete. In
     a step only the gate draws a conclusion, and the gate checks for breaks. In a phase and outside of units the script
@@ -69,13 +69,13 @@ class GuardedWork(dist.Work):
         then: Callable[[], None] | None = None,
         *,
         entered: Entered,
-        torn: Any = (),
+        garbage: Any = (),
     ) -> None:
         """``result``: what the collective writes, tensors nested in lists. ``loopback``: writes the values that replace
-        a broken result. ``then``: computes ``result`` from what ``work`` wrote. ``torn``: the part of the result that
-        the loopback does not write anew."""
+        a broken result. ``then``: computes ``result`` from what ``work`` wrote. ``garbage``: the part of the result
+        that the loopback does not write anew."""
         super().__init__()
-        self._entered, self._on_device, self._torn = entered, entered.reached is not None, torn
+        self._entered, self._on_device, self._garbage = entered, entered.reached is not None, garbage
         self._world, self._generation, self._work = world, generation, work
         self._result, self._loopback, self._then = result, loopback, then
         self._future: torch.futures.Future[Any] | None = None
@@ -105,13 +105,13 @@ class GuardedWork(dist.Work):
                     if ended:
                         self._raise_misuse(error)
                         self._settle(error)
-                    elif self._world.leave_behind(self._generation):
-                        self.leave()
+                    elif self._world.may_abandon(self._generation):
+                        self.abandon()
                     else:
-                        self._world.waits_in(self._entered, self._generation)
+                        self._world.report_blocked(self._entered, self._generation)
         finally:
-            self._world.blocked.goes_on()
-        self._world.own_time.waited(time.monotonic() - began)
+            self._world.blocked.withdraw()
+        self._world.own_time.add_host_wait(time.monotonic() - began)
 
     def _wait_on_device(self) -> None:
         """Make the current stream wait, and the host too where the script reads the result.
@@ -122,7 +122,7 @@ class GuardedWork(dist.Work):
         error: Exception | None = None
         queue, after = self._world.queue, self._entered.passed
         if after is None or not isinstance(self._work, CompletedWork):
-            before = queue.moment()
+            before = queue.record_event()
             try:
                 if self._future is not None:
                     self._future.wait()
@@ -131,10 +131,10 @@ class GuardedWork(dist.Work):
             except RuntimeError as failed:
                 self._raise_misuse(failed)
                 error = failed
-            after = queue.moment()
+            after = queue.record_event()
             self._entered.waited(after)
-            self._world.own_time.stream_waited(before, after)
-        if self._world.script_reads and not self._world.device_comes(after, self._generation):
+            self._world.own_time.add_stream_wait(before, after)
+        if self._world.result_is_final and not self._world.wait_for_event(after, self._generation):
             error = error or CollectiveBroken("left in the middle")
         self._settle(error)
         self._world.leave_setup()
@@ -148,7 +148,7 @@ class GuardedWork(dist.Work):
         if self._future is None:
             if self._over:  # somebody has waited for it
                 return CompletedWork(self._result).get_future()
-            if self._on_device and self._world.script_reads:
+            if self._on_device and self._world.result_is_final:
                 self.wait()
                 return CompletedWork(self._result).get_future()
             try:
@@ -157,13 +157,13 @@ class GuardedWork(dist.Work):
                 self.wait()
                 return CompletedWork(self._result).get_future()
             self._future = torch.futures.Future(devices=_devices(self._result))
-            self._world.flights.take_off(self)
+            self._world.inflight.add(self)
             self._world.blocked.future_given(self)
             self._world.own_time.future_given()
             inner.add_done_callback(self._inner_done)
         return self._future
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Go on without the collective. It may still write, but to memory that nobody reads any more."""
         self._settle(CollectiveBroken("left behind"))
 
@@ -193,14 +193,14 @@ class GuardedWork(dist.Work):
         world = self._world
         if error is not None:
             world.collective_failed(self._generation, error, self._result)
-            if self._on_device and world.script_reads:
-                _zero(self._torn)  # the script may still read it where it cannot be left, such as inside autograd
+            if self._on_device and world.result_is_final:
+                _zero(self._garbage)  # the script may still read it where it cannot be left, such as inside autograd
             self._loopback()
         if self._generation == world.generation and not self._on_device:
             world.progress.completed(self._entered)
         if self._future is not None:
-            world.flights.land(self)
-            world.own_time.landed()
+            world.inflight.remove(self)
+            world.own_time.future_completed()
             self._future.set_result(self._result)
             world.blocked.future_over(self)
 

@@ -105,7 +105,7 @@ class Builder(threading.Thread):
     def run(self) -> None:
         try:
             use_device(self._device)
-            self._make_room()
+            self._free_device_memory()
         except RuntimeError as error:
             self._fail(error)
             return
@@ -121,7 +121,7 @@ class Builder(threading.Thread):
         self.over = True
         self._done()
 
-    def _make_room(self) -> None:
+    def _free_device_memory(self) -> None:
         """Drop the old communicators first if the device has little free memory."""
         if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] < _FREE_BYTES:
             for communicator in self._old:

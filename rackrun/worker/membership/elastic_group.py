@@ -190,7 +190,7 @@ class ElasticGroup(dist.ProcessGroup):
             then,
             on_host=on_host or not self._is_of_device(first),
             synchronous=not getattr(args[-1], "asyncOp", True),
-            torn=self._torn(name, result, args),
+            garbage=self._garbage(name, result, args),
         )
 
     def _start(
@@ -203,14 +203,14 @@ class ElasticGroup(dist.ProcessGroup):
         *,
         on_host: bool = False,
         synchronous: bool = False,
-        torn: Any = (),
+        garbage: Any = (),
     ) -> dist.Work:
         """Start a collective, or run its loopback. ``call(communicator, on_host)`` starts it; ``on_host`` selects the
-        hosts' half. ``torn``: see `GuardedWork`."""
+        hosts' half. ``garbage``: see `GuardedWork`."""
         if self._asks_nobody:
             loopback()
             return CompletedWork(result)
-        work = self._call(name, result, loopback, call, then, on_host=on_host, synchronous=synchronous, torn=torn)
+        work = self._call(name, result, loopback, call, then, on_host=on_host, synchronous=synchronous, garbage=garbage)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -225,7 +225,7 @@ class ElasticGroup(dist.ProcessGroup):
         *,
         on_host: bool,
         synchronous: bool,
-        torn: Any,
+        garbage: Any,
     ) -> dist.Work:
         world = self.world
         generation = world.enter_collective(self, name, result)
@@ -235,7 +235,7 @@ class ElasticGroup(dist.ProcessGroup):
             world.progress.completed(entered)
             return CompletedWork(result)
         if not (on_host or world.queue.is_host):
-            entered.reached = world.queue.moment()
+            entered.reached = world.queue.record_event()
         try:
             work = call(communicator, on_host)
         except RuntimeError as error:
@@ -245,16 +245,16 @@ class ElasticGroup(dist.ProcessGroup):
             loopback()
             world.progress.completed(entered)
             return CompletedWork(result)
-        entered.call = world.blocked.called(self, name, result)
+        entered.call = world.blocked.count(self, name, result)
         if entered.reached is not None:
             stands = work is None or (synchronous and not isinstance(work, DeferredWork))
             world.enqueued(entered, communicator, None if stands else work)
         if work is None:
             # NCCL returns None for a synchronous call: it is on the current stream, ahead of what uses its result.
             work = CompletedWork(result)
-        return GuardedWork(world, generation, work, result, loopback, then, entered=entered, torn=torn)
+        return GuardedWork(world, generation, work, result, loopback, then, entered=entered, garbage=garbage)
 
-    def _torn(self, name: str, result: Any, args: Sequence[Any]) -> Any:
+    def _garbage(self, name: str, result: Any, args: Sequence[Any]) -> Any:
         """Return the part of a broken collective's result that is garbage and that no loopback writes anew: everything
         for operations in place."""
         in_place = name in _IN_PLACE or (name == "broadcast" and args[-1].rootRank != self.rank())
@@ -329,13 +329,13 @@ class ElasticGroup(dist.ProcessGroup):
         opts = opts or dist.BroadcastOptions()
         loopback = _nothing
         if self.world.in_setup and self.size() > 1 and not self._asks_nobody:
-            turn = self.world.broadcasts.turn(self.key)
+            turn = self.world.broadcasts.next_key(self.key)
             if self.world.generation and opts.rootRank == self.rank():
-                self.world.broadcasts.give(turn, tensors)
+                self.world.broadcasts.publish(turn, tensors)
             elif not self.world.generation and opts.rootRank != self.rank():
 
                 def loopback() -> None:
-                    self.world.broadcasts.take(turn, tensors)
+                    self.world.broadcasts.receive(turn, tensors)
 
         return self._run("broadcast", tensors, loopback, tensors, opts)
 

@@ -51,8 +51,8 @@ class GateSums(NamedTuple):
     """Number of ranks that had begun a later unit already, before a rollback."""
     pausing: float
     """Number of ranks that were asked to pause for a planned swap."""
-    dealt: float
-    """Number of ranks that have received the next deal (`rackrun.worker.batch.share_changes`)."""
+    shares_received: float
+    """Number of ranks that have received the next change of shares (`rackrun.worker.batch.share_changes`)."""
     not_finite: float
     """Number of ranks whose part of the loss is inf or NaN (``--nan-probation``)."""
     tried: float
@@ -61,9 +61,9 @@ class GateSums(NamedTuple):
     parts: float = 0.0
     """Number of ranks that have seen a step go on with collectives after its first ``optimizer.step()``
     (`rackrun.worker.steps.multi_part_steps`)."""
-    torn: float = 0.0
-    """Number of ranks that found, repeating the step, that their state is not the one it began with."""
-    stirred: float = 0.0
+    rollback_incomplete: float = 0.0
+    """Number of ranks that repeat the step and cannot restore the state that it began with."""
+    changed_between: float = 0.0
     """Number of ranks whose state had changed between the unit before and this one."""
 
 
@@ -84,7 +84,7 @@ class CollectiveOrder:
         """Start a new fingerprint."""
         self._crc = 0
 
-    def called(self, name: str, result: Any) -> None:
+    def add_collective(self, name: str, result: Any) -> None:
         """Add the collective ``name``. ``result``: its output, a tensor or a list of tensors, used where its size is
         the same on all ranks."""
         if name in _POINT_TO_POINT:

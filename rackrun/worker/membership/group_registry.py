@@ -56,7 +56,7 @@ class GroupRegistry:
         others.
         """
         mine = [group for group in groups if group.key != "world"]
-        kin = [self._kin(group, rank) for group in mine]
+        kin = [self._counterpart(group, rank) for group in mine]
         return None not in kin and len(kin) == sum(rank in ranks for ranks, _ in self._made)
 
     def promote(self, groups: Sequence[ElasticGroup], rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
@@ -67,7 +67,7 @@ class GroupRegistry:
             if group.key == "world":
                 group.become(group.ranks, rank)
                 continue
-            kin = self._kin(group, rank)
+            kin = self._counterpart(group, rank)
             if kin is None:
                 raise StepError(
                     f"rank {rank} is in no group like {group.group_desc!r} {list(group.ranks)}, so a spare cannot take its place.",
@@ -78,7 +78,7 @@ class GroupRegistry:
             moved.append((group, kin))
         return moved
 
-    def _kin(self, group: ElasticGroup, rank: int) -> tuple[int, ...] | None:
+    def _counterpart(self, group: ElasticGroup, rank: int) -> tuple[int, ...] | None:
         """Return the ranks of the group of the same disjoint family as ``group`` that holds ``rank``; None when there
         is none."""
         for ranks, desc in self._made:

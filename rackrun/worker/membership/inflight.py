@@ -18,7 +18,7 @@ _GRACE_S = 0.1
 class Abandonable(Protocol):
     """A collective that can be abandoned."""
 
-    def leave(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class InflightCollectives:
@@ -28,21 +28,21 @@ class InflightCollectives:
         self._lock = threading.Lock()
         self._waited_for: dict[Abandonable, None] = {}
         self._broken_at: float | None = None
-        self.some_left_behind = False
+        self.some_abandoned = False
         """Whether a collective that was abandoned in this unit has not ended. Its memory must not be used again."""
 
-    def take_off(self, work: Abandonable) -> None:
+    def add(self, work: Abandonable) -> None:
         """Add ``work``, whose future somebody waits for. The future will be completed, if necessary by
-        `leave_overdue`."""
+        `abandon_overdue`."""
         with self._lock:
             self._waited_for[work] = None
 
-    def land(self, work: Abandonable) -> None:
+    def remove(self, work: Abandonable) -> None:
         """Remove ``work``, which has ended."""
         with self._lock:
             self._waited_for.pop(work, None)
 
-    def broke(self) -> None:
+    def mark_broken(self) -> None:
         """Record that the generation is broken now."""
         self._broken_at = time.monotonic()
 
@@ -57,12 +57,12 @@ class InflightCollectives:
         broken_at = self._broken_at
         return broken_at is not None and time.monotonic() - broken_at >= _GRACE_S
 
-    def leave_overdue(self) -> None:
+    def abandon_overdue(self) -> None:
         """Complete the futures of collectives that have lost their wake-up. The control thread calls this at
         intervals."""
         if self.overdue():
             with self._lock:
                 overdue = list(self._waited_for)
             for work in overdue:
-                self.some_left_behind = True
-                work.leave()
+                self.some_abandoned = True
+                work.abandon()

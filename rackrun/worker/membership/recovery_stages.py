@@ -39,7 +39,7 @@ class RecoveryStages:
         if self._began is not None:
             self._at_ms[stage] = round((time.monotonic() - self._began) * 1e3, 2)
 
-    def take(self) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """Return all stages and stop the clock, once the first unit after the recovery is committed. Empty when there
         was no recovery."""
         if self._began is None:

@@ -48,7 +48,7 @@ class Broadcasts:
         are not asked for."""
         self._turns.clear()
 
-    def move(self, address: str) -> None:
+    def republish_at(self, address: str) -> None:
         """Store all known values in the exchange at ``address``, which the world uses from now on: later spares look
         there."""
         if self._boot is None or address == self._address:
@@ -68,12 +68,12 @@ class Broadcasts:
         except ExchangeTimeout:
             self._over = True
 
-    def turn(self, group: str) -> str:
+    def next_key(self, group: str) -> str:
         """Count a broadcast in ``group``, and return its key, which is the same on all ranks and spares."""
         self._turns[group] += 1
         return f"{group}/{self._turns[group]}"
 
-    def give(self, turn: str, tensors: Sequence[torch.Tensor]) -> None:
+    def publish(self, turn: str, tensors: Sequence[torch.Tensor]) -> None:
         """Store the value of a broadcast in the exchange; called on the root. Larger values are only marked as not
         kept."""
         if self._over or self._boot is None:
@@ -91,7 +91,7 @@ class Broadcasts:
         except ExchangeTimeout:
             self._over = True  # without the exchange no group can be built either, which reports the error
 
-    def take(self, turn: str, tensors: Sequence[torch.Tensor]) -> None:
+    def receive(self, turn: str, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the value of a broadcast into ``tensors``; called on a spare. They stay unchanged when the value was not
         kept."""
         if self._over or self._boot is None:

@@ -91,7 +91,7 @@ class WorkerMembership:
         self._gate_waits = Waits()
         self.scope = Scope.SETUP
         self.groups: list[ElasticGroup] = []
-        self.families = GroupRegistry()
+        self.group_registry = GroupRegistry()
         self.generation = 0
         """The generation that this worker's communicators belong to; 0 before the first."""
         self.began = BEGIN
@@ -109,7 +109,7 @@ class WorkerMembership:
         self.after_update: Callable[[str, Any], None] | None = None
         """Called with the name and result of every collective of the script after the first ``optimizer.step()`` of a
         step; None before it."""
-        self.broke_late: Callable[[Any], None] = lambda result: None  # noqa: ARG005
+        self.on_post_gate_failure: Callable[[Any], None] = lambda result: None  # noqa: ARG005
         """Called with the result of every collective that breaks after the gate of its unit has passed."""
         self.rejoin: Callable[[], None] = lambda: None
         """Called in the script's own code after the loop, to take part in the newest generation."""
@@ -119,14 +119,14 @@ class WorkerMembership:
         self.drain = False
         self.traffic = 0
         """Number of elements that collectives of the current unit have written on this rank."""
-        self.flights = InflightCollectives()
+        self.inflight = InflightCollectives()
         self.order = CollectiveOrder()
         self.own_time = OwnTimeMeter(queue=self.queue)
         self.progress = CollectiveProgress(page, self.queue)
         self.blocked = BlockedCollective(page)
         self.stages = RecoveryStages()
-        self.meetings = MicrobatchCollectives()
-        self.deals = ShareChanges()
+        self.microbatch_collectives = MicrobatchCollectives()
+        self.share_changes = ShareChanges()
         self.broadcasts = Broadcasts(None)
         self.handshakes = Handshakes()
 
@@ -159,7 +159,7 @@ class WorkerMembership:
         self.in_phase = False
         self.waited_s = 0.0
         """Seconds that the current unit waited for a plan, which count as recovery and not as time of the unit."""
-        self.stands_since_ns = 0
+        self.device_wait_since_ns = 0
         """When the main thread began to wait for the device and nothing else, in ns of the monotonic clock; 0 when it
         does not."""
         self.returns = DeviceReturn(self.queue, lambda: self.rank)
@@ -194,7 +194,7 @@ class WorkerMembership:
             self._check_whole()
             plan = self._plan
         self.met += self.size > 1
-        key = self.families.add(ranks, desc)
+        key = self.group_registry.add(ranks, desc)
         if self.rank not in ranks:
             return None
         group = ElasticGroup(self, ranks, list(ranks).index(self.rank), name, desc, key)
@@ -249,22 +249,22 @@ class WorkerMembership:
             self._check_after()
         self._refuse_capture(group, name)
         self.progress.enter()
-        self.own_time.goes_on()
+        self.own_time.main_thread_resumed()
         if group.size() == self.size:
-            self.order.called(name, result)
+            self.order.add_collective(name, result)
         if self.after_update is not None:
             self.after_update(name, result)
         if group.size() > 1:
             self.traffic += elements(result)
-        if self.meetings.looks:
-            self.meetings.called(name, group.ranks, uneven=bool(self.deals.shares))
+        if self.microbatch_collectives.checks:
+            self.microbatch_collectives.check_collective(name, group.ranks, uneven=bool(self.share_changes.shares))
         if self.scope is Scope.SETUP:
             self._check_whole()
             self.met += group.size() > 1
         if not self._broken:
             return self.generation or None
         if self.unit_passed:
-            self.broke_late(result)
+            self.on_post_gate_failure(result)
         self.leave_phase()
         return None
 
@@ -307,12 +307,12 @@ class WorkerMembership:
         if gone and torch._C._current_graph_task_id() == -1:
             before = self.size, self.rank
             self.rejoin()
-            if self.has_met_after or (self.size, self.rank) != before:
+            if self.called_after_loop or (self.size, self.rank) != before:
                 raise lost_after_loop()
         self._after_in = self.generation
 
     @property
-    def has_met_after(self) -> bool:
+    def called_after_loop(self) -> bool:
         """Whether this rank has called a collective in the code after the loop."""
         return self.scope is not Scope.SETUP and self._after_in is not None
 
@@ -331,13 +331,13 @@ class WorkerMembership:
         for the other ranks in it."""
         assert entered.reached is not None, "a collective of the device"
         if work is None:
-            after = self.queue.moment()
+            after = self.queue.record_event()
             entered.waited(after)
-            self.own_time.stream_waited(entered.reached, after)
+            self.own_time.add_stream_wait(entered.reached, after)
         else:
             entered.enqueued(communicator, work)
 
-    def waits_in(self, entered: Entered, generation: int) -> None:
+    def report_blocked(self, entered: Entered, generation: int) -> None:
         """Report that this thread has waited on the host for a while in a collective of ``generation``, if that may be
         part of a deadlock."""
         in_unit = self.scope is Scope.UNIT and generation == self.generation and not self._broken
@@ -345,17 +345,17 @@ class WorkerMembership:
             self.in_phase and _script_threads()
         )
         if in_unit and self.queue.is_host and nobody_else:
-            self.blocked.waits(entered.call, generation, self.groups)
+            self.blocked.report(entered.call, generation, self.groups)
 
     @property
-    def script_reads(self) -> bool:
+    def result_is_final(self) -> bool:
         """Whether the script uses what a collective returns for good, because no gate of a step follows first."""
         return self.in_phase or self.scope is not Scope.UNIT
 
-    def device_comes(self, moment: StreamEvent, generation: int) -> bool:
-        """Wait until the device has passed ``moment``. Returns whether it did before ``generation`` was broken, here or
+    def wait_for_event(self, event: StreamEvent, generation: int) -> bool:
+        """Wait until the device has passed ``event``. Returns whether it did before ``generation`` was broken, here or
         at a peer, so that its results are good."""
-        came = self._wait_for_device(moment.passed, lambda: self._is_gone(generation))
+        came = self._wait_for_device(event.passed, lambda: self._is_gone(generation))
         return came and not self._is_gone(generation) and not self.lost_a_peer()
 
     def lost_a_peer(self) -> bool:
@@ -369,7 +369,7 @@ class WorkerMembership:
         # the communicator of all ranks sees all of them; where it is built on demand, the others do
         return any(group.communicator.lost_a_peer() for group in self.groups if group.communicator is not None)
 
-    def led_astray(self, error: Exception) -> bool:
+    def may_follow_from_break(self, error: Exception) -> bool:
         """Whether ``error``, raised by the script, may come from a break: from a loopback's values, or from a lost
         peer's garbage."""
         if self.lost_a_peer():
@@ -382,11 +382,11 @@ class WorkerMembership:
     def _wait_for_device(
         self, passed: Callable[[], bool], gives_up: Callable[[], bool], waits: Waits | None = None
     ) -> bool:
-        self.stands_since_ns = time.monotonic_ns()
+        self.device_wait_since_ns = time.monotonic_ns()
         try:
             return wait_until(passed, gives_up, waits)
         finally:
-            self.stands_since_ns = 0
+            self.device_wait_since_ns = 0
 
     def leave_setup(self) -> None:
         """Raise `CollectiveBroken` if the world broke before ``run.steps()`` (compare `leave_phase`)."""
@@ -407,10 +407,10 @@ class WorkerMembership:
         if self.may_leave_phase():
             raise Abandoned
 
-    def leave_behind(self, generation: int) -> bool:
+    def may_abandon(self, generation: int) -> bool:
         """Whether to go on without a collective of ``generation`` that has not ended yet."""
-        leave = generation != self.generation or self.flights.overdue()
-        self.flights.some_left_behind |= leave
+        leave = generation != self.generation or self.inflight.overdue()
+        self.inflight.some_abandoned |= leave
         return leave
 
     def collective_failed(self, generation: int, error: Exception, result: Any = ()) -> None:
@@ -423,9 +423,9 @@ class WorkerMembership:
                 self._changed.notify_all()
             late = self.unit_passed and generation == self.generation
         if late:
-            self.broke_late(result)
+            self.on_post_gate_failure(result)
 
-    def severed(self) -> WorkerSevered | WorkerUnbuilt | None:
+    def unreported_failure(self) -> WorkerSevered | WorkerUnbuilt | None:
         """Return the report to send when nobody else knows that this generation is broken or cannot be built; else
         None. The control thread calls this at intervals."""
         with self._changed:
@@ -466,7 +466,7 @@ class WorkerMembership:
         return self._gate
 
     def pass_gate(self, at: Position, mine: Offer, refuses: Callable[[Position, GateSums], bool]) -> None:
-        """Enter the gate of ``at`` and wait for its result, once the device has come (`let_device_come`).
+        """Enter the gate of ``at`` and wait for its result, once the device has come (`synchronise_device`).
 
         The gate is one small all-reduce over the whole world. If any rank saw it pass, every rank had entered it, so
         all gradients of the unit are complete everywhere: the unit is committed, also for ranks whose gate broke. If no
@@ -488,10 +488,10 @@ class WorkerMembership:
             if sums is not None:
                 self._passed, self._gate, self.unit_passed, self.updated = at, sums, True, True
                 self.stages.reached("passed")
-                if sums.dealt == self.size:
-                    self.deals.agree()
+                if sums.shares_received == self.size:
+                    self.share_changes.agree()
                 return
-        self.own_time.disturbed()
+        self.own_time.invalidate()
         began = time.monotonic()
         with self.page.no_deadline():
             self.wait_plan()  # the plan says whether the unit counts
@@ -523,7 +523,7 @@ class WorkerMembership:
         values: list[float] = mine.tolist()
         return values
 
-    def let_device_come(self) -> None:
+    def synchronise_device(self) -> None:
         """Wait until the device has passed everything that is enqueued; the unit's gradients are complete then, if
         nothing was broken before.
 
@@ -541,9 +541,9 @@ class WorkerMembership:
         self.in_phase, self.waited_s = phase, 0.0
         self.order.begin_unit()
         self.own_time.begin()
-        self.meetings.begin_unit()
-        self.deals.take_effect()
-        self.flights.some_left_behind = False
+        self.microbatch_collectives.begin_unit()
+        self.share_changes.take_effect()
+        self.inflight.some_abandoned = False
         self.scope = Scope.UNIT
         self.unit_passed = self.updated = False
         self.after_update = None
@@ -551,20 +551,20 @@ class WorkerMembership:
         for group in self.groups:
             group.leave_coalescing()
 
-    def passes_over(self) -> None:
+    def end_passes(self) -> None:
         """Record that the current unit's forward and backward passes are over. What follows happens once on all
         ranks."""
-        self.own_time.passes_over()
-        self.meetings.over()
+        self.own_time.end_microbatches()
+        self.microbatch_collectives.stop()
 
-    def stand_at(self, position: Position, gate: tuple[float, ...]) -> None:
+    def set_position(self, position: Position, gate: tuple[float, ...]) -> None:
         """Set the committed position and its gate as a plan says them: for a newcomer, and for all ranks after a
         rollback."""
         with self._changed:
             self._passed = self._entered = position
             self._gate = GateSums(*gate) if gate else None
 
-    def stand_alone(self) -> None:
+    def begin_alone(self) -> None:
         """Begin as a world of one rank without a coordinator, where loopbacks are exact."""
         self.generation = 1
 
@@ -599,9 +599,9 @@ class WorkerMembership:
                 return None
             self._announced = command.generation
             self._broken = True
-            self.returns.breaks()
+            self.returns.break_begins()
             self.stages.begin()
-            self.flights.broke()
+            self.inflight.mark_broken()
             report = WorkerParked(
                 slot=self._slot,
                 incarnation=self._incarnation,
@@ -620,7 +620,7 @@ class WorkerMembership:
             self._changed.notify_all()
         for communicator in communicators:
             communicator.break_()
-        self.returns.broke()
+        self.returns.watch_device()
         self.stages.reached("broken")
         if builder is not None:
             builder.abandon()
@@ -632,8 +632,8 @@ class WorkerMembership:
 
         Handshakes on demand count as progress, because the others wait for them.
         """
-        self.progress.look()
-        self.returns.look()
+        self.progress.update_page()
+        self.returns.check()
         if self.handshakes.are_under_way:
             self.page.progress()  # handshakes have a limit of their own
 
@@ -647,8 +647,8 @@ class WorkerMembership:
             with self._changed:
                 self._changed.wait_for(lambda: self._announced > self.generation or self._released)
             self.returns.wait()
-            self.returns.breaks()  # this thread may have enqueued something after the others were broken
-            self.returns.broke()
+            self.returns.break_begins()  # this thread may have enqueued something after the others were broken
+            self.returns.watch_device()
             self.returns.wait()
 
     def _class_to_report(self) -> str:
@@ -684,11 +684,11 @@ class WorkerMembership:
             if generation == self.generation and not self._broken:
                 self._pause_in = generation
 
-    def on_deal(self, command: DealShards) -> None:
+    def on_share_change(self, command: DealShards) -> None:
         """Note the next deal of micro-batches. Ignored between two generations and on a spare."""
         with self._changed:
             if command.generation == self.generation and not self._broken:
-                self.deals.hear(command.number, command.shares)
+                self.share_changes.receive(command.number, command.shares)
 
     def on_release(self) -> None:
         """Note that the job is over, and wake the main thread."""
@@ -739,12 +739,12 @@ class WorkerMembership:
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
             self.generation = plan.generation
             self.joined = plan
-            self.deals.begin(plan.shares)
+            self.share_changes.begin(plan.shares)
             self._seated = plan.members
             self._broken = False
             self._failed = None
-            self.own_time.disturbed()
-            self.flights.new_generation()
+            self.own_time.invalidate()
+            self.inflight.new_generation()
             self.progress.new_generation(plan.generation)
             self.blocked.new_generation()
         threading.Thread(
@@ -763,11 +763,11 @@ class WorkerMembership:
 
     def let_go(self) -> None:
         """Drop all callbacks into the entry of ``main`` that was left."""
-        self.broke_late = lambda result: None  # noqa: ARG005
+        self.on_post_gate_failure = lambda result: None  # noqa: ARG005
         self.rejoin = lambda: None
         self.may_leave_phase = lambda: True
         self.may_be_left = lambda: None
-        self.flights.new_generation()
+        self.inflight.new_generation()
 
     def begin_again(self, plan: GenerationPlan, rank: int) -> None:
         """Prepare to enter ``main`` again as ``rank`` of another world: drop all groups of the former one.
@@ -785,7 +785,7 @@ class WorkerMembership:
             for group in self.groups:
                 group.communicator = None
             self.groups.clear()
-            self.families = GroupRegistry()
+            self.group_registry = GroupRegistry()
             if plan.reshard is None:
                 self.good = None
                 self.generation = 0
@@ -828,11 +828,11 @@ class WorkerMembership:
     def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
         """Take the place of ``rank`` in every group, as a spare. Returns all groups except the world's, with their new
         ranks."""
-        return self.families.promote(self.groups, rank)
+        return self.group_registry.promote(self.groups, rank)
 
     def fits(self, rank: int) -> bool:
         """Whether `promote` can give this process the place of ``rank``."""
-        return self.families.fits(self.groups, rank)
+        return self.group_registry.fits(self.groups, rank)
 
     def counts_as(self, plan: GenerationPlan, mine: Member) -> bool:
         """Whether this process's rank and world size are already those that ``plan`` gives it."""
@@ -850,7 +850,7 @@ class WorkerMembership:
             if self._announced != plan.generation:
                 raise Superseded
             before = {(member.slot, member.incarnation): int(member.rank) for member in self._seated}
-            moved = self.families.resize(self.groups, rank, plan.world_size)
+            moved = self.group_registry.resize(self.groups, rank, plan.world_size)
             self._seated = plan.members
         return moved, [before.get((member.slot, member.incarnation)) for member in plan.members]
 

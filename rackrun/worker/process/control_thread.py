@@ -69,12 +69,12 @@ class ControlThread(threading.Thread):
             if watched_until_ns:
                 now_ns = time.monotonic_ns()
                 watched_until_ns = watched_until_ns if now_ns < watched_until_ns else 0
-                since_ns = self._world.stands_since_ns or spins.look(now_ns)
+                since_ns = self._world.device_wait_since_ns or spins.poll(now_ns)
                 self._page.tell_spins(since_ns if watched_until_ns else 0, now_ns)
             if not poll.poll(TICK_MS):
                 self._world.look_at_device()
-                self._world.flights.leave_overdue()
-                if (severed := self._world.severed()) is not None:
+                self._world.inflight.abandon_overdue()
+                if (severed := self._world.unreported_failure()) is not None:
                     self._channel.send(severed)
                 continue
             command = self._channel.receive()
@@ -97,7 +97,7 @@ class ControlThread(threading.Thread):
             case PauseWorkers(generation=generation):
                 self._world.on_pause(generation)
             case DealShards():
-                self._world.on_deal(command)
+                self._world.on_share_change(command)
             case DrainWorkers():
                 self._world.drain = True
             case StartWorker() | FenceWorker() | DismissTray() | StopJob():

@@ -142,17 +142,17 @@ class Reports:
                     own=own,
                     passes=self._world.own_time.passes,
                     in_passes=self._world.own_time.in_passes,
-                    meets=self._world.meetings.seen,
+                    meets=self._world.microbatch_collectives.detected,
                     gate=self._world.gate or (),
                     ids=ids.astype("<i8").tobytes(),
-                    stages=self._world.stages.take(),
+                    stages=self._world.stages.collect(),
                 )
             )
 
     def batch_changed(self, step: int, batch: StepBatch, batches: Batches) -> None:
         """Report that the global batch has changed with the committed ``step``."""
         if self._channel is not None and self._boot is not None:
-            samples, target, rule = batches.told(batch)
+            samples, target, rule = batches.summary(batch)
             self._channel.send(
                 BatchChanged(
                     slot=self._boot.slot,

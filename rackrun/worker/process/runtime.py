@@ -73,7 +73,7 @@ class Runtime:
         elif size > 1:
             self._join_torchrun(rank)
         else:
-            self.world.stand_alone()
+            self.world.begin_alone()
 
     def snapshots(self) -> tuple[Step, ...]:
         """Return the ids of this worker's sealed snapshots, oldest first. Those of a former layout are included until a
@@ -102,11 +102,11 @@ class Runtime:
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
         torch_compat.adopt_default_group()
 
-    def enters_main(self) -> None:
+    def begin_main(self) -> None:
         """Start to measure the time from entering ``main`` to run.steps()."""
         self._entered_s = time.monotonic()
 
-    def at_steps(self) -> None:
+    def main_reached_steps(self) -> None:
         """Record that ``main`` has reached run.steps()."""
         self._entries.took(time.monotonic() - self._entered_s)
 
@@ -129,15 +129,15 @@ class Runtime:
         self.world.begin_again(plan, mine.rank)
         torch_compat.forget_groups()
         torch_compat.forget_meshes()
-        self.has_place(mine.rank, plan.world_size)
+        self.set_rank_environment(mine.rank, plan.world_size)
         self.world.broadcasts.begin_again()
-        self.world.broadcasts.move(plan.store)
+        self.world.broadcasts.republish_at(plan.store)
         self._make_default_group(mine.rank, plan.world_size)
         if plan.reshard is not None:
             self.world.start_build(plan)
             self.world.join(plan)
 
-    def has_place(self, rank: int, world_size: int) -> None:
+    def set_rank_environment(self, rank: int, world_size: int) -> None:
         """Set the environment's rank and world size, so that they agree with torch's."""
         of_role = {"ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world_size)}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), **of_role}

@@ -89,7 +89,7 @@ class SpinDetector:
         self._here: tuple[int, CodeType, frozenset[int]] | None = None
         self._since_ns = 0
 
-    def look(self, now_ns: int) -> int:
+    def poll(self, now_ns: int) -> int:
         """Return since when, in ns, every call has found the thread in the same idle loop; 0 if it is in none now."""
         frame = sys._current_frames().get(self._ident)
         loop = None if frame is None else self._loop(frame.f_code, frame.f_lasti)

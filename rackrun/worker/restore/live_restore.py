@@ -223,7 +223,7 @@ def _receive_pieces(
         with _filling:
             if overtaken():
                 raise RuntimeError("a newer generation was announced")
-            landing.land(indices)
+            landing.finish(indices)
 
     for indices in layout.rounds():
         theirs = [index for index in indices if layout.pieces[index].source not in besides]
@@ -283,7 +283,7 @@ def _reading(
     with _filling:
         if overtaken():
             raise RuntimeError("a newer generation was announced")
-        landing.land(theirs)
+        landing.finish(theirs)
 
 
 def _verify(

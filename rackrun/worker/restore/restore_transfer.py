@@ -183,7 +183,7 @@ class ReceiveBuffers:
             self._whole[piece.path] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._whole[piece.path][piece.start : piece.stop]
 
-    def land(self, indices: Sequence[int]) -> None:
+    def finish(self, indices: Sequence[int]) -> None:
         """Finish these pieces, whose bytes have arrived at their `place`: copy those that are in temporary memory into
         their tensors."""
         for index in indices:

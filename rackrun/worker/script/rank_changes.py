@@ -48,7 +48,7 @@ class Places:
         elif not self._kept and keeps_something(line := user_line()):
             self._kept = line
 
-    def look(self) -> None:
+    def run_callbacks(self) -> None:
         """Run the callbacks if the place has changed. To be called whenever the script is about to continue. Random
         generators are left as they were."""
         now = self._place()
@@ -83,7 +83,7 @@ class MainOnly:
         self._make, self._is_main = make, is_main
         self._made: Any = None
 
-    def look(self) -> None:
+    def close_if_replaced(self) -> None:
         """Close the object if this process is not rank 0 any more."""
         if self._made is not None and not self._is_main():
             made, self._made = self._made, None
@@ -91,7 +91,7 @@ class MainOnly:
                 close()
 
     def __getattr__(self, name: str) -> Any:
-        self.look()
+        self.close_if_replaced()
         if not self._is_main():
             return _nothing
         if self._made is None:

@@ -159,9 +159,9 @@ class ScriptChecks:
             )
 
     # -- called by the loader
-    def reads(self, begun_in: Any) -> None:
-        """Note a batch from a DataLoader of the script's own (see `calls.CallObserver.reads`). Raises `StepError` if the
-        iteration began outside the step."""
+    def record_batch_read(self, begun_in: Any) -> None:
+        """Note a batch from a DataLoader of the script's own (see `calls.CallObserver.record_batch_read`). Raises
+        `StepError` if the iteration began outside the step."""
         if self._step is not None:
             line = user_line()
             if begun_in is not self._step:
@@ -174,20 +174,20 @@ class ScriptChecks:
         elif self._world.scope is Scope.OUTSIDE and not self._read_between:
             self._read_between = user_line()
 
-    def begins_reading(self, micro_batches: int) -> Reading:
+    def begin_iteration(self, micro_batches: int) -> Reading:
         """Begin an iteration over a loader with this many micro-batches."""
         reading = Reading(micro_batches, user_line())
         if self._step is not None:
             self._readings.append(reading)
         return reading
 
-    def gives(self, reading: Reading) -> None:
+    def record_delivery(self, reading: Reading) -> None:
         """Note that a micro-batch of ``reading`` is about to be delivered."""
         reading.taken += 1
         if self._step is not None:
             self._weight_reads = self._step._weight_reads
 
-    def draws(self, reading: Reading, name: str, generator: Any) -> None:
+    def record_generator_use(self, reading: Reading, name: str, generator: Any) -> None:
         """Print a notice if the data set has drawn from a ``generator`` of its own; ``generator`` None: in one of the
         loader's processes."""
         if name and (generator is None or not is_kept(getattr(generator, "bit_generator", generator), self._state)):
@@ -200,7 +200,7 @@ class ScriptChecks:
                 + ("; or give the generator to run.track." if generator is not None else "."),
             )
 
-    def read_through(self, reading: Reading) -> None:
+    def end_iteration(self, reading: Reading) -> None:
         """Note that the loader is exhausted."""
         reading.over = True
         if self._step is not None:
@@ -235,9 +235,9 @@ class ScriptChecks:
 
         return over
 
-    def changes(self, thing: Any, call: str) -> None:
+    def record_change(self, thing: Any, call: str) -> None:
         """Raise `StepError` if a change of ``thing`` by ``call`` would be lost because it is not tracked (see
-        `calls.CallObserver.changes`)."""
+        `calls.CallObserver.record_change`)."""
         if self._world.scope is Scope.SETUP or self.loop_over:
             return
         if isinstance(thing, LRScheduler) and not is_kept(thing.optimizer, self._state):

@@ -34,7 +34,7 @@ class CheckpointBuffers:
         self._ranks, self._pin, self._unpin = ranks, pin, unpin
         self._kept: mmap.mmap | None = None
 
-    def take(self, size: int) -> mmap.mmap:
+    def acquire(self, size: int) -> mmap.mmap:
         """Return a buffer of at least ``size`` bytes, to be given back. Raises `MemoryPlanError` when there is not
         enough memory.
 
@@ -57,7 +57,7 @@ class CheckpointBuffers:
         self._pin(_address(memory), room)
         return memory
 
-    def give_back(self, memory: mmap.mmap) -> None:
+    def release(self, memory: mmap.mmap) -> None:
         """Return a buffer to which nothing is copied any more. The larger of two is kept."""
         goes: mmap.mmap | None = memory
         if self._kept is None or len(self._kept) < len(memory):

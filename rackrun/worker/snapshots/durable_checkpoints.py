@@ -92,7 +92,7 @@ class DurableCheckpoints:
         self._whole: dict[int, bool] = {}
         """Step -> whether its checkpoint is complete, as far as this rank has checked."""
         ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._room = CheckpointBuffers(ranks, self._device.pin, self._device.unpin)
+        self._buffers = CheckpointBuffers(ranks, self._device.pin, self._device.unpin)
         self._complaints = Complaints()
         token = runtime.boot.token if runtime.boot else ""
         self._owner = content_digest(token.encode())[:16] if token else ""
@@ -105,7 +105,7 @@ class DurableCheckpoints:
         raises the errors of `rackrun.worker.snapshots.resumption.Resumption.run`."""
         began = time.monotonic()
         resumption = Resumption(self._world, self._state, self._store, self._options.facts)
-        position, life = resumption.run(self._take() if self._world.rank == 0 else None)
+        position, life = resumption.run(self._take_lease() if self._world.rank == 0 else None)
         if self._lease is not None:
             self._lease.epoch = life
             sweep(self._store, epoch=life)
@@ -118,7 +118,7 @@ class DurableCheckpoints:
         self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
         return position
 
-    def _take(self) -> tuple[str, str] | None:
+    def _take_lease(self) -> tuple[str, str] | None:
         """Take the lease of the directory for this job. Returns None, or why that is impossible and what to do."""
         if not self._owner:
             return None
@@ -139,7 +139,7 @@ class DurableCheckpoints:
         self._lease = lease
         return None
 
-    def _own(self) -> None:
+    def _renew_lease(self) -> None:
         """Renew the lease on rank 0. A process that has become rank 0 takes it over, and one that is rank 0 no longer
         stops."""
         if self._world.rank != 0:
@@ -164,7 +164,7 @@ class DurableCheckpoints:
             threading.Thread(target=self._probation.confirm, args=[began], daemon=True).start()
         if not self._state.lineage.kin and not last:
             return False  # replicas have not been compared yet
-        self._own()
+        self._renew_lease()
         every = self._options.every or self._every(gate)
         if last or gate.draining:
             self.save(at.step, last=True)  # even while an older one is being written
@@ -172,7 +172,7 @@ class DurableCheckpoints:
         if self._doubtful and not gate.writing and began < self._saved < at.step:
             self._doubtful = False
             # in a thread, because storage may not respond
-            threading.Thread(target=self._look_at, args=[self._saved], daemon=True).start()
+            threading.Thread(target=self._is_complete, args=[self._saved], daemon=True).start()
         if (at.step + 1) % every and (not gate.cut_short or gate.writing):
             return False
         if gate.writing:
@@ -183,7 +183,7 @@ class DurableCheckpoints:
         self.save(at.step)
         return True
 
-    def somebody_was_lost(self) -> None:
+    def mark_rank_lost(self) -> None:
         """Note that a rank was lost, so that the last checkpoint may be incomplete."""
         self._doubtful = True
 
@@ -215,7 +215,7 @@ class DurableCheckpoints:
         """
         return self._saved < step and self._whole.get(self._saved) is False
 
-    def _look_at(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         """Check whether the checkpoint of ``step`` is complete. Returns True as well when storage does not answer."""
         whole = True
         with contextlib.suppress(OSError):
@@ -253,7 +253,7 @@ class DurableCheckpoints:
         )
         began = time.monotonic()
         try:
-            memory = self._room.take(shard.layout.total_bytes)
+            memory = self._buffers.acquire(shard.layout.total_bytes)
         except MemoryPlanError as error:
             remedy = "put fewer ranks on this host or shard the state over more; a larger --checkpoint-every asks less often."
             why = f"is given up, there is no memory for it: {error.what} Remedy: {remedy}"
@@ -270,7 +270,7 @@ class DurableCheckpoints:
                     unchanged = copy.finish()
                 finally:
                     copied.set()
-                if ended and not self._look_at(former):
+                if ended and not self._is_complete(former):
                     self._complain(
                         f"the checkpoint of step {former} is not whole: a rank was lost or has given it up, or {self._store.root} is not shared by all hosts"
                     )
@@ -281,7 +281,7 @@ class DurableCheckpoints:
             except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
                 self._failed(step, f"failed: {type(error).__name__}: {error}")
             finally:
-                self._room.give_back(memory)
+                self._buffers.release(memory)
 
         thread = threading.Thread(target=flush, name=f"rackrun-checkpoint-{step}", daemon=True)
         self._flushes = [flush for flush in self._flushes if flush.thread.is_alive()] + [_Flush(copied, thread)]
@@ -306,8 +306,8 @@ class DurableCheckpoints:
     def make_whole(self, step: int) -> None:
         """Write this rank's part of the last step's checkpoint, if that is incomplete, on a rank that takes a place
         after the last step: its predecessor may not have written it. As `save`."""
-        self._own()
-        if not self._look_at(step):
+        self._renew_lease()
+        if not self._is_complete(step):
             self._saved = min(self._saved, step - 1)
             self.save(step, last=True)
 
@@ -315,7 +315,11 @@ class DurableCheckpoints:
         """Print on rank 0 if the last checkpoint is incomplete. To be called when all ranks have written their
         parts."""
         step = self._saved
-        if self._world.rank == 0 and step > max(self._state.lineage.began, self._given_up) and not self._look_at(step):
+        if (
+            self._world.rank == 0
+            and step > max(self._state.lineage.began, self._given_up)
+            and not self._is_complete(step)
+        ):
             self._complain(
                 f"the last checkpoint, of step {step}, is not whole: a rank was lost while it wrote its part"
             )

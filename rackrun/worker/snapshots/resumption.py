@@ -53,9 +53,9 @@ class Resumption:
         """
         if refusal := next((why for why in self._gather(refused) if why), None):
             raise UsageError(refusal[0], remedy=refusal[1])
-        mine, unusable = self._look()  # only once the directory is this job's: another may have been writing
+        mine, unusable = self._list_usable()  # only once the directory is this job's: another may have been writing
         listed = self._gather([found[0] for found in mine])
-        self._look_for({generation for theirs in listed for generation in theirs}, mine, unusable)
+        self._find_by_name({generation for theirs in listed for generation in theirs}, mine, unusable)
         barred = self._probation.barred() if self._world.rank == 0 else {}
         everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
@@ -80,7 +80,7 @@ class Resumption:
             )
         return position, life
 
-    def _look(self) -> tuple[list[list[Any]], dict[int, list[Any]]]:
+    def _list_usable(self) -> tuple[list[list[Any]], dict[int, list[Any]]]:
         """Return what this rank sees: [number, digest] of each usable checkpoint; and for each other one why it cannot
         be used and whether it is damaged."""
         try:
@@ -95,7 +95,7 @@ class Resumption:
         mine = [[info.generation, info.digest] for info in whole]
         return mine, {generation: [str(why), is_damage(why)] for generation, why in left_out.items()}
 
-    def _look_for(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
+    def _find_by_name(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
         """Look for checkpoints by name that another rank has listed and this one has not: a host's listing of a shared
         directory may be seconds old."""
         for generation in sorted(listed - {found[0] for found in mine} - set(unusable), reverse=True):

@@ -67,7 +67,7 @@ class _Copying:
     generation: int
     thread: threading.Thread | None = None
     cpu_s: float = 0.0
-    torn: bool = False
+    out_of_date: bool = False
     error: BaseException | None = None
 
 
@@ -213,7 +213,7 @@ class Snapshots:
             waiting()
         if copying.error is not None:
             raise copying.error
-        if not copying.torn:
+        if not copying.out_of_date:
             self._held[copying.named] = copying.slot
         waited = time.monotonic() - began
         self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
@@ -260,8 +260,8 @@ class Snapshots:
         began = time.thread_time()
         try:
             threads = _digesting_threads() if self._runtime.device.type != "cpu" else 0
-            copying.torn = not copy.finish(lambda upto: writer.filled(upto, threads))
-            if copying.torn:  # the script has changed parameters between two units
+            copying.out_of_date = not copy.finish(lambda upto: writer.filled(upto, threads))
+            if copying.out_of_date:  # the script has changed parameters between two units
                 writer.abandon()
                 return
             writer.seal(layout.total_bytes, layout.layout_hash, threads=_threads())
@@ -300,7 +300,7 @@ class Snapshots:
             manifest = load_image(self._state, reader.payload, threads, cuts=self._device.cuts)
         except CheckpointError as error:
             if fetched is None:
-                self._forget(named)
+                self._drop(named)
             raise CorruptSnapshot(error.what) from error
         finally:
             if fetched is not None:
@@ -308,7 +308,7 @@ class Snapshots:
                     arena.close()
                 os.close(fetched)
         for later in [other for other in self._held if other > named]:
-            self._forget(later)
+            self._drop(later)
         if self._runtime.world.has_mirrors and all_go_back:
             self._mirrored = named  # all ranks go back to it, and keep it until other trays hold a newer one
         return manifest
@@ -345,18 +345,18 @@ class Snapshots:
         """Drop the snapshots of other layouts. A gate has passed in the current one, so nobody will need them."""
         layout = self._runtime.world.layout
         for named in [one for one in self._held if step_in(layout, Step(one)) is None]:
-            self._forget(named)
+            self._drop(named)
 
     def drop_all(self) -> None:
         """Drop all snapshots, because this rank is given another rank's state."""
         for named in list(self._held):
-            self._forget(named)
+            self._drop(named)
 
     def drop_upto(self, step: int) -> None:
         """Drop the snapshots up to ``step``: all ranks have live copies of their state, so nobody goes back that
         far."""
         for named in [one for one in self._held if one <= self.named(step)]:
-            self._forget(named)
+            self._drop(named)
 
     def own_image(self, named: int) -> SlotReader | None:
         """Return the snapshot with the id ``named`` if this process holds it, else None."""
@@ -369,7 +369,7 @@ class Snapshots:
             raise CorruptSnapshot("it is not there")
         return arena
 
-    def _forget(self, named: int) -> None:
+    def _drop(self, named: int) -> None:
         if (slot := self._held.pop(named, None)) is not None:
             self._runtime.page.seal_snapshot(slot, -1)
 

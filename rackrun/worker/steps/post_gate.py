@@ -30,7 +30,7 @@ class PostGateFailures:
         """Forget the breaks of the unit before."""
         self._content, self._written = None, False
 
-    def broke(self, result: Any) -> None:
+    def record(self, result: Any) -> None:
         """Record that a collective broke. ``result``: the tensors that it was to write, nested in lists. Safe to call
         in any thread."""
         with self._lock:
@@ -45,6 +45,6 @@ class PostGateFailures:
         """Whether a collective broke after the gate of this unit."""
         return self._written or self._content is not None
 
-    def torn(self) -> bool:
-        """Whether the tracked state is torn by a broken collective. To be asked at the end of the unit."""
+    def corrupted_state(self) -> bool:
+        """Whether a broken collective has corrupted the tracked state. To be called at the end of the unit."""
         return self._written or (self._content is not None and self._content != self._state.content(buffers=True))

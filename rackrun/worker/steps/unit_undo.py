@@ -222,10 +222,10 @@ class Undo:
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
-        look = self._look()
+        look = self._observe()
         self._check_made_of(look.structure)
         if self._filled != self._state.filled or not self._state.trains(self._trained_objects):
-            self._forget(look)
+            self._reset(look)
         for wrapper in self._state.wrappers():
             ddp.begin(wrapper)
         fsdp.begin(look.structure.fsdp)
@@ -235,14 +235,14 @@ class Undo:
             look = look._replace(structure=shards, of_parameters=shards.versions())
         looks = self._audits or self._whole or look.structure is not self._structure
         if self._audits or look.structure is not self._structure:
-            self._look_around(look.structure)
+            self._find_tensors(look.structure)
         self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
         if share != self._share:
             self._share, self._suspect_everywhere = share, bool(self._suspect_at)
         self._saved_plain, parameters = look.plain, look.structure.parameters
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
-        self._take(look, exactly=looks)
+        self._take_copies(look, exactly=looks)
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
@@ -252,7 +252,7 @@ class Undo:
         self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
         self._cleared = zero_grad.cleared()
 
-    def _look(self) -> _Look:
+    def _observe(self) -> _Look:
         """Return the current state; uses the result of `check_stands` if that is still valid."""
         known, self._looked_at = self._looked_at, None
         if known is not None and known.filled == self._state.filled:
@@ -277,7 +277,7 @@ class Undo:
                     remedy=fsdp.WRITE_INTO,
                 )
 
-    def _forget(self, look: _Look) -> None:
+    def _reset(self, look: _Look) -> None:
         """Drop all that is known, because the state was filled from outside, or optimizers train other parameters than
         before."""
         self._filled, self._trained_objects = self._state.filled, self._state.trained()
@@ -286,9 +286,9 @@ class Undo:
         self._ended.clear()
         self._nothing_is_suspect()
         fsdp.reshard(look.structure.fsdp)
-        self._look_around(self._state.structure())
+        self._find_tensors(self._state.structure())
 
-    def _look_around(self, structure: Structure) -> None:
+    def _find_tensors(self, structure: Structure) -> None:
         """Find the tracked tensors, except those that are looked up in every unit."""
         self._structure, self._submodules = structure, structure.modules
         self._parameters, self._free_parameters = self._state.trained_and_free()
@@ -296,7 +296,7 @@ class Undo:
         self._are_plain = are_plain(self._trained)
         self._trained_bytes = sum(nbytes(self._trained))
 
-    def _take(self, look: _Look, *, exactly: bool) -> None:
+    def _take_copies(self, look: _Look, *, exactly: bool) -> None:
         """Take copies and digests of the current state. ``exactly``: query the size of every storage first, not only
         its address, to detect freed tensors."""
         began = time.perf_counter()
@@ -343,7 +343,7 @@ class Undo:
         self._state_keys = self._state.optimizer_keys() if self._whole else {}
         self._begun = self._digests_at_begin({p: t for p, t in owned.items() if p not in copied}) if looks else {}
         self._first = digests_by_path({**owned, **tensors}) if self._everywhere else {}
-        self._tell(taken, time.perf_counter() - began, {**now, **copied})
+        self._print_cost(taken, time.perf_counter() - began, {**now, **copied})
 
     def digests_ahead(self) -> Mapping[str, int]:
         """Return digests by path for the beginning of the next attempt at an abandoned unit, computed while this rank
@@ -473,21 +473,21 @@ class Undo:
                 changed |= {p for p in owned if self._copies.is_fresh(p) and not self._copies.equals(p, owned[p])}
             self._learn(phase=changed)
             if changed:
-                self._look_around_at_end()
+                self._find_tensors_at_end()
         else:
             self._learn(moving=moving)
         for path in moving:
             self._static.pop(path, None)
         if self._audits:
-            self._look_around_at_end()  # the unit may have replaced a tensor by another
+            self._find_tensors_at_end()  # the unit may have replaced a tensor by another
             self._ended = digests_by_path({**self._owned(), **self._free_tensors(self._dicts_at_end)})
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
 
-    def _look_around_at_end(self) -> None:
+    def _find_tensors_at_end(self) -> None:
         """Find the tracked tensors at the end of a unit. Shards FSDP2's parameters again first: a forward pass without
         a backward pass leaves them whole."""
         fsdp.reshard(self._state.structure().fsdp)
-        self._look_around(self._state.structure())
+        self._find_tensors(self._state.structure())
 
     # -- it does not
     def discard(self, *, backward_open: bool) -> list[str]:
@@ -514,7 +514,7 @@ class Undo:
                     else:
                         parameter.grad = None
         zero_grad.nothing_is_left()
-        torn = self._torn()
+        paths = self._not_restorable()
         for other in self._state.others.values():
             if isinstance(other, ScalerState):
                 other.forget_unscaled()
@@ -525,23 +525,23 @@ class Undo:
         self._put_back()
         if not self._phase and not self._whole and not self._begun:
             self._suspect_at.add(self._places)
-        return torn
+        return paths
 
-    def _torn(self) -> list[str]:
+    def _not_restorable(self) -> list[str]:
         """Return the sorted paths of tensors that the unit has changed and of which there is no copy from its
         beginning."""
         free = self._free_tensors()
-        torn = {path for path in self._moved() if not self._copies.is_fresh(path)}
-        torn |= self._marks.keys() - free.keys()
+        paths = {path for path in self._moved() if not self._copies.is_fresh(path)}
+        paths |= self._marks.keys() - free.keys()
         moved = self._moved_of_none(free)
         for path in self._marks.keys() - moved:
             held = path in self._copies and not self._copies.is_fresh(path)
             if held and not self._copies.equals(path, free[path]):
-                torn.add(path)  # written through ``.data``, in this unit or in one before it
-        torn |= self._differing(self._static, free)
+                paths.add(path)  # written through ``.data``, in this unit or in one before it
+        paths |= self._differing(self._static, free)
         if self._begun:
-            torn |= self._differing(self._begun, self._owned())
-        return sorted(torn)
+            paths |= self._differing(self._begun, self._owned())
+        return sorted(paths)
 
     def _put_back(self) -> None:
         changed = False
@@ -580,7 +580,7 @@ class Undo:
         Decided by content: a phase that exchanges weights through ``.data`` for a while and puts them back itself was
         never seen to change any.
         """
-        return self._whole or not self._torn()
+        return self._whole or not self._not_restorable()
 
     @property
     def trained_bytes(self) -> int:
@@ -633,7 +633,7 @@ class Undo:
         if learned != known:
             self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=learned)
 
-    def _tell(self, taken: int, seconds: float, copied: Mapping[str, torch.Tensor]) -> None:
+    def _print_cost(self, taken: int, seconds: float, copied: Mapping[str, torch.Tensor]) -> None:
         """Print the cost of the copies, the first time and whenever their size has grown."""
         changes = self._state.lineage.changes
         known = [path for path in (*changes.early, *changes.moving) if path in copied]

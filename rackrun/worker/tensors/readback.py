@@ -15,9 +15,9 @@ __all__ = ["Readback"]
 class Readback:
     """A copy of a tensor with one element, on its way to the host as a float64.
 
-    Nothing here waits. The host waits for the device once in a step, before its gate (`WorkerMembership.let_device_come`), and
-    reads the value then; work enqueued after this object was made is not waited for.
-    """
+    Nothing here waits. The host waits for the device once in a step, before its gate
+    (`WorkerMembership.synchronise_device`), and reads the value then; work enqueued after this object was made is not
+    waited for."""
 
     def __init__(self, tensor: torch.Tensor | None) -> None:
         self._value: float | np.ndarray[Any, Any] | torch.Tensor = 0.0

@@ -30,12 +30,12 @@ class CallObserver(Protocol):
         """Called when `backward` begins on ``roots`` into all leaves. A returned function is called when it is over."""
         ...
 
-    def reads(self, begun_in: Any) -> None:
+    def record_batch_read(self, begun_in: Any) -> None:
         """Called when a batch is read from a DataLoader. ``begun_in``: the value of `attempt` when its iteration
         began."""
         ...
 
-    def changes(self, thing: Any, call: str) -> None:
+    def record_change(self, thing: Any, call: str) -> None:
         """Called when ``call`` is about to change ``thing``: a scheduler, a scaler or an average."""
         ...
 
@@ -117,7 +117,7 @@ def _tell_of_batches() -> None:
 
     def given(self: Any) -> Any:
         if _listener is not None and not hasattr(self._dataset, "rackrun_delivers"):
-            _listener.reads(getattr(self, "_rackrun_begun_in", None))
+            _listener.record_batch_read(getattr(self, "_rackrun_begun_in", None))
         return read(self)
 
     DataLoader.__iter__ = began  # type: ignore[method-assign, assignment]
@@ -137,7 +137,7 @@ def _tell_of_changes(kind: Any, call: str) -> None:
                 self, lr_scheduler.ReduceLROnPlateau
             )
             if outermost and _listener is not None and not (of_step and (args or kwargs)):
-                _listener.changes(self, call)
+                _listener.record_change(self, call)
             return original(self, *args, **kwargs)
         finally:
             if outermost:
