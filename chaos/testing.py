@@ -243,8 +243,8 @@ def _command(script: Path, job: JobOptions) -> list[str]:
     slots, hosts = ranks + spares, trays or 1
     if slots % hosts:
         raise UsageError(
-            f"{ranks} ranks and {spares} spares are not shared evenly by {trays} trays.",
-            remedy="choose numbers that divide.",
+            f"{slots} workers ({ranks} ranks and {spares} spares) cannot be divided evenly among {hosts} trays.",
+            remedy="make ranks + spares a multiple of trays.",
         )
     size = ["--trays", str(trays)] if trays else []
     size += ["--nproc-per-node", str(slots // hosts), "--spares", str(spares)]

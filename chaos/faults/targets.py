@@ -117,7 +117,7 @@ THE_COORDINATOR, THE_STORAGE = One(Subjects.COORDINATOR), One(Subjects.STORAGE)
 
 @dataclass(frozen=True, slots=True)
 class SlotOccupant:
-    """A slot and the worker in it."""
+    """A slot (a worker's place, ``tray/index``), where it is, and which worker is in it now."""
 
     slot: str
     tray: str

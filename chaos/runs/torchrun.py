@@ -276,7 +276,7 @@ def _filled(command: Sequence[str], folder: Path) -> list[str]:
 def _check(plan: Plan, command: Sequence[str]) -> None:
     if plan.expect == "stops":
         raise Unsupported(
-            "torchrun's job is not judged by how it stops.", remedy="leave out expect: stops, or run it under rackrun."
+            "expect: stops cannot be judged under torchrun.", remedy="leave out expect: stops, or run it under rackrun."
         )
     if not any(word.endswith(".py") for word in command):
         raise UsageError("there is no script to run.", remedy="give torchrun's options and the script after --.")

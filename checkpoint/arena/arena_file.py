@@ -196,7 +196,7 @@ class ArenaFile:
         if problem:
             raise IntegrityError(
                 f"the arena {self} cannot be trusted: {problem}.",
-                remedy="remove it, and restore this rank from another holder.",
+                remedy="delete the file if it is still there, and restore this rank from another copy or from the checkpoint directory.",
             )
 
     def view(self, at: int, count: int) -> memoryview:

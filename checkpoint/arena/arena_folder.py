@@ -260,7 +260,8 @@ def _private(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise IntegrityError(
-            f"{path} is not a private folder of this user.", remedy="find out who made it, and remove it."
+            f"{path} must be a folder of user {os.geteuid()} that nobody else can enter; its owner is {status.st_uid}, its mode {stat.S_IMODE(status.st_mode):o}.",
+            remedy="if it is yours, chmod 700 it; otherwise find out who made it, and remove it.",
         )
 
 

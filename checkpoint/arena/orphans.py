@@ -64,7 +64,10 @@ def find_arenas(folder: Path = SHARED_MEMORY) -> list[FoundArena]:
     try:
         os.listdir(folder)
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}.", remedy="give a directory.") from error
+        raise CheckpointError(
+            f"{folder} cannot be listed: {error.strerror}.",
+            remedy="give a directory that exists and that you may read.",
+        ) from error
     held = _open_files()
     return [found for path in sorted(_files(folder)) if (found := _look(path, held)) is not None]
 

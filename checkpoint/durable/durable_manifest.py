@@ -185,7 +185,8 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
         RecursionError,
     ) as error:  # RecursionError: JSON that is nested too deep
         raise IntegrityError(
-            f"{where} is no {kind.__name__.lower()}: {error}.", remedy="use another generation."
+            f"{where} cannot be read as a {kind.__name__.lower()}: {error}.",
+            remedy="use another checkpoint (rackctl ckpt ls lists them).",
         ) from error
     body.check()
     return body, sealed.digest

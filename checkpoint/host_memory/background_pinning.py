@@ -64,9 +64,10 @@ class Pinning:
             unregister_memory(piece, self._runtime)
 
     def cuts(self, address: int, size: int) -> list[int]:
-        """Return where to cut a copy to these bytes: offsets between 0 and ``size``.
+        """Return the offsets between 0 and ``size`` at which a copy to these bytes must be split, because one copy may
+        not cross from one piece of `PIECE_BYTES` to the next.
 
-        Empty for memory not given to `pin`.
+        Empty within one piece, and for memory not given to `pin`.
         """
         for memory in tuple(self._memories.values()):  # another thread may pin meanwhile
             if memory.address <= address < memory.address + memory.size:

@@ -222,12 +222,12 @@ def parse_image(header: Buffer, *, limit: int) -> ImageLayout:
                 raise _damaged(f"{PLAIN} is not {stop - start} plain bytes")
         else:
             entries.append(_parse_entry(name, info, extra))
-            if entries[-1].box.numel * itemsize_of(entries[-1].dtype) != stop - start:
-                raise _damaged(f"tensor {entries[-1]!s:.300} has {stop - start} bytes")
+            if (needed := entries[-1].box.numel * itemsize_of(entries[-1].dtype)) != stop - start:
+                raise _damaged(f"tensor {entries[-1]!s:.300} has {stop - start} bytes, and needs {needed}")
         relative[name] = (start, stop)
         at = stop
     if end + at > limit:
-        raise _damaged(f"it has {end + at} bytes, of at most {limit}")
+        raise _damaged(f"it describes an image of {end + at} bytes; at most {limit} are there")
     if unknown := (extra.boxes.keys() | extra.dtypes.keys()) - relative.keys():
         raise _damaged(f"it describes tensors that it does not hold, such as {min(unknown)!r:.200}")
     return _layout(tuple(entries), encoded, relative, at)

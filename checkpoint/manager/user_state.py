@@ -122,11 +122,12 @@ class Contents:
         return parts
 
     def put(self, plain: Plain, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Put everything back once ``tensors`` are filled: the last step of a restore.
+        """Write restored values into the user's objects: optimizers, extra state of modules, objects by their
+        ``load_state_dict``, and plain values.
 
-        Return all plain values, by name.
-
-        Values that cannot be changed in place are only in the returned dict.
+        ``plain``: the checkpoint's values that are no tensors. ``tensors``: those of `targets`, after they have been
+        read from the checkpoint. Return name -> plain value. A value that cannot be changed in place, such as a number,
+        is only there.
         """
         for name, optimizer in self.optimizers.items():
             saved = _of(plain.optimizers, name)

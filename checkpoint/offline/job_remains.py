@@ -149,7 +149,7 @@ class Remains:
                 return VerifiedShard(str(path), reader, identity, arena.chunk_bytes, len(reader.payload))
             except CheckpointError as error:
                 reasons.append(f"{path}: {error.what}")
-        raise CheckpointError(" ".join(reasons) or "No arena holds it.")
+        raise CheckpointError(" ".join(reasons) or f"no arena holds rank {rank}'s shard of step {sought.step}.")
 
     def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> VerifiedShard:
         manifest = self._manifest(sought.generation)

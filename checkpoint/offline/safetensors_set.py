@@ -82,7 +82,10 @@ def read_set(folder: Path) -> dict[str, torch.Tensor]:
                     raise _damaged(folder / name, f"{tensor!r:.200} is in two files")
                 found[tensor] = value
     except OSError as error:
-        raise IntegrityError(f"{folder} cannot be read: {error}.", remedy="get the missing files.") from error
+        raise IntegrityError(
+            f"{folder} cannot be read: {error}.",
+            remedy="make the folder readable, and see that every file of its index is in it.",
+        ) from error
     if wanted is not None and wanted.keys() != found.keys():
         missing = sorted(wanted.keys() ^ found.keys())
         raise IntegrityError(

@@ -80,7 +80,7 @@ def test_a_rank_tells_whole_lines_or_none(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_how_a_job_of_torchrun_stops_is_judged_by_nobody(tmp_path: Path) -> None:
     plan = Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK), when=Now()), expect="stops")
-    with pytest.raises(UsageError, match="not judged by how it stops"):
+    with pytest.raises(UsageError, match="cannot be judged under torchrun"):
         run_outside(plan, ["train.py"], out=tmp_path / "out")
 
 

@@ -422,7 +422,7 @@ def test_a_symbolic_link_in_the_folders_place_is_refused(
     manager: Callable[..., CheckpointManager], shm: Path, tmp_path: Path
 ) -> None:
     (shm / f"rackrun-{os.geteuid()}").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="not a private folder"):
+    with pytest.raises(CheckpointError, match="that nobody else can enter"):
         manager().prepare(Training().state)
 
 

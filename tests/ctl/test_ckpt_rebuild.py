@@ -344,7 +344,7 @@ def test_a_missing_shard_is_refused_with_its_rank(job: Job, rebuild: Rackctl) ->
     said = rebuild()
     assert said.code == 1
     assert "no generation can be rebuilt" in said.err
-    assert "Rank 1: No arena holds it." in said.err
+    assert "Rank 1: no arena holds rank 1's shard of step" in said.err
     assert "--arenas" in said.err
     assert not job.store.generations()
 

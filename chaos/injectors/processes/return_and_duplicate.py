@@ -38,7 +38,7 @@ class Returned:
         return StrikeOutcome(False, f"its agent was not taken in: {self._agent.last_words()}") if late else None
 
     def take_back(self) -> None:
-        raise AssertionError("it does not last")
+        raise AssertionError("a return takes effect once and is never taken back")
 
 
 class Doubled:

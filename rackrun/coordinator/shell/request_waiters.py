@@ -23,7 +23,11 @@ class Requests:
         self._waiting: dict[str, asyncio.Event] = {}
 
     def record_answer(self, answer: Answer) -> None:
-        """Record an answer from the core."""
+        """Keep ``answer``, from the core, as the latest answer to its request.
+
+        Unless it only says that the request has begun, the clients that wait for it get it. Only the last `ANSWERS_MAX`
+        requests are kept.
+        """
         if answer.request not in self._newest:
             self._order.append(answer.request)
             if len(self._order) > ANSWERS_MAX:

@@ -27,7 +27,11 @@ IDLE_HOLDS_MS = 12_000
 
 
 def hangs(idle_ms: int, took_ms: Iterable[int]) -> bool:
-    """Return whether a rank hangs, by the times ``took_ms`` of the other ranks in the same place."""
+    """Return whether a rank that has been idle for ``idle_ms`` in its own code hangs: for at least `PEERS_FACTOR` times
+    as long as the slowest other rank took there.
+
+    ``took_ms``, not empty: the milliseconds that each other rank needed between the same two collectives.
+    """
     return idle_ms >= PEERS_FACTOR * max(took_ms)
 
 

@@ -73,7 +73,10 @@ class DecisionMaker:
         return True
 
     def overdue(self, question: int) -> bool:
-        """Give up waiting for the answer to this question; return whether it was awaited."""
+        """End the wait for the policy function's answer to ``question``: the default decides, and a notice says so.
+
+        Return False, with no effect, if that answer is no longer awaited.
+        """
         return self.answered(PolicyAnswered(question=question, trouble=f"gave no answer within {ANSWER_MS} ms"))
 
     def forget(self) -> None:

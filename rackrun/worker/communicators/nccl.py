@@ -57,8 +57,13 @@ _NCCL_DONE = (0, 7)
 def nccl_communicator(
     device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta, host: GlooCommunicator
 ) -> _Nccl:
-    """Build the NCCL communicator of a group; ``store`` must belong to it alone. RACKRUN_NCCL_BACKEND selects "legacy"
-    or "nccl2". Raises `RuntimeError` after ``timeout``."""
+    """Build the NCCL communicator of one group.
+
+    ``store`` must belong to this group alone. ``host``: its gloo communicator, for tensors of the host.
+    RACKRUN_NCCL_BACKEND selects torch's class: "legacy" (``ProcessGroupNCCL``) or "nccl2" (``ProcessGroupNCCL2``, the
+    default where its start can be bounded, from torch 2.15 on). Raises `RuntimeError` after ``timeout``, or for another
+    value.
+    """
     kind = os.environ.get(_BACKEND) or ("nccl2" if _has_bounded_nccl2() else "legacy")
     if kind not in ("legacy", "nccl2"):
         raise RuntimeError(f"{_BACKEND} is {kind!r}; it can be 'legacy' or 'nccl2'")

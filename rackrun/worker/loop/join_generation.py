@@ -74,15 +74,17 @@ class Rejoin:
         they had not."""
 
     def run(self, came_in: Position, left_after: int | None, stays: Callable[[], bool] = lambda: False) -> bool:
-        """Take part in the newest generation: join its groups and bring state to where it is missing.
+        """Carry out the newest plan in this process: join the groups of its generation, and restore state where the
+        plan says so.
 
-        ``came_in``: the position that was committed when this process entered its loop; it cannot go back further.
-        ``left_after``: the step after which it has left its loop early, or None. ``stays``: whether the script still
-        has to run the code that follows a committed step.
+        ``came_in``: the position that was committed when this process began its loop. It has not run the steps before
+        that, so a plan that goes back further ends it. ``left_after``: the step after which this process left its loop
+        early; None: it has not. ``stays``: returns True while the script still has to run the code that follows the
+        last committed step in the body of its loop.
 
-        Returns True when the generation has resumed. Returns False, with nothing done, when the plan leads out of
-        ``main`` while ``stays()`` holds; call again later. Raises `Reenter` when ``main`` is to be left. Ends the
-        process when it cannot take part.
+        Returns True when this process has resumed. Returns False, with nothing changed, when the plan makes this
+        process leave ``main`` and enter it again while ``stays()`` is True: run that code, then call again. Raises
+        `Reenter` when ``main`` is to be left now. Ends the process when it cannot take part.
         """
         world = self._world
         size = world.size

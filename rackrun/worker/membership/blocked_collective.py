@@ -83,8 +83,13 @@ class BlockedCollective:
         self._futures.discard(work)
 
     def report(self, call: Call | None, generation: int, groups: Iterable[ElasticGroup]) -> None:
-        """Report that the main thread has been waiting in ``call`` for a while, in a unit of ``generation``, if that is
-        certain."""
+        """Write to the heartbeat page that the main thread is blocked in ``call``, a collective of ``generation`` that
+        cannot end before all members have called it, and how many collectives this rank has called in each of
+        ``groups``.
+
+        Nothing is written if ``call`` is None or may end without all members, or if another thread or a future's
+        callback may still call a collective.
+        """
         if self._told or call is None or not call.needs_all or self._elsewhere or self._futures:
             return
         keys = [group.key for group in groups if group.size() > 1]

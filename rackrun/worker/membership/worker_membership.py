@@ -805,8 +805,8 @@ class WorkerMembership:
         del dropped
 
     def join_fixed(self, build: Callable[[str, int, int], Communicator]) -> None:
-        """Join under torchrun, where each group has one communicator for the whole run, made by ``build(name, rank,
-        size)``."""
+        """Join the world without rackrun's launcher (plain torchrun). No other generation follows, so each group keeps
+        the one communicator that ``build(key, rank, size)`` makes for it."""
         self.groups[0].communicator = build(self.groups[0].key, self.rank, self.size)
         self._fixed = build
         self.generation = 1

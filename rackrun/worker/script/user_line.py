@@ -38,12 +38,14 @@ def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
 
 
 def keeps_something(line: str) -> bool:
-    """Whether the statement at ``line`` (from `user_line`), or the ``if`` that begins there, assigns to a name. False
-    where there is no source."""
+    """Return whether the place ``line`` (``train.py:31``, from `user_line`) lies in an assignment, or in the condition
+    of an ``if`` whose body assigns something. False where there is no source."""
     import ast
     import linecache
 
     name, _, number = line.rpartition(":")
+    if not number.isdigit():
+        return False
     source = "".join(linecache.getlines(name))
     try:
         tree = ast.parse(source)

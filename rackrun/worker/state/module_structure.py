@@ -29,8 +29,9 @@ _NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
 
 
 class Structure:
-    """The structure of ``roots`` (tracked name -> module) at one moment. Its lists must not be changed. What two roots
-    share is listed twice."""
+    """The modules, parameters and buffers of ``roots`` (tracked name -> module), with their paths, as they were when this
+    was made. Callers must not change its lists. A module that two roots share is listed twice, a parameter or a buffer
+    once."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = dict(roots)

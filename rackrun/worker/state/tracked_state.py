@@ -105,7 +105,12 @@ class TrackedState:
 
     # -- gradients
     def divide_alike(self) -> None:
-        """Make DDP round the mean over ranks in the same way on ranks that went on and on ranks that took over."""
+        """Make DDP divide summed gradients by the number of ranks in the same way on all ranks.
+
+        With ``gradient_as_bucket_view=True`` torch divides a gradient that existed before the backward pass, and
+        multiplies by the reciprocal where there was none, as on a rank that has just taken over. The two round
+        differently.
+        """
         for wrapper in self.wrappers():
             ddp.divide_alike(wrapper)
 
