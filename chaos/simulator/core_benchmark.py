@@ -86,18 +86,18 @@ def _nobody(crowd: InstantWorkers) -> None:
 
 def _with_copies(crowd: InstantWorkers) -> None:
     crowd.train()
-    crowd.tell(crowd.copied((Step(crowd.done - 7), Step(crowd.done))))
+    crowd.submit(crowd.copied((Step(crowd.done - 7), Step(crowd.done))))
 
 
 def _with_old_copies(crowd: InstantWorkers) -> None:
     crowd.train()
-    crowd.tell(crowd.copied((Step(crowd.done - 7), Step(crowd.done))))
+    crowd.submit(crowd.copied((Step(crowd.done - 7), Step(crowd.done))))
     crowd.train(1)
 
 
 def _with_parity(crowd: InstantWorkers) -> None:
     crowd.train()
-    crowd.tell(crowd.striped(Step(crowd.done)))
+    crowd.submit(crowd.striped(Step(crowd.done)))
 
 
 def _drain(crowd: InstantWorkers) -> None:
@@ -109,7 +109,7 @@ def _drain(crowd: InstantWorkers) -> None:
 
 
 def _copies(crowd: InstantWorkers) -> None:
-    crowd.tell(crowd.copied((Step(crowd.done),)))
+    crowd.submit(crowd.copied((Step(crowd.done),)))
 
 
 def _end(crowd: InstantWorkers) -> None:
@@ -165,7 +165,7 @@ def measure(ranks: int, *, repeats: int = 20_000, clock: Callable[[], float] = t
     crowd = min((instant_workers_of(ranks, clock=clock) for _ in range(TRIES)), key=lambda begun: begun.cpu_s)
     found = [Cost(f"{ranks} ranks begin", crowd.events, crowd.cpu_s)]
     crowd.forget_costs()
-    crowd.tell([TimerFired(timer=ResumeOver(Generation(0)))] * repeats)
+    crowd.submit([TimerFired(timer=ResumeOver(Generation(0)))] * repeats)
     found.append(Cost(f"{ranks} ranks, {_TIMER}", crowd.events, crowd.cpu_s))
     for name in STORIES:
         tries = [play(ranks, name, clock) for _ in range(TRIES)]

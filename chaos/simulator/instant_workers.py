@@ -75,7 +75,7 @@ class InstantWorkers:
         self.settle([self._joins(TrayId(f"tray-{number:05}")) for number in range(trays)])
 
     # -- input of the core -----------------------------------------------------------------------------------------
-    def tell(self, events: Sequence[Event]) -> list[Command]:
+    def submit(self, events: Sequence[Event]) -> list[Command]:
         """Give the events to the core, and return its commands. The clock is read once for all events."""
         handle = self.core.handle
         out: list[Command] = []
@@ -89,7 +89,7 @@ class InstantWorkers:
     def settle(self, events: Sequence[Event]) -> None:
         """Give the events to the core, and then all answers to its commands, until no answer is left."""
         while events:
-            events = self._answers(self.tell(events))
+            events = self._answers(self.submit(events))
 
     def forget_costs(self) -> None:
         self.events, self.cpu_s = 0, 0.0

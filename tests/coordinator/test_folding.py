@@ -20,7 +20,7 @@ from rackrun.coordinator.report.run_report import Report, read_goodput, read_rep
 from rackrun.protocol.commands import ResumeGeneration
 from rackrun.protocol.ids import Position
 from tests.coordinator.fakes import member, plan, unit
-from tests.coordinator.test_proof import STEPS, History
+from tests.coordinator.test_ledger_check import STEPS, History
 
 WORLD = (member(0, "t/0", 1), member(1, "t/1", 2))
 

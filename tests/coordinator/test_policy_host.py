@@ -21,7 +21,7 @@ from rackrun.protocol.ids import Rank, SlotId
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, TrayNow
 
 ROOT = Path(__file__).resolve().parents[2]
-CHOOSE = "tests.coordinator.asked:choose"
+CHOOSE = "tests.coordinator.scripted_policies:choose"
 
 
 class Asking:
@@ -164,7 +164,7 @@ async def test_one_that_loops_is_ended_when_its_time_is_over(asking: Asking) -> 
 @pytest.mark.parametrize("told_before", [False, True])
 async def test_a_question_is_put_to_the_function_that_it_names(told_before: bool, asking: Asking) -> None:
     await asking.ask("rank 3 lost")
-    asking.function = "tests.coordinator.asked:other"
+    asking.function = "tests.coordinator.scripted_policies:other"
     if told_before:
         asking.host.use(asking.function)
     answered = await asking.ask("rank 3 lost")
@@ -188,11 +188,11 @@ def ended(pid: int) -> Iterator[asyncio.Future[None]]:
 @pytest.mark.parametrize(
     ("function", "because"),
     [
-        ("tests.coordinator.asked:chose", "AttributeError"),
+        ("tests.coordinator.scripted_policies:chose", "AttributeError"),
         ("tests.coordinator.nowhere:choose", "ModuleNotFoundError"),
-        ("tests.coordinator.asked:not_a_function", "is a int, not a function"),
-        ("tests.coordinator.asked:ch\0ose", "cannot be loaded: embedded null byte"),
-        (f"tests.coordinator.asked:{'o' * 200_000}", "cannot be loaded: .*Argument list too long"),
+        ("tests.coordinator.scripted_policies:not_a_function", "is a int, not a function"),
+        ("tests.coordinator.scripted_policies:ch\0ose", "cannot be loaded: embedded null byte"),
+        (f"tests.coordinator.scripted_policies:{'o' * 200_000}", "cannot be loaded: .*Argument list too long"),
         (CHOOSE, ""),
     ],
 )

@@ -20,7 +20,7 @@ from rackrun.protocol.commands import ReleaseRack, RequestRack
 from rackrun.protocol.events import RackDelivered, RackPreempted, RackRefused
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = "tests.coordinator.racks_asked"
+HERE = "tests.coordinator.scripted_provider"
 WAIT_S = 60.0
 
 

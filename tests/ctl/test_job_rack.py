@@ -14,7 +14,7 @@ from rackrun.protocol.events import DeviceJudged
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
-from tests.coordinator.kept import Kept
+from tests.coordinator.journaled_job import JournaledJob
 from tests.core.core_told import verdict_on
 from tests.ctl.conftest import Said
 
@@ -43,23 +43,23 @@ def shown(rackctl: Rackctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return show
 
 
-def nvl72(journal: Journal) -> Kept:
+def nvl72(journal: Journal) -> JournaledJob:
     """64 ranks in groups of four, and eight spares."""
-    job = Kept(JobConfig(trays_min=18, trays_max=18, spares=8, mesh=((DP, 16), (TP, 4))), journal)
+    job = JournaledJob(JobConfig(trays_min=18, trays_max=18, spares=8, mesh=((DP, 16), (TP, 4))), journal)
     for tray in range(18):
         job.join(f"tray-{tray:02}", clique="3a5f1c2e")
     job.train()
     return job
 
 
-def swap(job: Kept, passed: int) -> None:
+def swap(job: JournaledJob, passed: int) -> None:
     """All park, and the spares take over."""
     job.park_all(passed=passed)
     job.now += 400
     job.resume_all()
 
 
-def a_bad_day(journal: Journal) -> Kept:
+def a_bad_day(journal: Journal) -> JournaledJob:
     """A planned swap, a tray that is lost, and GPUs in every state there is."""
     job = nvl72(journal)
     job.now = 60_000
@@ -81,24 +81,24 @@ def a_bad_day(journal: Journal) -> Kept:
     return job
 
 
-def hosts(journal: Journal) -> Kept:
+def hosts(journal: Journal) -> JournaledJob:
     """Nine hosts of eight GPUs, each a clique; the last one waits."""
-    job = Kept(JobConfig(trays_min=9, trays_max=9, spares=8, mesh=((DP, 8), (TP, 8))), journal)
+    job = JournaledJob(JobConfig(trays_min=9, trays_max=9, spares=8, mesh=((DP, 8), (TP, 8))), journal)
     for host in range(9):
         job.join(f"hgx-{host:02}", 8, clique=f"host:hgx-{host:02}")
     job.train()
     return job
 
 
-def a_host_to_be_rebooted(journal: Journal) -> Kept:
+def a_host_to_be_rebooted(journal: Journal) -> JournaledJob:
     job = hosts(journal)
     job.judges("hgx-03/1", Health.REBOOT)
     return job
 
 
-def on_cpus(journal: Journal) -> Kept:
+def on_cpus(journal: Journal) -> JournaledJob:
     """Rank 2 was killed and swapped; then rank 5 and its replacement meet the same bug."""
-    job = Kept(JobConfig(trays_min=3, trays_max=3, spares=3), journal)
+    job = JournaledJob(JobConfig(trays_min=3, trays_max=3, spares=3), journal)
     for tray in range(3):
         job.join(f"tray-{tray}")
     job.train()
@@ -128,7 +128,7 @@ def bad_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "story"), [("nvl72", nvl72), ("hosts", a_host_to_be_rebooted), ("cpus", on_cpus)])
 async def test_the_picture_is_as_it_was_looked_at(
-    name: str, story: Callable[[Journal], Kept], journal: Journal, shown: Callable[..., str]
+    name: str, story: Callable[[Journal], JournaledJob], journal: Journal, shown: Callable[..., str]
 ) -> None:
     story(journal).end()
     assert_as_looked_at(name, shown())
@@ -222,7 +222,7 @@ async def test_a_job_that_is_well_has_no_problems_and_one_that_is_not_has_them_a
 async def test_a_group_over_two_cliques_is_a_problem_also_where_it_is_allowed(
     journal: Journal, rackctl: Rackctl, tmp_path: Path
 ) -> None:
-    job = Kept(JobConfig(trays_min=2, trays_max=2, spares=0, cross_clique=True), journal)
+    job = JournaledJob(JobConfig(trays_min=2, trays_max=2, spares=0, cross_clique=True), journal)
     for tray in "ab":
         job.join(tray, 2, clique=f"of {tray}")
     for slot in job.members:
@@ -275,7 +275,7 @@ async def test_a_journal_without_its_config_is_drawn_too(journal: Journal, shown
 
 
 async def test_a_job_that_never_formed_is_drawn_with_its_trays(journal: Journal, shown: Callable[..., str]) -> None:
-    job = Kept(JobConfig(trays_min=2, trays_max=2, spares=0), journal)
+    job = JournaledJob(JobConfig(trays_min=2, trays_max=2, spares=0), journal)
     job.join("tray-0")
     job.end()
     picture = shown()
@@ -304,7 +304,7 @@ async def test_what_cannot_be_shown_is_refused_with_a_remedy(
 async def test_a_job_that_was_refused_for_its_scripts_mesh_is_drawn(
     journal: Journal, shown: Callable[..., str]
 ) -> None:
-    job = Kept(JobConfig(trays_min=1, trays_max=1, spares=0), journal)
+    job = JournaledJob(JobConfig(trays_min=1, trays_max=1, spares=0), journal)
     job.join("a", 2, clique="x")
     job.ready("a/0", mesh={"dp": 0, "tp": 64})
     job.end()
@@ -314,7 +314,7 @@ async def test_a_job_that_was_refused_for_its_scripts_mesh_is_drawn(
 async def test_a_rank_whose_slot_is_there_no_more_is_told_of(
     journal: Journal, rackctl: Rackctl, tmp_path: Path, shown: Callable[..., str]
 ) -> None:
-    job = Kept(JobConfig(trays_min=2, trays_max=2, spares=1), journal)
+    job = JournaledJob(JobConfig(trays_min=2, trays_max=2, spares=1), journal)
     job.join("a", 2, clique="x")
     job.join("b", 2, clique="x")
     job.train()

@@ -143,7 +143,7 @@ class Agent:
         link = self.link
         if link is None:
             return
-        self.sim.coordinator.look_at(link)
+        self.sim.coordinator.check_connection(link)
         if self._hears_nothing(link):
             if self._silent_since_s is None:
                 self._silent_since_s = self.clock_s
@@ -166,7 +166,7 @@ class Agent:
         """Learn that the connection of this link has ended."""
         if self.link is link and self._lease.state is LinkState.CONNECTED:
             link.broken = True
-            self.sim.coordinator.look_at(link)
+            self.sim.coordinator.check_connection(link)
             self._decide(LinkBroke())
 
     def _connect(self) -> None:
@@ -219,8 +219,8 @@ class Agent:
             process.dies()
         self.sim.memory.forget_tray(self.tray)
         if link is not None and not told:
-            self.sim.coordinator.look_at(link)
-        self.sim.stir()
+            self.sim.coordinator.check_connection(link)
+        self.sim.wake_conductor()
 
     # -- workers
     @property
@@ -278,7 +278,7 @@ class Agent:
         match effect:
             case t.PassOn(command=command, workers=workers):
                 for worker in workers:
-                    self._processes[worker].told(command)
+                    self._processes[worker].receive(command)
             case t.Forward():
                 assert isinstance(fact, t.WorkerSaid)
                 self.say(fact.message)  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ class Agent:
                 self._processes[process.worker] = process
                 self.sim.born(process)
                 if plan is not None:
-                    process.told(plan)
+                    process.receive(plan)
             case t.FindStore(command=command):
                 self._tell(t.StoreFound(Worker(command.slot, command.incarnation)))
             case t.ForkWorker(command=command):

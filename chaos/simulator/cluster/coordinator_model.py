@@ -177,7 +177,7 @@ class Coordinator:
         returns = self.sim.buggify("coordinator: an agent is said to be started again")
         self.submit(TrayLost(tray=tray, because=because, returns=returns))
 
-    def look_at(self, link: SimulatedLink) -> None:
+    def check_connection(self, link: SimulatedLink) -> None:
         """React to a change in whether the connection answers."""
         silent = link.agent.silent or link.up.cuts.silent or link.broken
         if silent == bool(link.silent % 2):
@@ -238,8 +238,8 @@ class Coordinator:
             self.unfit.pop(slot_id(event.tray, event.index), None)
             self.unfit |= {slot_id(event.tray, event.index): event.unfit} if event.unfit else {}
         if isinstance(event, SnapshotMirrored):
-            self.sim.memory.heard(event)
-        self.sim.rollbacks.heard(event)
+            self.sim.memory.record_copy(event)
+        self.sim.rollbacks.on_event(event)
         if isinstance(event, ReplicasDiffer):
             self._distrust(event)
         commands = self.core.handle(event)

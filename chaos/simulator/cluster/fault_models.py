@@ -80,14 +80,14 @@ class Injectors:
         ]
         if order.fault.lasts:
             self._in_force[order.number] = undo
-        self._sim.look_at_eras()
-        self._sim.stir()
+        self._sim.check_generations()
+        self._sim.wake_conductor()
         return any(took), "" if any(took) else "nobody was there any more"
 
     def take_back(self, number: int) -> None:
         for undo in self._in_force.pop(number, []):
             undo()
-        self._sim.look_at_eras()
+        self._sim.check_generations()
 
     def end(self, heals: Callable[[], bool]) -> None:
         """End all faults. ``heals`` says whether one that is in force is taken back; the others stay for good."""
@@ -253,7 +253,7 @@ class _Strike:
             agent = sim.agents.get(tray)
             if agent is not None:
                 agent.look_at_link()
-            sim.look_at_eras()
+            sim.check_generations()
 
         change(1)
         agent = sim.agents.get(tray)
@@ -263,7 +263,7 @@ class _Strike:
                 agent.do(agent.is_cut_off, agent.link)
             if peers:
                 for process in agent.processes():
-                    process.feels_broken()
+                    process.collective_fails()
         self.on_heal(lambda: change(-1))
 
     def slow_link(self, tray: TrayId, *, latency_s: float, jitter_s: float) -> None:

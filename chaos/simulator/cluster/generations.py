@@ -73,9 +73,9 @@ class SimulatedGeneration:
         """Note that a member has its plan and wants to build groups."""
         self.takes_part(process, rank)
         self._arrived[rank] = process
-        self.look()
+        self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check whether something has healed, so that members meet or gates open."""
         if not self.met and len(self._arrived) == self.world and not self.broken and not self._cut(store=True):
             self.met = True
@@ -119,7 +119,7 @@ class SimulatedGeneration:
             self._gates = {one: kept for one, kept in self._gates.items() if one >= unit - 1}
         self._try(gate)
         if self.broken:
-            process.feels_broken()
+            process.collective_fails()
 
     def _try(self, gate: _Gate) -> None:
         if gate.open or len(gate.entered) < self.world or self._cut():
@@ -166,4 +166,4 @@ class SimulatedGeneration:
                         gate.blind[rank] = None
                         self.sim.marks.sometimes("a collective was seen by some only")
         for member in self.members.values():
-            member.feels_broken()
+            member.collective_fails()

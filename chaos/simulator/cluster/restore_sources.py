@@ -70,7 +70,7 @@ class AgentMemory:
     def forget_owner(self, tray: TrayId, owner: Owner) -> None:
         self.kept.pop((tray, owner), None)
 
-    def heard(self, event: SnapshotMirrored) -> None:
+    def record_copy(self, event: SnapshotMirrored) -> None:
         self._told[event.holder, (event.slot, int(event.incarnation))] = event.steps
 
     # -- restoring
@@ -96,7 +96,7 @@ class AgentMemory:
                 if (tray, process.owner, name) in self.rotten:
                     raise CorruptState(name, "")
                 return found[name]
-            must(not process.torn, "a state that is half gone back is taken for a clean one")
+            must(not process.rollback_incomplete, "a state that is half gone back is taken for a clean one")
             if process.passed < at:
                 must(process.entered_in is not None, "a unit is to be applied that was never entered")
                 return process.state_after()

@@ -38,7 +38,7 @@ class Rollbacks:
         """Each generation that rolled back, and the step: what earlier generations computed beyond it no longer
         counts."""
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Take in an event of the coordinator, right before the core does."""
         match event:
             case WorkerParked() | WorkerExited():

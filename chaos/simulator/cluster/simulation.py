@@ -218,13 +218,13 @@ class Simulation:
             self.marks.sometimes("a tray came back")
         self.agents[tray] = Agent(self, tray, self.job.slots)
         self.agents[tray].join()
-        self.look_at_eras()
-        self.stir()
+        self.check_generations()
+        self.wake_conductor()
 
     def born(self, process: SimulatedWorker) -> None:
         must(process.owner not in self.processes, "an incarnation twice")
         self.processes[process.owner] = process
-        self.stir()
+        self.wake_conductor()
 
     def _trays(self) -> list[TrayId]:
         return [*(TrayId(f"tray-{number}") for number in range(self.job.trays)), *self.provider.trays()]
@@ -312,7 +312,7 @@ class Simulation:
         if process.passed > self._newest:
             self._newest = process.passed
             self.coordinator.measured(process.passed)
-            self.stir()
+            self.wake_conductor()
 
     def poisoned(self, process: SimulatedWorker) -> bool:
         """End the process if it computes a unit with a poisoned sample. Returns whether it has ended."""
@@ -327,12 +327,12 @@ class Simulation:
         self.points[point] = self.points.get(point, 0) + 1
         return self.injectors.crash(point, who)
 
-    def look_at_eras(self) -> None:
+    def check_generations(self) -> None:
         for generation in sorted(self.eras)[-3:]:
-            self.eras[generation].look()
+            self.eras[generation].check()
 
     # -- the plan of faults
-    def stir(self) -> None:
+    def wake_conductor(self) -> None:
         """Let the conductor look again, because there is something new to see."""
         if not self._stirred and self.conductor is not None:
             self._stirred = True

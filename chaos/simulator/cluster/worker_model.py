@@ -68,7 +68,7 @@ class SimulatedWorker:
         """The generation in which it entered the unit after its history and has not seen the gate pass; None
         otherwise."""
         self.entered_world = 0
-        self.layout, self.torn, self.finished = 0, False, False
+        self.layout, self.rollback_incomplete, self.finished = 0, False, False
         self.resumed = Generation(0)
         self.plan: GenerationPlan | None = None
         self.between_units = False
@@ -155,9 +155,9 @@ class SimulatedWorker:
         backlog, self._backlog = self._backlog, deque()
         for do, args in backlog:
             self.do(do, *args)
-        self.sim.look_at_eras()
+        self.sim.check_generations()
 
-    def told(self, command: object) -> None:
+    def receive(self, command: object) -> None:
         self.sim.engine.after(1e-5, self.do, self._obey, command)
 
     def say(self, kind: Callable[..., Event], **fields: object) -> None:
@@ -229,7 +229,7 @@ class SimulatedWorker:
         )
         self.dies()
         self.agent.do(self.agent.see_exit, self)
-        self.sim.stir()
+        self.sim.wake_conductor()
 
     def dies(self) -> None:
         """End the process without a report."""
@@ -353,7 +353,7 @@ class SimulatedWorker:
         self.say(WorkerPaused, generation=Generation(self.generation))
 
     # -- recovery
-    def feels_broken(self) -> None:
+    def collective_fails(self) -> None:
         """A collective of its generation fails; after a while without a reason from elsewhere, the worker
         reports it."""
         if self.alive and self.state == "running" and self._felt != self.generation:
@@ -378,7 +378,7 @@ class SimulatedWorker:
                 late_s = most_s * draw.random() if self.sim.buggify("worker: parks late") else 0.0
                 self.later(costs.of(costs.park_s, draw) + late_s, self._park, command.generation)
             case ResumeGeneration():
-                self._take(command.plan)
+                self._take_plan(command.plan)
             case PauseWorkers():
                 self._told_to_pause = int(command.generation)
             case DealShards():
@@ -409,7 +409,7 @@ class SimulatedWorker:
             good=None if self.comparing.good is None else Position(self.comparing.good),
         )
 
-    def _take(self, plan: GenerationPlan) -> None:
+    def _take_plan(self, plan: GenerationPlan) -> None:
         """Take up a plan. From here on, a fresh member has no state to lose."""
         if self.state in ("starting", "running"):
             return  # the plan is of the world that it is started in
@@ -429,7 +429,7 @@ class SimulatedWorker:
         if me.fresh or plan.reshard is not None:
             self.history = None
         self.finished = False
-        self.torn = self.stateful and (self.torn or plan.rollback is not None)
+        self.rollback_incomplete = self.stateful and (self.rollback_incomplete or plan.rollback is not None)
         if me.fresh or plan.reshard is not None or plan.rollback is not None:
             self.sealing.break_off()
         if not self.sim.crashes("worker: planned", self):
@@ -523,7 +523,7 @@ class SimulatedWorker:
             self.comparing.filled += 1
         self.history, self.layout = found, int(plan.layout)
         self.sim.truth.trusts(found, self)
-        self.entered_in, self.torn, self.state = None, False, "running"
+        self.entered_in, self.rollback_incomplete, self.state = None, False, "running"
         if plan.reshard is not None:
             self.sealing.now(besides=int(snapshot_id(plan.reshard.layout, Step(plan.committed.step))))
         elif plan.rollback is not None:

@@ -332,7 +332,7 @@ class Run:
                     remedy="call it once in every turn of `for step in run.steps(n)`.",
                 )
             self._units.body_over()
-            self._places.look()
+            self._places.run_callbacks()
             self._run_phases(number, total, after=0)
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)

@@ -31,7 +31,7 @@ def test_a_rank_stands_where_the_script_calls_what_takes_long() -> None:
         wait()
 
     place = seen_from_another_thread(evaluate)
-    assert place.startswith("tests/worker/test_place.py:")
+    assert place.startswith("tests/worker/test_main_thread_line.py:")
     assert " in look, in threading." in place
 
 
@@ -48,5 +48,5 @@ def test_in_a_library_that_calls_the_script_back_it_is_the_innermost_line_of_the
 
     found: list[str] = []
     Held.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
-    assert found[0].startswith("tests/worker/test_place.py:")
+    assert found[0].startswith("tests/worker/test_main_thread_line.py:")
     assert found[0].partition(" in ")[2].startswith("backward")

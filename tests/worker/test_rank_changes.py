@@ -36,7 +36,7 @@ def test_who_was_told_that_it_is_not_main_and_takes_rank_0_is_told_where(
     assert not capfd.readouterr().err
     asked.goes_on(0)
     said = capfd.readouterr().err
-    assert "test_places.py:" in said
+    assert "test_rank_changes.py:" in said
     assert "this process has taken rank 0, and run.is_main was False" in said
 
 

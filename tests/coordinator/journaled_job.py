@@ -16,7 +16,7 @@ from tests.coordinator.fakes import Onlooker
 from tests.core.core_told import Told
 
 
-class Kept(Told):
+class JournaledJob(Told):
     """Time is ``now``, in milliseconds. Timers fire when the test says so: it never awaits."""
 
     def __init__(self, config: JobConfig, journal: Journal) -> None:
@@ -43,7 +43,7 @@ class Kept(Told):
 class _Asked:
     """The core, as the driver asks it."""
 
-    def __init__(self, told: Kept) -> None:
+    def __init__(self, told: JournaledJob) -> None:
         self._told = told
         self._core: ControlPlane = told.core
 
