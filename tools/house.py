@@ -32,6 +32,7 @@ PACKAGES = (
     "ctl",
     "launch",
     "link",
+    "pages",
     "protocol",
     "topology",
     "worker",
