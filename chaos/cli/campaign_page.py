@@ -43,7 +43,8 @@ def write_overview(tally: Path, path: Path) -> list[Line]:
             wrong_count=len(wrong),
             false_count=sum(line.holds is False for line in wrong),
             families=_families(lines),
-            cells=[(line.holds, _hint(line)) for line in lines[:CELLS]],
+            shown=lines[:CELLS],
+            NAMES=NAMES,
             command=shlex.join(command),
             duration=duration,
             kept=lambda line: _kept_page(tally, line),
@@ -69,16 +70,6 @@ def tally_line(lines: Sequence[Line]) -> str:
     counts = Counter(line.holds for line in lines)
     told = ", ".join(f"{counts[holds]} {NAMES[holds]}" for holds in (True, False, None) if counts[holds])
     return f"chaos: {len(lines)} runs, {sum(line.struck for line in lines)} faults: {told or 'none'}"
-
-
-def _hint(line: Line) -> str:
-    told = [
-        f"seed {line.seed}: {NAMES[line.holds]}",
-        f"{line.label}, {', '.join(dict.fromkeys(line.faults))}",
-        line.layout,
-    ]
-    told += [f"{name}: {why[:200]}" for name, why in line.wrong.items()] or [line.because[:200]]
-    return "\n".join(filter(None, told))
 
 
 def _kept_page(tally: Path, line: Line) -> str:

@@ -6,7 +6,6 @@ import shlex
 from itertools import groupby
 from pathlib import Path
 
-from rackrun.chaos.evidence.summary import Summary
 from rackrun.chaos.report.analysis.report_data import Material
 from rackrun.chaos.report.plots import GOODPUT, plots_of
 from rackrun.chaos.report.run_text import NAMES, duration, next_steps, sentence, story
@@ -32,7 +31,7 @@ def write_page(material: Material, path: Path) -> None:
         why=_parts_of(summary.diagnosis),
         stories=[(one.number, story(one)) for one in sorted(told, key=lambda one: one.number)],
         plots=plots_of(material),
-        goodput_rows=_goodput_rows(summary),
+        GOODPUT=GOODPUT,
         command=shlex.join(["rackctl", "chaos", "run", str(resolved), "--", *summary.command]),
         resolved=_text_of(resolved),
         recoveries=summary.recoveries[: STORIES * 4],
@@ -46,19 +45,6 @@ def _parts_of(diagnosis: str) -> list[tuple[bool, list[str]]]:
     """Return its paragraphs and, with True, its lists of facts: the indented lines."""
     parts = groupby(diagnosis.splitlines(), key=lambda line: line.startswith(" "))
     return [(facts, [line.strip() for line in lines]) for facts, lines in parts]
-
-
-def _goodput_rows(summary: Summary) -> list[tuple[str, str, str, str]]:
-    mine, theirs = summary.goodput, summary.reference_goodput
-    if mine is None:
-        return []
-    rows = []
-    for name, field in (*((name, field) for name, field, _ in GOODPUT), ("wall", "wall_s")):
-        seconds = getattr(mine, field)
-        share = f"{seconds / mine.wall_s:.1%}" if mine.wall_s else ""
-        rows.append((name, duration(seconds), share, duration(getattr(theirs, field, None))))
-    without = "–" if theirs is None else f"{theirs.ettr_since_first_step:.1%}"
-    return [*rows, ("goodput since the first generation", f"{mine.ettr_since_first_step:.1%}", "", without)]
 
 
 def _text_of(plan: Path) -> str:

@@ -6,7 +6,7 @@ Where there are too many values they are thinned, and each plot says how.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rackrun.chaos.evidence.history import Placed
@@ -16,9 +16,8 @@ from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline
 from rackrun.chaos.report.analysis.recovery_chains import Chain, stages_of
 from rackrun.chaos.report.analysis.report_data import Material
 from rackrun.chaos.report.analysis.slot_occupancy import seats_of
-from rackrun.chaos.report.run_text import duration
 from rackrun.coordinator.report.run_report import Goodput
-from rackrun.pages.plots import Bar, Chart, Curve, Part, Span
+from rackrun.pages.plots import Bar, Chart, Curve, Span
 
 __all__ = ["GOODPUT", "Losses", "Plots", "Waterfall", "losses", "plots_of"]
 
@@ -68,10 +67,16 @@ class Waterfall(NamedTuple):
 class Slot(NamedTuple):
     """A slot on the map of racks."""
 
-    text: str
-    kinds: str
-    """Classes of ``page.css``."""
-    hint: str
+    name: str
+    first: int | None
+    """The rank there at the start."""
+    last: int | None
+    """The rank there at the end."""
+    strikes: list[int]
+    took: list[str]
+    """Whom it took over, and from where: ``rank 1 from tray-00/1``."""
+    used: bool
+    """Whether a worker was ever there."""
 
 
 class Plots(NamedTuple):
@@ -185,39 +190,25 @@ def _commits(job: JournalTimeline | None) -> list[tuple[float, float, float, flo
 
 def waterfall(job: JournalTimeline | None, chains: Sequence[Chain]) -> Waterfall:
     """Return a bar for each strike that needed a recovery; where there are more than `BARS`, the longest ones."""
-    bars = list(_recoveries(job, chains)) if job is not None else []
-    shown = sorted(bars, key=lambda bar: -bar.size)[:BARS] if len(bars) > BARS else bars
-    occur = {key for bar in shown for key in bar.legend()}
-    return Waterfall(shown, sorted(occur, key=lambda key: STAGES.index(key[0])), len(bars), len(chains))
-
-
-def _recoveries(job: JournalTimeline, chains: Sequence[Chain]) -> Iterator[Bar]:
+    bars = []
     for chain in chains:
-        if stages := stages_of(chain, job):
-            rungs = chain.recovery.rungs if chain.recovery is not None else ()
+        stages = stages_of(chain, job) if job is not None else []
+        if parts := [(one.name, one.name, round(one.to_s - one.from_s, 5)) for one in stages]:
             name = f"#{chain.strike.strike} {chain.fault} of {', '.join(chain.strike.whom)}"
-            total = duration(stages[-1].to_s - stages[0].from_s)
-            parts = [
-                Part(one.name, one.name, seconds, f"{one.name}: {duration(seconds)}\nof {total}")
-                for one in stages
-                for seconds in [round(one.to_s - one.from_s, 5)]
-            ]
-            yield Bar(f"{name} → {rungs[-1]}" if rungs else name, parts, total)
+            rungs = chain.recovery.rungs if chain.recovery is not None else ()
+            bars.append(Bar(f"{name} → {rungs[-1]}" if rungs else name, parts))
+    shown = sorted(bars, key=lambda bar: -sum(part[2] for part in bar.parts))[:BARS] if len(bars) > BARS else bars
+    occur = {part[:2] for bar in shown for part in bar.parts}
+    return Waterfall(shown, sorted(occur, key=lambda key: STAGES.index(key[0])), len(bars), len(chains))
 
 
 def goodput(faulted: Goodput | None, reference: Goodput | None) -> list[Bar]:
     """Return a bar for each run that has reported a step: its seconds by what they were spent on."""
-    bars = []
-    for label, of in (("with faults", faulted), ("without", reference)):
-        if of is not None:
-            spent = [(name, getattr(of, field), colour) for name, field, colour in GOODPUT]
-            total = sum(seconds for _, seconds, _ in spent)
-            parts = [
-                Part(name, colour, seconds, f"{name}: {duration(seconds)}, {seconds / (total or 1):.1%}")
-                for name, seconds, colour in spent
-            ]
-            bars.append(Bar(label, parts, duration(total)))
-    return bars
+    return [
+        Bar(label, [(name, colour, getattr(of, field)) for name, field, colour in GOODPUT])
+        for label, of in (("with faults", faulted), ("without", reference))
+        if of is not None
+    ]
 
 
 def rack_map(
@@ -242,31 +233,9 @@ def rack_map(
     racks: dict[str, dict[str, list[Slot]]] = {}
     for place in sorted(places, key=lambda one: (one.rack, one.tray, _index(one.slot))):
         slot = place.slot
-        rank, strikes, taken = last.get(slot), struck.get(slot, []), took.get(slot, [])
-        kinds = {
-            ("spare" if slot in used else "empty"): rank is None,
-            "struck": bool(strikes),
-            "took": bool(taken) and rank is not None,
-        }
-        lines = [
-            slot,
-            f"rank {first[slot]} at the start" if slot in first else "waited at the start",
-            "no rank at the end" if rank is None else f"rank {rank} at the end",
-            *_struck(strikes),
-            *(f"took over {one}" for one in taken[-5:]),
-        ]
-        text = ("spare" if rank is None else f"{rank}") + " ✗" * bool(strikes)
-        shown = Slot(text, " ".join(kind for kind, so in kinds.items() if so), "\n".join(lines))
+        shown = Slot(slot, first.get(slot), last.get(slot), struck.get(slot, []), took.get(slot, []), slot in used)
         racks.setdefault(place.rack, {}).setdefault(place.tray, []).append(shown)
     return racks
-
-
-def _struck(strikes: Sequence[int]) -> list[str]:
-    if not strikes:
-        return []
-    times = "once" if len(strikes) == 1 else f"{len(strikes)} times"
-    numbers = [*map(str, strikes[:20]), *(["…"] if len(strikes) > 20 else [])]
-    return [f"struck {times}: strike {', '.join(numbers)}"]
 
 
 def _index(slot: str) -> int:

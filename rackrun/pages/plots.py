@@ -13,7 +13,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-__all__ = ["Bar", "Chart", "Curve", "Part", "Span"]
+__all__ = ["Bar", "Chart", "Curve", "Span"]
 
 HINTS = 1_000
 """The most places of a chart that say their values: more than a screen has columns."""
@@ -112,40 +112,12 @@ class Chart:
         return 10 * self.across((row[0] + row[1]) / 2)
 
 
-class Part(NamedTuple):
-    """One part of a bar."""
-
-    name: str
-    colour: str
-    """The name of a colour in ``page.css``, without ``--``."""
-    size: float
-    hint: str
-
-
 class Bar(NamedTuple):
     """A bar made of parts, one after the other."""
 
     label: str
-    parts: Sequence[Part]
-    total: str
-    """The sum, as it is written behind the bar."""
-
-    def legend(self) -> list[tuple[str, str]]:
-        """Return the name of each part with the name of its colour."""
-        return [(part.name, part.colour) for part in self.parts]
-
-    @property
-    def size(self) -> float:
-        """The sum of the parts."""
-        return sum(part.size for part in self.parts)
-
-    def placed(self, longest: float) -> Iterator[tuple[Part, float, float]]:
-        """Return each part with its place and its width, in percent of the longest bar."""
-        at = 0.0
-        for part in self.parts:
-            width = 100 * part.size / (longest or 1)
-            yield part, round(at, 2), round(width, 2)
-            at += width
+    parts: Sequence[tuple[str, str, float]]
+    """Name, colour as in `Curve`, and size."""
 
 
 def _ticks(low: float, high: float, about: float) -> list[float]:

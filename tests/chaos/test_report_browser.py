@@ -86,7 +86,7 @@ def test_a_hint_says_what_is_under_the_pointer(browser: Browser, tmp_path: Path)
     said = browser.run(f"{under}('[data-plot=losses] svg svg')")
     assert said.startswith(("step 9\n", "step 10\n"))
     assert "without faults: " in said
-    assert browser.run(f"{under}('[data-plot=waterfall] rect')").startswith("detect: 3 ms\nof ")
+    assert browser.run(f"{under}('[data-plot=waterfall] rect')").startswith("detect: 3 ms of 0.35 s, ")
     slot = browser.run("document.querySelector('[data-plot=map] .slot').title")
     assert slot.startswith("tray-00/0\nrank 0 at the start\n")
 

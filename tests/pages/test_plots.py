@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
 import pytest
 
-from rackrun.pages.plots import HINTS, Bar, Chart, Curve, Part, Span
+from rackrun.pages.plots import HINTS, Bar, Chart, Curve, Span
+from rackrun.pages.templates import render
 
 
 def chart(*curves: Curve, x: tuple[float, float] = (0, 10), y: tuple[float, float] = (0, 4)) -> Chart:
@@ -56,8 +60,16 @@ def test_hints_cover_the_chart_and_say_the_values_there() -> None:
     assert list(chart(Curve("none", "faulted", 1, [])).hints()) == []
 
 
-def test_the_parts_of_a_bar_follow_each_other() -> None:
-    bar = Bar("a bar", [Part("one", "detect", 1.0, ""), Part("two", "break", 3.0, "")], "4 s")
-    assert bar.size == 4.0
-    assert [(part.name, at, width) for part, at, width in bar.placed(8.0)] == [("one", 0, 12.5), ("two", 12.5, 37.5)]
-    assert [width for _, _, width in Bar("empty", [Part("none", "detect", 0.0, "")], "0 s").placed(0.0)] == [0]
+def test_the_parts_of_a_bar_follow_each_other_and_the_longest_bar_fills_the_plot(tmp_path: Path) -> None:
+    template = tmp_path / "bars.html.j2"
+    template.write_text('{% from "plots.html.j2" import bars %}{{ bars(shown, "times", "{:g} s".format) }}')
+    short = Bar("short", [("one", "detect", 1.0), ("two", "break", 3.0)])
+    shown = [short, Bar("long", [("one", "detect", 8.0)]), Bar("empty", [("one", "detect", 0.0)])]
+    svgs = list(ET.fromstring(render(template, shown=shown)).iter("svg"))
+    places = [
+        [[float(one.attrib[name].rstrip("%")) for name in ("x", "width")] for one in svg.iter("rect")] for svg in svgs
+    ]
+    assert places == [[[0, 12.5], [12.5, 37.5]], [[0, 100]], [[0, 0]]]
+    assert [title.text for title in svgs[0].iter("title")] == ["one: 1 s of 4 s, 25.0%", "two: 3 s of 4 s, 75.0%"]
+    assert [text.text for svg in svgs for text in svg.iter("text")] == ["4 s", "8 s", "0 s"]
+    assert ET.fromstring(render(template, shown=shown[2:])) is not None

@@ -29,7 +29,7 @@ def test_every_value_is_escaped_in_text_and_in_attributes(tmp_path: Path) -> Non
     evil = "</title><script>1</script>\"'&<b>"
     parts = (
         "{{ banner(true, text, text, text) }}{{ list([text]) }}{{ table([text], [[text]], [0]) }}"
-        "{% call figure(text, text, text, text) %}{{ squares([(none, text)]) }}{% endcall %}"
+        "{% call figure(text, text, text, text) %}{% call(one) squares([{'holds': none}]) %}{{ text }}{% endcall %}{% endcall %}"
     )
     root = ET.fromstring(render(template(tmp_path, page(parts)), text=evil))
     assert "script" not in {one.tag for one in root.iter()}

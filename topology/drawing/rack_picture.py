@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +19,6 @@ __all__ = ["Cell", "Look", "Meaning", "letters_of", "svg", "terminal"]
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _SVG_COLOURS = ("#0e7490", "#15803d", "#a21caf", "#b45309", "#1d4ed8", "#be123c")
-_WIDE, _LEFT, _GAP = 46, 96, 24
-"""Pixels of the SVG: width of a cell, of the trays' names, and between racks."""
 _TEMPLATE = Path(__file__).with_name("rack_picture.svg.j2")
 _TRAYS = 18
 """How many hosts take the space of one rack."""
@@ -112,20 +109,13 @@ def svg(
     legend.append("   ".join(f"{text}: {meaning}" for text, meaning, _ in meanings))
     if len(topology.racks) > racks_max:
         legend.append(f"and {len(topology.racks) - racks_max} racks more")
-    widths = [_LEFT + max(len(tray.gpus) for tray in rack.trays) * (_WIDE + 4) + _GAP for rack in shown]
-    *lefts, right = accumulate(widths, initial=_GAP)
     return render(
         _TEMPLATE,
-        racks=list(zip(lefts, shown, strict=True)),
-        right=right,
-        rows=max((len(rack.trays) for rack in shown), default=0),
+        racks=shown,
         legend=[*legend, *lines],
         cells=cells,
         looks=looks,
         colour=lambda letters: _colour(letters, _SVG_COLOURS),
-        wide=_WIDE,
-        names=_LEFT,
-        gap=_GAP,
     )
 
 
