@@ -2,7 +2,7 @@
 
 ::
 
-    errors <- protocol <- topology, checkpoint <- core <- link <- coordinator, agent, worker <- launch <- launcher, ctl
+    errors <- protocol, pages <- topology, checkpoint <- core <- link <- coordinator, agent, worker <- launch <- launcher, ctl
 
 `rackrun.chaos` may import all of it, and nothing imports `rackrun.chaos`. Inside each of these the rooms, the folders with modules, stand on
 floors: a room may import from the floors below it. Imports inside functions and under ``TYPE_CHECKING`` count as well: a type that points
@@ -29,6 +29,7 @@ HEIGHT = {
     "rackrun.errors": 0,
     "rackrun.version": 0,
     "rackrun.protocol": 1,
+    "rackrun.pages": 1,
     "rackrun.topology": 2,
     "rackrun.checkpoint": 2,
     "rackrun.core": 3,

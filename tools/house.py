@@ -34,6 +34,7 @@ PACKAGES = (
     "ctl",
     "launch",
     "link",
+    "pages",
     "protocol",
     "topology",
     "worker",

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "rooms.md"
 PACKAGES = (
     "protocol",
+    "pages",
     "core",
     "topology",
     "checkpoint",

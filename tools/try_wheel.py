@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 JOB = ("--nproc-per-node", "3", "--spares", "1", "small.py", "ddp", "fast", "16", "{out}")
 """Two ranks and a spare. ``{out}``: the folder of the run, by which the script waits for the fault."""
-_DATA = (".c", ".css", ".js", ".typed")
+_DATA = (".c", ".css", ".j2", ".typed")
 _LIMIT_S = 300
 
 _IMPORT_ALL = """

@@ -6,7 +6,7 @@
 `analysis.recovery_chains`      strike -> noticed -> decided -> planned -> resumed -> first step afterwards
 `analysis.report_data`          everything that a report is made of
 `analysis.downsample`           less of everything of which there is too much
-`plots`                         the values in the plots
+`plots`                         what the plots show
 `chrome_trace`                  trace.json, for Perfetto
 `html_page`                     report.html
 `run_text`                      one line, and Markdown

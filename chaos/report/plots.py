@@ -1,153 +1,220 @@
-"""Compute the values in a report's plots, as plain values for its page.
+"""Compute what a report's plots show, for the template of its page.
 
-Where there are too many values they are thinned, and each figure says how.
+Where there are too many values they are thinned, and each plot says how.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 from rackrun.chaos.evidence.history import Placed
 from rackrun.chaos.evidence.run_evidence import gate_of
-from rackrun.chaos.report.analysis.downsample import envelope, every_nth
+from rackrun.chaos.report.analysis.downsample import Envelope, envelope, every_nth
 from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline
 from rackrun.chaos.report.analysis.recovery_chains import Chain, stages_of
 from rackrun.chaos.report.analysis.report_data import Material
 from rackrun.chaos.report.analysis.slot_occupancy import seats_of
 from rackrun.coordinator.report.run_report import Goodput
+from rackrun.pages.plots import Bar, Chart, Curve, Span
 
-__all__ = ["figures_of"]
+__all__ = ["GOODPUT", "Losses", "Plots", "Waterfall", "losses", "plots_of"]
 
 POINTS = 1_000
 """The most points of a curve: more than a screen has columns."""
 BARS = 16
 DIFFERENCES = 200
-
-Figure = dict[str, Any]
-
-
-def figures_of(material: Material) -> Figure:
-    """Return the name of each plot -> its values."""
-    return {
-        "losses": losses(material.job, material.reference, material.chains),
-        "progress": progress(material.job, material.reference, material.chains),
-        "waterfall": waterfall(material.job, material.chains),
-        "goodput": goodput(material.summary.goodput, material.summary.reference_goodput),
-        "map": rack_map([one for one in material.history if isinstance(one, Placed)], material.job, material.chains),
-    }
+GOODPUT = (
+    ("steps", "productive_s", "restore"),
+    ("start-up", "startup_s", "resume"),
+    ("recovery", "recovery_s", "fault"),
+    ("done again", "redone_s", "detect"),
+    ("other", "other_s", "break"),
+)
+"""What the time of a run is spent on: name, field of `Goodput`, colour. They add up to the wall time."""
+STAGES = ("detect", "break", "decide", "regroup", "restore", "resume", "rework")
+"""The stages of a recovery, each with the colour of its name."""
+_SPANS = "a strike, up to the first step afterwards"
 
 
-def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
-    """Return the losses of the steps, without phases.
+class Losses(NamedTuple):
+    """The losses of both runs. They are compared by bits, step by step, before anything is thinned."""
 
-    ``curves``: [first step, last step, smallest, largest]. The difference is judged by bits, step by step, before
-    anything is thinned.
-    """
-    mine = job.losses() if job is not None else {}
-    theirs = reference.losses() if reference is not None else {}
+    chart: Chart | None
+    """None: no step was committed."""
+    compared: int
+    differ: int
+    differing: list[tuple[int, float | None, float | None]]
+    """The first steps that differ, each with its loss without faults and with them; None: not a finite number."""
+    missing: int
+    """How many steps of the other run this one has not."""
+    reference: bool
+    each: int
+    """How many steps a point of the chart stands for."""
+
+
+class Waterfall(NamedTuple):
+    """The recoveries, or the longest of them."""
+
+    bars: list[Bar]
+    legend: list[tuple[str, str]]
+    """The stages that occur, each with the name of its colour."""
+    all: int
+    strikes: int
+
+
+class Slot(NamedTuple):
+    """A slot on the map of racks."""
+
+    name: str
+    first: int | None
+    """The rank there at the start."""
+    last: int | None
+    """The rank there at the end."""
+    strikes: list[int]
+    took: list[str]
+    """Whom it took over, and from where: ``rank 1 from tray-00/1``."""
+    used: bool
+    """Whether a worker was ever there."""
+
+
+class Plots(NamedTuple):
+    """What all plots of a page show."""
+
+    losses: Losses
+    progress: Chart | None
+    waterfall: Waterfall
+    goodput: list[Bar]
+    racks: dict[str, dict[str, list[Slot]]]
+
+
+def plots_of(material: Material) -> Plots:
+    """Return what the plots of a run show."""
+    job, reference, chains = material.job, material.reference, material.chains
+    return Plots(
+        losses(job, reference, chains),
+        progress(job, reference, chains),
+        waterfall(job, chains),
+        goodput(material.summary.goodput, material.summary.reference_goodput),
+        rack_map([one for one in material.history if isinstance(one, Placed)], job, chains),
+    )
+
+
+def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> Losses:
+    """Return the losses of the steps, without phases."""
+    mine, theirs = (of.losses() if of is not None else {} for of in (job, reference))
     steps = sorted(step for step, phase in mine.keys() | theirs.keys() if not phase)
-    differing = [
-        [step, _loss(theirs.get((step, 0))), _loss(mine.get((step, 0)))]
-        for step in steps
-        if (step, 0) in mine and (step, 0) in theirs and mine[step, 0][:8] != theirs[step, 0][:8]
-    ]
-    return {
-        "curves": {"reference": _curve(theirs), "faulted": _curve(mine)},
-        "compared": sum((step, 0) in mine and (step, 0) in theirs for step in steps),
-        "differing": differing[:DIFFERENCES],
-        "differ": len(differing),
-        "missing": sum((step, 0) not in mine for step in steps),
-        "reference": reference is not None,
-        "faults": [
-            [
-                chain.step + 1,
-                chain.first_step if chain.first_step is not None else chain.step + 1,
-                chain.fault,
-                chain.strike.strike,
-            ]
+    both = [step for step in steps if (step, 0) in mine and (step, 0) in theirs]
+    differing = [step for step in both if mine[step, 0][:8] != theirs[step, 0][:8]]
+    curves = [Curve("with faults", "faulted", 1.5, _curve(mine))]
+    if reference is not None:
+        curves.insert(0, Curve("without faults", "reference", 5, _curve(theirs)))
+    chart = None
+    if values := [value for curve in curves for row in curve.rows for value in row[2:]]:
+        low, high = min(values), max(values)
+        pad = (high - low) * 0.04 or abs(high) * 0.04 or 1
+        widen = min(0.5, (steps[-1] - steps[0]) / 400)
+        spans = [
+            Span(first - widen, last + widen, _strike(chain))
             for chain in chains
-        ],
-        "steps": [steps[0], steps[-1]] if steps else [0, 0],
-        "each": max(1, -(-len(steps) // POINTS)),
-    }
+            for first in [chain.step + 1]
+            for last in [first if chain.first_step is None else chain.first_step]
+        ]
+        chart = Chart(
+            label="loss of each step in both runs",
+            unit="step",
+            height=226,
+            x=(steps[0], max(steps[-1], steps[0] + 1)),
+            y=(low - pad, high + pad),
+            x_text="step {:.0f}",
+            curves=curves,
+            spans=spans,
+            spans_label=_SPANS,
+        )
+    return Losses(
+        chart,
+        compared=len(both),
+        differ=len(differing),
+        differing=[(step, _loss(theirs[step, 0]), _loss(mine[step, 0])) for step in differing[:DIFFERENCES]],
+        missing=sum((step, 0) not in mine for step in steps),
+        reference=reference is not None,
+        each=max(1, -(-len(steps) // POINTS)),
+    )
 
 
-def _loss(gate: bytes | None) -> float | None:
+def _loss(gate: bytes) -> float | None:
     value = gate_of(gate).loss if gate else math.nan
     return value if math.isfinite(value) else None
 
 
-def _curve(gates: dict[tuple[int, int], bytes]) -> list[list[float]]:
+def _curve(gates: dict[tuple[int, int], bytes]) -> list[Envelope]:
     points = [
         (step, loss) for (step, phase), gate in sorted(gates.items()) if not phase and (loss := _loss(gate)) is not None
     ]
-    return [[one.first, one.last, _digits(one.low), _digits(one.high)] for one in envelope(points, POINTS)]
+    return envelope(points, POINTS)
 
 
-def progress(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
-    """Return [seconds, step] for each commit of a step, in both runs; a rollback goes down."""
-    return {
-        "curves": {"reference": _commits(reference), "faulted": _commits(job)},
-        "faults": [[round(c.at_s, 3), round(c.until_s, 3), c.fault, c.strike.strike] for c in chains],
-    }
+def _strike(chain: Chain) -> str:
+    return f"strike {chain.strike.strike}: {chain.fault}"
 
 
-def _commits(job: JournalTimeline | None) -> list[list[float]]:
-    if job is None:
-        return []
-    rows = sorted((unit.at_s, unit.step) for unit in job.units if not unit.phase)
-    return [[round(at_s, 3), step] for at_s, step in every_nth(rows, POINTS)]
+def progress(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> Chart | None:
+    """Return the commits of steps over time in both runs; a rollback goes down. None: no step was committed."""
+    curves = [
+        Curve("without faults", "reference", 4, _commits(reference)),
+        Curve("with faults", "faulted", 1.5, _commits(job)),
+    ]
+    rows = [row for curve in curves for row in curve.rows]
+    if not rows:
+        return None
+    first, end = min(row[0] for row in rows), max(row[0] for row in rows)
+    return Chart(
+        label="committed steps over time in both runs",
+        unit="seconds since the start",
+        height=166,
+        x=(max(0.0, first - 0.05 * (end - first)), end),
+        y=(0, max(1.0, *(row[2] for row in rows))),
+        x_text="{:.2f} s",
+        y_text="step {:.0f}",
+        curves=curves,
+        spans=[Span(chain.at_s, chain.until_s, _strike(chain)) for chain in chains],
+        spans_label=_SPANS,
+    )
 
 
-def waterfall(job: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
+def _commits(job: JournalTimeline | None) -> list[tuple[float, float, float, float]]:
+    rows = sorted((unit.at_s, unit.step) for unit in job.units if not unit.phase) if job is not None else []
+    return [(at_s, at_s, step, step) for at_s, step in every_nth(rows, POINTS)]
+
+
+def waterfall(job: JournalTimeline | None, chains: Sequence[Chain]) -> Waterfall:
     """Return a bar for each strike that needed a recovery; where there are more than `BARS`, the longest ones."""
-    bars: list[Figure] = []
+    bars = []
     for chain in chains:
         stages = stages_of(chain, job) if job is not None else []
-        if stages:
-            rung = chain.recovery.rungs[-1] if chain.recovery is not None and chain.recovery.rungs else ""
-            bars.append(
-                {
-                    "strike": chain.strike.strike,
-                    "name": f"{chain.fault} of {', '.join(chain.strike.whom)}",
-                    "rung": rung,
-                    "stages": [[stage.name, round(1e3 * (stage.to_s - stage.from_s), 2)] for stage in stages],
-                }
-            )
-    shown = sorted(bars, key=lambda bar: -sum(ms for _, ms in bar["stages"]))[:BARS]
-    if len(bars) <= BARS:
-        shown = bars
-    return {"bars": shown, "all": len(bars), "strikes": len(chains)}
+        if parts := [(one.name, one.name, round(one.to_s - one.from_s, 5)) for one in stages]:
+            name = f"#{chain.strike.strike} {chain.fault} of {', '.join(chain.strike.whom)}"
+            rungs = chain.recovery.rungs if chain.recovery is not None else ()
+            bars.append(Bar(f"{name} → {rungs[-1]}" if rungs else name, parts))
+    shown = sorted(bars, key=lambda bar: -sum(part[2] for part in bar.parts))[:BARS] if len(bars) > BARS else bars
+    occur = {part[:2] for bar in shown for part in bar.parts}
+    return Waterfall(shown, sorted(occur, key=lambda key: STAGES.index(key[0])), len(bars), len(chains))
 
 
-def goodput(faulted: Goodput | None, reference: Goodput | None) -> Figure:
-    """Return the seconds of both runs by what they were spent on. They add up to the wall time."""
-
-    def parts(of: Goodput | None) -> list[list[Any]]:
-        if of is None:
-            return []
-        named = (
-            ("steps", of.productive_s),
-            ("start-up", of.startup_s),
-            ("recovery", of.recovery_s),
-            ("done again", of.redone_s),
-            ("other", of.other_s),
-        )
-        return [[name, round(seconds, 3)] for name, seconds in named]
-
-    return {
-        "faulted": parts(faulted),
-        "reference": parts(reference),
-        "ettr": None if faulted is None else round(faulted.ettr_since_first_step, 5),
-        "reference_ettr": None if reference is None else round(reference.ettr_since_first_step, 5),
-    }
+def goodput(faulted: Goodput | None, reference: Goodput | None) -> list[Bar]:
+    """Return a bar for each run that has reported a step: its seconds by what they were spent on."""
+    return [
+        Bar(label, [(name, colour, getattr(of, field)) for name, field, colour in GOODPUT])
+        for label, of in (("with faults", faulted), ("without", reference))
+        if of is not None
+    ]
 
 
-def rack_map(places: Sequence[Placed], job: JournalTimeline | None, chains: Sequence[Chain]) -> Figure:
-    """Return the racks with their trays and slots: the ranks there at the start and at the end, strikes, and
-    takeovers."""
+def rack_map(
+    places: Sequence[Placed], job: JournalTimeline | None, chains: Sequence[Chain]
+) -> dict[str, dict[str, list[Slot]]]:
+    """Return rack -> tray -> slots: the ranks there at the start and at the end, strikes, and takeovers."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     if job is not None and job.plans:
@@ -163,32 +230,14 @@ def rack_map(places: Sequence[Placed], job: JournalTimeline | None, chains: Sequ
             if one.to and one.to != one.slot:
                 took.setdefault(str(one.to), []).append(f"rank {one.rank} from {one.slot}")
     used = {seat.slot for seat in seats_of(job)} if job is not None else set()
-    racks: dict[str, dict[str, dict[str, Any]]] = {}
+    racks: dict[str, dict[str, list[Slot]]] = {}
     for place in sorted(places, key=lambda one: (one.rack, one.tray, _index(one.slot))):
-        racks.setdefault(place.rack, {}).setdefault(place.tray, {})[place.slot] = None
-    for slots in (tray for rack in racks.values() for tray in rack.values()):
-        for slot in slots:
-            slots[slot] = {
-                "slot": slot,
-                "first": first.get(slot),
-                "last": last.get(slot),
-                "struck": struck.get(slot, [])[:20],
-                "strikes": len(struck.get(slot, [])),
-                "took": took.get(slot, [])[-5:],
-                "used": slot in used,
-            }
-    return {
-        "racks": [
-            {"rack": rack, "trays": [{"tray": tray, "slots": list(slots.values())} for tray, slots in trays.items()]}
-            for rack, trays in racks.items()
-        ]
-    }
+        slot = place.slot
+        shown = Slot(slot, first.get(slot), last.get(slot), struck.get(slot, []), took.get(slot, []), slot in used)
+        racks.setdefault(place.rack, {}).setdefault(place.tray, []).append(shown)
+    return racks
 
 
 def _index(slot: str) -> int:
     index = slot.rpartition("/")[2]
     return int(index) if index.isdigit() else 0
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.7g}")

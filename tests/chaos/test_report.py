@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,19 @@ from rackrun.protocol.ids import Generation
 from tests.chaos.recorded import RECOVERY_S, STEP_S, write_run
 from tests.chaos.test_report_chains import strike
 
+PLOTS = {"losses", "progress", "waterfall", "goodput", "map"}
 MADE = ("history.jsonl", "summary.json", "trace.json", "report.html", "report.md")
 
 
-def figures_in(page: Path) -> dict[str, object]:
-    found = re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found
-    values: dict[str, object] = json.loads(found.group(1))
-    return values
+def figures_in(page: Path) -> dict[str, ET.Element]:
+    """The plots of a page by their names. Raises `ET.ParseError` where the page is not well-formed."""
+    return {figure.attrib["data-plot"]: figure for figure in ET.fromstring(page.read_text()).iter("figure")}
+
+
+def words_of(element: ET.Element) -> str:
+    """What a reader sees, with what is in hints."""
+    hints = [one.attrib["title"] for one in element.iter() if "title" in one.attrib]
+    return " ".join(" ".join([*element.itertext(), *hints]).split())
 
 
 def test_summary_and_history_are_completed_from_the_journal(tmp_path: Path) -> None:
@@ -96,8 +101,10 @@ def test_without_its_reference_a_run_is_shown_alone(tmp_path: Path) -> None:
     shutil.rmtree(out / "reference")
     make_report(out)
     shown = figures_in(out / "report.html")["losses"]
-    assert isinstance(shown, dict)
-    assert (shown["reference"], shown["curves"]["reference"], shown["compared"]) == (False, [], 0)
+    said = words_of(shown)
+    assert "0 steps compared bit for bit, 0 differ. The run without faults is not there any more." in said
+    assert len([*shown.iter("polyline")]) == 1
+    assert "without faults:" not in said
 
 
 def test_of_a_job_that_left_no_journal_there_is_a_report_too(tmp_path: Path) -> None:
@@ -138,34 +145,67 @@ def test_a_report_that_cannot_be_made_does_not_change_the_verdict(tmp_path: Path
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     out = write_run(tmp_path / "out")
     make_report(out)
-    page = (out / "report.html").read_text()
-    assert not re.search(r"(src|href)=\"(?!data:|#)", page)
-    assert "url(" not in page
-    assert set(re.findall(r"https?://[^\s\"']+", page)) <= {"http://www.w3.org/2000/svg"}
-    assert set(re.findall(r'data-plot="(\w+)"', page)) == figures_in(out / "report.html").keys()
+    write_overview(write_tally(tmp_path / "tally.jsonl", line_of(1)), tmp_path / "tally.html")
+    for made, plots in ((out / "report.html", PLOTS), (tmp_path / "tally.html", {"seeds"})):
+        page = made.read_text()
+        assert not re.search(r"(src|href)=\"(?!data:|#)", page)
+        assert "url(" not in page
+        assert "@import" not in page
+        assert not re.search(r"https?://", page)
+        assert "<script" not in page
+        assert figures_in(made).keys() == plots
+        assert all(figure.attrib["data-drawn"] == "plot" for figure in figures_in(made).values())
+
+
+EVIL = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<b>"
+
+
+def with_evil_text(value: Any) -> Any:
+    """The same value with `EVIL` behind each text in it."""
+    if isinstance(value, dict):
+        return {key: with_evil_text(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [with_evil_text(one) for one in value]
+    return f"{value}{EVIL}" if isinstance(value, str) else value
+
+
+def is_only_text(page: Path) -> bool:
+    """Whether `EVIL` is in the page, and no element or attribute has come of it."""
+    root = ET.fromstring(page.read_text())
+    names = {one.tag for one in root.iter()} | {name for one in root.iter() for name in one.attrib}
+    return EVIL in words_of(root) and not names & {"script", "img", "b", "onerror"}
 
 
 def test_what_a_job_says_cannot_change_the_page(tmp_path: Path) -> None:
-    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
-    out = write_run(tmp_path / "out", holds=False, verdicts=[Verdict(oracle="losses", holds=False, because=evil)])
-    summary = msgspec.structs.replace(read_summary(out), plan=evil, because=evil, command=(evil,))
+    why = f"it differs.{EVIL}\n  a fact{EVIL}\nRemedy: none."
+    out = write_run(tmp_path / "out", holds=False, diagnosis=why)
+    summary = with_evil_text(msgspec.json.decode((out / "summary.json").read_bytes()))
     (out / "summary.json").write_bytes(msgspec.json.encode(summary))
-    text = (out / "history.jsonl").read_text().replace("rank 1", "rank 1</script><b>")
-    (out / "history.jsonl").write_text(text)
+    history = []
+    for line in (out / "history.jsonl").read_bytes().splitlines():
+        entry = msgspec.json.decode(line)
+        said = ("tray", "rack", "fault", "whom", "detail")
+        history.append(entry | with_evil_text({name: entry[name] for name in said if name in entry}))
+    (out / "history.jsonl").write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in history))
+    (out / "resolved.json").write_text(EVIL)
     make_report(out)
-    page = (out / "report.html").read_text()
-    assert "<img" not in page
-    assert "<b>" not in page
-    assert page.count("</script>") == 2
+    assert is_only_text(out / "report.html")
+    for figure in ("waterfall", "map"):
+        assert EVIL in words_of(figures_in(out / "report.html")[figure])
+    page = words_of(ET.fromstring((out / "report.html").read_text()))
+    for text in ("it differs.", "a fact", "Remedy: none.", "tray-00", "rack-0", "SIGKILL: gone", "ranks are killed"):
+        assert f"{text}{EVIL}" in page
 
 
 def test_one_wrong_bit_of_a_loss_is_never_thinned_away(tmp_path: Path) -> None:
     out = write_run(tmp_path / "out", ranks=1, steps=2 * POINTS, kills={}, wrong_step=1234)
     make_report(out)
     shown = figures_in(out / "report.html")["losses"]
-    assert isinstance(shown, dict)
-    assert (shown["each"], shown["compared"], shown["differ"]) == (2, 2 * POINTS, 1)
-    assert shown["differing"][0][0] == 1234
+    said = words_of(shown)
+    assert f"{2 * POINTS:,} steps compared bit for bit, 1 differ. First: step 1234: " in said
+    assert "Each point is 2 steps: their smallest and largest loss." in said
+    (mark,) = (one for one in shown.iter("line") if one.get("class") == "differs")
+    assert words_of(mark).startswith("step 1234: ")
 
 
 def test_a_curve_keeps_its_spikes() -> None:
@@ -232,7 +272,9 @@ def test_a_short_run_is_shown_step_by_step() -> None:
 def test_the_losses_of_a_large_run_are_small() -> None:
     job, chains = large(steps=30_000)
     shown = losses(job, job, chains)  # type: ignore[arg-type]
-    assert shown["compared"] == 30_000
+    assert shown.compared == 30_000
+    assert shown.chart is not None
+    assert all(len(curve.rows) <= POINTS for curve in shown.chart.curves)
     assert len(msgspec.json.encode(shown)) < 200_000
 
 
@@ -244,8 +286,8 @@ def test_only_the_longest_recoveries_are_drawn_and_all_are_counted(tmp_path: Pat
     out = write_run(tmp_path / "out", steps=5 * BARS, kills={4 * n + 2: n % 4 for n in range(BARS + 3)})
     make_report(out)
     shown = figures_in(out / "report.html")["waterfall"]
-    assert isinstance(shown, dict)
-    assert (len(shown["bars"]), shown["all"]) == (BARS, BARS + 3)
+    assert len([*shown.iter("svg")]) == BARS
+    assert f"The {BARS} longest of {BARS + 3}; all are in the table of strikes." in words_of(shown)
 
 
 # -- in words
@@ -352,7 +394,25 @@ def test_the_tally_of_a_campaign_is_one_page(tmp_path: Path) -> None:
     assert "ending: &lt;hung&gt;" in page
     assert page.index("ending: ") < page.index("strikes: late")
     assert "network" in page
-    assert len(figures_in(tmp_path / "tally.html")["seeds"]["cells"]) == 32  # type: ignore[index]
+    squares = [one for one in figures_in(tmp_path / "tally.html")["seeds"].iter("i") if "title" in one.attrib]
+    assert [one.attrib["class"] for one in squares] == ["holds"] * 30 + ["unknown", "fails"]
+    assert "seed 31: FALSE beyond, kill " in squares[31].attrib["title"]  # XML takes line breaks there for spaces
+
+
+def test_what_a_tally_says_cannot_change_the_page(tmp_path: Path) -> None:
+    evil = line_of(7, f"a{EVIL}", False, faults=(f"b{EVIL}",), layout=f"c{EVIL}", wrong={f"d{EVIL}": f"e{EVIL}"})
+    unknown = line_of(8, holds=None, because=f"f{EVIL}")
+    tally = write_tally(tmp_path / "a '<b>' & \"b\".jsonl", evil, unknown)
+    (kept := tmp_path / f"{tally.name}.runs" / "seed-000007").mkdir(parents=True)
+    (kept / "report.html").touch()
+    write_overview(tally, tmp_path / "tally.html")
+    assert is_only_text(tmp_path / "tally.html")
+    page = words_of(ET.fromstring((tmp_path / "tally.html").read_text()))
+    assert all(f"{letter}{EVIL}" in page for letter in "abcdef")
+    assert f"{tally.name}: 2 runs" in page
+    assert re.findall('href="(?!data:)(.*?)"', (tmp_path / "tally.html").read_text()) == [
+        "a%20%27%3Cb%3E%27%20%26%20%22b%22.jsonl.runs/seed-000007/report.html"
+    ]
 
 
 def test_a_run_that_was_kept_is_led_to(tmp_path: Path) -> None:

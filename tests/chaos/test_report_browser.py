@@ -22,10 +22,13 @@ pytestmark = [
 ]
 
 PLOTS = ("losses", "progress", "waterfall", "goodput", "map")
-DRAWN = "Object.fromEntries([...document.querySelectorAll('figure')].map(f => [f.dataset.plot, f.dataset.drawn || 'not at all']))"
+DRAWN = """Object.fromEntries([...document.querySelectorAll('figure')].map(f => {
+  const high = f.getBoundingClientRect().height - f.querySelector('figcaption').getBoundingClientRect().height;
+  return [f.dataset.plot, (high > 30) === (f.dataset.drawn === 'plot') ? f.dataset.drawn : `${f.dataset.drawn}, ${high} px`];
+}))"""
 COLOURS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('svg text.strong')).fill]"
 OUTSIDE = """[...document.querySelectorAll('svg text')].filter(one => {
-  const own = one.getBoundingClientRect(), of = one.ownerSVGElement.getBoundingClientRect();
+  const own = one.getBoundingClientRect(), of = one.closest('figure').getBoundingClientRect();
   return own.left < of.left - 1 || own.right > of.right + 1 || own.top < of.top - 1 || own.bottom > of.bottom + 1;
 }).map(one => one.textContent)"""
 
@@ -75,16 +78,17 @@ def test_it_is_light_or_dark_as_its_reader_likes(browser: Browser, tmp_path: Pat
 def test_a_hint_says_what_is_under_the_pointer(browser: Browser, tmp_path: Path) -> None:
     make_report(write_run(tmp_path / "out"))
     opened(browser, tmp_path / "out" / "report.html")
-    over = """(() => { const svg = document.querySelector('[data-plot=losses] svg'), area = svg.getBoundingClientRect();
-      svg.dispatchEvent(new PointerEvent('pointermove', {clientX: area.left + area.width / 2, clientY: area.top + 50, bubbles: true}));
-      return document.querySelector('[data-plot=losses] .hint').textContent; })()"""
-    said = browser.run(over)
-    assert said.startswith("step 9")
+    under = """(query => { const one = document.querySelector(query);
+      one.scrollIntoView({block: 'center'});
+      const area = one.getBoundingClientRect();
+      const hit = document.elementFromPoint(area.left + area.width / 2, area.top + area.height / 3);
+      return hit.querySelector('title').textContent; })"""
+    said = browser.run(f"{under}('[data-plot=losses] svg svg')")
+    assert said.startswith(("step 9\n", "step 10\n"))
     assert "without faults: " in said
-    bar = """(() => { const bar = document.querySelector('[data-plot=waterfall] rect');
-      bar.dispatchEvent(new PointerEvent('pointermove', {bubbles: true}));
-      return document.querySelector('[data-plot=waterfall] .hint').textContent; })()"""
-    assert browser.run(bar).startswith("detect: 3 ms")
+    assert browser.run(f"{under}('[data-plot=waterfall] rect')").startswith("detect: 3 ms of 0.35 s, ")
+    slot = browser.run("document.querySelector('[data-plot=map] .slot').title")
+    assert slot.startswith("tray-00/0\nrank 0 at the start\n")
 
 
 def test_a_failure_and_runs_of_which_little_is_left_are_shown_too(browser: Browser, tmp_path: Path) -> None:
@@ -114,5 +118,5 @@ def test_a_campaign_is_shown(browser: Browser, tmp_path: Path) -> None:
     write_overview(tally, tmp_path / "tally.html")
     for width in (1100, 390):
         assert opened(browser, tmp_path / "tally.html", width) == {"seeds": "plot"}
-        assert browser.run("document.querySelectorAll('figure rect').length") == 500
+        assert browser.run("document.querySelectorAll('.squares i').length") == 500
         assert browser.run("document.documentElement.scrollWidth") <= width

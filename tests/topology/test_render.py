@@ -85,6 +85,7 @@ def test_the_svg_is_well_formed_needs_nothing_else_and_has_every_cell() -> None:
 
 def test_names_are_escaped() -> None:
     rack = Rack(serial="<&>[red]", trays=(tray("[bold]", 0, 1),))
-    assert ET.fromstring(draw_svg(Topology.of([rack]))) is not None
+    root = ET.fromstring(draw_svg(Topology.of([rack])))
+    assert "rack <&>[red]" in [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "[bold]-0" in plain(Topology.of([rack]))
     assert "rack <&>[red]" in plain(Topology.of([rack]))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rackrun.pages.templates import render
 from rackrun.protocol.ids import SlotId
 from rackrun.topology.model.racks import CliqueId, Rack, Topology, Tray
 
@@ -18,7 +19,7 @@ __all__ = ["Cell", "Look", "Meaning", "letters_of", "svg", "terminal"]
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _SVG_COLOURS = ("#0e7490", "#15803d", "#a21caf", "#b45309", "#1d4ed8", "#be123c")
-_WIDE, _HIGH, _LEFT, _TOP, _GAP = 46, 18, 96, 40, 24
+_TEMPLATE = Path(__file__).with_name("rack_picture.svg.j2")
 _TRAYS = 18
 """How many hosts take the space of one rack."""
 
@@ -104,33 +105,18 @@ def svg(
 ) -> str:
     """Draw the racks as one self-contained SVG document. Each cell has a tooltip. ``lines``: text below the legend."""
     shown = topology.racks[:racks_max]
-    parts: list[str] = []
-    x = _GAP
-    high = 0
-    for rack in shown:
-        parts.append(_line(x, _TOP - 22, f"rack {rack.serial}" if rack.serial else "trays", "bold"))
-        for row, tray in enumerate(rack.trays):
-            y = _TOP + row * (_HIGH + 4)
-            parts.append(_line(x, y + 13, f"{tray.index:>2} {_short(tray.name)}", "normal"))
-            for column, gpu in enumerate(tray.gpus):
-                slot = SlotId(f"{tray.name}/{gpu.index}")
-                cell = cells[slot]
-                parts.append(_box(x + _LEFT + column * (_WIDE + 4), y, slot, cell, looks[cell.kind]))
-        x += _LEFT + max(len(tray.gpus) for tray in rack.trays) * (_WIDE + 4) + _GAP
-        high = max(high, len(rack.trays))
-    y = _TOP + high * (_HIGH + 4) + 16
     legend = [f"{letter}: clique {clique}" for clique, letter in _shown_letters(topology, shown)]
     legend.append("   ".join(f"{text}: {meaning}" for text, meaning, _ in meanings))
     if len(topology.racks) > racks_max:
         legend.append(f"and {len(topology.racks) - racks_max} racks more")
-    legend += lines
-    parts += [_line(_GAP, y + 16 * at, text, "normal") for at, text in enumerate(legend)]
-    x, y = max(x, 2 * _GAP + 7 * max(len(text) for text in legend)), y + 16 * len(legend)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{x}" height="{y}" viewBox="0 0 {x} {y}" '
-        'font-family="ui-monospace, monospace" font-size="11">'
+    return render(
+        _TEMPLATE,
+        racks=shown,
+        legend=[*legend, *lines],
+        cells=cells,
+        looks=looks,
+        colour=lambda letters: _colour(letters, _SVG_COLOURS),
     )
-    return "\n".join([head, f'<rect width="{x}" height="{y}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
 def letters_of(topology: Topology) -> dict[CliqueId, str]:
@@ -146,7 +132,6 @@ def letters_of(topology: Topology) -> dict[CliqueId, str]:
     return found
 
 
-# -- terminal
 def _table(rack: Rack, cells: Mapping[SlotId, Cell], looks: Mapping[str, Look], brief: bool, single: bool) -> Table:
     rows = _rows([rack], cells)
     letters = {cell.clique for row in rows for cell in row}
@@ -194,26 +179,6 @@ def _by_name(racks: Collection[Rack]) -> tuple[Tray, ...]:
 
 def _text(cell: Cell, look: Look) -> Text:
     return Text(cell.text, style=look.style.format(clique=_colour(cell.clique, _COLOURS)))
-
-
-# -- SVG
-def _box(x: int, y: int, slot: str, cell: Cell, look: Look) -> str:
-    colour = _colour(cell.clique, _SVG_COLOURS)
-    dashed = ' stroke-dasharray="3 2"' if look.dashed else ""
-    return (
-        f"<g><title>{escape(slot)}: {escape(cell.said or cell.text)}, clique {cell.clique}</title>"
-        f'<rect x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" rx="3" fill="{look.fill}" stroke="{colour}" '
-        f'stroke-width="1.5"{dashed}/>'
-        f'<text x="{x + _WIDE // 2}" y="{y + 13}" text-anchor="middle" fill="{look.ink}">{escape(cell.text.strip())}</text></g>'
-    )
-
-
-def _line(x: int, y: int, text: str, weight: str) -> str:
-    return f'<text x="{x}" y="{y}" font-weight="{weight}" fill="#111827" xml:space="preserve">{escape(text)}</text>'
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 11 else f"…{name[-10:]}"
 
 
 def _shown_letters(topology: Topology, racks: Collection[Rack]) -> list[tuple[CliqueId, str]]:
