@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.faults.data.step_clock import StepClock
     from rackrun.chaos.faults.fault_types import Subjects
     from rackrun.chaos.faults.hangs.delay_collective import DelayCollective
+    from rackrun.chaos.faults.hangs.freeze_tray import FreezeTray
     from rackrun.chaos.faults.hangs.hold_gil import HoldGil
     from rackrun.chaos.faults.hangs.pause_process import Pause
     from rackrun.chaos.faults.hangs.slow_down import Slow
@@ -71,6 +72,7 @@ __all__ = [
     "ExhaustDescriptors",
     "ExhaustMemory",
     "FlipBit",
+    "FreezeTray",
     "GpuFails",
     "HoldGil",
     "Kill",

@@ -51,6 +51,7 @@ __all__ = [
     "TrayDescribed",
     "TrayJoined",
     "TrayLost",
+    "TrayStoodStill",
     "WorkerBusy",
     "WorkerElastic",
     "WorkerEvent",
@@ -126,6 +127,19 @@ class TrayLost(_Event, frozen=True, kw_only=True):
     returns: bool = False
     """Whether the tray's launcher starts the agent again. The tray then joins again within seconds, with all slots
     empty."""
+
+
+class TrayStoodStill(_Event, frozen=True, kw_only=True):
+    """A tray's agent did not run for a while, without work of its own and without waiting for a processor.
+
+    As far as the agent can tell, all processes of the tray stood still with it: the host was suspended, migrated or
+    stalled by its hypervisor, or the processes were frozen. Not sent by an agent whose lease ended meanwhile: it is
+    refused, and ends.
+    """
+
+    tray: TrayId
+    for_ms: int
+    """How long it did not run, in milliseconds, including the time in which the host was suspended."""
 
 
 class DeviceJudged(_Event, frozen=True, kw_only=True):
@@ -601,6 +615,7 @@ JobEvent: TypeAlias = (
     TrayJoined
     | TrayDescribed
     | TrayLost
+    | TrayStoodStill
     | DeviceJudged
     | DeviceChecked
     | BreakerClosed

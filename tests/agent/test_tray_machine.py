@@ -23,7 +23,14 @@ from rackrun.protocol.commands import (
     StopJob,
     Worker,
 )
-from rackrun.protocol.events import DepartureAnnounced, ScriptFailure, WorkerExited, WorkerFinished, WorkerReady
+from rackrun.protocol.events import (
+    DepartureAnnounced,
+    ScriptFailure,
+    TrayStoodStill,
+    WorkerExited,
+    WorkerFinished,
+    WorkerReady,
+)
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, TrayId
 from rackrun.protocol.wire import Logged, UnitCommitted, UnitSealed
 
@@ -373,6 +380,13 @@ def test_a_filler_may_run_beside_a_ready_spare_that_no_plan_names(told: Told, sp
 # -- the end of the agent
 def asked() -> t.LeaveAsked:
     return t.LeaveAsked("SIGTERM", 143)
+
+
+def test_a_standstill_is_reported_as_long_as_the_agent_does_not_end(told: Told) -> None:
+    told.runs(1)
+    assert told(t.StoodStill(4_200)) == [t.SendEvent(TrayStoodStill(tray=TRAY, for_ms=4_200))]
+    told(t.StopBegun(failed=False))
+    assert not told(t.StoodStill(4_200))
 
 
 def test_a_tray_that_is_asked_to_leave_announces_it_and_leaves_when_it_is_dismissed(told: Told) -> None:

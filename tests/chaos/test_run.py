@@ -17,6 +17,7 @@ import pytest
 from rackrun.chaos.faults.data.flip_bit import FlipBit
 from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.hangs.delay_collective import DelayCollective
+from rackrun.chaos.faults.hangs.freeze_tray import FreezeTray
 from rackrun.chaos.faults.hangs.hold_gil import HoldGil
 from rackrun.chaos.faults.hangs.pause_process import Pause
 from rackrun.chaos.faults.hangs.slow_down import Slow
@@ -130,6 +131,7 @@ EACH: dict[str, tuple[Fault, Subjects]] = {
     "a rank is slow": (Slow(for_s=1.0), Subjects.RANK),
     "an agent is killed": (Kill(), Subjects.AGENT),
     "a tray stands still": (Pause(for_s=2.0), Subjects.TRAY),
+    "a tray is frozen": (FreezeTray(for_s=4.0), Subjects.TRAY),
     "a tray is preempted": (Preempt(notice_s=0.0), Subjects.TRAY),
     "the coordinator stands still": (Pause(for_s=2.0), Subjects.COORDINATOR),
 }

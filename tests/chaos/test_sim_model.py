@@ -9,6 +9,7 @@ import pytest
 from rackrun.chaos.base.errors import Unsupported
 from rackrun.chaos.faults.data.flip_bit import FlipBit
 from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.hangs.freeze_tray import FreezeTray
 from rackrun.chaos.faults.hangs.pause_process import Pause
 from rackrun.chaos.faults.hangs.slow_down import Slow
 from rackrun.chaos.faults.network.bad_link import Link
@@ -81,6 +82,22 @@ def test_a_tray_that_is_paused_beyond_its_lease_is_given_up_and_refused_when_it_
     assert outcome.stopped.exit_code == 0
     assert outcome.marks["a lease lapsed"] == 1
     assert outcome.marks["a zombie was refused"] == 1
+
+
+def test_a_tray_that_is_frozen_for_less_than_its_lease_loses_nobody_and_says_so() -> None:
+    simulated = Simulation(job(at(3, FreezeTray(for_s=4.0), Exactly(TRAY, ("tray-1",))), spares=2, units=60))
+    outcome = simulated.run()
+    assert not outcome.violation
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert "a lease lapsed" not in outcome.marks
+    assert "a rank was fenced" not in outcome.marks
+    assert [text for text in simulated.coordinator.notices if text.startswith("tray-1 stood still for 4.0 s")]
+
+
+def test_a_tray_that_is_frozen_beyond_its_lease_is_given_up_and_refused_when_it_wakes() -> None:
+    outcome = run(at(3, FreezeTray(for_s=40.0), Exactly(TRAY, ("tray-1",))), spares=2, units=60)
+    assert outcome.marks["a lease lapsed"] == outcome.marks["a zombie was refused"] == 1
 
 
 def test_a_partition_shorter_than_the_lease_loses_nobody() -> None:

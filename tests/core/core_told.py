@@ -29,6 +29,7 @@ from rackrun.protocol.events import (
     TimerFired,
     TrayJoined,
     TrayLost,
+    TrayStoodStill,
     WorkerBusy,
     WorkerElastic,
     WorkerExited,
@@ -99,6 +100,9 @@ class Told:
         """The agent of its tray says how the GPU of ``slot`` is."""
         tray, _, index = slot.partition("/")
         return self.tell(DeviceJudged(tray=TrayId(tray), verdict=verdict_on(int(index), health, fabric, scope)))
+
+    def stands_still(self, tray: str, for_ms: int = 4_000) -> Sequence[Command]:
+        return self.tell(TrayStoodStill(tray=TrayId(tray), for_ms=for_ms))
 
     def checks(self, slot: str, *unfit: str) -> Sequence[Command]:
         tray, _, index = slot.partition("/")

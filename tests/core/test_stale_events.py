@@ -17,6 +17,7 @@ from rackrun.protocol.events import (
     TimerFired,
     TrayDescribed,
     TrayLost,
+    TrayStoodStill,
     WorkerBusy,
     WorkerExited,
     WorkerParked,
@@ -59,6 +60,7 @@ OF_A_TRAY_THAT_IS_NOT_THERE: list[Event] = [
     TrayDescribed(tray=NOWHERE, topology=b""),
     DeviceJudged(tray=NOWHERE, verdict=verdict_on(0, Health.LOST)),
     DeviceChecked(tray=NOWHERE, index=0, unfit=("ECC errors",)),
+    TrayStoodStill(tray=NOWHERE, for_ms=4_000),
 ]
 
 

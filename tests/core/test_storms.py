@@ -29,6 +29,7 @@ from rackrun.protocol.events import (
     ShrinkRequested,
     SlowRanksChanged,
     SwapRequested,
+    TrayStoodStill,
 )
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
@@ -112,7 +113,7 @@ def storm_in_racks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
     )
     cluster = kind(config, slots, rng.randint(5, 40), rng.choice(["replicas", "pairs", "unique"]), racks=True)
     kinds = ["kill", "degraded", "degraded", "lost", "app", "fabric", "well", "well", "unfit", "fit", "tray", "timeout"]
-    return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
+    return play(cluster, trays, rng, [*kinds, "standstill"], rng.choice([0.01, 0.03]))
 
 
 def storm_of_requests(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
@@ -466,6 +467,8 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
     elif kind in HEALTH and up:
         verdict = verdict_on(rng.randrange(cluster.slots), HEALTH[kind], fabric=kind == "fabric")
         cluster.tell(DeviceJudged(tray=rng.choice(up), verdict=verdict))
+    elif kind == "standstill" and up:
+        cluster.tell(TrayStoodStill(tray=rng.choice(up), for_ms=rng.randint(1_000, 20_000)))
     elif kind in ("fit", "unfit") and up:
         check(cluster, rng.choice(up), rng.randrange(cluster.slots), fit=kind == "fit")
     elif kind in ("slow", "close"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 from rackrun.chaos.faults.data import flip_bit, poison_batch, step_clock
 from rackrun.chaos.faults.fault_row import FaultRow, Need
 from rackrun.chaos.faults.fault_types import BaseFault
-from rackrun.chaos.faults.hangs import delay_collective, hold_gil, pause_process, slow_down
+from rackrun.chaos.faults.hangs import delay_collective, freeze_tray, hold_gil, pause_process, slow_down
 from rackrun.chaos.faults.hardware import gpu_failure, xid_error
 from rackrun.chaos.faults.network import bad_link, network_partition
 from rackrun.chaos.faults.processes import (
@@ -49,6 +49,7 @@ _ROWS: tuple[FaultRow[Any], ...] = (
     duplicate_process.ROW,
     poison_batch.ROW,
     exhaust_descriptors.ROW,
+    freeze_tray.ROW,
 )
 FAULTS: Mapping[type[BaseFault], FaultRow[Any]] = {type(row.example): row for row in _ROWS}
 """Class of a fault -> its row. The order counts: what is drawn from a seed depends on it."""

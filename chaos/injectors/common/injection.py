@@ -34,7 +34,7 @@ class All:
         )
 
     def take_back(self) -> None:
-        for part in self._parts:
+        for part in reversed(self._parts):
             part.take_back()
 
 

@@ -41,7 +41,8 @@ class Paused:
     def __init__(self, processes: Sequence[Process], undo: UndoLog) -> None:
         self._began_s = time.monotonic()
         self._processes, self._undo = processes, undo
-        self._record = undo.record(Continue(tuple(processes)))
+        # Whoever watches others is stopped before them and goes on after them, and so sees nobody stopped.
+        self._record = undo.record(Continue(tuple(reversed(processes))))
         self._struck = [process for process in processes if process.send(signal.SIGSTOP)]
 
     def outcome(self) -> StrikeOutcome | None:

@@ -46,6 +46,7 @@ SEEN = (
     "SnapshotDamaged",
     "StopRequested",
     "TrayLost",
+    "TrayStoodStill",
     "WorkerExited",
     "WorkerSevered",
     "WorkerStalled",
@@ -79,6 +80,8 @@ class Happened(NamedTuple):
                 return describe_exit(msgspec.convert(self.body, WorkerExited))
             case "WorkerStalled":
                 return f"no progress for {self.body['for_ms'] / 1e3:.1f} s"
+            case "TrayStoodStill":
+                return f"stood still for {self.body['for_ms'] / 1e3:.1f} s"
             case _:
                 return str(self.body.get("because", ""))
 

@@ -32,7 +32,7 @@ __all__ = ["Chain", "WaterfallStage", "chains_of", "entries_of", "stages_of"]
 
 _INFERRED_S = 30.0
 """Seconds after the end of a fault within which an event may be inferred as its consequence, by its time alone."""
-_ORDINARY = ("DeviceChecked", "SlowRanksChanged", "StopRequested")
+_ORDINARY = ("DeviceChecked", "SlowRanksChanged", "StopRequested", "TrayStoodStill")
 """Events that also happen without a fault: they count where they name a subject of the strike, and are never
 inferred."""
 _BLUNT_S = 0.002

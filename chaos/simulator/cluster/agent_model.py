@@ -29,6 +29,7 @@ from rackrun.agent.tray.coordinator_lease import (
 )
 from rackrun.agent.tray.process_states import ProcessState
 from rackrun.agent.tray.tray_machine import TrayMachine
+from rackrun.agent.workers.standstill import BOUND_NS
 from rackrun.chaos.simulator.base.ground_truth import must
 from rackrun.chaos.simulator.cluster.coordinator_model import Gone, SimulatedLink
 from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
@@ -53,6 +54,8 @@ class Agent:
     def __init__(self, sim: Simulation, tray: TrayId, slots: int) -> None:
         self.sim, self.tray, self.slots = sim, tray, slots
         self.alive, self.own_pause = True, 0
+        self._stopped_ns = 0
+        """When it was stopped last."""
         self.began_ns = sim.engine.now_ns
         self._machine = TrayMachine(tray, sim.costs.grace_s)
         self._processes: dict[Worker, SimulatedWorker] = {}
@@ -108,6 +111,8 @@ class Agent:
         return self.own_pause > 0
 
     def pause(self) -> None:
+        if not self.paused:
+            self._stopped_ns = self.sim.engine.now_ns
         self.own_pause += 1
         self.look_at_link()
 
@@ -117,6 +122,11 @@ class Agent:
         if self.paused or not self.alive:
             return
         self.look_at_link()
+        stood_ns = self.sim.engine.now_ns - self._stopped_ns
+        for process in self.processes():
+            process.progress_ns = min(process.progress_ns + stood_ns, self.sim.engine.now_ns)  # its time does not count
+        if stood_ns >= BOUND_NS:
+            self._tell(t.StoodStill(stood_ns // 1_000_000))
         backlog, self._backlog = self._backlog, deque()
         for do, args in backlog:
             self.do(do, *args)

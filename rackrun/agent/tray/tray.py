@@ -114,6 +114,10 @@ class TrayAgent:
     def job_is_over(self, *, connected: bool) -> None:
         self._handle(t.JobOver(connected))
 
+    def stood_still(self, for_ms: int) -> None:
+        """Report that the agent did not run for ``for_ms`` milliseconds."""
+        self._handle(t.StoodStill(for_ms))
+
     def _handle(self, fact: t.TrayFact, body: bytes = b"") -> None:
         """Tell the machine a fact, and carry out what it answers. ``body``: the message that a worker said."""
         for effect in self._machine.handle(fact, self._loop.time()):

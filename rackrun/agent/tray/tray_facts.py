@@ -43,6 +43,7 @@ __all__ = [
     "SpareLeaves",
     "SpareWaits",
     "WorkerStartFailed",
+    "StoodStill",
     "StopBegun",
     "StopGraceOver",
     "StoreFound",
@@ -168,6 +169,12 @@ class JobOver(_Value, frozen=True):
     connected: bool
 
 
+class StoodStill(_Value, frozen=True):
+    """The agent did not run for ``for_ms`` milliseconds, though it had nothing to do and did not wait for a processor."""
+
+    for_ms: int
+
+
 class StopBegun(_Value, frozen=True):
     """The agent ends, and its workers with it. ``failed``: they get no time to end well."""
 
@@ -184,7 +191,9 @@ WorkerFact: TypeAlias = (
     StoreFound | WorkerStartFailed | WorkerBorn | WorkerSaid | WorkerGarbled | EndSeen | ProcessReaped
 )
 """Facts about one worker. One about a worker that is gone, or not known, has no effect."""
-TrayFact: TypeAlias = WorkerFact | CommandArrived | ForkServerDied | LeaveAsked | JobOver | StopBegun | DeadlinePassed
+TrayFact: TypeAlias = (
+    WorkerFact | CommandArrived | ForkServerDied | LeaveAsked | JobOver | StoodStill | StopBegun | DeadlinePassed
+)
 
 
 # -- effects

@@ -18,7 +18,14 @@ from typing import assert_never
 from rackrun.agent.tray import tray_facts as t
 from rackrun.agent.tray.process_states import ProcessRecord, ProcessState, ProcessTrigger
 from rackrun.protocol import commands as c
-from rackrun.protocol.events import DepartureAnnounced, ScriptFailure, WorkerEvent, WorkerExited, WorkerReady
+from rackrun.protocol.events import (
+    DepartureAnnounced,
+    ScriptFailure,
+    TrayStoodStill,
+    WorkerEvent,
+    WorkerExited,
+    WorkerReady,
+)
 from rackrun.protocol.ids import SlotId, TrayId
 from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, UnitSealed, Upward
 
@@ -66,6 +73,8 @@ class TrayMachine:
             case t.JobOver():
                 if not fact.connected:
                     self._leave(failed=True)
+            case t.StoodStill():
+                self._stood_still(fact.for_ms)
             case t.StopBegun():
                 self._stop(failed=fact.failed)
             case t.DeadlinePassed():
@@ -212,6 +221,13 @@ class TrayMachine:
                     self._do(t.SpareWaits(record.worker))
             case _:
                 pass  # too late: its exit has been reported
+
+    # -- standstills
+    def _stood_still(self, for_ms: int) -> None:
+        """Report a standstill. What the coordinator decided meanwhile is not known here: if it gave the tray up, it
+        refuses the agent, which then ends with its workers."""
+        if not self.stopping:
+            self._do(t.SendEvent(TrayStoodStill(tray=self._tray, for_ms=for_ms)))
 
     # -- the end of the agent
     def _leave_soon(self, asked: t.LeaveAsked) -> None:

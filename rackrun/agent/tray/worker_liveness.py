@@ -9,6 +9,9 @@ over, with how far each has come and where it is; and again when it makes progre
 too little, an idle worker is reported early, and so are those that wait, so that they can be compared
 (`rackrun.core.faults.peer_times`) and a deadlock is found (`rackrun.core.faults.deadlock`). In its own code a worker
 may be working; then it has more time, except in steps (`rackrun.agent.workers.hang_detector`).
+
+No worker is blamed for time in which this agent did not run. If it stood still for long, that is reported too
+(`rackrun.agent.workers.standstill`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from rackrun.agent.tray.tray import TrayAgent
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.workers.hang_detector import AgentPauses, ProgressTimer
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
+from rackrun.agent.workers.standstill import read_moment, stood_still_ns
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
@@ -64,6 +68,7 @@ class LivenessWatch:
         self._loop = asyncio.get_running_loop()
         self._looked_ns = time.monotonic_ns()
         self._agent_pauses = AgentPauses()
+        self._moment = read_moment()
         self._timer = self._loop.call_later(_PERIOD_S, self._check_all)
 
     def check_soon(self) -> None:
@@ -79,6 +84,7 @@ class LivenessWatch:
         if now_ns - self._looked_ns > _LATE_NS:
             self._agent_pauses.add(self._looked_ns, now_ns)
         self._looked_ns = now_ns
+        self._look_at_itself()
         poll = False
         self._mirror.cancel_all_but(self._tray.living())
         for worker in self._tray.living():
@@ -90,6 +96,12 @@ class LivenessWatch:
                 self._check_progress(worker, now_ns)
                 self._mirror.update(worker)
         self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._check_all)
+
+    def _look_at_itself(self) -> None:
+        """Tell the tray if the agent stood still since the last look."""
+        before, self._moment = self._moment, read_moment()
+        if stood_ns := stood_still_ns(before, self._moment, round(_PERIOD_S * 1e9)):
+            self._tray.stood_still(stood_ns // _MS)
 
     def _check_progress(self, worker: WorkerHandle, now_ns: int) -> None:
         page, held_ns = worker.page, self._agent_pauses.total_ns

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, Union
 
 import msgspec
 
@@ -15,17 +15,7 @@ from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.core.machine.hindsight import COMMANDS, EVENTS, Hindsight, Sat, Standing, Trouble
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import Answer, CondemnWorker, FenceWorker, ReleaseWorkers, StartWorker, StopJob
-from rackrun.protocol.events import (
-    DeviceChecked,
-    DeviceJudged,
-    TimerFired,
-    TrayJoined,
-    TrayLost,
-    WorkerElastic,
-    WorkerExited,
-    WorkerFinished,
-    WorkerReady,
-)
+from rackrun.protocol.events import Event
 from rackrun.protocol.ids import Generation, Rank, SlotId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
@@ -33,19 +23,8 @@ from rackrun.topology.model.racks import CliqueId
 
 __all__ = ["GpuFact", "RankPlacement", "read_placement"]
 
-_Event: TypeAlias = (
-    TrayJoined
-    | TrayLost
-    | DeviceJudged
-    | DeviceChecked
-    | TimerFired
-    | WorkerElastic
-    | WorkerReady
-    | WorkerFinished
-    | WorkerExited
-)
 _Command: TypeAlias = StartWorker | CondemnWorker | FenceWorker | ReleaseWorkers | Answer | StopJob
-_events = msgspec.json.Decoder(_Event)
+_events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[EVENTS])  # noqa: UP007 - the kinds that are selected
 _commands = msgspec.json.Decoder(_Command)
 _CALLED = {"out": "out of use"}
 

@@ -75,6 +75,7 @@ from rackrun.protocol.events import (
     TrayDescribed,
     TrayJoined,
     TrayLost,
+    TrayStoodStill,
     WorkerEvent,
 )
 from rackrun.protocol.ids import TrayId, tray_of
@@ -481,8 +482,10 @@ class Server:
             self._driver.submit(event)
 
 
-def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed | DepartureAnnounced) -> TrayId:
-    if isinstance(event, DeviceJudged | DeviceChecked | TrayDescribed | DepartureAnnounced):
+def _tray_of(
+    event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed | TrayStoodStill | DepartureAnnounced,
+) -> TrayId:
+    if isinstance(event, DeviceJudged | DeviceChecked | TrayDescribed | TrayStoodStill | DepartureAnnounced):
         return event.tray
     return tray_of(event.slot)
 

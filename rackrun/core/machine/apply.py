@@ -51,6 +51,7 @@ from rackrun.protocol.events import (
     TrayDescribed,
     TrayJoined,
     TrayLost,
+    TrayStoodStill,
     WorkerBusy,
     WorkerElastic,
     WorkerExited,
@@ -84,7 +85,7 @@ _OF_GENERATION = frozenset((WorkerParked, WorkerResumed, WorkerPaused, WorkerSev
 """Events that count in the present generation only."""
 _OF_PLAN = frozenset((ReplicasDiffer, SlowRanksChanged))
 """Events that count as long as the latest plan is that of their generation, even if it is broken."""
-_OF_TRAY = frozenset((DeviceJudged, DeviceChecked, TrayDescribed))
+_OF_TRAY = frozenset((DeviceJudged, DeviceChecked, TrayDescribed, TrayStoodStill))
 """Events that count while their tray is there."""
 _OUTLIVES = frozenset((SnapshotMirrored, SnapshotStriped))
 """Events that count although their worker is condemned, because copies outlive it."""
@@ -357,6 +358,7 @@ def _lose_tray(job: CoreParts, tray: TrayId, because: str, at_ms: int, *, return
         because = f"{because}; {why}"
     losses = job.rack.lose_tray(tray, because, returns=returns)
     job.triage.forget(tray)
+    job.standstills.forget(tray)
     job.operator_requests.tray_lost(tray)
     job.acquiring.tray_lost(tray, at_ms)
     job.recovery.sources.forget_tray(tray)
@@ -378,6 +380,11 @@ def _device_judged(job: CoreParts, event: DeviceJudged) -> None:
 @_on(DeviceChecked)
 def _device_checked(job: CoreParts, event: DeviceChecked) -> None:
     job.triage.checked(event)
+
+
+@_on(TrayStoodStill)
+def _stood_still(job: CoreParts, event: TrayStoodStill) -> None:
+    job.standstills.stood_still(event)
 
 
 @_on(BreakerClosed)

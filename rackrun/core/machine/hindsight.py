@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from rackrun.core.faults.corruption import suspect, suspect_loss
+from rackrun.core.faults.standstills import Standstills
 from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.facts import Facts
 from rackrun.core.generation.outbox import Outbox
@@ -50,6 +51,7 @@ from rackrun.protocol.events import (
     TrayDescribed,
     TrayJoined,
     TrayLost,
+    TrayStoodStill,
     WorkerElastic,
     WorkerExited,
     WorkerFinished,
@@ -68,7 +70,7 @@ __all__ = ["COMMANDS", "EVENTS", "Hindsight", "Sat", "Standing", "Trouble"]
 EVENTS = (
     TrayJoined, TrayDescribed, TrayLost, DeviceJudged, DeviceChecked, BreakerClosed, SlowRanksChanged, TimerFired, WorkerElastic,
     WorkerReady, WorkerFinished, WorkerExited, ReplicasDiffer,
-    LossNotRepeated,
+    LossNotRepeated, TrayStoodStill,
 )  # fmt: skip
 COMMANDS = (StartWorker, CondemnWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
 """Together with `EVENTS`, everything that `Hindsight` evaluates."""
@@ -109,6 +111,7 @@ class Hindsight:
     rack: RackMachine = field(default_factory=RackMachine)
     seating: Seating = field(init=False)
     triage: Triage = field(init=False)
+    standstills: Standstills = field(init=False)
     straggler_response: StragglerResponse = field(init=False)
     said: list[Command] = field(default_factory=list)
     """Notices about the hardware that triage emits again."""
@@ -136,6 +139,7 @@ class Hindsight:
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
         self.triage = Triage(self.rack, self._out, self._facts)
+        self.standstills = Standstills(self.rack, self._out, self._facts)
         self.straggler_response = StragglerResponse(self.config, self.rack.devices, self._out, self._facts)
 
     # -- what happened
@@ -165,6 +169,8 @@ class Hindsight:
                 self._judged(event)
             case ReplicasDiffer() | LossNotRepeated():
                 self._suspect(event)
+            case TrayStoodStill() if event.tray in self.rack.trays:
+                self.standstills.stood_still(event)
             case TrayDescribed():
                 self._described(event)
             case TimerFired(timer=BreakerWakes()):
@@ -312,6 +318,7 @@ class Hindsight:
             for loss in self.rack.lose_tray(tray, because):
                 self._gone[loss.record.worker.slot] = f"its tray was lost ({because})"
             self.triage.forget(tray)
+            self.standstills.forget(tray)
             self.lost[tray] = because
 
     def _learn(self, joined: Sequence[TrayJoined], at_ms: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rackrun.core.faults.corruption import Corruption
+from rackrun.core.faults.standstills import Standstills
 from rackrun.core.faults.start_bugs import StartBugs
 from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.facts import Facts
@@ -59,6 +60,7 @@ class CoreParts:
     resize_requests: ResizeRequests = field(init=False)
     swap: PlannedSwap = field(init=False)
     triage: Triage = field(init=False)
+    standstills: Standstills = field(init=False)
     straggler_response: StragglerResponse = field(init=False)
     batches: BatchNotices = field(init=False)
     numerics: NumericsNotices = field(init=False)
@@ -80,6 +82,7 @@ class CoreParts:
         self.end = end = JobEnd(world, out)
         outlook = ViewBuilder(config, world, rack, seating, self.cost_meter)
         self.triage = Triage(rack, out, facts)
+        self.standstills = Standstills(rack, out, facts)
         self.batches = BatchNotices(out)
         self.numerics = NumericsNotices(out)
         self.start_bugs = StartBugs(world, out)

@@ -1,0 +1,50 @@
+"""Whether the agent itself stood still between two looks at its workers, and so, most likely, its whole tray.
+
+A host that is suspended, migrated or stalled by its hypervisor, and processes that are frozen or stopped, have one thing
+in common: the agent's main thread wakes late, though it neither ran nor waited for a processor. `CLOCK_BOOTTIME` is
+used, because `CLOCK_MONOTONIC` does not advance while a host is suspended. An agent that waits in a call into the kernel
+(a file system that does not answer) cannot be told apart from that.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+__all__ = ["BOUND_NS", "Moment", "read_moment", "stood_still_ns"]
+
+BOUND_NS = 1_000_000_000
+"""Shortest standstill that is reported, in nanoseconds."""
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+class Moment(NamedTuple):
+    """What the agent has used so far, and when. Every value only grows."""
+
+    at_ns: int
+    """Time since the host started, including the time in which it was suspended."""
+    ran_ns: int
+    """Processor time of all threads of the agent: one may hold the interpreter's lock that the main thread waits
+    for."""
+    waited_ns: int
+    """How long the main thread was ready to run but had no processor; 0: the kernel does not count it."""
+
+
+def read_moment() -> Moment:
+    """Return the present moment. Called by the main thread."""
+    try:
+        with open(_SCHEDSTAT, encoding="ascii") as file:
+            waited_ns = int(file.read().split()[1])
+    except OSError:
+        waited_ns = 0
+    return Moment(time.clock_gettime_ns(time.CLOCK_BOOTTIME), time.process_time_ns(), waited_ns)
+
+
+def stood_still_ns(before: Moment, now: Moment, asleep_ns: int) -> int:
+    """Return for how long the agent stood still between two moments, in nanoseconds; 0: for less than `BOUND_NS`.
+
+    ``asleep_ns``: how long it meant to sleep between them.
+    """
+    used_ns = now.ran_ns - before.ran_ns + max(now.waited_ns - before.waited_ns, 0)  # less, if it could not be read
+    stood_ns = now.at_ns - before.at_ns - asleep_ns - used_ns
+    return stood_ns if stood_ns >= BOUND_NS else 0

@@ -1,0 +1,99 @@
+"""An agent that did not run for a while says so, and blames no worker for that time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from rackrun.agent.host import proc
+from rackrun.agent.workers import standstill
+from rackrun.agent.workers.standstill import BOUND_NS, Moment, read_moment, stood_still_ns
+from rackrun.protocol.events import TrayStoodStill, WorkerExited, WorkerStalled
+
+S = 1_000_000_000
+ASLEEP_NS = S // 10
+WORKS = """
+import threading
+from rackrun.protocol.ids import Position
+from rackrun.protocol import boot
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+page, wake = HeartbeatPage(boot.current().page_fd), threading.Event()
+page.new_generation(1)
+print("works", flush=True)
+for step in range(10_000):
+    page.tick()
+    page.enter(Activity.STEP, Position(step), deadline_ms=400)
+    wake.wait(0.01)
+"""
+
+
+def moment(at_s: float, ran_s: float = 0.0, waited_s: float = 0.0) -> Moment:
+    return Moment(round(at_s * S), round(ran_s * S), round(waited_s * S))
+
+
+@pytest.mark.parametrize(
+    ("now", "stood_s"),
+    [
+        (moment(0.1), 0),
+        (moment(1.0), 0),
+        (moment(4.1), 4),
+        (moment(4.1, ran_s=0.5), 3.5),
+        (moment(4.1, ran_s=3.9), 0),
+        (moment(4.1, waited_s=3.9), 0),
+        (moment(86_400.1), 86_400),
+    ],
+    ids=["on time", "late", "stood still", "and then it ran", "busy", "starved", "suspended for a day"],
+)
+def test_time_in_which_the_agent_neither_ran_nor_waited_for_a_processor_is_a_standstill(
+    now: Moment, stood_s: float
+) -> None:
+    assert stood_still_ns(moment(0), now, ASLEEP_NS) == round(stood_s * S)
+
+
+def test_a_reading_that_failed_is_no_standstill() -> None:
+    assert not stood_still_ns(moment(0, waited_s=50), moment(0.1), ASLEEP_NS)
+
+
+def test_moments_only_grow() -> None:
+    before, now = read_moment(), read_moment()
+    assert all(a <= b for a, b in zip(before, now, strict=True))
+    assert now.at_ns - before.at_ns < BOUND_NS
+
+
+async def test_a_tray_that_is_frozen_says_so_and_its_workers_are_not_to_blame(rig, monkeypatch):
+    monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
+    await rig.start(WORKS, stall_floor_ms=200)
+    await rig.start_worker()
+    await rig.line("works")
+    processes = [rig.agent, *proc.descendants(rig.agent)]
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(1.2)  # this is how long it is frozen, and longer than a worker may be without progress
+    for pid in reversed(processes):
+        os.kill(pid, signal.SIGCONT)
+    told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
+    assert 500 <= told.message.for_ms < 60_000
+    assert await rig.end() == 0
+    assert (await rig.coordinator.exit_of(1)).signal == signal.SIGTERM
+    assert not [one for one in rig.coordinator.received if isinstance(one.message, WorkerStalled)]
+
+
+async def test_a_tray_that_was_given_up_meanwhile_is_refused_and_ends_its_workers(rig, monkeypatch):
+    monkeypatch.setattr(standstill, "BOUND_NS", 200_000_000)
+    await rig.start(WORKS)
+    await rig.start_worker()
+    await rig.line("works")
+    processes = [rig.agent, *proc.descendants(rig.agent)]
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    rig.coordinator.refuse = 409, "it has been given up"
+    rig.coordinator.cut()
+    await asyncio.sleep(0.5)  # this is how long it is frozen
+    for pid in reversed(processes):
+        os.kill(pid, signal.SIGCONT)
+    assert await rig.agent_exit() == 3
+    await rig.all_gone(processes[1:])
+    assert not [one for one in rig.coordinator.received if isinstance(one.message, TrayStoodStill | WorkerExited)]
