@@ -47,10 +47,18 @@ class Rung(Enum):
     """Go on without the lost ranks, with the same global batch, and grow again when workers can join."""
     WAIT = "wait"
     """All ranks wait, up to a deadline, until a spare is ready or a tray has come. Then swap."""
+    HOLD = "hold"
+    """As WAIT, without a deadline: until a spare is ready, or an operator ends it. It is taken only if the policy names
+    it."""
     RESTART = "restart"
     """Every rank begins again from the newest checkpoint on disk, or from step 0."""
     STOP = "stop"
     """End the job with the reason."""
+
+    @property
+    def only_by_name(self) -> bool:
+        """Whether only a policy that names this rung takes it, whatever it costs."""
+        return self is Rung.HOLD
 
 
 class Whose(Enum):
@@ -292,7 +300,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The slot that takes over each rank. {}: as `ClusterView.takeovers`, which is the only other value that is
     possible."""
     deadline_s: float = 0.0
-    """How long to wait from now, for `Rung.WAIT`; 0: as long as allowed."""
+    """How long to wait from now, for `Rung.WAIT`; 0: as long as allowed. `Rung.HOLD` has no deadline."""
     meanwhile: Literal["", "wait", "train"] = ""
     """For `Rung.ACQUIRE`: until the rack has come all ranks ``wait``, or ``train`` on without the lost ranks, as after
     a shrink. "": whichever costs less."""

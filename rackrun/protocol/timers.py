@@ -22,6 +22,7 @@ __all__ = [
     "UnfitWaitOver",
     "GatherOver",
     "GrowthDue",
+    "HoldReminder",
     "JoinOver",
     "JoinGraceOver",
     "SelfExitOver",
@@ -106,6 +107,10 @@ class RecoverOver(OfGeneration, frozen=True, tag="recover", gc=False):
 
 class RepairOver(OfGeneration, frozen=True, tag="repair", gc=False):
     """Hardware has had its time to come back, or the policy's own deadline is over."""
+
+
+class HoldReminder(OfGeneration, frozen=True, tag="hold", gc=False):
+    """If all ranks are still held, this is said once more."""
 
 
 class ResumeOver(OfGeneration, frozen=True, tag="resume", gc=False):
@@ -193,6 +198,7 @@ Timer: TypeAlias = (
     | CondemnedExitsOver
     | RecoverOver
     | RepairOver
+    | HoldReminder
     | ResumeOver
     | FenceOver
     | StallsGathered

@@ -379,10 +379,11 @@ def test_a_recovery_that_waits_for_a_timeout_is_seen_unless_the_machine_stood_st
     slow = evidence(trace=trace(recoveries=[recovery(**late)]))
     assert said(slow) == {"recovery_times": False}
     assert said(replace(slow, late_s=1.0)) == {"recovery_times": None}
-    waited = recovery(**late, rungs=("wait", "swap"), overtaken=True)
-    assert said(evidence(trace=trace(recoveries=[waited]))).get("recovery_times") is (
-        False if "fault_ms" in late else None
-    )
+    for rung in ("wait", "hold"):
+        waited = recovery(**late, rungs=(rung, "swap"), overtaken=True)
+        assert said(evidence(trace=trace(recoveries=[waited]))).get("recovery_times") is (
+            False if "fault_ms" in late else None
+        )
 
 
 def test_time_that_is_counted_twice_is_seen() -> None:

@@ -39,6 +39,7 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import (
     Event,
+    PolicyRequested,
     RackDelivered,
     ScriptFailure,
     SnapshotDamaged,
@@ -791,6 +792,16 @@ class Cluster:
                 assert process.chain == chain, "two histories in one generation"
                 assert [unit for unit, _ in process.chain] == list(range(process.passed + 1)), "lost or doubled units"
 
+    def _end_hold(self) -> None:
+        """A tray comes, or an operator ends the hold, if there is one: nothing else does."""
+        held = self.core._job.recovery.hold.holds
+        missing = next((tray for n in range(5) if (tray := TrayId(f"tray-{n}")) not in self.up_trays), None)
+        if held and missing is not None and self.now % 2:
+            self.join(missing)
+        elif held:
+            policy = ("swap,shrink,restart", "swap,restart", "stop")[self.now % 3]
+            self.tell(PolicyRequested(request=f"end of a hold {len(self.answers)}", policy=policy))
+
     def run_to_the_end(self, limit: int = 20_000) -> StopJob:
         """No more faults: everything is delivered, time passes only when nothing else can happen."""
         turn = 0
@@ -806,6 +817,8 @@ class Cluster:
                 continue
             live = [t for t in self.pending() if t[2] != "fired"]
             assert live, "nothing can happen any more"
+            if live[0][2].startswith("hold:"):
+                self._end_hold()
             self.fire(live[0])
         if self.stopped.exit_code == 0:
             chains = {p.chain for p in self.processes.values() if p.finished and p.generation == max(self.plans)}

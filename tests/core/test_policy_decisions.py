@@ -482,6 +482,7 @@ def test_whatever_a_function_answers_every_storm_ends_with_one_history_or_with_a
     for name in (
         "user swap",
         "user wait",
+        "user hold",
         "user restart",
         "user stop",
         "user absorb",

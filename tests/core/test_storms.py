@@ -47,6 +47,7 @@ NOT_OF_HARDWARE = (
     "growing has failed",
     "rack ",
     "had finished training",
+    "all ranks are held",
 )
 HEALTH = {
     "degraded": Health.DEGRADED,
@@ -204,7 +205,7 @@ def request(cluster: Cluster, rng: random.Random, kind: str) -> Event | None:
         case "grow":
             return GrowRequested(request=f"grow {number}", to=rng.choice([0, 0, rng.randint(1, 6)]))
         case "policy":
-            policy = rng.choice(["", "swap,shrink,wait,restart", "no-shrink", "no-swap", "swop"])
+            policy = rng.choice(["", "swap,shrink,wait,restart", "no-shrink", "no-swap", "swop", "swap,hold"])
             return PolicyRequested(request=f"policy {number}", policy=policy)
         case _:
             up = [one for one, lives in cluster.up_trays.items() if lives and one not in cluster.departing]

@@ -50,6 +50,14 @@ def test_a_function_is_asked_and_the_default_decides_when_it_fails(
     assert "line 11, in choose" in trained.ran.stderr, "the function's own traceback is there to be read"
 
 
+def test_all_ranks_are_held_until_the_workers_that_start_can_take_over(train: Train, reference: Reference) -> None:
+    trained = train("ddp", TWO_LOSSES, spares=0, policy="swap,hold")
+    trained.assert_same_training(reference("ddp"), TWO_LOSSES)
+    assert [one["rungs"] for one in trained.recoveries] == [["hold", "swap"], ["hold", "swap"]], trained
+    notices = [notice.text for notice in read_report(trained.ran.out_dir / "journal.sqlite").notices]
+    assert sum(notice.startswith("all ranks are held") for notice in notices) == 2, notices
+
+
 def test_a_restart_from_the_newest_checkpoint_may_be_wanted_instead_of_a_swap(
     train: Train, reference: Reference, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_each_figure_comes_from_the_recoveries_that_show_it_and_says_so() -> Non
                 recovery("swap", 0.5),
                 recovery("swap", 0.4),
                 recovery("swap", 60.0, rungs=("wait", "swap")),
+                recovery("swap", 9_000.0, rungs=("hold", "swap")),
                 recovery("swap", 70.0, overtaken=True),
                 recovery("regroup", 0.1),
                 recovery("resize", 2.1),
@@ -81,7 +82,7 @@ def test_each_figure_comes_from_the_recoveries_that_show_it_and_says_so() -> Non
     assert (costs.takeover_s, costs.regroup_s) == (pytest.approx(0.4), pytest.approx(0.1))
     assert (costs.reenter_s, costs.start_s, costs.load_s) == (pytest.approx(2.0), pytest.approx(9.0), 0.0)
     assert (costs.first_step_s, costs.detect_s) == (pytest.approx(0.1), 0.0)
-    assert costs.between_steps_s == pytest.approx((2.0 - 7 * 0.1) / 100)
+    assert costs.between_steps_s == pytest.approx((2.0 - 8 * 0.1) / 100)
     assert costs.origin["takeover_s"] == "run job-1: median of 3 swaps, from the fault until all computed again"
     assert costs.guessed() == ["relaunch_s", "snapshot_s", "copy_s", "checkpoint_s", "write_s", "state_bytes"]
 

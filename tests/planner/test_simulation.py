@@ -123,6 +123,13 @@ def test_a_wait_that_is_too_short_ends_the_job_and_somebody_launches_it_again() 
     assert outcome.where.redone <= 300
 
 
+def test_a_hold_lasts_until_the_repair_whatever_time_was_given() -> None:
+    job = FleetJob(group=4, replica=4, min_ranks=0, wait_for_hardware_s=HOUR)
+    outcome = struck((1.0, tray(0)), job=job, policy="swap,hold")
+    assert outcome.rungs == {"hold": 1, "swap": 1}
+    assert outcome.where.waiting == pytest.approx(4 * HOUR + 120 - 15)
+
+
 def test_a_job_that_is_launched_again_takes_what_there_is_and_grows() -> None:
     job = FleetJob(group=4, replica=4, wait_for_hardware_s=HOUR)
     outcome = struck((1.0, tray(0)), job=job, every=Intervals(snapshot=0, checkpoint=30), policy="swap,wait,stop")

@@ -138,7 +138,8 @@ def test_the_default_is_the_cheapest_and_stops_only_where_nothing_else_goes_on_b
 ) -> None:
     failure, view = situated
     decision = choose(failure, view, Rules(), weights)
-    going_on = [one for one in decision.options if one.possible and one.rung is not Rung.STOP]
+    going_on = [one for one in decision.options if one.possible and one.rung not in (Rung.HOLD, Rung.STOP)]
+    assert decision.rung is not Rung.HOLD, "it is taken only where the policy names it"
     if decision.rung is not Rung.STOP:
         assert decision.cost_gpu_s == min(one.cost_gpu_s for one in going_on)
     elif failure.whose is not Whose.USER:
@@ -155,7 +156,13 @@ def test_a_restart_is_never_taken_instead_of_a_swap_that_takes_nobody_back() -> 
 # -- what a user gives -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", ["swop", "swap,swap", "swap,no-restart", "no-", "swap;stop"])
 def test_a_policy_that_says_nothing_clear_is_refused_with_the_rungs_there_are(text: str) -> None:
-    with pytest.raises(UsageError, match="absorb, swap, move, acquire, shrink, wait, restart, stop"):
+    with pytest.raises(UsageError, match=", ".join(rung.value for rung in Rung)):
+        parse_rules(text)
+
+
+@pytest.mark.parametrize("text", ["hold", "wait,hold,stop"])
+def test_a_hold_that_no_spare_could_end_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="hold without swap"):
         parse_rules(text)
 
 
@@ -179,6 +186,7 @@ def test_words_are_read_whatever_their_case_and_spaces() -> None:
         (Decision(rung=Rung.SHRINK), "shrink is impossible: the number of ranks is fixed (--min-ranks 0)"),
         (Decision(rung=Rung.SWAP, targets={Rank(7): SlotId("tray-3/3")}), "its targets are not those of the view"),
         (Decision(rung=Rung.STOP, deadline_s=-1.0), "a deadline of -1.0 s"),
+        (Decision(rung=Rung.HOLD), "hold is impossible: there is nothing to wait for"),
         (Decision(rung=Rung.SWAP), ""),
         (Decision(rung=Rung.SWAP, targets={Rank(7): SlotId("tray-9/0")}), ""),
     ],

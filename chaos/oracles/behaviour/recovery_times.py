@@ -49,7 +49,7 @@ def judge(evidence: RunEvidence) -> Verdict:
 def _too_long(recovery: RecoveryRecord, decide_s: float) -> str:
     """Return which stage of a recovery took too long, or ""."""
     name = f"generation {recovery.generation}"
-    waits = {"wait", "acquire", "restart"} & set(recovery.rungs) or recovery.planned
+    waits = {"wait", "hold", "acquire", "restart"} & set(recovery.rungs) or recovery.planned
     if recovery.plan_ms is None or recovery.overtaken:
         return ""
     decided_s = (recovery.plan_ms - recovery.fault_ms) / 1e3

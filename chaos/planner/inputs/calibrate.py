@@ -93,7 +93,7 @@ def calibrated(run: RunMeasurements) -> PlanCosts:
 def _seconds(done: Iterable[RecoveryRecord], kind: str) -> Iterable[float]:
     """Yield the seconds of the recoveries of this kind that did not wait for a worker or a rack."""
     for one in done:
-        if one.kind == kind and "wait" not in one.rungs and "acquire" not in one.rungs and one.seconds is not None:
+        if one.kind == kind and not {"wait", "hold", "acquire"} & set(one.rungs) and one.seconds is not None:
             yield one.seconds
 
 

@@ -217,7 +217,7 @@ class FleetSimulation:
             absorbs=self._absorbs,
         )
         decision = self._brain.decide(self.hall, staff, situation)
-        if decision.rung is not Rung.WAIT or self._phase is not _Phase.WAITING:
+        if decision.rung not in (Rung.WAIT, Rung.HOLD) or self._phase is not _Phase.WAITING:
             self._count(decision.rung.value)
         self._carry_out(decision, staff, rollback)
 
@@ -241,6 +241,9 @@ class FleetSimulation:
             case Rung.WAIT:
                 self._enter(_Phase.WAITING)
                 self._later(decision.deadline_s, self._decide)
+            case Rung.HOLD:  # nobody ends it but a repair
+                self._enter(_Phase.WAITING)
+                self._turn += 1
             case Rung.RESTART:
                 self._restarts += 1
                 self._state.from_disk()

@@ -69,7 +69,7 @@ class PolicyAdapter:
         """
         if self.function is not None:
             return True
-        return any(allows(self.rules, rung) for rung in (Rung.SWAP, Rung.MOVE, Rung.ACQUIRE, Rung.WAIT))
+        return any(allows(self.rules, rung) for rung in (Rung.SWAP, Rung.MOVE, Rung.ACQUIRE, Rung.WAIT, Rung.HOLD))
 
     def repaired(self, seconds: float) -> None:
         """Note that a tray was gone for ``seconds``, which the core measures, too."""

@@ -57,6 +57,7 @@ MARKS = (
     "a world that was given up went on alone",
     "a zombie was refused",
     "all ended well",
+    "all ranks were held",
     "an old checkpoint was removed",
     "all entered main again",
     "groups could not be built",

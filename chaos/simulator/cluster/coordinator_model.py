@@ -307,10 +307,7 @@ class Coordinator:
                 answer = PolicyAnswered(question=command.question, trouble=trouble)
                 sim.engine.after(0.02 + sim.draw["policy"].random(), self.submit, answer)
             case Notice():
-                must(command.text, "a notice without words")
-                self.notices.append(command.text)
-                if "is slow" in command.text:
-                    sim.marks.sometimes("a slow rank was told of")
+                self._notice(command.text)
             case Answer():
                 self._hear(command)
             case Decided() | CondemnWorker():
@@ -320,6 +317,14 @@ class Coordinator:
             case StopJob():
                 must(command.because, "a stop without a reason")
                 self.stopped = command
+
+    def _notice(self, text: str) -> None:
+        must(text, "a notice without words")
+        self.notices.append(text)
+        if "is slow" in text:
+            self.sim.marks.sometimes("a slow rank was told of")
+        if text.startswith("all ranks are held"):
+            self.sim.operators.page()
 
     def _set(self, timer: SetTimer) -> None:
         sim = self.sim

@@ -1,6 +1,6 @@
 """Model of operators who drain, return, swap, shrink, grow and change the policy, at random moments.
 
-They also ask for what does not exist.
+They also ask for what does not exist. Notices of a hold page them, and they end it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from rackrun.protocol.events import (
     PolicyRequested,
     ReturnRequested,
     ShrinkRequested,
+    StopRequested,
     SwapRequested,
 )
 from rackrun.protocol.ids import Rank, TrayId, slot_id, tray_of
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["OperatorModel"]
 
 ASKED = ("drain", "drain and wait", "return", "return", "swap", "swap", "shrink", "grow", "policy")
+PAGES_MAX = 6
+"""The number of notices of holds after which the job is stopped in the next one."""
 
 
 class OperatorModel:
@@ -31,10 +34,32 @@ class OperatorModel:
 
     def __init__(self, sim: Simulation) -> None:
         self._sim, self._draw = sim, sim.draw["people"]
+        self._pages = 0
 
     def begin(self) -> None:
         for number in range(self._sim.job.requests):
             self._sim.engine.after(self._draw.random() * self._sim.job.faults_s, self._ask, number)
+
+    def page(self) -> None:
+        """Take notice of a hold. Something is done about it within five minutes."""
+        self._pages += 1
+        self._sim.marks.sometimes("all ranks were held")
+        self._sim.engine.after(300 * self._sim.draw["pager"].random(), self._end_hold, self._pages)
+
+    def _end_hold(self, page: int) -> None:
+        """Switch on a tray that is off, change the policy, or stop the job: at the sixth page at the latest."""
+        sim, draw = self._sim, self._sim.draw["pager"]
+        if sim.coordinator.core.view().phase != "parking":
+            return
+        off = [tray for tray, agent in sim.agents.items() if not agent.alive]
+        ways = ["swap,shrink,hold", "swap,restart,hold", "stop", "rackctl stop", *["a tray"] * 4 * bool(off)]
+        way = draw.choice(ways) if page < PAGES_MAX else "stop"
+        if way == "a tray":
+            sim.switch_on(draw.choice(off))
+        elif way == "rackctl stop":
+            sim.coordinator.submit(StopRequested(because=way, exit_code=143))
+        else:
+            sim.coordinator.submit(PolicyRequested(request=f"end of hold {page}", policy=way))
 
     def _ask(self, number: int) -> None:
         self._sim.coordinator.submit(self._request(number, self._draw.choice(ASKED)))

@@ -127,6 +127,7 @@ class Simulation:
         self.coordinator_asleep = False
         self.coordinator = Coordinator(self, job.config, core)
         self.provider = SimulatedProvider(self)
+        self.operators = OperatorModel(self)
         self.injectors = Injectors(self, job.plan)
         self.conductor: Conductor | None = Conductor(job.plan)
         self._carried_out = self.conductor
@@ -166,7 +167,7 @@ class Simulation:
         self.coordinator.submit(TimerFired(timer=JobBegins()))
         for number in range(self.job.trays):
             self.engine.after(0.5 * self.draw["joins"].random(), self.switch_on, TrayId(f"tray-{number}"))
-        OperatorModel(self).begin()
+        self.operators.begin()
         self.engine.after(self.job.faults_s, self._heal, priority=FIRST)
         while self.coordinator.stopped is None:
             must(self.engine.ran < EVENTS_MAX, "it goes round in circles")

@@ -147,6 +147,10 @@ def _without_disk(seed: int) -> SimulatedJob:
             max_restarts=4,
             start_over=True,
         )
+    hold = stream(seed, "swarm", "hold")
+    if hold.random() < 0.1:
+        order = hold.choice(["swap,hold", "swap,move,wait,hold", "swap,shrink,hold,restart"])
+        config = msgspec.structs.replace(config, rules=parse_rules(order))
     return SimulatedJob(
         seed=seed,
         config=config,

@@ -21,6 +21,7 @@ from rackrun.protocol.timers import (
     FenceOver,
     GatherOver,
     GrowthDue,
+    HoldReminder,
     JobBegins,
     JoinGraceOver,
     JoinOver,
@@ -116,6 +117,11 @@ def _recover_over(job: CoreParts, timer: RecoverOver, at_ms: int) -> None:
 @_on(RepairOver)
 def _repair_over(job: CoreParts, timer: RepairOver, at_ms: int) -> None:
     job.recovery.repair_over(at_ms)
+
+
+@_on(HoldReminder)
+def _remind_of_hold(job: CoreParts, timer: HoldReminder, at_ms: int) -> None:
+    job.recovery.hold.remind(at_ms)
 
 
 @_on(ResumeOver)

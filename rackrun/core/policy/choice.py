@@ -67,6 +67,11 @@ def parse_rules(text: str) -> Rules:
         raise UsageError(f"--policy {text!r} mixes rungs with no-RUNG.", remedy=_REMEDY)
     if len(dict.fromkeys(found)) < len(found):
         raise UsageError(f"--policy {text!r} names a rung twice.", remedy=_REMEDY)
+    if not negative and Rung.HOLD in found and Rung.SWAP not in found:
+        raise UsageError(
+            f"--policy {text!r} names hold without swap: a spare that is ready could not take over.",
+            remedy="name swap too: swap,hold.",
+        )
     if not negative:
         return Rules(order=tuple(found), meanwhile=meanwhile)
     if Rung.STOP in found:
@@ -116,7 +121,7 @@ def choose(
         return _decision(_of(found, Rung.STOP), f"the script's own error: {failure.what}", view, found, "default")
     if rules.order:
         return _first(rules, view, found)
-    allowed = [one for one in found if one.possible and one.rung not in rules.never]
+    allowed = [one for one in found if one.possible and allows(rules, one.rung)]
     going_on = [one for one in allowed if one.rung is not Rung.STOP]
     if not view.exact and any(not _resizes(one) and not _for_hardware(one, view) for one in going_on):
         acquires = any(one.meanwhile == "train" for one in going_on)
@@ -130,7 +135,9 @@ def choose(
 
 def allows(rules: Rules, rung: Rung) -> bool:
     """Return whether the rules allow a rung at all."""
-    return rung not in rules.never and (not rules.order or rung in (*rules.order, Rung.ABSORB, Rung.STOP))
+    if not rules.order:
+        return rung not in rules.never and not rung.only_by_name
+    return rung not in rules.never and rung in (*rules.order, Rung.ABSORB, Rung.STOP)
 
 
 def only_answer(rung: Rung, why: str, failure: Failure, view: ClusterView | None) -> Decision:
@@ -218,7 +225,7 @@ def _because(best: Option, others: Sequence[Option], view: ClusterView, found: S
     if best.rung is Rung.STOP and not others:
         whose: dict[str, list[str]] = {}
         for one in found:
-            if one.rung is not Rung.STOP:
+            if one.rung is not Rung.STOP and not one.rung.only_by_name:
                 whose.setdefault(one.why_not or "not allowed", []).append(one.rung.value)
         why = "; ".join(f"{', '.join(rungs)}: {obstacle}" for obstacle, rungs in whose.items())
         return f"stop: nothing else is possible{' and allowed' if rules.never else ''} ({why})"

@@ -171,6 +171,14 @@ def _may_wait(failure: Failure, view: ClusterView) -> str:
     return f"{view.coming} of {view.short} workers that are missing can come (--wait-for-hardware is not given)"
 
 
+def _may_hold(failure: Failure, view: ClusterView) -> str:
+    if not failure.ranks:
+        return "nobody is lost"
+    if obstacle := _state(view):
+        return obstacle
+    return "" if _may_swap(failure, view) else "there is nothing to wait for"
+
+
 def _may_restart(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
     if not view.may_begin_again:
         return "no checkpoint is on disk, and beginning again from step 0 is not allowed (--lost-state)"
@@ -312,6 +320,7 @@ _RUNGS: dict[Rung, tuple[Callable[[Failure, ClusterView], str], Callable[[Failur
     Rung.ACQUIRE: (_may_acquire, _acquire),
     Rung.SHRINK: (_may_shrink, _shrink),
     Rung.WAIT: (_may_wait, _wait),
+    Rung.HOLD: (_may_hold, _wait),
     Rung.RESTART: (_may_restart, _restart),
     Rung.STOP: (_may_stop, _stop),
 }

@@ -27,7 +27,8 @@ class FailedRecovery:
 
     def decided(self, prospect: Prospect, decision: Decision, failure: Failure, view: ClusterView) -> None:
         """Stop because no other rung is possible, or the rules or the user's function do not want another."""
-        others = [one.rung for one in decision.options if one.possible and one.rung is not Rung.STOP]
+        rungs = [one.rung for one in decision.options if one.possible and not one.rung.only_by_name]
+        others = [rung for rung in rungs if rung is not Rung.STOP]
         if failure.whose is Whose.USER:
             self.end.stop(
                 3,

@@ -37,6 +37,7 @@ from rackrun.core.policy.choice import allows
 from rackrun.core.recovery.ask_policy import DecisionMaker
 from rackrun.core.recovery.failed_recovery import FailedRecovery
 from rackrun.core.recovery.fencing import Fencing
+from rackrun.core.recovery.hold import Hold
 from rackrun.core.recovery.no_progress import NoProgress
 from rackrun.core.recovery.parked_members import ParkedMembers
 from rackrun.core.recovery.planning import Planner, told_of
@@ -79,6 +80,7 @@ class Recovery:
     acquiring: RackAcquisition
     spare_top_up: SpareTopUp
     failed_recovery: FailedRecovery = field(init=False)
+    hold: Hold = field(init=False)
     fencing: Fencing = field(init=False)
     stalls: Stalls = field(init=False)
     classes: dict[Rank, str] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class Recovery:
     _progress: NoProgress = field(init=False)
 
     def __post_init__(self) -> None:
+        self.hold = Hold(self.world, self.rack, self.out)
         self.fencing = Fencing(self.world, self.rack, self.out)
         self.sources = RestoreSources(self.world, self.rack, self.facts)
         self.failed_recovery = FailedRecovery(self.config, self.world, self.rack, self.end)
@@ -343,13 +346,13 @@ class Recovery:
 
     def give_up(self, at_ms: int) -> None:
         """Stop the job if no spare has become ready in time. Waiting for hardware may take longer
-        (`JobConfig.repair_patience_ms`). Everything that the last decision has led to is done by now."""
+        (`JobConfig.repair_patience_ms`), and a hold has no limit. Everything that the last decision has led to is done by now."""
         if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
             # nothing could be decided yet; spares get the whole time once it can
             self.out.emit(SetTimer(timer=RecoverOver(self.world.generation), at_ms=at_ms + self.config.join_timeout_ms))
             return
         waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.acquiring.patient(at_ms)
-        patient = self.decision_maker.asks or waits
+        patient = self.decision_maker.asks or waits or self.hold.holds
         if self.world.phase is Phase.PARKING and not patient:
             self.failed_recovery.not_in_time(self._told())
 
@@ -428,11 +431,15 @@ class Recovery:
         decision = self.decision_maker.decide(failure, view, at_ms)
         if decision is None:
             return
+        if decision.rung is Rung.HOLD:
+            self.hold.go_on(failure.what, decision, at_ms)
+        else:
+            self.hold.end()
         match decision.rung:
             case Rung.ABSORB | Rung.SWAP | Rung.MOVE:
                 assert prospect.staff is not None, "only what is possible is decided"
                 self._go_on(prospect, prospect.staff, ready, at_ms)
-            case Rung.WAIT:
+            case Rung.WAIT | Rung.HOLD:
                 self._start_spares(prospect, view)
                 asked_anew = self.world.policy.function or view.provider is not None or prospect.enough
                 self.parked_members.missing = 0 if asked_anew else view.short

@@ -55,6 +55,12 @@ class ResizeRequests:
 
     def _shrink(self, event: ShrinkRequested) -> None:
         world = self.world
+        if self.admission.recovery.hold.holds:
+            raise RequestRefused(
+                "taken",
+                "all ranks are held, and no step boundary comes",
+                "go on without the lost ranks: rackctl policy swap,shrink,hold.",
+            )
         self.admission.check_may(Rung.SHRINK, event.steps)
         if isinstance(self.under_way, PendingShrink):
             raise RequestRefused("taken", "the world is being made smaller already", "wait until that is done.")

@@ -9,6 +9,7 @@ from typing import get_args
 from torch.distributed.argparse_util import check_env, env
 
 from rackrun.protocol.job_config import SlowRanks
+from rackrun.protocol.policy_types import Rung
 from rackrun.version import __version__
 
 __all__ = ["add_own_options"]
@@ -60,7 +61,7 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "for a seventh of the memory (xor:N: sets of N trays). rs:N+M: parity over sets of N+M trays, any M of which may be lost "
             "at once (needs rackrun[rs]). local: nothing. Default: mirror."),
         add("--policy", action=env, type=str, default="", metavar="POLICY", help="What to do after a failure. RUNG,..: the first "
-            "possible of these (absorb, swap, move, acquire, shrink, wait, restart, stop). no-RUNG,..: any but these. "
+            f"possible of these ({', '.join(rung.value for rung in Rung)}). no-RUNG,..: any but these. "
             "MODULE:FUNCTION: ask this Python function (docs/write_a_policy.md). Default: the answer with the lowest expected loss in "
             "GPU-seconds (docs/policies.md)."),
         add("--policy-weights", "--policy_weights", action=env, type=str, default="", metavar="NAME=N,..", help="Weights of the "

@@ -1,0 +1,81 @@
+"""A hold: all ranks stay parked, with their state in memory, until capacity comes or an operator ends it.
+
+It is a wait without a deadline (`rackrun.policy.Rung.HOLD`). Notices say what is missing and what would end it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rackrun.core.generation.outbox import Outbox
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.protocol.commands import Notice, SetTimer
+from rackrun.protocol.ids import Generation
+from rackrun.protocol.policy_types import Decision, Rung
+from rackrun.protocol.timers import HoldReminder
+
+__all__ = ["REMIND_MS", "Hold"]
+
+REMIND_MS = 600_000
+"""Milliseconds between two notices about the same hold."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """Knows whether all ranks are held, and reminds operators of it."""
+
+    world: World
+    rack: RackMachine
+    out: Outbox
+    _what: str = ""
+    """What has failed."""
+    _decision: Decision | None = None
+    """The latest decision to hold; None: another decision has followed."""
+    _generation: Generation | None = None
+    """The generation that this decision was about."""
+    _reminds_in: Generation | None = None
+    """Generation whose reminder is pending. It may outlive a hold, and then serves the next one."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether all ranks are held."""
+        parked = self.world.phase is Phase.PARKING and self._generation == self.world.generation
+        return parked and self._decision is not None
+
+    def go_on(self, what: str, decision: Decision, at_ms: int) -> None:
+        """Begin the hold, or go on with it after ``what`` has become another failure."""
+        begins = not self.holds
+        self._what, self._decision, self._generation = what, decision, self.world.generation
+        if begins:
+            self._tell(decision)
+        if self._reminds_in != self.world.generation:
+            self._set_reminder(at_ms)
+
+    def end(self) -> None:
+        """End the hold, if the ranks are held: another rung was decided."""
+        self._decision = None
+
+    def remind(self, at_ms: int) -> None:
+        """Say once more that all ranks are held, if they are."""
+        self._reminds_in = None
+        if self._decision is not None and self.holds:
+            self._tell(self._decision)
+            self._set_reminder(at_ms)
+
+    def _set_reminder(self, at_ms: int) -> None:
+        self._reminds_in = self.world.generation
+        self.out.emit(SetTimer(timer=HoldReminder(self.world.generation), at_ms=at_ms + REMIND_MS))
+
+    def _tell(self, decision: Decision) -> None:
+        lost, ready = len(self.world.lost()), len(self.rack.ready_spares())
+        waits = (Rung.WAIT, Rung.HOLD, Rung.STOP)
+        others = [one.rung.value for one in decision.options if one.possible and one.rung not in waits]
+        ways = [f"rackctl policy swap,{rung},hold" for rung in others] + ["rackctl stop"]
+        self.out.emit(
+            Notice(
+                text=f"all ranks are held, with their state in memory: {self._what}. "
+                f"{lost} {'rank' if lost == 1 else 'ranks'} to replace, ready spares: {ready}. The hold ends "
+                f"when spares take over (start a tray, or rackctl return), or by {' or '.join(ways)}."
+            )
+        )
