@@ -40,7 +40,7 @@ def same(found: State, wanted: State) -> bool:
 def test_a_fresh_plain_model_takes_it_and_has_the_bits_of_the_ranks(tmp_path: Path, rackctl: Rackctl) -> None:
     for step in (4, 9):
         save(tmp_path, step)
-    for step, chosen in ((9, []), (4, ["--generation", 4])):
+    for step, chosen in ((9, []), (4, ["--number", 4])):
         said = rackctl("ckpt", "export", tmp_path, tmp_path / f"out-{step}", *chosen, "--json")
         assert said.code == 0
         assert (said.json["step"], said.json["left_out"]) == (step, 12)
