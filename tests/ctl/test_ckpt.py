@@ -337,3 +337,11 @@ def test_a_quarantined_checkpoint_is_shown_with_its_reason_until_that_is_lifted(
     for wrong in ((2,), (2, "--lift", "--reason", "x"), ("newest", "--lift")):
         assert rackctl("ckpt", "quarantine", tmp_path, *wrong).code == 2
     assert rackctl("ckpt", "quarantine", tmp_path, 7, "--lift").code == 1
+
+
+def test_json_still_has_the_former_names_of_checkpoints_and_their_numbers(tmp_path: Path, rackctl: Rackctl) -> None:
+    save(tmp_path, 1)
+    (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
+    for said in (job, rackctl("ckpt", "verify", tmp_path, "--json").json):
+        assert said["generations"] == said["checkpoints"]
+        assert [(one["number"], one["generation"]) for one in said["checkpoints"]] == [(1, 1)]

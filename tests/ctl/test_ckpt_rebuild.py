@@ -144,6 +144,13 @@ def rebuild(job: Job, rackctl: Rackctl) -> Callable[..., Any]:
     return lambda *arguments: rackctl("ckpt", "rebuild", job.root, "--arenas", job.shm, *arguments)
 
 
+def test_the_former_option_generation_still_works(job: Job, rebuild: Rackctl) -> None:
+    job.leave(4, 5)
+    said = rebuild("--generation", 4, "--json")
+    assert (said.code, said.json["number"], said.json["generation"]) == (0, 4, 4)
+    assert "--generation is deprecated" in said.err
+
+
 # -- from memory
 def test_the_newest_checkpoint_of_a_killed_job_is_written_to_disk(job: Job, rebuild: Rackctl) -> None:
     job.leave(4, 5)
