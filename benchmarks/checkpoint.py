@@ -72,7 +72,7 @@ class Bench:
         self.folder = folder
         self.fd = os.memfd_create("rackrun-benchmark", os.MFD_CLOEXEC)
         self.arena = Arena.create(self.fd, job="bench", rank=0, epoch=1, slots=2, payload_bytes=self.bytes)
-        self.generation = 0
+        self.number = 0
         self._seal_one()
         self.stripe_set = StripeSet((0, 1, 2, 3))
         self.shards = [np.full(self.bytes // 8, 17 * rank + 1, dtype=np.uint8) for rank in range(4)]
@@ -83,15 +83,15 @@ class Bench:
         return self.shards[owner][start:stop]
 
     def _seal_one(self) -> None:
-        self.generation += 1
-        with self.arena.begin(self.generation, 0) as writer:
+        self.number += 1
+        with self.arena.begin(self.number, 0) as writer:
             write_image(self.layout, self.state, PLAIN, writer.payload)
             writer.seal(self.bytes, self.layout.layout_hash)
-        self.arena.commit(self.generation)
+        self.arena.commit(self.number)
 
     # -- memory
     def memcpy(self, start: Timed, stop: Timed) -> None:
-        with self.arena.begin(self.generation + 1, 0) as writer:
+        with self.arena.begin(self.number + 1, 0) as writer:
             target = np.frombuffer(writer.payload, dtype=np.uint8)[: self.bytes]
             start()
             np.copyto(target, self.flat)
@@ -99,32 +99,32 @@ class Bench:
 
     def copying(self, start: Timed, stop: Timed) -> None:
         """The tensors, without a checksum: what is left of memcpy's rate when the bytes come from many places."""
-        with self.arena.begin(self.generation + 1, 0) as writer:
+        with self.arena.begin(self.number + 1, 0) as writer:
             start()
             write_image(self.layout, self.state, PLAIN, writer.payload)
             stop()
 
     def sealing(self, start: Timed, stop: Timed) -> None:
-        with self.arena.begin(self.generation + 1, 0) as writer:
+        with self.arena.begin(self.number + 1, 0) as writer:
             start()
             write_head(self.layout, PLAIN, writer.payload)
             write_tensors(self.layout, self.state, writer.payload, writer.filled)
             writer.seal(self.bytes, self.layout.layout_hash)
             stop()
-        self.arena.release(self.generation + 1)
+        self.arena.release(self.number + 1)
 
     def sealing_in_two_passes(self, start: Timed, stop: Timed) -> None:
-        with self.arena.begin(self.generation + 1, 0) as writer:
+        with self.arena.begin(self.number + 1, 0) as writer:
             start()
             write_image(self.layout, self.state, PLAIN, writer.payload)
             writer.seal(self.bytes, self.layout.layout_hash)
             stop()
-        self.arena.release(self.generation + 1)
+        self.arena.release(self.number + 1)
 
     def plain_read(self, start: Timed, stop: Timed) -> None:
         """Into the same tensors, and nothing is verified."""
         start()
-        source = np.frombuffer(self.arena.reader(self.generation).payload, dtype=np.uint8)
+        source = np.frombuffer(self.arena.reader(self.number).payload, dtype=np.uint8)
         for name, tensor in self.tensors.items():
             begin, end = self.layout.extents[name]
             np.copyto(tensor.numpy().reshape(-1).view(np.uint8), source[begin:end])
@@ -139,7 +139,7 @@ class Bench:
 
     def _restore(self, start: Timed, stop: Timed, threads: int) -> None:
         start()
-        reader = self.arena.reader(self.generation)
+        reader = self.arena.reader(self.number)
         reader.verify(threads)
         read_tensors(self.layout, self.tensors, reader.payload, threads)
         stop()
@@ -193,14 +193,14 @@ class Bench:
 
     def durable_write(self, start: Timed, stop: Timed) -> None:
         with self.room() as place:
-            reader = self.arena.reader(self.generation)
+            reader = self.arena.reader(self.number)
             start()
             self._durable(place, reader)
             stop()
 
     def durable_read(self, start: Timed, stop: Timed) -> None:
         with self.room() as place:
-            self._durable(place, self.arena.reader(self.generation))
+            self._durable(place, self.arena.reader(self.number))
             start()
             with DurableStore(place, "bench").open(1) as reader:
                 fill(plan_reshard([self.layout], self.layout.entries), self.tensors, reader.read)
@@ -281,7 +281,7 @@ class Bench:
         found = []
         for _ in range(steps):
             began = time.perf_counter()
-            writer = self.arena.begin(self.generation + 1, 0)
+            writer = self.arena.begin(self.number + 1, 0)
             write_head(self.layout, PLAIN, writer.payload)
             copy = threading.Thread(target=self._copy, args=[writer])
             copy.start()
@@ -291,7 +291,7 @@ class Bench:
             fence = time.perf_counter()
             copy.join()
             ended = time.perf_counter()
-            self.arena.release(self.generation + 1)
+            self.arena.release(self.number + 1)
             found.append({"stall_ms": (stalled - began) * 1e3, "fence_ms": (ended - fence) * 1e3})
         return found
 

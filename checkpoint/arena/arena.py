@@ -31,7 +31,7 @@ from rackrun.checkpoint.base.errors import (
     CheckpointError,
     DuplicateOwner,
     IntegrityError,
-    NoUsableGeneration,
+    NoUsableCheckpoint,
     StaleEpoch,
 )
 from rackrun.checkpoint.base.process_identity import NOBODY, ProcessIdentity, begin_session, end_session
@@ -40,7 +40,7 @@ from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["Arena", "SlotInfo", "SlotReader", "SlotState", "SlotWriter"]
 
-GENERATION_MAX = EPOCH_MAX = 2**63 - 1
+NUMBER_MAX = EPOCH_MAX = 2**63 - 1
 OWNER_MAX = 2**32 - 1
 _PASSES_MAX = 100
 _REUSED_FIRST = (SlotState.FREE, SlotState.BAD, SlotState.WRITING)
@@ -165,7 +165,7 @@ class Arena:
     # -- write
     def begin(
         self,
-        generation: int,
+        number: int,
         step: int,
         *,
         kind: Kind = "data",
@@ -175,13 +175,13 @@ class Arena:
         """Take a slot to write an image into.
 
         The order of choice: free, bad, or left by a dead writer; then the oldest image that is not the newest committed
-        one of its owner, not of a generation in ``keep``, and not leased. ``owner``: whose image it is; None for this
-        rank's. Raises `CheckpointError` when no slot can be taken, or the generation is in one already.
+        one of its owner, not of a checkpoint in ``keep``, and not leased. ``owner``: whose image it is; None for this
+        rank's. Raises `CheckpointError` when no slot can be taken, or the checkpoint is in one already.
         """
         owner = self.rank if owner is None else owner
         problem = (
-            _out_of("generation", generation, GENERATION_MAX)
-            or _out_of("step", step, GENERATION_MAX, least=-1)  # -1: before the first step
+            _out_of("checkpoint number", number, NUMBER_MAX)
+            or _out_of("step", step, NUMBER_MAX, least=-1)  # -1: before the first step
             or _out_of("owner", owner, OWNER_MAX)
         )
         if problem:
@@ -189,11 +189,11 @@ class Arena:
         with self._changing() as me:
             headers = self._headers()
             for header in headers:
-                same = (header.generation, header.kind, header.owner) == (generation, kind, owner)
+                same = (header.number, header.kind, header.owner) == (number, kind, owner)
                 if same and (header.whole or _written_by_the_living(header)):
                     raise CheckpointError(
-                        f"generation {generation} of rank {owner} is in slot {header.slot} already ({header.state.name}).",
-                        remedy="a generation is written once: use the next number.",
+                        f"checkpoint {number} of rank {owner} is in slot {header.slot} already ({header.state.name}).",
+                        remedy="a checkpoint is written once: use the next number.",
                     )
             for header in _candidates(headers, keep):
                 at = self._superblock.geometry.header_at(header.slot)
@@ -206,7 +206,7 @@ class Arena:
                         header.slot,
                         SlotState.WRITING,
                         kind,
-                        generation,
+                        number,
                         step,
                         self.epoch,
                         owner,
@@ -219,72 +219,72 @@ class Arena:
                 self._writers.append(writer)
                 return writer
         held = ", ".join(
-            f"{h.slot}: {h.state.name} {h.generation}" + (f" by {h.writer}" if h.state is SlotState.WRITING else "")
+            f"{h.slot}: {h.state.name} {h.number}" + (f" by {h.writer}" if h.state is SlotState.WRITING else "")
             for h in headers
         )
         raise CheckpointError(
-            f"the arena {self._file} has no slot that may be written over ({held}); generations {sorted(keep)} must stay.",
-            remedy="commit or release a generation, end a lease or a fenced writer, or create the arena with one more slot.",
+            f"the arena {self._file} has no slot that may be written over ({held}); checkpoints {sorted(keep)} must stay.",
+            remedy="commit or release a checkpoint, end a lease or a fenced writer, or create the arena with one more slot.",
         )
 
-    def commit(self, generation: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
-        """Mark all sealed slots of ``generation`` as committed. Repeating it is no error.
+    def commit(self, number: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
+        """Mark all sealed slots of ``number`` as committed. Repeating it is no error.
 
-        Raises `NoUsableGeneration` when no slot matches, `IntegrityError` when a chunk table is damaged.
+        Raises `NoUsableCheckpoint` when no slot matches, `IntegrityError` when a chunk table is damaged.
         """
         with self._changing():
-            found = self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED))
+            found = self._of(number, kind, owner, (SlotState.SEALED, SlotState.COMMITTED))
             sealed = [header for header in found if header.state is SlotState.SEALED]
             for header in sealed:
                 SlotReader(self, header)  # raises when the chunk table is damaged
             for header in sealed:
                 self._store(header._replace(state=SlotState.COMMITTED), "arena.commit")
 
-    def mark_bad(self, generation: int, reason: str, *, kind: Kind | None = None, owner: int | None = None) -> None:
-        """Mark all slots of ``generation`` as bad: nothing reads them any more, and they may be overwritten."""
+    def mark_bad(self, number: int, reason: str, *, kind: Kind | None = None, owner: int | None = None) -> None:
+        """Mark all slots of ``number`` as bad: nothing reads them any more, and they may be overwritten."""
         with self._changing():
-            for header in self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD)):
+            for header in self._of(number, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD)):
                 self._store(header._replace(state=SlotState.BAD, reason=reason), "arena.mark_bad")
 
-    def release(self, generation: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
-        """Free the slots of ``generation``. Raises `CheckpointError` for the newest committed generation."""
+    def release(self, number: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
+        """Free the slots of ``number``. Raises `CheckpointError` for the newest committed checkpoint."""
         with self._changing():
-            committed = [h.generation for h in self._headers() if h.state is SlotState.COMMITTED]
-            found = self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD))
-            if generation == max(committed, default=-1) and any(h.state is SlotState.COMMITTED for h in found):
+            committed = [h.number for h in self._headers() if h.state is SlotState.COMMITTED]
+            found = self._of(number, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD))
+            if number == max(committed, default=-1) and any(h.state is SlotState.COMMITTED for h in found):
                 raise CheckpointError(
-                    f"generation {generation} is the newest committed one of the arena {self._file}.",
+                    f"checkpoint {number} is the newest committed one of the arena {self._file}.",
                     remedy="commit a newer one first, or mark it as bad.",
                 )
             for header in found:
                 self._store(SlotHeader(header.arena_id, header.slot), "arena.release")
 
     # -- read
-    def reader(self, generation: int, kind: Kind = "data", owner: int | None = None) -> SlotReader:
+    def reader(self, number: int, kind: Kind = "data", owner: int | None = None) -> SlotReader:
         """Return a reader of a sealed image.
 
-        Raises `NoUsableGeneration` when no slot has it sealed, `IntegrityError` when its chunk table is damaged.
+        Raises `NoUsableCheckpoint` when no slot has it sealed, `IntegrityError` when its chunk table is damaged.
         """
         self._file.check()
         whose = self.rank if owner is None else owner
-        return SlotReader(self, self._of(generation, kind, whose, (SlotState.SEALED, SlotState.COMMITTED))[0])
+        return SlotReader(self, self._of(number, kind, whose, (SlotState.SEALED, SlotState.COMMITTED))[0])
 
     @contextlib.contextmanager
-    def lease(self, generation: int) -> Iterator[None]:
-        """Keep the slots of ``generation`` from being overwritten by any process.
+    def lease(self, number: int) -> Iterator[None]:
+        """Keep the slots of ``number`` from being overwritten by any process.
 
         The lease ends with the process that holds it.
 
-        Raises `NoUsableGeneration` when the generation is not there or is being overwritten.
+        Raises `NoUsableCheckpoint` when the checkpoint is not there or is being overwritten.
         """
         fd = self._file.reopened()
         try:
-            for header in self._of(generation, None, None, (SlotState.SEALED, SlotState.COMMITTED)):
+            for header in self._of(number, None, None, (SlotState.SEALED, SlotState.COMMITTED)):
                 locked = lock(fd, self._superblock.geometry.header_at(header.slot), shared=True)
                 now = self._header(header.slot)
-                if not locked or (now.generation, now.digest) != (generation, header.digest):
-                    raise NoUsableGeneration(
-                        f"generation {generation} is just being written over in the arena {self._file}.",
+                if not locked or (now.number, now.digest) != (number, header.digest):
+                    raise NoUsableCheckpoint(
+                        f"checkpoint {number} is just being written over in the arena {self._file}.",
                         remedy="take a newer one.",
                     )
             yield
@@ -365,7 +365,7 @@ class Arena:
         """Return all slot headers as they were at one moment: they are read until two passes agree.
 
         A single pass could read one slot before its commit and another after the next begin, and so see no committed
-        generation at all.
+        checkpoint at all.
         """
         former: list[SlotHeader] = []
         for _ in range(_PASSES_MAX):
@@ -386,24 +386,22 @@ class Arena:
     def _store(self, header: SlotHeader, operation: str) -> None:
         self._file.store(self._superblock.geometry.header_at(header.slot), header, operation)
 
-    def _of(
-        self, generation: int, kind: Kind | None, owner: int | None, states: Collection[SlotState]
-    ) -> list[SlotHeader]:
+    def _of(self, number: int, kind: Kind | None, owner: int | None, states: Collection[SlotState]) -> list[SlotHeader]:
         headers = self._headers()
         found = [
             header
             for header in headers
-            if header.generation == generation
+            if header.number == number
             and header.state in states
             and kind in (None, header.kind)
             and owner in (None, header.owner)
         ]
         if not found:
-            held = ", ".join(f"{h.kind} {h.generation} of rank {h.owner} ({h.state.name})" for h in headers)
+            held = ", ".join(f"{h.kind} {h.number} of rank {h.owner} ({h.state.name})" for h in headers)
             whose = "" if owner is None else f" of rank {owner}"
-            raise NoUsableGeneration(
-                f"the arena {self._file} does not hold {kind or 'anything'} of generation {generation}{whose}. It holds: {held}.",
-                remedy="take another generation or holder.",
+            raise NoUsableCheckpoint(
+                f"the arena {self._file} does not hold {kind or 'anything'} of checkpoint {number}{whose}. It holds: {held}.",
+                remedy="take another checkpoint or holder.",
             )
         return found
 
@@ -414,17 +412,17 @@ def _candidates(headers: list[SlotHeader], keep: Collection[int]) -> list[SlotHe
     for header in headers:
         if header.state is SlotState.COMMITTED:
             key = (header.kind, header.owner)
-            newest[key] = max(newest.get(key, -1), header.generation)
+            newest[key] = max(newest.get(key, -1), header.number)
     useless = [h for h in headers if not h.whole and not _written_by_the_living(h)]
     useless.sort(key=lambda h: _REUSED_FIRST.index(h.state))
     older = [
         h
         for h in headers
         if h.whole
-        and h.generation not in keep
-        and not (h.state is SlotState.COMMITTED and newest[h.kind, h.owner] == h.generation)
+        and h.number not in keep
+        and not (h.state is SlotState.COMMITTED and newest[h.kind, h.owner] == h.number)
     ]
-    return useless + sorted(older, key=lambda h: h.generation)
+    return useless + sorted(older, key=lambda h: h.number)
 
 
 def _written_by_the_living(header: SlotHeader) -> bool:

@@ -7,12 +7,12 @@
         <job>-<digest of its directory>/
             keeper-<pid>-<start>-...      a process that may come back for the arenas: a worker, or torchrun itself
             rank-00001-of-00004-<epoch>.arena
-            commit-000000000012.json      the record of a committed generation
+            commit-000000000012.json      the record of a committed checkpoint
 
 The files outlive a worker that torchrun restarts, and the new worker finds them by name. A keeper is identified by pid
 *and* start time. When all keepers of a job are dead, the next job of the same user removes its folder.
 
-A commit's record is written before the arena is marked, and before the older generation may be overwritten: whatever is
+A commit's record is written before the arena is marked, and before the older checkpoint may be overwritten: whatever is
 lost of the older one, a record of the newer exists. An arena of another world size stays until the first commit of this
 world.
 """
@@ -55,7 +55,7 @@ register("commit.record_written", "commit.record_named", "commit.sweeping")
 class MemoryTier:
     """Settings of arenas in ``folder``, a tmpfs.
 
-    ``slots``: images that each rank keeps; None for 2, or 3 where generations are also written to disk. ``usable``: the
+    ``slots``: images that each rank keeps; None for 2, or 3 where checkpoints are also written to disk. ``usable``: the
     share of the free memory that arenas may take.
     """
 
@@ -158,7 +158,7 @@ class ArenaFolder:
 
         It is there when this returns. The newest few records are kept.
         """
-        name = self.path / f"commit-{record.generation:012d}.json"
+        name = self.path / f"commit-{record.number:012d}.json"
         part = name.with_name(f".{name.name}-{secrets.token_hex(4)}")
         part.write_bytes(record.encode())
         crash_point("commit.record_written")
@@ -169,7 +169,7 @@ class ArenaFolder:
             (self.path / old).unlink(missing_ok=True)
 
     def commits(self) -> tuple[list[CommitRecord], dict[int, str]]:
-        """Return the commit records that can be read, and generation -> why its record cannot be read."""
+        """Return the commit records that can be read, and checkpoint number -> why its record cannot be read."""
         return commits_in(self.path)
 
     # -- end
@@ -231,7 +231,7 @@ def job_folder(tier: Path, job: str, directory: Path) -> Path:
 
 
 def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:
-    """Return the commit records in ``folder`` that can be read, and generation -> why its record cannot be read."""
+    """Return the commit records in ``folder`` that can be read, and checkpoint number -> why its record cannot be read."""
     found, unreadable = list[CommitRecord](), dict[int, str]()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(folder)):

@@ -171,7 +171,7 @@ class SlotHeader(NamedTuple):
     slot: int
     state: SlotState = SlotState.FREE
     kind: Kind = "data"
-    generation: int = -1
+    number: int = -1
     step: int = -1
     epoch: int = 0
     owner: int = 0
@@ -198,7 +198,7 @@ class SlotHeader(NamedTuple):
             self.slot,
             self.state,
             KINDS.index(self.kind),
-            self.generation,
+            self.number,
             self.step,
             self.epoch,
             self.owner,
@@ -227,7 +227,7 @@ class SlotHeader(NamedTuple):
             slot,
             state,
             kind,
-            generation,
+            number,
             step,
             epoch,
             owner,
@@ -247,7 +247,7 @@ class SlotHeader(NamedTuple):
             slot,
             SlotState(state),
             KINDS[kind],
-            generation,
+            number,
             step,
             epoch,
             owner,
@@ -279,7 +279,7 @@ def manifest_digest(header: SlotHeader, chunk_bytes: int, table: bytes) -> bytes
     It is equal for every copy of one image, whichever arena and epoch holds the copy.
     """
     identity = (
-        f"{header.kind} {header.owner} {header.generation} {header.step} {header.payload_bytes} {chunk_bytes} "
+        f"{header.kind} {header.owner} {header.number} {header.step} {header.payload_bytes} {chunk_bytes} "
         f"{header.layout_hash}\n"
     )
     return bytes.fromhex(content_digest(identity.encode() + table))

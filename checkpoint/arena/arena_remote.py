@@ -14,7 +14,7 @@ import numpy as np
 
 from rackrun.checkpoint.arena.arena_format import PAGE, SlotHeader, Superblock, manifest_digest
 from rackrun.checkpoint.base.digest import crc
-from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import IntegrityError, NoUsableCheckpoint
 
 __all__ = ["HEAD_BYTES", "RemoteSlot"]
 
@@ -29,12 +29,12 @@ Ask = Callable[[int, memoryview], None]
 class RemoteSlot:
     """The sealed image in the first slot of a remote arena."""
 
-    def __init__(self, ask: Ask, generation: int, window_bytes: int) -> None:
+    def __init__(self, ask: Ask, number: int, window_bytes: int) -> None:
         """Read and check the records and the chunk table.
 
         ``ask`` reads the arena's file; ``window_bytes`` bounds one request.
 
-        Raises `NoUsableGeneration` when the slot does not hold ``generation``, and `IntegrityError` when its records or
+        Raises `NoUsableCheckpoint` when the slot does not hold ``number``, and `IntegrityError` when its records or
         its chunk table are damaged.
         """
         self._ask, self._window_bytes = ask, window_bytes
@@ -44,9 +44,9 @@ class RemoteSlot:
         header = _newest([SlotHeader.decode(self.head[at : at + PAGE]) for at in (2 * PAGE, 3 * PAGE)])
         if superblock is None or header is None or not header.fits(superblock, 0):
             raise IntegrityError("the records of an arena are damaged.", remedy="take another copy.")
-        if header.generation != generation or not header.whole:
-            raise NoUsableGeneration(
-                f"the slot holds generation {header.generation} ({header.state.name}), not {generation}.",
+        if header.number != number or not header.whole:
+            raise NoUsableCheckpoint(
+                f"the slot holds checkpoint {header.number} ({header.state.name}), not {number}.",
                 remedy="take another copy.",
             )
         geometry = superblock.geometry

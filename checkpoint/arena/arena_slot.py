@@ -35,7 +35,7 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     state: SlotState
-    generation: int
+    number: int
     step: int
     epoch: int
     kind: Kind
@@ -53,7 +53,7 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             index=header.slot,
             state=header.state,
-            generation=header.generation,
+            number=header.number,
             step=header.step,
             epoch=header.epoch,
             kind=header.kind,
@@ -156,7 +156,7 @@ class SlotWriter:
     def _check_open(self) -> None:
         if self not in self._arena._writers:
             raise CheckpointError(
-                f"slot {self.index} was sealed or abandoned already.", remedy="begin the next generation."
+                f"slot {self.index} was sealed or abandoned already.", remedy="begin the next checkpoint."
             )
 
     def _digest(self, upto: int) -> None:
@@ -195,7 +195,7 @@ class SlotWriter:
         now = self._arena._header(self.index)
         if now._replace(seq=0) != self._header._replace(seq=0):
             raise IntegrityError(
-                f"the header of slot {self.index} was changed or damaged while generation {self._header.generation} was written.",
+                f"the header of slot {self.index} was changed or damaged while checkpoint {self._header.number} was written.",
                 remedy="save again.",
             )
 
@@ -275,4 +275,4 @@ class SlotReader:
 
     def __str__(self) -> str:
         header = self._header
-        return f"generation {header.generation} ({header.kind} of rank {header.owner}) in slot {header.slot}"
+        return f"checkpoint {header.number} ({header.kind} of rank {header.owner}) in slot {header.slot}"

@@ -6,7 +6,7 @@
     +-- CheckpointError              a checkpoint operation cannot be done
         +-- IntegrityError           the hardware's: bytes are not those that were sealed, or a file was replaced
         |   +-- Unreadable           storage does not give the bytes: they may be right, and readable later
-        +-- NoUsableGeneration       the hardware's, a StateLost: no verified copy of what was asked for
+        +-- NoUsableCheckpoint       the hardware's, a StateLost: no verified copy of what was asked for
         +-- LayoutMismatch           yours: saved and wanted tensors do not fit
         +-- MemoryPlanError          yours: the request exceeds the available memory or disk space
         +-- FormatVersionError       yours: another release, or another kind of machine, wrote a format not read here
@@ -16,6 +16,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from rackrun.checkpoint.base.deprecation import warn_renamed
 from rackrun.errors import HardwareError, RackrunError, StateLost, UsageError
 
 __all__ = [
@@ -25,7 +28,7 @@ __all__ = [
     "IntegrityError",
     "LayoutMismatch",
     "MemoryPlanError",
-    "NoUsableGeneration",
+    "NoUsableCheckpoint",
     "StaleEpoch",
     "Unreadable",
     "is_damage",
@@ -52,7 +55,7 @@ def is_damage(error: CheckpointError) -> bool:
     return isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
 
 
-class NoUsableGeneration(CheckpointError, StateLost):
+class NoUsableCheckpoint(CheckpointError, StateLost):
     """There is no verified copy of what was asked for."""
 
 
@@ -74,3 +77,12 @@ class DuplicateOwner(CheckpointError):
 
 class StaleEpoch(CheckpointError):
     """A newer epoch has taken over. The caller is fenced and writes no more."""
+
+
+if not TYPE_CHECKING:  # for a type checker there is no other name than those above
+
+    def __getattr__(name: str) -> object:
+        if name == "NoUsableGeneration":
+            warn_renamed("NoUsableGeneration", "NoUsableCheckpoint")
+            return NoUsableCheckpoint
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Choose the generation that a restore takes, and the sources of its shards. Pure.
+"""Choose the checkpoint that a restore takes, and the sources of its shards. Pure.
 
-All ranks take the newest generation for which every shard has a verified source. How near the sources are does not
+All ranks take the newest checkpoint for which every shard has a verified source. How near the sources are does not
 affect that choice. Each shard then gets a list of its sources, nearest first; a rank tries the next source when one
 fails. When a shard runs out of sources, call `choose` again without the holdings that failed: all ranks go back
 together.
@@ -9,12 +9,12 @@ Rules:
 
 * A holding counts only if it has the record's step, epoch, digest and layout, and if its holder has verified it. "Not
   verified" is not "bad": verify the holding, and choose again.
-* A parity rebuild reads the other members' shards and parity blocks of the *same* generation, each with a source of its
+* A parity rebuild reads the other members' shards and parity blocks of the *same* checkpoint, each with a source of its
   own. The result is checked against the record like any other source.
-* Without a commit record nothing shows that a generation is whole. Only ``best_effort`` reads such a generation, and
+* Without a commit record nothing shows that a checkpoint is whole. Only ``best_effort`` reads such a checkpoint, and
   only where every owner's copies were sealed alike. No rebuild is possible then, because no digest is known to check
   it against.
-* A quarantined generation was restored and turned out bad. No restore takes it again.
+* A quarantined checkpoint was restored and turned out bad. No restore takes it again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.commit.commit_records import CommitRecord, Item, Kind, ParitySet, ShardRecord, rebuild_inputs
 
 __all__ = ["ATTEMPTS_MAX", "Holding", "RestorePlan", "ShardSource", "Tier", "choose"]
 
 ATTEMPTS_MAX = 3
-"""How many restores of one generation may end badly before an older one is chosen.
+"""How many restores of one checkpoint may end badly before an older one is chosen.
 
-More than one may, because a rank lost during a restore is not the generation's fault.
+More than one may, because a rank lost during a restore is not the checkpoint's fault.
 """
 
 
@@ -54,7 +54,7 @@ class Tier(IntEnum):
 class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """A sealed copy of one shard, or one parity block, as reported by the agent that holds it."""
 
-    generation: int
+    number: int
     step: int
     epoch: int
     owner: int
@@ -81,22 +81,22 @@ class ShardSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks restore: one generation, and the sources of each shard in the order in which to try them."""
+    """What all ranks restore: one checkpoint, and the sources of each shard in the order in which to try them."""
 
-    generation: int
+    number: int
     step: int
     epoch: int
     committed: bool
     digests: dict[int, str]
     sources: dict[int, tuple[ShardSource, ...]]
     passed_over: dict[int, str]
-    """Newer generation -> why it was not taken."""
+    """Number of a newer checkpoint -> why it was not taken."""
 
 
 class _Wanted(NamedTuple):
-    """A generation that could be restored: from a commit record, or, if uncommitted, from the inventory."""
+    """A checkpoint that could be restored: from a commit record, or, if uncommitted, from the inventory."""
 
-    generation: int
+    number: int
     step: int
     epoch: int
     committed: bool
@@ -115,58 +115,58 @@ def choose(
     best_effort: bool = False,
     owners: Collection[int] = (),
 ) -> RestorePlan:
-    """Return the plan for the newest generation that can be restored.
+    """Return the plan for the newest checkpoint that can be restored.
 
-    ``lost``: holders that are gone. ``quarantined``: generations that turned out bad. ``attempts``: generation ->
-    failed restores, from the log. ``owners``: the ranks that must be whole in an uncommitted generation; needed by
+    ``lost``: holders that are gone. ``quarantined``: checkpoints that turned out bad. ``attempts``: checkpoint number ->
+    failed restores, from the log. ``owners``: the ranks that must be whole in an uncommitted checkpoint; needed by
     ``best_effort``.
 
-    Raises NoUsableGeneration, with the reason for each generation, when there is none, and IntegrityError when two
+    Raises NoUsableCheckpoint, with the reason for each checkpoint, when there is none, and IntegrityError when two
     commit records contradict each other.
     """
     tried = attempts or {}
     alive = sorted(holding for holding in inventory if holding.holder not in lost)
     reasons: dict[int, str] = {}
     for wanted in _candidates(alive, commits, owners if best_effort else ()):
-        g = wanted.generation
-        if g in quarantined:
-            reasons[g] = "quarantined: it turned out bad after a restore"
-        elif tried.get(g, 0) >= attempts_max:
-            reasons[g] = f"{tried[g]} restores of it have failed"
+        n = wanted.number
+        if n in quarantined:
+            reasons[n] = "quarantined: it turned out bad after a restore"
+        elif tried.get(n, 0) >= attempts_max:
+            reasons[n] = f"{tried[n]} restores of it have failed"
         else:
-            sources, missing = _sources(wanted, [holding for holding in alive if holding.generation == g], lost)
+            sources, missing = _sources(wanted, [holding for holding in alive if holding.number == n], lost)
             if not missing:
                 return RestorePlan(
-                    generation=g, step=wanted.step, epoch=wanted.epoch, committed=wanted.committed, sources=sources,
+                    number=n, step=wanted.step, epoch=wanted.epoch, committed=wanted.committed, sources=sources,
                     digests={shard.owner: shard.digest for shard in wanted.shards if shard.kind == "data"},
                     passed_over=reasons,
                 )  # fmt: skip
-            reasons[g] = "; ".join(missing)
-    uncommitted = sorted({holding.generation for holding in alive} - set(reasons), reverse=True)
+            reasons[n] = "; ".join(missing)
+    uncommitted = sorted({holding.number for holding in alive} - set(reasons), reverse=True)
     reasons |= dict.fromkeys(uncommitted, "never committed" + (", and not sealed alike by all" if best_effort else ""))
-    story = " ".join(f"Generation {g}: {reasons[g]}." for g in sorted(reasons, reverse=True))
-    raise NoUsableGeneration(
-        f"no generation can be restored. {story or 'Nothing was ever committed.'}",
+    story = " ".join(f"Checkpoint {n}: {reasons[n]}." for n in sorted(reasons, reverse=True))
+    raise NoUsableCheckpoint(
+        f"no checkpoint can be restored. {story or 'Nothing was ever committed.'}",
         remedy="Bring a lost holder back, give a durable directory, or begin anew.",
     )
 
 
 def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owners: Collection[int]) -> list[_Wanted]:
-    """Return the generations to consider, newest first.
+    """Return the checkpoints to consider, newest first.
 
     Uncommitted ones are included only if ``owners`` are given, and only if all owners' copies were sealed alike.
     """
     records: dict[int, CommitRecord] = {}
     for record in commits:
         record.check()
-        if records.setdefault(record.generation, record) != record:
+        if records.setdefault(record.number, record) != record:
             raise IntegrityError(
-                f"two commit records of generation {record.generation} differ.",
+                f"two commit records of checkpoint {record.number} differ.",
                 remedy="Two coordinators have written: keep the log with the larger epoch.",
             )
-    found = [_Wanted(r.generation, r.step, r.epoch, True, r.shards, r.sets) for r in records.values()]
-    for g in sorted({holding.generation for holding in alive} - set(records)) if owners else ():
-        data = [holding for holding in alive if holding.generation == g and holding.kind == "data"]
+    found = [_Wanted(r.number, r.step, r.epoch, True, r.shards, r.sets) for r in records.values()]
+    for n in sorted({holding.number for holding in alive} - set(records)) if owners else ():
+        data = [holding for holding in alive if holding.number == n and holding.kind == "data"]
         data = [holding for holding in data if holding.owner in owners]
         told = {owner: {(h.digest, h.layout_hash) for h in data if h.owner == owner} for owner in sorted(owners)}
         if len({(h.step, h.epoch) for h in data}) == 1 and all(len(said) == 1 for said in told.values()):
@@ -175,8 +175,8 @@ def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owner
                 for owner, said in told.items()
                 for digest, layout_hash in said
             ]
-            found.append(_Wanted(g, data[0].step, data[0].epoch, False, tuple(shards), ()))
-    return sorted(found, key=lambda wanted: wanted.generation, reverse=True)
+            found.append(_Wanted(n, data[0].step, data[0].epoch, False, tuple(shards), ()))
+    return sorted(found, key=lambda wanted: wanted.number, reverse=True)
 
 
 def _sources(

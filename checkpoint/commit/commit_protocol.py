@@ -1,27 +1,27 @@
-"""The coordinator of the commit protocol: it decides when a generation is whole, and when an older one may go.
+"""The coordinator of the commit protocol: it decides when a checkpoint is whole, and when an older one may go.
 
-``handle(event) -> outputs``, pure. A generation commits when every owner's shard has the requested redundancy, counting
-copies of one (generation, step, epoch) with one digest for each shard. A newer generation retires an older one only
+``handle(event) -> outputs``, pure. A checkpoint commits when every owner's shard has the requested redundancy, counting
+copies of one (number, step, epoch) with one digest for each shard. A newer checkpoint retires an older one only
 when the newer one's own holders have confirmed the commit record, and it is at least as safe as the older still is.
 Until then both are kept.
 
 The rules that keep a commit true:
 
-* A holder overwrites nothing that may still commit: `Begin.keep` lists it. So a generation is known here from
-  `GenerationBegan` on, before anyone seals it, and a generation not known here never commits.
-* A generation that cannot commit any more (its deadline passed, a newer one committed, a new epoch began) first leaves
+* A holder overwrites nothing that may still commit: `Begin.keep` lists it. So a checkpoint is known here from
+  `CheckpointBegan` on, before anyone seals it, and a checkpoint not known here never commits.
+* A checkpoint that cannot commit any more (its deadline passed, a newer one committed, a new epoch began) first leaves
   ``keep`` and is then refused, within one call.
-* A degraded commit keeps the older generation until the newer is healed, or until the older is no safer.
+* A degraded commit keeps the older checkpoint until the newer is healed, or until the older is no safer.
 
 What callers must know:
 
-* Epochs fence writers, not bytes: a copy of an *already committed* generation counts in any epoch if it matches the
+* Epochs fence writers, not bytes: a copy of an *already committed* checkpoint counts in any epoch if it matches the
   record. That is how healing works after a recovery.
 * After a restart of the coordinator, the holders in the records are trusted until they connect (`HolderJoined` lists
   what they really hold) or are given up (send `HolderLost` for each one that does not come). They are not assumed to
   have confirmed: send the records of `committed` to everyone who connects or has healed. Pins are not in the log: pin
   again first.
-* With two slots for each arena, a snapshot finds no room while two generations are kept: begin when `keep` has room.
+* With two slots for each arena, a snapshot finds no room while two checkpoints are kept: begin when `keep` has room.
   That is the price of I1; a snapshot that found no room ends in `Abandon` at its deadline, and the older one is never
   lost.
 """
@@ -38,6 +38,7 @@ from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, Stal
 from rackrun.checkpoint.commit.commit_records import (
     Abandon,
     Begin,
+    CheckpointBegan,
     Commit,
     CommitRecord,
     Confirmed,
@@ -46,7 +47,6 @@ from rackrun.checkpoint.commit.commit_records import (
     Disagreement,
     EpochBegan,
     Event,
-    GenerationBegan,
     Heal,
     HolderJoined,
     HolderLost,
@@ -65,7 +65,7 @@ from rackrun.checkpoint.commit.commit_records import (
 
 __all__ = [
     "Abandon", "Begin", "Commit", "CommitPolicy", "CommitRecord", "Committer", "Confirmed", "Deadline", "Disagreement",
-    "EpochBegan", "Event", "GenerationBegan", "Heal", "HolderJoined", "HolderLost", "Output", "ParitySet", "Pinned",
+    "EpochBegan", "Event", "CheckpointBegan", "Heal", "HolderJoined", "HolderLost", "Output", "ParitySet", "Pinned",
     "Retire", "ShardSealed", "UnderReplicated", "Unpinned", "decode_record",
 ]  # fmt: skip
 
@@ -95,21 +95,21 @@ class Committer:
     """The commit state of one job. Its tables hold immutable values, so copying the tables copies the state."""
 
     def __init__(self, policy: CommitPolicy, log: Sequence[CommitRecord] = ()) -> None:
-        """Start from the records of earlier runs: ``log`` holds the generations that are not known to be retired.
+        """Start from the records of earlier runs: ``log`` holds the checkpoints that are not known to be retired.
 
-        Raises IntegrityError when a record is damaged, or two records of one generation differ.
+        Raises IntegrityError when a record is damaged, or two records of one checkpoint differ.
         """
         self.policy = policy
         self.epoch = -1
         self.owners: tuple[int, ...] = ()
         self.sets: tuple[ParitySet, ...] = ()
         self.newest_known = -1
-        """The largest generation number seen."""
+        """The largest checkpoint number seen."""
         self.committed: dict[int, CommitRecord] = {}
         self._open: dict[int, int] = {}
-        """Generation of this epoch that may still commit -> its step."""
+        """Number of a checkpoint of this epoch that may still commit -> its step."""
         self._copies: dict[int, frozenset[Copy]] = {}
-        """Generation, open or committed -> its copies at holders that are not lost."""
+        """Number of a checkpoint, open or committed -> its copies at holders that are not lost."""
         self._confirmed: dict[int, frozenset[str]] = {}
         self._domain: dict[str, str] = {}
         self._lost: frozenset[str] = frozenset()
@@ -119,24 +119,24 @@ class Committer:
         self._disagreed: frozenset[tuple[int, int, tuple[str, ...]]] = frozenset()
         for record in log:
             record.check()
-            if self.committed.setdefault(record.generation, record) != record:
+            if self.committed.setdefault(record.number, record) != record:
                 raise IntegrityError(
-                    f"two commit records of generation {record.generation} differ.",
+                    f"two commit records of checkpoint {record.number} differ.",
                     remedy="Two coordinators have written: keep the log with the larger epoch.",
                 )
-            self._copies[record.generation] = record.all_copies()
+            self._copies[record.number] = record.all_copies()
             self._domain |= {copy.holder: copy.domain for copy in record.all_copies()}
-            self.newest_known = max(self.newest_known, record.generation)
+            self.newest_known = max(self.newest_known, record.number)
             self.epoch = max(self.epoch, record.epoch)
 
     @property
     def newest(self) -> CommitRecord | None:
-        """The record of the newest committed generation; None when there is none."""
+        """The record of the newest committed checkpoint; None when there is none."""
         return self.committed[max(self.committed)] if self.committed else None
 
     def keep(self) -> tuple[int, ...]:
-        """Return the generations that no slot may lose: committed and not retired, pinned, or still able to commit."""
-        pinned = (generation for generation, _ in self._pins)
+        """Return the numbers of the checkpoints that no slot may lose: committed and not retired, pinned, or still able to commit."""
+        pinned = (number for number, _ in self._pins)
         return tuple(sorted({*self.committed, *self._open, *pinned}))
 
     def handle(self, event: Event) -> list[Output]:
@@ -147,20 +147,20 @@ class Committer:
         match event:
             case EpochBegan():
                 return self._epoch_began(event)
-            case GenerationBegan():
-                return self._generation_began(event)
+            case CheckpointBegan():
+                return self._checkpoint_began(event)
             case ShardSealed():
                 return self._shard_sealed(event)
             case Confirmed():
                 return self._was_confirmed(event)
             case Deadline():
-                return self._deadline(event.generation)
+                return self._deadline(event.number)
             case HolderJoined():
                 return self._holder_joined(event)
             case HolderLost():
                 return self._holder_lost(event.holder)
             case Pinned() | Unpinned():
-                pin = event.generation, event.by
+                pin = event.number, event.by
                 self._pins = self._pins | {pin} if isinstance(event, Pinned) else self._pins - {pin}
                 return self._retire()
             case _:
@@ -178,60 +178,60 @@ class Committer:
         self.epoch, self.owners, self.sets = event.epoch, event.owners, event.sets
         return [] if repeated else self._abandon(self._open, f"epoch {event.epoch} began")
 
-    def _generation_began(self, event: GenerationBegan) -> list[Output]:
-        if event.generation <= self.newest_known or not self.owners:
+    def _checkpoint_began(self, event: CheckpointBegan) -> list[Output]:
+        if event.number <= self.newest_known or not self.owners:
             raise CheckpointError(
-                f"generation {event.generation} began in epoch {self.epoch} after generation {self.newest_known}.",
+                f"checkpoint {event.number} began in epoch {self.epoch} after checkpoint {self.newest_known}.",
                 remedy="Draw numbers from one durable counter, after the epoch has begun.",
             )
-        self.newest_known = event.generation
+        self.newest_known = event.number
         keep = self.keep()
-        self._open[event.generation] = event.step
-        self._copies[event.generation] = frozenset()
-        return [Begin(generation=event.generation, step=event.step, epoch=self.epoch, keep=keep)]
+        self._open[event.number] = event.step
+        self._copies[event.number] = frozenset()
+        return [Begin(number=event.number, step=event.step, epoch=self.epoch, keep=keep)]
 
     def _shard_sealed(self, event: ShardSealed) -> list[Output]:
         if not self._counts(event):
             return []
-        if event.generation in self.committed:
+        if event.number in self.committed:
             return self._care() + self._retire()
-        return self._try_commit(event.generation, self.policy.copies)
+        return self._try_commit(event.number, self.policy.copies)
 
     def _counts(self, event: ShardSealed) -> bool:
-        """Record a sealed copy if it is of a committed generation, or of one that may commit. Return whether it is."""
+        """Record a sealed copy if it is of a committed checkpoint, or of one that may commit. Return whether it is."""
         if event.holder in self._lost:
             return False
         copy = Copy(
             owner=event.owner, kind=event.kind, holder=event.holder, domain=event.domain, digest=event.digest,
             layout_hash=event.layout_hash,
         )  # fmt: skip
-        g = event.generation
+        n = event.number
         self._domain.setdefault(event.holder, event.domain)
-        if record := self.committed.get(g):
+        if record := self.committed.get(n):
             known = {(s.owner, s.kind, s.digest, s.layout_hash) for s in record.shards}
             same = (event.step, event.epoch) == (record.step, record.epoch)
             if not same or (copy.owner, copy.kind, copy.digest, copy.layout_hash) not in known:
                 return False
-            self._healing[g] = self._healing.get(g, frozenset()) - {(copy.item, copy.holder)}
-        elif (event.epoch, event.step) != (self.epoch, self._open.get(g)) or event.owner not in self.owners:
+            self._healing[n] = self._healing.get(n, frozenset()) - {(copy.item, copy.holder)}
+        elif (event.epoch, event.step) != (self.epoch, self._open.get(n)) or event.owner not in self.owners:
             return False
-        self._copies[g] |= {copy}
+        self._copies[n] |= {copy}
         return True
 
     def _was_confirmed(self, event: Confirmed) -> list[Output]:
-        if event.generation not in self.committed or event.holder in self._lost:
+        if event.number not in self.committed or event.holder in self._lost:
             return []
-        self._confirmed[event.generation] = self._confirmed.get(event.generation, frozenset()) | {event.holder}
+        self._confirmed[event.number] = self._confirmed.get(event.number, frozenset()) | {event.holder}
         return self._retire()
 
-    def _deadline(self, generation: int) -> list[Output]:
-        if generation not in self._open:
+    def _deadline(self, number: int) -> list[Output]:
+        if number not in self._open:
             return []
-        outputs = self._try_commit(generation, self.policy.floor)
-        if generation in self._open:
-            agreed = domains_of(_agreed(self._copies[generation], self.policy.copies)[0])
+        outputs = self._try_commit(number, self.policy.floor)
+        if number in self._open:
+            agreed = domains_of(_agreed(self._copies[number], self.policy.copies)[0])
             short = [o for o in self.owners if self._level(o, agreed, self.sets) < self.policy.floor]
-            outputs += self._abandon([generation], f"too few copies at the deadline of the shards of ranks {short}")
+            outputs += self._abandon([number], f"too few copies at the deadline of the shards of ranks {short}")
         return outputs
 
     def _holder_joined(self, event: HolderJoined) -> list[Output]:
@@ -250,30 +250,30 @@ class Committer:
     def _forget(self, holder: str) -> None:
         """Drop all that is known of a holder."""
         self._domain.pop(holder, None)
-        for g, copies in self._copies.items():
-            self._copies[g] = frozenset(copy for copy in copies if copy.holder != holder)
-        for g, confirmed in self._confirmed.items():
-            self._confirmed[g] = confirmed - {holder}
-        for g, healing in self._healing.items():
-            self._healing[g] = frozenset(heal for heal in healing if heal[1] != holder)
+        for n, copies in self._copies.items():
+            self._copies[n] = frozenset(copy for copy in copies if copy.holder != holder)
+        for n, confirmed in self._confirmed.items():
+            self._confirmed[n] = confirmed - {holder}
+        for n, healing in self._healing.items():
+            self._healing[n] = frozenset(heal for heal in healing if heal[1] != holder)
 
     def _reconsider(self) -> list[Output]:
         # A lost holder may have been the one with the differing copy.
-        commits = [self._try_commit(g, self.policy.copies) for g in sorted(self._open)]
+        commits = [self._try_commit(n, self.policy.copies) for n in sorted(self._open)]
         return [*chain.from_iterable(commits), *self._care(), *self._retire()]
 
     # -- committing --
 
-    def _try_commit(self, g: int, wanted: int) -> list[Output]:
-        """Try to commit generation ``g`` with redundancy ``wanted``. Report new disagreements between holders."""
-        if g not in self._open:
+    def _try_commit(self, n: int, wanted: int) -> list[Output]:
+        """Try to commit checkpoint ``n`` with redundancy ``wanted``. Report new disagreements between holders."""
+        if n not in self._open:
             return []
-        copies, disputed = _agreed(self._copies[g], self.policy.copies)
+        copies, disputed = _agreed(self._copies[n], self.policy.copies)
         outputs: list[Output] = []
         for owner, digests in disputed:
-            if (g, owner, digests) not in self._disagreed:
-                self._disagreed |= {(g, owner, digests)}
-                outputs.append(Disagreement(generation=g, owner=owner, digests=digests))
+            if (n, owner, digests) not in self._disagreed:
+                self._disagreed |= {(n, owner, digests)}
+                outputs.append(Disagreement(number=n, owner=owner, digests=digests))
         domains = domains_of(copies)
         present = all((owner, "data") in domains for owner in self.owners)
         # A record needs every digest, so every shard must have been sealed, even where parity could rebuild one.
@@ -281,35 +281,35 @@ class Committer:
             return outputs
         level = min(self._level(owner, domains, self.sets) for owner in self.owners)
         record = CommitRecord.of(
-            g, self._open.pop(g), self.epoch, copies=copies, sets=self.sets, wanted=self.policy.copies,
+            n, self._open.pop(n), self.epoch, copies=copies, sets=self.sets, wanted=self.policy.copies,
             degraded=level < self.policy.copies,
         )  # fmt: skip
-        self.committed[g] = record
-        self._copies[g] = copies
+        self.committed[n] = record
+        self._copies[n] = copies
         outputs.append(Commit(record=record))
-        outputs += self._abandon([o for o in self._open if o < g], f"generation {g} committed before it")
+        outputs += self._abandon([o for o in self._open if o < n], f"checkpoint {n} committed before it")
         return outputs + self._care()
 
-    def _abandon(self, generations: Iterable[int], reason: str) -> list[Output]:
-        gone = sorted(generations)
-        for g in gone:
-            del self._open[g], self._copies[g]
-        return [Abandon(generation=g, reason=reason) for g in gone]
+    def _abandon(self, numbers: Iterable[int], reason: str) -> list[Output]:
+        gone = sorted(numbers)
+        for n in gone:
+            del self._open[n], self._copies[n]
+        return [Abandon(number=n, reason=reason) for n in gone]
 
     # -- retiring --
 
     def _retire(self) -> list[Output]:
-        """Retire every generation that a newer one replaces without loss of safety.
+        """Retire every checkpoint that a newer one replaces without loss of safety.
 
         Of the newer one, only copies at holders that have confirmed it count.
         """
         outputs: list[Output] = []
-        pinned = {generation for generation, _ in self._pins}
+        pinned = {number for number, _ in self._pins}
         for old in sorted(self.committed):
             if old not in pinned and any(self._replaces(new, old) for new in self.committed if new > old):
                 for table in (self.committed, self._copies, self._confirmed, self._healing, self._under):
                     table.pop(old, None)
-                outputs.append(Retire(generation=old))
+                outputs.append(Retire(number=old))
         return outputs
 
     def _replaces(self, new: int, old: int) -> bool:
@@ -318,9 +318,9 @@ class Committer:
         sure = self._safety(new, frozenset(copy for copy in self._copies[new] if copy.holder in confirmed))
         return sure >= max(1, self._safety(old, self._copies[old]))
 
-    def _safety(self, g: int, copies: frozenset[Copy]) -> int:
-        """Return the smallest redundancy of any shard in ``g``, at most the policy's ``copies``."""
-        record, domains = self.committed[g], domains_of(copies)
+    def _safety(self, n: int, copies: frozenset[Copy]) -> int:
+        """Return the smallest redundancy of any shard of checkpoint ``n``, at most the policy's ``copies``."""
+        record, domains = self.committed[n], domains_of(copies)
         return min(self._level(owner, domains, record.sets) for owner in record.owners)
 
     def _level(self, owner: int, domains: dict[Item, frozenset[str]], sets: tuple[ParitySet, ...]) -> int:
@@ -330,17 +330,17 @@ class Committer:
     # -- healing --
 
     def _care(self) -> list[Output]:
-        """For the newest committed generation, report the owners short of copies, and order the missing copies."""
+        """For the newest committed checkpoint, report the owners short of copies, and order the missing copies."""
         record = self.newest
         if record is None:
             return []
-        g, domains = record.generation, domains_of(self._copies[record.generation])
+        n, domains = record.number, domains_of(self._copies[record.number])
         levels = {owner: self._level(owner, domains, record.sets) for owner in record.owners}
         under = tuple(owner for owner, level in levels.items() if level < self.policy.copies)
         outputs: list[Output] = []
-        if under != self._under.get(g, ()):
-            self._under[g] = under
-            outputs.append(UnderReplicated(generation=g, owners=under))
+        if under != self._under.get(n, ()):
+            self._under[n] = under
+            outputs.append(UnderReplicated(number=n, owners=under))
         for owner in under:
             if levels[owner]:
                 outputs += [heal for item in self._missing(record, owner) for heal in self._heal(record, item)]
@@ -348,7 +348,7 @@ class Committer:
 
     def _missing(self, record: CommitRecord, owner: int) -> list[Item]:
         """Return the items that would make a shard safe again: those its parity set lacks, else another copy of it."""
-        held = {copy.item for copy in self._copies[record.generation]}
+        held = {copy.item for copy in self._copies[record.number]}
         parity = record.set_of(owner)
         items: list[Item] = [s for m in parity.members for s in ((m, "data"), (m, "parity"))] if parity else []
         recorded = {(shard.owner, shard.kind) for shard in record.shards}
@@ -356,8 +356,8 @@ class Committer:
 
     def _heal(self, record: CommitRecord, item: Item) -> list[Output]:
         """Order the missing copies of an item, each at the holder in a free domain that holds the least."""
-        g = record.generation
-        copies, healing = self._copies[g], self._healing.get(g, frozenset())
+        n = record.number
+        copies, healing = self._copies[n], self._healing.get(n, frozenset())
         places = {(copy.item, copy.holder) for copy in copies} | healing
         mine = {holder for found, holder in places if found == item}
         parity = record.set_of(item[0])
@@ -385,8 +385,8 @@ class Committer:
             to = ranked[0][-1]
             mine |= {to}
             places |= {(item, to)}
-            outputs.append(Heal(generation=g, owner=item[0], kind=item[1], to=to))
-            self._healing[g] = self._healing.get(g, frozenset()) | {(item, to)}
+            outputs.append(Heal(number=n, owner=item[0], kind=item[1], to=to))
+            self._healing[n] = self._healing.get(n, frozenset()) | {(item, to)}
         return outputs
 
 

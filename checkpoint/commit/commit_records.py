@@ -6,7 +6,7 @@ rule: ``copies=2`` means "the loss of a single domain does not lose it", however
 
 Rules:
 
-* A copy is identified by its digest, never by its number alone: a generation is (generation, step, epoch), and a copy
+* A copy is identified by its digest, never by its number alone: a checkpoint is (number, step, epoch), and a copy
   that differs from the record is no copy of it.
 * ``layout_hash`` describes one rank's image, so it differs between the owners of a sharded state. It is compared
   between the copies of one owner, and with the record.
@@ -27,7 +27,7 @@ from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
 __all__ = [
     "Copy", "Kind", "ParitySet", "rebuild_inputs", "redundancy", "domains_of",
     "CommitRecord", "ShardRecord", "decode_record",
-    "Event", "GenerationBegan", "ShardSealed", "Confirmed", "Deadline", "HolderJoined", "HolderLost", "EpochBegan",
+    "Event", "CheckpointBegan", "ShardSealed", "Confirmed", "Deadline", "HolderJoined", "HolderLost", "EpochBegan",
     "Pinned", "Unpinned",
     "Output", "Begin", "Commit", "Retire", "Abandon", "UnderReplicated", "Heal", "Disagreement",
 ]  # fmt: skip
@@ -122,7 +122,7 @@ def redundancy(owner: int, domains: Mapping[Item, Collection[str]], parity: Pari
 
 
 class ShardRecord(_Value, frozen=True, kw_only=True, order=True):
-    """One shard or parity block of a committed generation, and its holders at the time of the commit."""
+    """One shard or parity block of a committed checkpoint, and its holders at the time of the commit."""
 
     owner: int
     kind: Kind
@@ -132,10 +132,11 @@ class ShardRecord(_Value, frozen=True, kw_only=True, order=True):
     """(holder, domain), sorted."""
 
 
-class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
-    """A line of the commit log, which states that a generation is whole. Its ``digest`` covers all other fields."""
+class CommitRecord(_Value, frozen=True, kw_only=True, order=True, rename={"number": "generation"}):
+    """A line of the commit log, which states that a checkpoint is whole. Its ``digest`` covers all other fields."""
 
-    generation: int
+    number: int
+    """Checkpoint number; ``generation`` in the encoded record, as decision 12 says."""
     step: int
     epoch: int
     copies: int
@@ -148,7 +149,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
 
     @classmethod
     def of(
-        cls, generation: int, step: int, epoch: int, *, copies: Iterable[Copy], sets: Sequence[ParitySet] = (),
+        cls, number: int, step: int, epoch: int, *, copies: Iterable[Copy], sets: Sequence[ParitySet] = (),
         wanted: int = 1, degraded: bool = False,
     ) -> CommitRecord:  # fmt: skip
         """Build a record from copies that agree. ``wanted``: the redundancy asked for."""
@@ -166,7 +167,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
             for (owner, kind), found in by_item.items()
         )
         bare = cls(
-            generation=generation, step=step, epoch=epoch, copies=wanted, degraded=degraded, shards=shards,
+            number=number, step=step, epoch=epoch, copies=wanted, degraded=degraded, shards=shards,
             sets=tuple(sets),
         )  # fmt: skip
         return msgspec.structs.replace(bare, digest=bare.computed_digest())
@@ -197,7 +198,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True):
         """Raise IntegrityError when the record does not match its digest."""
         if self.computed_digest() != self.digest:
             raise IntegrityError(
-                f"the commit record of generation {self.generation} does not match its digest.",
+                f"the commit record of checkpoint {self.number} does not match its digest.",
                 remedy="Take the log of another agent.",
             )
 
@@ -213,7 +214,7 @@ def decode_record(data: bytes) -> CommitRecord:
     record.check()
     if record.encode() != data:
         raise IntegrityError(
-            f"the commit record of generation {record.generation} is not as it was written.",
+            f"the commit record of checkpoint {record.number} is not as it was written.",
             remedy="Take the log of another agent.",
         )
     return record
@@ -223,7 +224,7 @@ def decode_record(data: bytes) -> CommitRecord:
 
 
 class EpochBegan(_Message, frozen=True, kw_only=True):
-    """A new membership of the world began. Generations that older epochs left uncommitted never commit.
+    """A new membership of the world began. Checkpoints that older epochs left uncommitted never commit.
 
     Pin beforehand what a recovery wants to read.
     """
@@ -233,17 +234,17 @@ class EpochBegan(_Message, frozen=True, kw_only=True):
     sets: tuple[ParitySet, ...] = ()
 
 
-class GenerationBegan(_Message, frozen=True, kw_only=True):
+class CheckpointBegan(_Message, frozen=True, kw_only=True):
     """The caller drew a number from its durable counter: never used before, and larger than all others."""
 
-    generation: int
+    number: int
     step: int
 
 
 class ShardSealed(_Message, frozen=True, kw_only=True):
     """``holder`` has verified and sealed a copy."""
 
-    generation: int
+    number: int
     step: int
     epoch: int
     owner: int
@@ -255,16 +256,16 @@ class ShardSealed(_Message, frozen=True, kw_only=True):
 
 
 class Confirmed(_Message, frozen=True, kw_only=True):
-    """``holder`` has read the commit record, and marked its slots of the generation as COMMITTED."""
+    """``holder`` has read the commit record, and marked its slots of the checkpoint as COMMITTED."""
 
-    generation: int
+    number: int
     holder: str
 
 
 class Deadline(_Message, frozen=True, kw_only=True):
-    """The time for a generation to commit is over."""
+    """The time for a checkpoint to commit is over."""
 
-    generation: int
+    number: int
 
 
 class HolderJoined(_Message, frozen=True, kw_only=True):
@@ -282,30 +283,30 @@ class HolderLost(_Message, frozen=True, kw_only=True):
 
 
 class Pinned(_Message, frozen=True, kw_only=True):
-    """``by`` (a recovery, a flush) reads the generation, which is kept until `Unpinned` with the same ``by``."""
+    """``by`` (a recovery, a flush) reads the checkpoint, which is kept until `Unpinned` with the same ``by``."""
 
-    generation: int
+    number: int
     by: str
 
 
 class Unpinned(_Message, frozen=True, kw_only=True):
-    """``by`` no longer reads the generation."""
+    """``by`` no longer reads the checkpoint."""
 
-    generation: int
+    number: int
     by: str
 
 
 Event: TypeAlias = (
-    EpochBegan | GenerationBegan | ShardSealed | Confirmed | Deadline | HolderJoined | HolderLost | Pinned | Unpinned
+    EpochBegan | CheckpointBegan | ShardSealed | Confirmed | Deadline | HolderJoined | HolderLost | Pinned | Unpinned
 )
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
 class Begin(_Message, frozen=True, kw_only=True):
-    """Take the snapshot. No holder may overwrite a slot with a generation of ``keep`` (`Arena.begin`)."""
+    """Take the snapshot. No holder may overwrite a slot with a checkpoint of ``keep`` (`Arena.begin`)."""
 
-    generation: int
+    number: int
     step: int
     epoch: int
     keep: tuple[int, ...]
@@ -318,32 +319,32 @@ class Commit(_Message, frozen=True, kw_only=True):
 
 
 class Retire(_Message, frozen=True, kw_only=True):
-    """A committed generation is no longer needed.
+    """A committed checkpoint is no longer needed.
 
     A newer one is at least as safe, and its holders have confirmed it.
     """
 
-    generation: int
+    number: int
 
 
 class Abandon(_Message, frozen=True, kw_only=True):
-    """A generation will never commit, and its slots may be overwritten. This is a normal event, not an error."""
+    """A checkpoint will never commit, and its slots may be overwritten. This is a normal event, not an error."""
 
-    generation: int
+    number: int
     reason: str
 
 
 class UnderReplicated(_Message, frozen=True, kw_only=True):
-    """The owners whose shards in the newest committed generation have less redundancy than asked for. Empty: healed."""
+    """The owners whose shards in the newest committed checkpoint have less redundancy than asked for. Empty: healed."""
 
-    generation: int
+    number: int
     owners: tuple[int, ...]
 
 
 class Heal(_Message, frozen=True, kw_only=True):
     """Copy or rebuild the item at ``to``, which verifies it against the record and reports `ShardSealed`."""
 
-    generation: int
+    number: int
     owner: int
     to: str
     kind: Kind = "data"
@@ -355,7 +356,7 @@ class Disagreement(_Message, frozen=True, kw_only=True):
     Only full redundancy of one side decides which bytes are right.
     """
 
-    generation: int
+    number: int
     owner: int
     digests: tuple[str, ...]
 

@@ -1,6 +1,6 @@
 """How torch's distributed checkpoints are stored on the durable tier, and how they are found again.
 
-A ``checkpoint_id`` is a directory with generations, or one generation. A rank's plain part is `Plain` after `MAGIC`. A
+A ``checkpoint_id`` is a directory with checkpoints, or one checkpoint. A rank's plain part is `Plain` after `MAGIC`. A
 plain part that begins otherwise was written by another part of rackrun, and only the tensors of its image are read.
 `rackrun.checkpoint.dcp.dcp_storage` has torch's interfaces.
 """
@@ -29,24 +29,24 @@ from rackrun.checkpoint.base.errors import (
     FormatVersionError,
     IntegrityError,
     LayoutMismatch,
-    NoUsableGeneration,
+    NoUsableCheckpoint,
 )
 from rackrun.checkpoint.base.location import absolute, is_remote
-from rackrun.checkpoint.durable.durable_manifest import Manifest, TemporaryName, generation_of
+from rackrun.checkpoint.durable.durable_manifest import Manifest, TemporaryName, checkpoint_number
 from rackrun.checkpoint.durable.durable_reader import ShardReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image.boxes import Box, cover
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, read_layout
 
 __all__ = [
-    "VerifiedGeneration",
+    "VerifiedCheckpoint",
     "Id",
     "Paths",
     "find",
     "foreign_planner_data",
-    "generations_in",
+    "numbers_in",
     "merged",
-    "next_generation",
+    "next_number",
     "packed",
     "paths_in",
     "place_of",
@@ -73,8 +73,8 @@ def packed(items: dict[str, bytes], paths: Paths | None) -> bytes:
 
 
 @dataclass(frozen=True)
-class VerifiedGeneration:
-    """A whole generation, with its headers and plain parts read and verified."""
+class VerifiedCheckpoint:
+    """A whole checkpoint, with its headers and plain parts read and verified."""
 
     store: DurableStore
     manifest: Manifest
@@ -86,7 +86,7 @@ class VerifiedGeneration:
     entries: dict[str, TensorEntry]
     """Name -> one of the entries of that tensor."""
     passed_over: dict[int, str]
-    """Newer generation -> why it was not taken."""
+    """Number of a newer checkpoint -> why it was not taken."""
 
     def describe(self) -> dict[str, Any]:
         """Return the metadata that torch plans with: name -> storage metadata.
@@ -119,10 +119,10 @@ class VerifiedGeneration:
         return described
 
 
-def find(path: Id | None) -> VerifiedGeneration:
-    """Read the headers and plain parts of a generation: the one that ``path`` names, else the newest whole one.
+def find(path: Id | None) -> VerifiedCheckpoint:
+    """Read the headers and plain parts of a checkpoint: the one that ``path`` names, else the newest whole one.
 
-    Raises `NoUsableGeneration` when there is none, `IntegrityError` when it is damaged.
+    Raises `NoUsableCheckpoint` when there is none, `IntegrityError` when it is damaged.
     """
     store, named = place_of(path)
     manifest, digest, passed_over = (*store.whole(named), {}) if named is not None else _newest(store)
@@ -142,20 +142,20 @@ def find(path: Id | None) -> VerifiedGeneration:
             items.update(decoded.items)
             paths.append(decoded.paths)
         entries.update({entry.name: entry for entry in layouts[-1].entries})
-    return VerifiedGeneration(store, manifest, digest, layouts, items, merged(paths), entries, passed_over)
+    return VerifiedCheckpoint(store, manifest, digest, layouts, items, merged(paths), entries, passed_over)
 
 
 def place_of(path: Id | None) -> tuple[DurableStore, int | None]:
-    """Return the store of a checkpoint_id, and the generation when it names one."""
+    """Return the store of a checkpoint_id, and the checkpoint's number when it names one."""
     if not path:
         raise CheckpointError("no directory was given.", remedy="give checkpoint_id=..., or a path to the constructor.")
     directory = absolute(path)
     if not is_remote(directory):
         directory = Path(os.path.abspath(directory))  # without `..`
-    generation = generation_of(directory.name)
-    if generation is not None:
+    number = checkpoint_number(directory.name)
+    if number is not None:
         directory = directory.parent
-    return DurableStore(directory.parent, directory.name), generation
+    return DurableStore(directory.parent, directory.name), number
 
 
 def _names(store: DurableStore) -> list[str]:
@@ -169,32 +169,32 @@ def _names(store: DurableStore) -> list[str]:
         ) from error
 
 
-def generations_in(store: DurableStore) -> list[int]:
-    """Return all generations that are listed, whole or not, newest first."""
-    return sorted((found for name in _names(store) if (found := generation_of(name)) is not None), reverse=True)
+def numbers_in(store: DurableStore) -> list[int]:
+    """Return the numbers of all checkpoints that are listed, whole or not, newest first."""
+    return sorted((found for name in _names(store) if (found := checkpoint_number(name)) is not None), reverse=True)
 
 
-def next_generation(store: DurableStore) -> int:
-    """Return the number after the newest generation, published or begun."""
-    begun = [temporary.generation for name in _names(store) if (temporary := TemporaryName.parse(name))]
-    return max([*generations_in(store), *begun], default=-1) + 1
+def next_number(store: DurableStore) -> int:
+    """Return the number after the newest checkpoint, published or begun."""
+    begun = [temporary.number for name in _names(store) if (temporary := TemporaryName.parse(name))]
+    return max([*numbers_in(store), *begun], default=-1) + 1
 
 
 def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:
-    """Return the newest whole generation's manifest, its digest, and generation -> why a newer one was passed over.
+    """Return the newest whole checkpoint's manifest, its digest, and checkpoint number -> why a newer one was passed over.
 
-    Raises `NoUsableGeneration` when there is none.
+    Raises `NoUsableCheckpoint` when there is none.
     """
     passed_over: dict[int, str] = {}
-    for generation in generations_in(store):
+    for number in numbers_in(store):
         try:
-            return *store.whole(generation), passed_over
-        except NoUsableGeneration:
+            return *store.whole(number), passed_over
+        except NoUsableCheckpoint:
             continue  # it was deleted meanwhile, or is not published
         except IntegrityError as error:
-            passed_over[generation] = str(error)
+            passed_over[number] = str(error)
     story = " ".join(passed_over.values())
-    raise NoUsableGeneration(
+    raise NoUsableCheckpoint(
         f"{store.directory} has no complete checkpoint. {story}".rstrip(),
         remedy="name the directory that was saved into.",
     )

@@ -2,11 +2,11 @@
 
 ::
 
-    dcp.save(state, checkpoint_id="runs/a", storage_writer=RackrunStorageWriter())  # the next generation of runs/a
+    dcp.save(state, checkpoint_id="runs/a", storage_writer=RackrunStorageWriter())  # the next checkpoint of runs/a
     dcp.load(state, checkpoint_id="runs/a", storage_reader=RackrunStorageReader())  # its newest whole one
 
-A ``checkpoint_id`` is a directory, and every save into it is a new generation: earlier ones stay until retention
-(``keep``) drops them. ``runs/a/gen-000000000123`` names one generation, to be written or read. Checkpoints of ``rackrun
+A ``checkpoint_id`` is a directory, and every save into it is a new checkpoint: earlier ones stay until retention
+(``keep``) drops them. ``runs/a/gen-000000000123`` names one checkpoint, to be written or read. Checkpoints of ``rackrun
 --checkpoint-dir D`` are read from ``D/run``, by the names that tensors have there (``model/param/...``).
 
 Tensors are stored in each rank's safetensors image as the boxes that torch has planned. Items that are not tensors were
@@ -16,7 +16,7 @@ whatever it is given, so the reader gives it only what ``torch.load(weights_only
 There is no stager here. Which tensors a rank writes is known only after planning, and torch plans after staging, so no
 image can be laid out that early. torch's own ``DefaultStager`` does what is left, in pinned memory on a GPU.
 
-A cached plan names the generation of the save before, so it is refused. torch swallows what `read_metadata` raises, so
+A cached plan names the checkpoint of the save before, so it is refused. torch swallows what `read_metadata` raises, so
 that error is kept until torch's next call. torch raises ``CheckpointException`` for all errors, which is a
 BaseException; the errors raised here are in its ``failures``, by rank. A rank's image is built in memory before it is
 written, so a save needs as much memory again as the rank's part of the state.
@@ -56,19 +56,19 @@ from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.dcp.dcp_format import (
     Id,
     Paths,
-    VerifiedGeneration,
+    VerifiedCheckpoint,
     find,
     foreign_planner_data,
-    generations_in,
     merged,
-    next_generation,
+    next_number,
+    numbers_in,
     packed,
     paths_in,
     place_of,
     torch_dtype,
 )
-from rackrun.checkpoint.durable.durable_reader import GenerationReader
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_reader import CheckpointReader
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.durable.retention import Retention, collect
 from rackrun.checkpoint.image.boxes import Box
 from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry, plan_image
@@ -85,18 +85,18 @@ _ORPHANS_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class _Part:
-    """The generation and the shard that a rank writes. Ranks receive it in their plans."""
+    """The checkpoint and the shard that a rank writes. Ranks receive it in their plans."""
 
-    generation: int
+    number: int
     epoch: int
     world_size: int
     rank: int
 
 
 class RackrunStorageWriter(StorageWriter):
-    """Writes a durable generation into ``path``, or into the ``checkpoint_id`` of ``save``.
+    """Writes a durable checkpoint into ``path``, or into the ``checkpoint_id`` of ``save``.
 
-    ``keep``: after the save, drop all but that many of the newest generations and those that retention always keeps;
+    ``keep``: after the save, drop all but that many of the newest checkpoints and those that retention always keeps;
     None keeps all.
 
     Raises `CheckpointError` when the storage fails, and `LayoutMismatch` for a dtype that images do not hold.
@@ -131,7 +131,7 @@ class RackrunStorageWriter(StorageWriter):
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
-                "ranks that do not talk to each other cannot agree on a generation.", remedy="use_collectives=True."
+                "ranks that do not talk to each other cannot agree on a checkpoint.", remedy="use_collectives=True."
             )
         store, _ = place_of(self._path)
         try:
@@ -147,27 +147,27 @@ class RackrunStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose the generation on the coordinator, and give each rank its shard in its plan.
+        """Choose the checkpoint on the coordinator, and give each rank its shard in its plan.
 
-        Raises `CheckpointError` for a cached plan, or a generation that exists already.
+        Raises `CheckpointError` for a cached plan, or a checkpoint that exists already.
         """
         if not all(plan.usable for plan in plans):
             raise CheckpointError(
-                "a cached plan names the generation that was saved before.",
+                "a cached plan names the checkpoint that was saved before.",
                 remedy="make the planner without enable_plan_caching.",
             )
         store, named = place_of(self._path)
-        generation = next_generation(store) if named is None else named
-        if generation in generations_in(store):
+        number = next_number(store) if named is None else named
+        if number in numbers_in(store):
             raise CheckpointError(
-                f"generation {generation} is in {store.directory} already; what is published is not replaced.",
+                f"checkpoint {number} is in {store.directory} already; what is published is not replaced.",
                 remedy=f"save into {store.directory} for the next one.",
             )
         if (
             self._part is not None
         ):  # an earlier save of this writer: it is finished, or has failed and nobody goes on with it
             self._writer(self._part).give_up()
-        self._part = _Part(generation, time.time_ns() // 1_000_000, len(plans), 0)
+        self._part = _Part(number, time.time_ns() // 1_000_000, len(plans), 0)
         self._paths = merged([paths_in(plan) for plan in plans])
         return [
             dataclasses.replace(plan, storage_data=dataclasses.replace(self._part, rank=rank))
@@ -199,7 +199,7 @@ class RackrunStorageWriter(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the generation whole on the coordinator, then drop old ones if ``keep`` was given.
+        """Make the checkpoint whole on the coordinator, then drop old ones if ``keep`` was given.
 
         Raises `CheckpointError`.
         """
@@ -215,19 +215,19 @@ class RackrunStorageWriter(StorageWriter):
             store, _ = place_of(self._path)
             collect(store, self._keep, epoch=self._part.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S)
 
-    def _writer(self, part: _Part) -> GenerationWriter:
+    def _writer(self, part: _Part) -> CheckpointWriter:
         store, _ = place_of(self._path)
-        return store.writer(part.generation, part.generation, part.epoch, part.world_size)
+        return store.writer(part.number, part.number, part.epoch, part.world_size)
 
-    def _failed(self, writer: GenerationWriter) -> CheckpointError:
+    def _failed(self, writer: CheckpointWriter) -> CheckpointError:
         return CheckpointError(
-            f"generation {writer.generation} could not be saved in {self._path}: {writer.failure or 'shards are missing'}.",
-            remedy="see to the storage, and save again; the generations before are as they were.",
+            f"checkpoint {writer.number} could not be saved in {self._path}: {writer.failure or 'shards are missing'}.",
+            remedy="see to the storage, and save again; the checkpoints before are as they were.",
         )
 
 
 class RackrunStorageReader(StorageReader):
-    """Reads the newest whole generation in a directory, or the generation that the directory's name names.
+    """Reads the newest whole checkpoint in a directory, or the checkpoint that the directory's name names.
 
     The directory is ``path``, or the ``checkpoint_id`` of ``load``.
 
@@ -235,7 +235,7 @@ class RackrunStorageReader(StorageReader):
     does.
 
     ``unsafe_pickle``: load items that are not tensors by unpickling, which may run any code. Raises
-    `NoUsableGeneration`, `IntegrityError` with the names of tensors and the chunk, `LayoutMismatch`, and
+    `NoUsableCheckpoint`, `IntegrityError` with the names of tensors and the chunk, `LayoutMismatch`, and
     `CheckpointError` for an item that only pickle can load. After an error while tensors are read, the state may be
     partly overwritten.
     """
@@ -244,9 +244,9 @@ class RackrunStorageReader(StorageReader):
         self._path, self._unsafe_pickle = path, unsafe_pickle
         self._load_id = uuid.uuid4().hex
         self._rank = 0
-        self._found: VerifiedGeneration | RackrunError | None = None
+        self._found: VerifiedCheckpoint | RackrunError | None = None
         self.passed_over: Mapping[int, str] = {}
-        """Newer generation -> why the last load did not take it. Rank 0 reports these on stderr too."""
+        """Number of a newer checkpoint -> why the last load did not take it. Rank 0 reports these on stderr too."""
 
     @property
     def checkpoint_id(self) -> Id:
@@ -261,7 +261,7 @@ class RackrunStorageReader(StorageReader):
         self._load_id, self._found = uuid.uuid4().hex, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Find the generation and describe it to torch.
+        """Find the checkpoint and describe it to torch.
 
         An error is kept until `set_up_storage_reader`, which raises it.
         """
@@ -270,8 +270,8 @@ class RackrunStorageReader(StorageReader):
         try:
             self._found = find(self._path)
             self.passed_over = self._found.passed_over
-            for generation, why in self.passed_over.items():
-                say(f"generation {generation} is not loaded: {why}")
+            for number, why in self.passed_over.items():
+                say(f"checkpoint {number} is not loaded: {why}")
             return Metadata(self._found.describe(), planner_data=self._found.paths, storage_data={}, storage_meta=meta)
         except RackrunError as error:
             self._found = error
@@ -285,15 +285,15 @@ class RackrunStorageReader(StorageReader):
         self._rank = kwargs.get("rank") or 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add the generation that this rank has found to its plan."""
-        return dataclasses.replace(plan, storage_data=(self._opened.manifest.generation, self._opened.digest))
+        """Add the checkpoint that this rank has found to its plan."""
+        return dataclasses.replace(plan, storage_data=(self._opened.manifest.number, self._opened.digest))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise `CheckpointError` when the ranks have found different generations."""
+        """Raise `CheckpointError` when the ranks have found different checkpoints."""
         found = {plan.storage_data for plan in plans}
         if len(found) != 1:
             raise CheckpointError(
-                f"the ranks have found different generations in {self._path}: {sorted(g for g, _ in found)}.",
+                f"the ranks have found different checkpoints in {self._path}: {sorted(n for n, _ in found)}.",
                 remedy="name the directory of one of them, and give one that all ranks share.",
             )
         return plans
@@ -313,7 +313,7 @@ class RackrunStorageReader(StorageReader):
                 rounds.append({})
             rounds[count[name]][name] = item
             count[name] += 1
-        with found.store.open(found.manifest.generation) as reader:
+        with found.store.open(found.manifest.number) as reader:
             if reader.manifest != found.manifest:
                 raise IntegrityError(f"{reader.directory} was replaced.", remedy="load again.")
             for items in rounds:
@@ -323,7 +323,7 @@ class RackrunStorageReader(StorageReader):
         return done
 
     def _read(
-        self, found: VerifiedGeneration, reader: GenerationReader, items: Mapping[str, ReadItem], planner: LoadPlanner
+        self, found: VerifiedCheckpoint, reader: CheckpointReader, items: Mapping[str, ReadItem], planner: LoadPlanner
     ) -> None:
         targets, places, tensors = [], {}, {}
         for name, item in items.items():
@@ -353,8 +353,8 @@ class RackrunStorageReader(StorageReader):
             planner.commit_tensor(item, tensors[name])
 
     @property
-    def _opened(self) -> VerifiedGeneration:
-        assert isinstance(self._found, VerifiedGeneration)
+    def _opened(self) -> VerifiedCheckpoint:
+        assert isinstance(self._found, VerifiedCheckpoint)
         return self._found
 
 

@@ -1,4 +1,4 @@
-"""The files of a generation on disk: their names, one fragment for each rank, and the manifest over all fragments.
+"""The files of a checkpoint on disk: their names, one fragment for each rank, and the manifest over all fragments.
 
 ::
 
@@ -6,11 +6,11 @@
         rank-00000-of-00002.safetensors   the sealed payload of one rank, byte for byte
         rank-00000-of-00002.json          its fragment: size, CRC32C of every chunk, layout hash
         ...
-        MANIFEST.json                     the fragments' digests; the generation is whole when this exists
+        MANIFEST.json                     the fragments' digests; the checkpoint is whole when this exists
         VERIFIED.json                     all bytes were read once and were right (`DurableStore.verify`)
 
 Fragments and manifest are ``{"body": ..., "digest": blake2b-256 of the body's bytes}``, byte for byte. A fragment does
-not name the epoch, so a generation that two epochs wrote with equal bytes has equal fragments. File names are computed
+not name the epoch, so a checkpoint that two epochs wrote with equal bytes has equal fragments. File names are computed
 from ranks and never taken from a file. Lengths are bounded before anything is read.
 """
 
@@ -42,8 +42,8 @@ __all__ = [
     "attempt_name",
     "check_job",
     "fragment_name",
-    "generation_name",
-    "generation_of",
+    "checkpoint_name",
+    "checkpoint_number",
     "seal",
     "shard_name",
     "temporary_name",
@@ -55,14 +55,16 @@ MANIFEST = "MANIFEST.json"
 VERIFIED = "VERIFIED.json"
 MANIFEST_BYTES_MAX = 64 * 2**20
 FRAGMENT_BYTES_MAX = 64 * 2**20
+_ON_DISK = {"number": "generation"}
+"""Field -> its key in files. Format 1 calls the checkpoint number ``generation``."""
 
 
-class Fragment(msgspec.Struct, frozen=True, kw_only=True):
+class Fragment(msgspec.Struct, frozen=True, kw_only=True, rename=_ON_DISK):
     """Describes one rank's file. ``crcs`` are little-endian uint32, one for each ``chunk_bytes`` of the file."""
 
     format: int = FORMAT
     job: str
-    generation: int
+    number: int
     step: int
     world_size: int
     rank: int
@@ -87,7 +89,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
             raise IntegrityError(
                 f"the fragment of rank {self.rank} has {len(self.crcs)} bytes of CRCs for {self.size} bytes in chunks of "
                 f"{self.chunk_bytes}.",
-                remedy="write the shard again, or use another generation.",
+                remedy="write the shard again, or use another checkpoint.",
             )
 
 
@@ -102,12 +104,12 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
     fragment_bytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Lists the shards of a whole generation."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename=_ON_DISK):
+    """Lists the shards of a whole checkpoint."""
 
     format: int = FORMAT
     job: str
-    generation: int
+    number: int
     step: int
     epoch: int
     world_size: int
@@ -122,17 +124,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         ranks = [shard.rank for shard in self.shards]
         if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or not ranks:
             raise IntegrityError(
-                f"the manifest of generation {self.generation} does not list ranks 0 to {self.world_size - 1}.",
-                remedy="use another generation.",
+                f"the manifest of checkpoint {self.number} does not list ranks 0 to {self.world_size - 1}.",
+                remedy="use another checkpoint.",
             )
         if any(shard.size < 0 or not 0 <= shard.fragment_bytes <= FRAGMENT_BYTES_MAX for shard in self.shards):
             raise IntegrityError(
-                f"the manifest of generation {self.generation} has impossible sizes.", remedy="use another generation."
+                f"the manifest of checkpoint {self.number} has impossible sizes.", remedy="use another checkpoint."
             )
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Marks a generation all of whose bytes were read and right. ``manifest``: the digest of its manifest."""
+    """Marks a checkpoint all of whose bytes were read and right. ``manifest``: the digest of its manifest."""
 
     format: int = FORMAT
     manifest: str
@@ -170,7 +172,7 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
         sealed = msgspec.json.decode(data, type=_Sealed)
         encoded = bytes(sealed.body)
         if content_digest(encoded) != sealed.digest or msgspec.json.encode(sealed) != data:
-            raise IntegrityError(f"{where} does not match its digest.", remedy="use another generation.")
+            raise IntegrityError(f"{where} does not match its digest.", remedy="use another checkpoint.")
         version = msgspec.json.decode(encoded, type=_Version).format
         if version != FORMAT:
             raise FormatVersionError(
@@ -194,7 +196,7 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
 
 # -- names
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-_GENERATION = re.compile(r"gen-(\d{12,20})", re.ASCII)
+_CHECKPOINT = re.compile(r"gen-(\d{12,20})", re.ASCII)
 _ATTEMPT = re.compile(r"data-(\d+)-[0-9a-f]+", re.ASCII)
 _TEMPORARY = re.compile(r"\.tmp-gen-(\d+)-(\d+)-[0-9a-f]+", re.ASCII)
 
@@ -209,29 +211,30 @@ def check_job(job: str) -> str:
     return job
 
 
-def generation_name(generation: int) -> str:
-    return f"gen-{generation:012d}"
+def checkpoint_name(number: int) -> str:
+    """Return the name of a checkpoint's directory."""
+    return f"gen-{number:012d}"
 
 
-def generation_of(name: str) -> int | None:
-    """Return the generation whose directory has this name; None when the name is no generation's."""
-    match = _GENERATION.fullmatch(name)
-    return int(match[1]) if match and generation_name(int(match[1])) == name else None
+def checkpoint_number(name: str) -> int | None:
+    """Return the number of the checkpoint whose directory has this name; None when the name is no checkpoint's."""
+    match = _CHECKPOINT.fullmatch(name)
+    return int(match[1]) if match and checkpoint_name(int(match[1])) == name else None
 
 
-def temporary_name(job: str, generation: int, step: int, epoch: int, world_size: int) -> str:
+def temporary_name(job: str, number: int, step: int, epoch: int, world_size: int) -> str:
     """Return the name of the directory in which an attempt is written.
 
     All writers of one attempt compute the same name without communicating. Attempts that differ in any argument have
     different directories.
     """
-    nonce = content_digest(msgspec.json.encode([job, generation, step, epoch, world_size]))[:16]
-    return f".tmp-gen-{generation}-{epoch}-{nonce}"
+    nonce = content_digest(msgspec.json.encode([job, number, step, epoch, world_size]))[:16]
+    return f".tmp-gen-{number}-{epoch}-{nonce}"
 
 
-def attempt_name(job: str, generation: int, step: int, epoch: int, world_size: int) -> str:
+def attempt_name(job: str, number: int, step: int, epoch: int, world_size: int) -> str:
     """Return the name of the prefix that holds one attempt's data in an object store. Like `temporary_name`."""
-    return f"data-{epoch}-{temporary_name(job, generation, step, epoch, world_size).rpartition('-')[2]}"
+    return f"data-{epoch}-{temporary_name(job, number, step, epoch, world_size).rpartition('-')[2]}"
 
 
 def attempt_epoch(name: str) -> int | None:
@@ -242,9 +245,9 @@ def attempt_epoch(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class TemporaryName:
-    """Generation and epoch in the name of a temporary directory."""
+    """Checkpoint number and epoch in the name of a temporary directory."""
 
-    generation: int
+    number: int
     epoch: int
 
     @classmethod

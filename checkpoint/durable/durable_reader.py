@@ -1,4 +1,4 @@
-"""Read a durable generation. Bytes are verified before they are returned, except through ``payload``.
+"""Read a durable checkpoint. Bytes are verified before they are returned, except through ``payload``.
 
 `ShardReader` has the interface of an arena's reader (``payload``, ``crcs``, ``chunk``, ``verify``), so that a restore
 treats all tiers alike. `ShardReader.read` and ``chunk`` check the CRC32C of every chunk that they touch. ``payload`` is
@@ -32,9 +32,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
 )
 from rackrun.checkpoint.durable.files import Files, read_small
 
-__all__ = ["GenerationReader", "ShardReader", "fill"]
+__all__ = ["CheckpointReader", "ShardReader", "fill"]
 
-_OTHER = "restore from another holder or an older generation."
+_OTHER = "restore from another holder or an older checkpoint."
 
 
 def fill(files: Files, fd: int, into: memoryview, offset: int, path: Path) -> None:
@@ -48,7 +48,7 @@ def fill(files: Files, fd: int, into: memoryview, offset: int, path: Path) -> No
 
 
 class ShardReader:
-    """Reads one rank's file of a generation. Raises IntegrityError for whatever is missing, unreadable or wrong."""
+    """Reads one rank's file of a checkpoint. Raises IntegrityError for whatever is missing, unreadable or wrong."""
 
     def __init__(self, files: Files, directory: Path, manifest: Manifest, record: ManifestEntry) -> None:
         self.path = directory / shard_name(record.rank, manifest.world_size)
@@ -142,12 +142,12 @@ class ShardReader:
                 mapped.close()
 
 
-class GenerationReader:
-    """Reads one whole generation. Files are opened when they are first needed; `close` closes them."""
+class CheckpointReader:
+    """Reads one whole checkpoint. Files are opened when they are first needed; `close` closes them."""
 
     def __init__(self, files: Files, directory: Path, manifest: Manifest) -> None:
         self.directory, self.manifest = directory, manifest
-        self.generation, self.step, self.world_size = manifest.generation, manifest.step, manifest.world_size
+        self.number, self.step, self.world_size = manifest.number, manifest.step, manifest.world_size
         self._files = files
         self._readers: dict[int, ShardReader] = {}
 
@@ -155,7 +155,7 @@ class GenerationReader:
         """Return the reader of one rank's shard. Raises CheckpointError when there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise CheckpointError(
-                f"generation {self.generation} has no rank {rank}: its world size is {self.world_size}.",
+                f"checkpoint {self.number} has no rank {rank}: its world size is {self.world_size}.",
                 remedy="reshard, or ask for one of its ranks.",
             )
         if rank not in self._readers:
@@ -175,7 +175,7 @@ class GenerationReader:
             reader.close()
         self._readers.clear()
 
-    def __enter__(self) -> GenerationReader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

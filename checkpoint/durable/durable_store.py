@@ -1,13 +1,13 @@
-"""The durable tier: the generations of a job as directories, each of which is whole or not there.
+"""The durable tier: the checkpoints of a job as directories, each of which is whole or not there.
 
-A writer (`GenerationWriter`) copies the sealed payload of one rank into ``.tmp-gen-...``. It computes the CRC32C of
+A writer (`CheckpointWriter`) copies the sealed payload of one rank into ``.tmp-gen-...``. It computes the CRC32C of
 each chunk from the very bytes that are written, and compares it with the sealed one. A file is written, synced, then
 named; the rank's fragment follows in the same way. Whoever finds all fragments there writes the manifest, syncs the
 directory, renames it to ``gen-...`` and syncs the parent. There are no locks and no roles: all ranks' writers, on any
 host, may do each of this at once, again, or for a dead owner. Names are given by ``link``, so the first writer wins,
 and later ones compare: equal bytes are success.
 
-Nothing here raises into training: `GenerationWriter` returns True or False, and ``failure`` says why it failed.
+Nothing here raises into training: `CheckpointWriter` returns True or False, and ``failure`` says why it failed.
 
 A reader trusts a directory only by its manifest's digest and the exact size of every file. `DurableStore.verify` reads
 all bytes.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration, Unreadable
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint, Unreadable
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,
@@ -39,28 +39,28 @@ from rackrun.checkpoint.durable.durable_manifest import (
     attempt_epoch,
     attempt_name,
     check_job,
+    checkpoint_name,
+    checkpoint_number,
     fragment_name,
-    generation_name,
-    generation_of,
     seal,
     shard_name,
     temporary_name,
     unseal,
 )
-from rackrun.checkpoint.durable.durable_reader import GenerationReader, ShardReader
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_reader import CheckpointReader, ShardReader
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.durable.files import Files, Unsynced, read_small, sync_directory
 from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.object_writer import ObjectWriter
 
-__all__ = ["Damage", "DurableStore", "GenerationInfo", "GenerationWriter", "UnpublishedGeneration", "Verification"]
+__all__ = ["Damage", "DurableStore", "CheckpointInfo", "CheckpointWriter", "UnpublishedCheckpoint", "Verification"]
 
 
 @dataclass(frozen=True)
-class GenerationInfo:
-    """Describes a whole generation. ``verified``: all its bytes were once read back and were right."""
+class CheckpointInfo:
+    """Describes a whole checkpoint. ``verified``: all its bytes were once read back and were right."""
 
-    generation: int
+    number: int
     step: int
     epoch: int
     world_size: int
@@ -81,9 +81,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of reading all bytes of a generation."""
+    """The outcome of reading all bytes of a checkpoint."""
 
-    generation: int
+    number: int
     bytes: int
     damage: tuple[Damage, ...] = ()
 
@@ -93,26 +93,26 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class UnpublishedGeneration:
-    """The directory in which the writers of one epoch have a generation that is not published."""
+class UnpublishedCheckpoint:
+    """The directory in which the writers of one epoch have a checkpoint that is not published."""
 
     path: Path
-    generation: int
+    number: int
     epoch: int
 
 
 @contextlib.contextmanager
-def _typed(generation: int) -> Iterator[None]:
+def _typed(number: int) -> Iterator[None]:
     """Turn an OSError into IntegrityError (a file is missing) or Unreadable."""
     try:
         yield
     except OSError as error:
         kind = IntegrityError if isinstance(error, FileNotFoundError) else Unreadable
-        raise kind(f"generation {generation} is not whole: {error}.", remedy="use another generation.") from error
+        raise kind(f"checkpoint {number} is not whole: {error}.", remedy="use another checkpoint.") from error
 
 
 class DurableStore:
-    """The generations of ``job`` under ``root``: a directory that exists, or a place in an object store.
+    """The checkpoints of ``job`` under ``root``: a directory that exists, or a place in an object store.
 
     Making a store touches no file. Raises UsageError for a place in a store that is not known.
     """
@@ -130,20 +130,20 @@ class DurableStore:
         self._rooted = False
         """Whether the root's entry of the job's directory is known to be on disk."""
 
-    def writer(self, generation: int, step: int, epoch: int, world_size: int) -> GenerationWriter:
-        """Return a writer of one generation."""
-        kind = ObjectWriter if self.files.objects else GenerationWriter
-        return kind(self, generation, step, epoch, world_size)
+    def writer(self, number: int, step: int, epoch: int, world_size: int) -> CheckpointWriter:
+        """Return a writer of one checkpoint."""
+        kind = ObjectWriter if self.files.objects else CheckpointWriter
+        return kind(self, number, step, epoch, world_size)
 
-    def generations(self) -> list[GenerationInfo]:
-        """Return the whole generations, newest first. Generations that are unreadable or not whole are left out.
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return the whole checkpoints, newest first. Checkpoints that are unreadable or not whole are left out.
 
         Raises CheckpointError when the job's directory cannot be listed.
         """
         return self.look()[0]
 
-    def look(self) -> tuple[list[GenerationInfo], dict[int, CheckpointError]]:
-        """Return `generations`, and generation -> why a listed one was left out, newest first."""
+    def look(self) -> tuple[list[CheckpointInfo], dict[int, CheckpointError]]:
+        """Return `checkpoints`, and checkpoint number -> why a listed one was left out, newest first."""
         try:
             names = self.files.listdir(self.directory)
         except FileNotFoundError:
@@ -154,33 +154,33 @@ class DurableStore:
                 remedy="mount it, or check its rights.",
             ) from error
         found, left_out = [], {}
-        for generation in sorted((g for name in names if (g := generation_of(name)) is not None), reverse=True):
+        for number in sorted((n for name in names if (n := checkpoint_number(name)) is not None), reverse=True):
             try:
-                found.append(self._info(generation))
-            except NoUsableGeneration:
+                found.append(self._info(number))
+            except NoUsableCheckpoint:
                 continue  # it was deleted meanwhile
             except CheckpointError as error:
-                left_out[generation] = error
+                left_out[number] = error
         return found, left_out
 
-    def open(self, generation: int) -> GenerationReader:
+    def open(self, number: int) -> CheckpointReader:
         """Return a reader.
 
-        Raises NoUsableGeneration when the generation does not exist, IntegrityError when it is not whole.
+        Raises NoUsableCheckpoint when the checkpoint does not exist, IntegrityError when it is not whole.
         """
-        manifest, _ = self.whole(generation)
-        return GenerationReader(self.files, self.data(manifest), manifest)
+        manifest, _ = self.whole(number)
+        return CheckpointReader(self.files, self.data(manifest), manifest)
 
-    def verify(self, generation: int, progress: Callable[[int, int], None] | None = None) -> Verification:
-        """Read all bytes of a generation, and return what is damaged.
+    def verify(self, number: int, progress: Callable[[int, int], None] | None = None) -> Verification:
+        """Read all bytes of a checkpoint, and return what is damaged.
 
         ``progress`` gets (bytes done, bytes in all). The outcome is stored beside the manifest where the directory can
-        be written. Raises NoUsableGeneration when there is no such generation.
+        be written. Raises NoUsableCheckpoint when there is no such checkpoint.
         """
         try:
-            manifest, digest = self.whole(generation)
+            manifest, digest = self.whole(number)
         except IntegrityError as error:
-            return Verification(generation, 0, (Damage(error.what),))
+            return Verification(number, 0, (Damage(error.what),))
         damage: list[Damage] = []
         total, done = sum(shard.size for shard in manifest.shards), 0
 
@@ -196,37 +196,37 @@ class DurableStore:
                     damage += [Damage(what, record.rank, chunk) for chunk, what in reader.verify(advance)]
             except IntegrityError as error:
                 damage.append(Damage(error.what, record.rank))
-        self._keep_outcome(generation, digest if not damage else None)
-        return Verification(generation, total, tuple(damage))
+        self._keep_outcome(number, digest if not damage else None)
+        return Verification(number, total, tuple(damage))
 
     # -- for the writer and for retention
-    def path(self, generation: int) -> Path:
-        return self.directory / generation_name(generation)
+    def path(self, number: int) -> Path:
+        return self.directory / checkpoint_name(number)
 
-    def attempt(self, generation: int, step: int, epoch: int, world_size: int) -> Path:
+    def attempt(self, number: int, step: int, epoch: int, world_size: int) -> Path:
         """Return where writers put what is not published yet. In an object store the data stays there."""
         if self.files.objects:
-            return self.path(generation) / attempt_name(self.job, generation, step, epoch, world_size)
-        return self.directory / temporary_name(self.job, generation, step, epoch, world_size)
+            return self.path(number) / attempt_name(self.job, number, step, epoch, world_size)
+        return self.directory / temporary_name(self.job, number, step, epoch, world_size)
 
     def data(self, manifest: Manifest) -> Path:
-        """Return the directory of a whole generation's shards and fragments."""
+        """Return the directory of a whole checkpoint's shards and fragments."""
         if self.files.objects:
-            return self.attempt(manifest.generation, manifest.step, manifest.epoch, manifest.world_size)
-        return self.path(manifest.generation)
+            return self.attempt(manifest.number, manifest.step, manifest.epoch, manifest.world_size)
+        return self.path(manifest.number)
 
-    def parts(self) -> list[UnpublishedGeneration]:
+    def parts(self) -> list[UnpublishedCheckpoint]:
         """Return what writers have not published, because they are at work or died. Raises OSError."""
         found = []
         for name in self.files.listdir(self.directory):
             if (temporary := TemporaryName.parse(name)) is not None:
-                found.append(UnpublishedGeneration(self.directory / name, temporary.generation, temporary.epoch))
-            elif self.files.objects and (generation := generation_of(name)) is not None:
+                found.append(UnpublishedCheckpoint(self.directory / name, temporary.number, temporary.epoch))
+            elif self.files.objects and (number := checkpoint_number(name)) is not None:
                 with contextlib.suppress(FileNotFoundError):
                     for below in self.files.listdir(self.directory / name):
                         epoch, path = attempt_epoch(below), self.directory / name / below
                         if epoch is not None and not self.is_used(path):
-                            found.append(UnpublishedGeneration(path, generation, epoch))
+                            found.append(UnpublishedCheckpoint(path, number, epoch))
         return found
 
     def is_used(self, attempt: Path) -> bool:
@@ -234,18 +234,18 @@ class DurableStore:
 
         True also when that cannot be read.
         """
-        generation = generation_of(attempt.parent.name)
-        if generation is None:
+        number = checkpoint_number(attempt.parent.name)
+        if number is None:
             return True
         try:
-            return self.data(self._manifest(generation)[0]) == attempt
-        except NoUsableGeneration:
+            return self.data(self._manifest(number)[0]) == attempt
+        except NoUsableCheckpoint:
             return False
         except CheckpointError:
             return True
 
     def complete(self) -> None:
-        """Publish the generations of an object store whose shards are all there and only the manifest is missing.
+        """Publish the checkpoints of an object store whose shards are all there and only the manifest is missing.
 
         The manifest is missing when its writer died before it, or when it was lost. Best effort; no effect on a disk.
         """
@@ -253,18 +253,18 @@ class DurableStore:
             return
         with contextlib.suppress(OSError):
             for name in self.files.listdir(self.directory):
-                generation = generation_of(name)
-                names = self.files.listdir(self.directory / name) if generation is not None else [MANIFEST]
+                number = checkpoint_number(name)
+                names = self.files.listdir(self.directory / name) if number is not None else [MANIFEST]
                 if MANIFEST not in names:
-                    assert generation is not None
+                    assert number is not None
                     for attempt in sorted(names, key=lambda one: attempt_epoch(one) or -1, reverse=True):
                         with contextlib.suppress(OSError, CheckpointError):
-                            if self._finish(generation, attempt):
+                            if self._finish(number, attempt):
                                 break
 
-    def _finish(self, generation: int, attempt: str) -> bool:
+    def _finish(self, number: int, attempt: str) -> bool:
         """Publish the attempt of this name if all its shards are there. Return whether it is published."""
-        epoch, directory = attempt_epoch(attempt), self.path(generation) / attempt
+        epoch, directory = attempt_epoch(attempt), self.path(number) / attempt
         if epoch is None:
             return False
         first = next(
@@ -273,41 +273,41 @@ class DurableStore:
         if not first:
             return False
         fragment, _ = unseal(read_small(self.files, directory / first, FRAGMENT_BYTES_MAX), Fragment, directory / first)
-        writer = self.writer(generation, fragment.step, epoch, fragment.world_size)
-        return self.attempt(generation, fragment.step, epoch, fragment.world_size) == directory and writer.finish()
+        writer = self.writer(number, fragment.step, epoch, fragment.world_size)
+        return self.attempt(number, fragment.step, epoch, fragment.world_size) == directory and writer.finish()
 
-    def whole(self, generation: int) -> tuple[Manifest, str]:
+    def whole(self, number: int) -> tuple[Manifest, str]:
         """Return the manifest and its digest, after checking the sizes of all files. Raises as `open` does."""
-        manifest, digest = self._manifest(generation)
+        manifest, digest = self._manifest(number)
         path, wanted = self.data(manifest), dict[str, int]()
         for shard in manifest.shards:
             wanted[shard_name(shard.rank, manifest.world_size)] = shard.size
             wanted[fragment_name(shard.rank, manifest.world_size)] = shard.fragment_bytes
-        with _typed(generation):
+        with _typed(number):
             sizes = self.files.sizes(path, list(wanted))
         for name, size in wanted.items():
             found = sizes[name]
             if found.st_size != size or not stat.S_ISREG(found.st_mode):
                 raise IntegrityError(
-                    f"{path / name} is not a file of {size} bytes ({found.st_size}).", remedy="use another generation."
+                    f"{path / name} is not a file of {size} bytes ({found.st_size}).", remedy="use another checkpoint."
                 )
         return manifest, digest
 
-    def _manifest(self, generation: int) -> tuple[Manifest, str]:
-        path = self.path(generation)
-        with _typed(generation):
+    def _manifest(self, number: int) -> tuple[Manifest, str]:
+        path = self.path(number)
+        with _typed(number):
             try:
-                # In an object store, a generation without a manifest is not there yet, or was deleted.
+                # In an object store, a checkpoint without a manifest is not there yet, or was deleted.
                 self.files.stat(path / MANIFEST if self.files.objects else path)
             except FileNotFoundError as error:
-                raise NoUsableGeneration(
-                    f"generation {generation} of {self.job} is not in {self.directory}.", remedy="list what is there."
+                raise NoUsableCheckpoint(
+                    f"checkpoint {number} of {self.job} is not in {self.directory}.", remedy="list what is there."
                 ) from error
             data = read_small(self.files, path / MANIFEST, MANIFEST_BYTES_MAX)
         manifest, digest = unseal(data, Manifest, path)
-        if (manifest.job, manifest.generation) != (self.job, generation):
+        if (manifest.job, manifest.number) != (self.job, number):
             raise IntegrityError(
-                f"{path} holds generation {manifest.generation} of {manifest.job}.", remedy="rename it back."
+                f"{path} holds checkpoint {manifest.number} of {manifest.job}.", remedy="rename it back."
             )
         return manifest, digest
 
@@ -329,20 +329,18 @@ class DurableStore:
             raise
         self._rooted = True
 
-    def _info(self, generation: int) -> GenerationInfo:
-        manifest, digest = self.whole(generation)
-        path = self.path(generation)
+    def _info(self, number: int) -> CheckpointInfo:
+        manifest, digest = self.whole(number)
+        path = self.path(number)
         verified = False
         with contextlib.suppress(OSError, CheckpointError):
             record, _ = unseal(read_small(self.files, path / VERIFIED, 4096), Record, path / VERIFIED)
             verified = record.manifest == digest
         size = sum(shard.size for shard in manifest.shards)
-        return GenerationInfo(
-            generation, manifest.step, manifest.epoch, manifest.world_size, size, digest, verified, path
-        )
+        return CheckpointInfo(number, manifest.step, manifest.epoch, manifest.world_size, size, digest, verified, path)
 
-    def _keep_outcome(self, generation: int, digest: str | None) -> None:
-        name = self.path(generation) / VERIFIED
+    def _keep_outcome(self, number: int, digest: str | None) -> None:
+        name = self.path(number) / VERIFIED
         with contextlib.suppress(OSError):
             if digest is None:
                 self.files.unlink(name)

@@ -1,10 +1,10 @@
-"""Write one durable generation: any rank's shard, by any process, and the last step that makes the generation whole.
+"""Write one durable checkpoint: any rank's shard, by any process, and the last step that makes the checkpoint whole.
 
 Each item is on disk before the next: a shard's bytes under a temporary name, the shard's name, its fragment, the
 manifest, the directory, the directory's name. `rackrun.checkpoint.durable.durable_store` says who may do what.
 
 A file or directory whose fsync failed is not synced again: a file is written anew, a temporary directory is set aside.
-When the sync of the parent fails after the rename, the generation is whole but its name may be lost in a power failure.
+When the sync of the parent fails after the rename, the checkpoint is whole but its name may be lost in a power failure.
 `finish` returns False then, and retention, which syncs the same directory first, deletes nothing on its account. The
 payload may be overwritten while it is read, so each chunk is copied first, and the copy is checked and written.
 """
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, crc
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,
     MANIFEST,
@@ -54,7 +54,7 @@ from rackrun.protocol.crash_points import crash_point, register
 if TYPE_CHECKING:
     from rackrun.checkpoint.durable.durable_store import DurableStore
 
-__all__ = ["GenerationWriter", "SealedPayload", "Sliced"]
+__all__ = ["CheckpointWriter", "SealedPayload", "Sliced"]
 
 register(
     "durable.directory",
@@ -87,23 +87,23 @@ class SealedPayload(Protocol):
     def payload(self) -> memoryview | Sliced: ...
 
 
-class GenerationWriter:
-    """Writes shards of one generation, and makes it whole.
+class CheckpointWriter:
+    """Writes shards of one checkpoint, and makes it whole.
 
-    Any number of writers, anywhere, may work on one generation.
+    Any number of writers, anywhere, may work on one checkpoint.
     """
 
-    def __init__(self, store: DurableStore, generation: int, step: int, epoch: int, world_size: int) -> None:
-        if generation < 0 or epoch < 0 or world_size < 1:
+    def __init__(self, store: DurableStore, number: int, step: int, epoch: int, world_size: int) -> None:
+        if number < 0 or epoch < 0 or world_size < 1:
             raise ValueError(
-                f"generation {generation}, epoch {epoch} or world size {world_size} is too small: give 0, 0 and 1 or more"
+                f"checkpoint {number}, epoch {epoch} or world size {world_size} is too small: give 0, 0 and 1 or more"
             )
-        self.generation, self.step, self.epoch, self.world_size = generation, step, epoch, world_size
+        self.number, self.step, self.epoch, self.world_size = number, step, epoch, world_size
         self.failure: FileFailure | None = None
         """Why the last call returned False. None: fragments of other ranks are not there yet."""
         self._store, self._files = store, store.files
-        self._final = store.path(generation)
-        self._temporary = store.attempt(generation, step, epoch, world_size)
+        self._final = store.path(number)
+        self._temporary = store.attempt(number, step, epoch, world_size)
 
     def write_shard(
         self,
@@ -122,7 +122,7 @@ class GenerationWriter:
         world.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks that write this generation")
+            raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks that write this checkpoint")
         fragment: Fragment | None = None
         try:
             data = payload if isinstance(payload, memoryview) else payload.payload
@@ -140,7 +140,7 @@ class GenerationWriter:
         return True
 
     def finish(self) -> bool:
-        """Make the generation whole. Return True once it is whole and on disk, whoever finished it.
+        """Make the checkpoint whole. Return True once it is whole and on disk, whoever finished it.
 
         When it returns False, ``failure`` says why; None means that shards are missing. Any rank may call it, at any
         time, more than once.
@@ -151,7 +151,7 @@ class GenerationWriter:
             if manifest is not None:
                 self._publish(manifest)
             elif self._is_published(None):
-                self._discard()  # shards that were written again after the generation was published
+                self._discard()  # shards that were written again after the checkpoint was published
             else:
                 return False
             self._sync_name()
@@ -172,7 +172,7 @@ class GenerationWriter:
     ) -> Fragment:
         fragment = Fragment(
             job=self._store.job,
-            generation=self.generation,
+            number=self.number,
             step=self.step,
             world_size=self.world_size,
             rank=rank,
@@ -194,7 +194,7 @@ class GenerationWriter:
         """
         sealed, digest = seal(fragment)
         with contextlib.suppress(CheckpointError):
-            record = self._store.whole(self.generation)[0].shards
+            record = self._store.whole(self.number)[0].shards
             if [shard.fragment for shard in record[fragment.rank : fragment.rank + 1]] != [digest]:
                 raise FileRefused(FailureKind.DISAGREES, f"{self._final} has another shard of rank {fragment.rank}")
             return True
@@ -278,7 +278,7 @@ class GenerationWriter:
                     self.failure = None
         return self.failure is None
 
-    # -- the generation
+    # -- the checkpoint
     def _manifest(self) -> Manifest | None:
         """Build the manifest from the fragments; None while some are missing.
 
@@ -295,8 +295,8 @@ class GenerationWriter:
             except FileNotFoundError:
                 return None
             found, digest = unseal(data, Fragment, path)
-            if (found.generation, found.step, found.world_size, found.rank, found.job, found.size) != (
-                self.generation,
+            if (found.number, found.step, found.world_size, found.rank, found.job, found.size) != (
+                self.number,
                 self.step,
                 self.world_size,
                 rank,
@@ -313,7 +313,7 @@ class GenerationWriter:
             )
         return Manifest(
             job=self._store.job,
-            generation=self.generation,
+            number=self.number,
             step=self.step,
             epoch=self.epoch,
             world_size=self.world_size,
@@ -347,13 +347,13 @@ class GenerationWriter:
                 raise
 
     def _is_published(self, manifest: Manifest | None) -> bool:
-        """Whether the generation is published, whole and the same (None: of the same step and world size).
+        """Whether the checkpoint is published, whole and the same (None: of the same step and world size).
 
-        Raises FileRefused when another generation has its name.
+        Raises FileRefused when another checkpoint has its name.
         """
         try:
-            found, _ = self._store.whole(self.generation)
-        except (NoUsableGeneration, IntegrityError):
+            found, _ = self._store.whole(self.number)
+        except (NoUsableCheckpoint, IntegrityError):
             return False
         same = (
             found.same_content(manifest) if manifest else (found.step, found.world_size) == (self.step, self.world_size)
@@ -363,10 +363,10 @@ class GenerationWriter:
         return True
 
     def _sync_name(self) -> None:
-        """Sync the directory that lists the generation.
+        """Sync the directory that lists the checkpoint.
 
-        A sync after a failed one may succeed although this name is lost, so this generation stays in doubt. For the
-        names of later generations the sync is valid.
+        A sync after a failed one may succeed although this name is lost, so this checkpoint stays in doubt. For the
+        names of later checkpoints the sync is valid.
         """
         if self._final in self._store.doubtful:
             raise Unsynced(errno.EIO, "an earlier fsync failed", str(self._final))

@@ -277,7 +277,7 @@ def read_small(files: Files, path: Path, limit: int) -> bytes:
         status = files.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
             raise IntegrityError(
-                f"{path} is not a plain file of at most {limit} bytes.", remedy="use another generation."
+                f"{path} is not a plain file of at most {limit} bytes.", remedy="use another checkpoint."
             )
         data = bytearray(status.st_size)
         view = memoryview(data)

@@ -1,8 +1,8 @@
-"""Notes on generations across restarts: which turned out bad, and how often each was restored without being confirmed.
+"""Notes on checkpoints across restarts: which turned out bad, and how often each was restored without being confirmed.
 
-A job that fails again and again after the same restore goes on to an older generation.
+A job that fails again and again after the same restore goes on to an older checkpoint.
 
-The notes are files of a few bytes beside the generations. What storage refuses to store is not remembered; that is
+The notes are files of a few bytes beside the checkpoints. What storage refuses to store is not remembered; that is
 never an error.
 """
 
@@ -37,65 +37,65 @@ class Probation:
         self.directory, self._files = directory, files or files_at(directory)
 
     def quarantined(self) -> dict[int, str]:
-        """Return generation -> why it was quarantined."""
+        """Return checkpoint number -> why it was quarantined."""
         found = {}
-        for generation, path in self._of(_QUARANTINED):
+        for number, path in self._of(_QUARANTINED):
             try:
-                found[generation] = self._read(path)[:_REASON_BYTES_MAX].decode(errors="replace")
+                found[number] = self._read(path)[:_REASON_BYTES_MAX].decode(errors="replace")
             except FileNotFoundError:
                 continue  # the quarantine was lifted just now
             except (OSError, CheckpointError) as error:
-                found[generation] = f"why cannot be read: {error}"
+                found[number] = f"why cannot be read: {error}"
         return found
 
     def attempts(self) -> dict[int, int]:
-        """Return generation -> how many restores of it were not confirmed."""
+        """Return checkpoint number -> how many restores of it were not confirmed."""
         found = {}
-        for generation, path in self._of(_RESTORED):
+        for number, path in self._of(_RESTORED):
             with contextlib.suppress(OSError):
-                found[generation] = self._files.stat(path).st_size
+                found[number] = self._files.stat(path).st_size
         return found
 
     def barred(self) -> dict[int, str]:
-        """Return generation -> why no restore takes it."""
+        """Return checkpoint number -> why no restore takes it."""
         tried = {
-            generation: f"passed over: resumed from {times} times, and nothing newer was finished"
-            for generation, times in self.attempts().items()
+            number: f"passed over: resumed from {times} times, and nothing newer was finished"
+            for number, times in self.attempts().items()
             if times >= ATTEMPTS_MAX
         }
-        return tried | {generation: f"quarantined: {why}" for generation, why in self.quarantined().items()}
+        return tried | {number: f"quarantined: {why}" for number, why in self.quarantined().items()}
 
-    def quarantine(self, generation: int, reason: str) -> None:
-        """Record that a generation turned out bad, so that no restore takes it again."""
-        self._append(_QUARANTINED, generation, reason.encode()[:_REASON_BYTES_MAX])
+    def quarantine(self, number: int, reason: str) -> None:
+        """Record that a checkpoint turned out bad, so that no restore takes it again."""
+        self._append(_QUARANTINED, number, reason.encode()[:_REASON_BYTES_MAX])
 
-    def restored(self, generation: int) -> None:
-        """Count one more restore of a generation."""
-        self._append(_RESTORED, generation, b".")
+    def restored(self, number: int) -> None:
+        """Count one more restore of a checkpoint."""
+        self._append(_RESTORED, number, b".")
 
-    def confirm(self, generation: int) -> None:
-        """Clear the count of a generation: a run restored from it went on to something newer, or to the end."""
+    def confirm(self, number: int) -> None:
+        """Clear the count of a checkpoint: a run restored from it went on to something newer, or to the end."""
         with contextlib.suppress(OSError):
-            self._files.unlink(self.directory / _name(_RESTORED, generation))
+            self._files.unlink(self.directory / _name(_RESTORED, number))
 
-    def forget(self, generation: int) -> None:
-        """Delete all notes on a generation that is gone, or that may be restored again."""
-        self.confirm(generation)
+    def forget(self, number: int) -> None:
+        """Delete all notes on a checkpoint that is gone, or that may be restored again."""
+        self.confirm(number)
         with contextlib.suppress(OSError):
-            self._files.unlink(self.directory / _name(_QUARANTINED, generation))
+            self._files.unlink(self.directory / _name(_QUARANTINED, number))
 
     def _read(self, path: Path) -> bytes:
         return read_small(self._files, path, _NOTE_BYTES_MAX)
 
-    def _append(self, what: str, generation: int, data: bytes) -> None:
+    def _append(self, what: str, number: int, data: bytes) -> None:
         if self._files.objects:
             with contextlib.suppress(OSError, CheckpointError):
-                self._append_to_object(self.directory / _name(what, generation), data)
+                self._append_to_object(self.directory / _name(what, number), data)
             crash_point("restore.counted")
             return
         with contextlib.suppress(OSError):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with (self.directory / _name(what, generation)).open("ab") as file:
+            with (self.directory / _name(what, number)).open("ab") as file:
                 crash_point("restore.counting")
                 file.write(data)
                 file.flush()
@@ -110,7 +110,7 @@ class Probation:
         self._files.replace(path, former + data)
 
     def _of(self, what: str) -> Iterator[tuple[int, Path]]:
-        """Yield generation and path of each note of one kind."""
+        """Yield checkpoint number and path of each note of one kind."""
         with contextlib.suppress(OSError):
             for name in self._files.listdir(self.directory):
                 match = _NAME.fullmatch(name)
@@ -118,5 +118,5 @@ class Probation:
                     yield int(match[2]), self.directory / name
 
 
-def _name(what: str, generation: int) -> str:
-    return f"{what}-{generation:012d}"
+def _name(what: str, number: int) -> str:
+    return f"{what}-{number:012d}"

@@ -1,7 +1,7 @@
-"""Choose which durable generations stay, and delete the others.
+"""Choose which durable checkpoints stay, and delete the others.
 
 `choose` decides, as a pure function. It keeps the newest ``keep_last``, the first of each span of ``keep_every`` steps,
-the pinned ones, and always the newest verified one. When none is verified, nothing is deleted. A generation that no
+the pinned ones, and always the newest verified one. When none is verified, nothing is deleted. A checkpoint that no
 restore takes (quarantined or passed over: `rackrun.checkpoint.durable.probation`) does not count among the newest; it
 stays until the oldest of them is newer than it.
 
@@ -10,7 +10,7 @@ syncs the renaming, and only then deletes files, the manifest first. It may be s
 process, also while another one runs. What cannot be done is reported, and tried again next time.
 
 Nothing is deleted on account of a name that is not on disk. So the job's directory is synced first, and again between
-renaming and deleting; otherwise a power loss could bring back the name of a half-deleted generation, or lose the one
+renaming and deleting; otherwise a power loss could bring back the name of a half-deleted checkpoint, or lose the one
 that replaced the others. Retention must work on a full disk, so writing down the decision may fail. Temporary
 directories belong to a living job as long as their epoch lasts, and clocks of hosts differ: they are deleted only when
 their epoch is over and they are older than a limit.
@@ -27,7 +27,7 @@ import msgspec
 
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
-from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo, UnpublishedGeneration
+from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
 from rackrun.checkpoint.durable.files import FileFailure, delete_tree, failure_of, set_aside
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.protocol.crash_points import crash_point, register
@@ -49,7 +49,7 @@ LOG = "RETENTION.json"
 
 @dataclass(frozen=True)
 class Retention:
-    """How many generations stay. ``keep_every`` is in steps; 0 keeps none for that reason.
+    """How many checkpoints stay. ``keep_every`` is in steps; 0 keeps none for that reason.
 
     Raises ValueError when ``keep_last`` is below 1 or ``keep_every`` below 0.
     """
@@ -64,7 +64,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class Choice:
-    """The generations to keep and to drop. ``keep``: generation -> why. ``drop``: oldest first."""
+    """The checkpoints to keep and to drop. ``keep``: checkpoint number -> why. ``drop``: oldest first."""
 
     keep: Mapping[int, str]
     drop: tuple[int, ...]
@@ -83,7 +83,7 @@ class Collected:
 
 
 def choose(
-    generations: Sequence[GenerationInfo],
+    checkpoints: Sequence[CheckpointInfo],
     retention: Retention,
     *,
     pins: Collection[int],
@@ -91,32 +91,32 @@ def choose(
     barred: Collection[int] = (),
     superseded: int | None = None,
 ) -> Choice:
-    """Choose which generations stay. Choosing again after dropping the others drops nothing more.
+    """Choose which checkpoints stay. Choosing again after dropping the others drops nothing more.
 
-    ``barred``: generations that no restore takes, or that may not be on disk. ``superseded``: the newest step that is
-    verified in this run; generations of later steps stay. None: no such limit.
+    ``barred``: checkpoints that no restore takes, or that may not be on disk. ``superseded``: the newest step that is
+    verified in this run; checkpoints of later steps stay. None: no such limit.
     """
     keep: dict[int, str] = {}
     spans: set[int] = set()
-    for info in sorted(generations, key=lambda info: info.generation):
+    for info in sorted(checkpoints, key=lambda info: info.number):
         span = info.step // retention.keep_every if retention.keep_every else None
         if span is not None and span not in spans:
             spans.add(span)
-            keep[info.generation] = f"the first from step {span * retention.keep_every} on"
-    newest = sorted((info.generation for info in generations), reverse=True)
-    usable = [generation for generation in newest if generation not in barred][: retention.keep_last]
+            keep[info.number] = f"the first from step {span * retention.keep_every} on"
+    newest = sorted((info.number for info in checkpoints), reverse=True)
+    usable = [number for number in newest if number not in barred][: retention.keep_last]
     keep |= dict.fromkeys(usable, f"one of the newest {retention.keep_last}")
     oldest = min(usable, default=-1)
-    keep |= {g: "not to be relied on, but newer than others that stay" for g in newest if g in barred and g > oldest}
-    keep |= {generation: "pinned" for generation in newest if generation in pins}
+    keep |= {n: "not to be relied on, but newer than others that stay" for n in newest if n in barred and n > oldest}
+    keep |= {number: "pinned" for number in newest if number in pins}
     if newest_verified is None:
-        keep |= {generation: "none is verified" for generation in newest if generation not in keep}
+        keep |= {number: "none is verified" for number in newest if number not in keep}
     else:
         keep[newest_verified] = "the newest verified"
     if superseded is not None:
-        later = [info.generation for info in generations if info.step > superseded and info.generation not in keep]
+        later = [info.number for info in checkpoints if info.step > superseded and info.number not in keep]
         keep |= dict.fromkeys(later, f"this run has nothing verified of a step after {superseded}")
-    return Choice(keep, tuple(generation for generation in reversed(newest) if generation not in keep))
+    return Choice(keep, tuple(number for number in reversed(newest) if number not in keep))
 
 
 def collect(  # noqa: PLR0913 - all that a caller knows about its job
@@ -134,43 +134,43 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
     """Delete what `choose` drops, unfinished data that no writer will finish, and trash. Return what was done.
 
     Unfinished data of epochs before ``epoch`` goes when it is older than ``orphan_ttl_s``, or at once where ``over``
-    says that the epoch's job has ended. Unfinished data of ``epoch`` goes for generations before ``finished``, which
+    says that the epoch's job has ended. Unfinished data of ``epoch`` goes for checkpoints before ``finished``, which
     the caller knows that no process writes any more.
 
-    ``began``: the generation that the run of ``epoch`` has restored; -1 when it restored none. A generation stays
+    ``began``: the checkpoint that the run of ``epoch`` has restored; -1 when it restored none. A checkpoint stays
     unless a verified one of this run, or of those it began from, supersedes it; the run's own were read back when they
-    were written. None: no run asks, and any verified generation counts. ``now``: Unix time in seconds, like file times.
+    were written. None: no run asks, and any verified checkpoint counts. ``now``: Unix time in seconds, like file times.
 
-    Errors of storage are recorded, not raised. Reads all bytes of the newest generation when none is marked as
+    Errors of storage are recorded, not raised. Reads all bytes of the newest checkpoint when none is marked as
     verified.
     """
     done = Collected()
     try:
-        generations = store.generations()
-        if not generations and not _exists(store):
+        checkpoints = store.checkpoints()
+        if not checkpoints and not _exists(store):
             return done
         store.sync()
         crash_point("retention.synced")
         probation = Probation(store.directory, store.files)
-        barred = {*probation.barred(), *(info.generation for info in generations if info.path in store.doubtful)}
-        newest_verified = _newest_verified(store, sorted(generations, key=lambda info: info.generation in barred))
+        barred = {*probation.barred(), *(info.number for info in checkpoints if info.path in store.doubtful)}
+        newest_verified = _newest_verified(store, sorted(checkpoints, key=lambda info: info.number in barred))
         choice = choose(
-            generations,
+            checkpoints,
             retention,
             pins=pins,
             newest_verified=newest_verified,
             barred=barred,
-            superseded=None if began is None else _superseded(generations, epoch, began, newest_verified),
+            superseded=None if began is None else _superseded(checkpoints, epoch, began, newest_verified),
         )
         done.kept = choice.keep
         if choice.drop:
             crash_point("retention.marking")
             _write_down(store, choice, epoch, done)
             crash_point("retention.marked")
-        for generation in choice.drop:
-            if _take_away(store, generation, done):
-                done.dropped.append(generation)
-                probation.forget(generation)
+        for number in choice.drop:
+            if _take_away(store, number, done):
+                done.dropped.append(number)
+                probation.forget(number)
         before = now() - orphan_ttl_s
         _sweep(store, before)
         for part in store.parts():
@@ -183,17 +183,17 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
     return done
 
 
-def _superseded(generations: Sequence[GenerationInfo], epoch: int, began: int, newest_verified: int | None) -> int:
+def _superseded(checkpoints: Sequence[CheckpointInfo], epoch: int, began: int, newest_verified: int | None) -> int:
     """Return the newest step that is verified in the run of ``epoch``; -1 for none.
 
-    ``began``: the generation that the run has restored. It and verified generations before it count as the run's.
+    ``began``: the checkpoint that the run has restored. It and verified checkpoints before it count as the run's.
     """
     own = [
         info.step
-        for info in generations
+        for info in checkpoints
         if info.epoch == epoch
-        or info.generation == began
-        or (info.generation < began and (info.verified or info.generation == newest_verified))
+        or info.number == began
+        or (info.number < began and (info.verified or info.number == newest_verified))
     ]
     return max(own, default=-1)
 
@@ -222,15 +222,15 @@ def _exists(store: DurableStore) -> bool:
     return True
 
 
-def _newest_verified(store: DurableStore, generations: Sequence[GenerationInfo]) -> int | None:
-    """Return the newest generation marked as verified; if none is marked, the newest whose bytes are all right now."""
-    for info in generations:
+def _newest_verified(store: DurableStore, checkpoints: Sequence[CheckpointInfo]) -> int | None:
+    """Return the newest checkpoint marked as verified; if none is marked, the newest whose bytes are all right now."""
+    for info in checkpoints:
         if info.verified:
-            return info.generation
-    for info in generations:
+            return info.number
+    for info in checkpoints:
         with contextlib.suppress(CheckpointError):
-            if store.verify(info.generation).ok:
-                return info.generation
+            if store.verify(info.number).ok:
+                return info.number
     return None
 
 
@@ -252,17 +252,17 @@ def _sweep(store: DurableStore, before: float) -> None:
                     store.files.unlink(store.directory / name)
 
 
-def _take_away(store: DurableStore, generation: int, done: Collected) -> bool:
-    """Make a generation unreadable from here on: rename it, or delete its manifest in an object store."""
+def _take_away(store: DurableStore, number: int, done: Collected) -> bool:
+    """Make a checkpoint unreadable from here on: rename it, or delete its manifest in an object store."""
     if not store.files.objects:
-        return _set_aside(store, store.path(generation), done)
+        return _set_aside(store, store.path(number), done)
     try:
-        store.files.unlink(store.path(generation) / MANIFEST)
+        store.files.unlink(store.path(number) / MANIFEST)
     except OSError as error:
         done.failures.append(failure_of(error))
         return False
     crash_point("retention.trashed")
-    return _discard(store, store.path(generation), done)
+    return _discard(store, store.path(number), done)
 
 
 def _discard(store: DurableStore, path: Path, done: Collected) -> bool:
@@ -289,10 +289,10 @@ def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     return gone
 
 
-def _is_orphan(store: DurableStore, part: UnpublishedGeneration, epoch: int, before: float, finished: int) -> bool:
+def _is_orphan(store: DurableStore, part: UnpublishedCheckpoint, epoch: int, before: float, finished: int) -> bool:
     """Whether no process will finish this unfinished data."""
     if part.epoch == epoch:
-        return part.generation < finished
+        return part.number < finished
     if part.epoch > epoch:
         return False
     with contextlib.suppress(FileNotFoundError):

@@ -103,7 +103,7 @@ def cover(target: Box, parts: Sequence[tuple[Box, T]]) -> list[tuple[Box, T]]:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
         raise LayoutMismatch(
             f"no part holds {rest[0]}{more} of {target}.",
-            remedy="bring back the ranks or files that held it, or restore an older generation.",
+            remedy="bring back the ranks or files that held it, or restore an older checkpoint.",
         )
     return clipped if disjoint else pieces
 

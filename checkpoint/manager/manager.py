@@ -14,9 +14,9 @@ It works under torchrun or in a single process.
             checkpoints.save(step)
 
 `save` returns at once. A helper thread copies parameters and optimizer state while the next forward and backward run,
-seals the copy in this rank's arena, and commits the generation once every rank has sealed. Arenas are files on a tmpfs,
+seals the copy in this rank's arena, and commits the checkpoint once every rank has sealed. Arenas are files on a tmpfs,
 so they outlive workers that torchrun restarts. `rackrun.checkpoint.commit.peer_commit` explains what makes a commit
-hold, and `rackrun.checkpoint.manager.restoring` how all ranks agree on the generation to restore.
+hold, and `rackrun.checkpoint.manager.restoring` how all ranks agree on the checkpoint to restore.
 
 All ranks must call `prepare`, `restore`, `save` and `close`, in the same order. Memory protects against the death of
 processes only: when a host is lost its memory is lost too, and the directory is needed.
@@ -36,6 +36,7 @@ from typing import Any
 import msgspec
 
 from rackrun.checkpoint.arena.arena_folder import ArenaFolder, MemoryTier
+from rackrun.checkpoint.base.deprecation import renamed_argument
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.base.messages import say
@@ -75,14 +76,14 @@ class _Agreed(msgspec.Struct, frozen=True):
     epoch: int
     """The fencing token of this start: larger than the epoch of every earlier writer."""
     first: int
-    """The number of the first generation that this start saves."""
+    """The number of the first checkpoint that this start saves."""
     hosts: dict[str, int]
     """Host -> the number of its ranks."""
 
     @classmethod
     def of(cls, everyone: Sequence[_Hello]) -> _Agreed:
-        """Choose an epoch and a first generation above all that any rank has seen, and count the ranks of each host."""
-        used = [g for one in everyone for g in (one.seen.newest_generation, *one.quarantined)]
+        """Choose an epoch and a first checkpoint number above all that any rank has seen, and count the ranks of each host."""
+        used = [n for one in everyone for n in (one.seen.newest_number, *one.quarantined)]
         epoch = max(everyone[0].clock_ms, *(one.seen.newest_epoch + 1 for one in everyone))
         return cls(epoch, 1 + max(0, *used), dict(collections.Counter(one.host for one in everyone)))
 
@@ -105,7 +106,7 @@ class CheckpointManager:
         memory: the arenas' settings; None keeps no arena that outlives this process.
         durable_every: steps whose number is a multiple of it are written to disk too; None writes only those saved with
             ``durable=True``.
-        keep: how many durable generations stay. The newest one whose bytes were all read back stays as well.
+        keep: how many durable checkpoints stay. The newest one whose bytes were all read back stays as well.
 
         Raises CheckpointError when ``durable_every`` or ``keep`` is below 1.
         """
@@ -162,7 +163,7 @@ class CheckpointManager:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()))
 
     def _agree(self) -> SaveLocation:
-        """Exchange with all ranks what each has seen, and agree on the epoch and the first generation."""
+        """Exchange with all ranks what each has seen, and agree on the epoch and the first checkpoint's number."""
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         clock_ms, quarantined = time.time_ns() // 1_000_000, tuple(self._probation.quarantined())
         peers, agreed = self._peers, None
@@ -196,14 +197,14 @@ class CheckpointManager:
         )
 
     def restore(self) -> RestoreReport | None:
-        """Load the newest usable generation into the prepared state.
+        """Load the newest usable checkpoint into the prepared state.
 
         Return what was restored; None when nothing was ever saved.
 
-        Collective, after `prepare` and before training. All ranks restore the same committed generation, each from its
+        Collective, after `prepare` and before training. All ranks restore the same committed checkpoint, each from its
         own arena or from the directory.
 
-        Raises `NoUsableGeneration` when there are generations and none is whole, and `LayoutMismatch` when the saved
+        Raises `NoUsableCheckpoint` when there are checkpoints and none is whole, and `LayoutMismatch` when the saved
         state does not fit the prepared one.
         """
         contents = self._prepared()
@@ -213,14 +214,14 @@ class CheckpointManager:
         report = restore(contents, self._sources, self._seen, self._peers, self._probation)
         self._sources.close()
         if report is not None:
-            self._restored = Saved(report.generation, report.step)
+            self._restored = Saved(report.number, report.step)
             same_world = report.world_size == self._peers.world_size
             here = same_world and report.tiers[self._peers.rank] == Tier.OWN_TRAY.name.lower()
             self._saver.begin_from(self._restored, here=here)
             if self._peers.rank == 0:
-                self._probation.restored(report.generation)
+                self._probation.restored(report.number)
                 by = f"saved by {report.world_size} rank{'s' if report.world_size > 1 else ''}"
-                say(f"restored step {report.step} (generation {report.generation}, {by})")
+                say(f"restored step {report.step} (checkpoint {report.number}, {by})")
         return report
 
     # -- while training
@@ -230,8 +231,8 @@ class CheckpointManager:
         What forward and backward may change is copied before this returns. Parameters and optimizer state must not
         change before `before_optimizer_step`, which prepared optimizers call themselves.
 
-        ``durable``: whether the generation is written to disk as well. None follows ``durable_every``, and skips the
-        disk while an older generation is still being written. True never skips: the write waits its turn.
+        ``durable``: whether the checkpoint is written to disk as well. None follows ``durable_every``, and skips the
+        disk while an older checkpoint is still being written. True never skips: the write waits its turn.
 
         Failures are reported by the handle, on stderr and in `counters`. Only `MemoryPlanError` (the first save may
         have to make the arena) and `LayoutMismatch` are raised.
@@ -266,23 +267,24 @@ class CheckpointManager:
         yield
 
     def latest(self) -> Saved | None:
-        """Return the newest generation that this rank knows to be committed or has restored; None for none."""
+        """Return the newest checkpoint that this rank knows to be committed or has restored; None for none."""
         self._prepared()
         return self._saver.newest
 
     def confirm(self, step: int) -> None:
         """Record that the restored state has proven good up to ``step``.
 
-        Restoring the generation again is then not counted against it.
+        Restoring the checkpoint again is then not counted against it.
         """
         self._prepared()
         if self._restored is not None and step > self._restored.step and self._peers.rank == 0:
-            self._probation.confirm(self._restored.generation)
+            self._probation.confirm(self._restored.number)
 
-    def quarantine(self, generation: int, reason: str) -> None:
-        """Mark a generation as bad: no restore takes it again. It is enough that one rank calls this."""
+    @renamed_argument("generation", "number")
+    def quarantine(self, number: int, reason: str) -> None:
+        """Mark checkpoint ``number`` as bad: no restore takes it again. It is enough that one rank calls this."""
         self._prepared()
-        self._probation.quarantine(generation, reason)
+        self._probation.quarantine(number, reason)
 
     # -- at the end
     def wait_until_finished(self) -> None:
@@ -293,8 +295,8 @@ class CheckpointManager:
     def close(self, *, keep_memory: bool = False) -> None:
         """Finish all saves and release the memory. Collective.
 
-        If the last generation that was due is not on disk yet, the newest one is written. The arenas are removed once
-        all ranks have reached this call. They stay with ``keep_memory``, or when the newest generation that was due
+        If the last checkpoint that was due is not on disk yet, the newest one is written. The arenas are removed once
+        all ranks have reached this call. They stay with ``keep_memory``, or when the newest checkpoint that was due
         could not be written: that is reported on stderr, and the next start of the same job finds it in memory.
         """
         if self._closed:
@@ -328,7 +330,7 @@ class CheckpointManager:
             self._break_off()
 
     def _break_off(self) -> None:
-        """End early, after an error or at interpreter exit. Committed generations stay in memory."""
+        """End early, after an error or at interpreter exit. Committed checkpoints stay in memory."""
         if self._contents is not None:
             self._peers.stop()
         self._leave(remove=False)

@@ -1,7 +1,7 @@
-"""Decide which rank writes which tensor of a generation to disk: a tensor that several ranks hold is written once.
+"""Decide which rank writes which tensor of a checkpoint to disk: a tensor that several ranks hold is written once.
 
 Two ranks hold the same tensor when name, dtype, shape, box and bytes are equal. The sealed images are compared anew for
-every generation that goes to disk: replicas are never assumed equal, and a rank with other bytes writes its own. The
+every checkpoint that goes to disk: replicas are never assumed equal, and a rank with other bytes writes its own. The
 caller names the tensors that may be shared (parameters and optimizer state); each rank writes all others itself.
 
 A rank's file is then an image with part of the tensors. Its plain part says which shards have the others. The image is
@@ -69,20 +69,20 @@ def held_in(
     return [entry.name for entry in entries], SharedTensors(boxes, digests, sizes)
 
 
-def agree(peers: Peers, generation: int, mine: SharedTensors, *, seconds: float) -> Writers:
+def agree(peers: Peers, number: int, mine: SharedTensors, *, seconds: float) -> Writers:
     """Exchange `SharedTensors` records with all ranks through rank 0, and return this rank's `Writers`. Collective.
 
     ``seconds``: how long to wait for other ranks. Raises `PeersGone` when one does not answer.
     """
     if peers.rank == 0:
-        keys = [f"held/{generation}/{rank}" for rank in range(1, peers.world_size)]
+        keys = [f"held/{number}/{rank}" for rank in range(1, peers.world_size)]
         answers = assign([mine, *(peers.hear(keys, SharedTensors, seconds=seconds) if keys else ())])
         peers.forget(keys)
         for rank, answer in enumerate(answers[1:], start=1):
-            peers.say(f"writers/{generation}/{rank}", answer)
+            peers.say(f"writers/{number}/{rank}", answer)
         return answers[0]
-    peers.say(f"held/{generation}/{peers.rank}", mine)
-    key = f"writers/{generation}/{peers.rank}"
+    peers.say(f"held/{number}/{peers.rank}", mine)
+    key = f"writers/{number}/{peers.rank}"
     (answer,) = peers.hear([key], Writers, seconds=seconds)
     peers.forget([key])
     return answer

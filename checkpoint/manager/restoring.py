@@ -1,6 +1,6 @@
-"""Restore: all ranks take the newest generation for which every shard has a verified source.
+"""Restore: all ranks take the newest checkpoint for which every shard has a verified source.
 
-Rank 0 chooses the generation (`rackrun.checkpoint.commit.checkpoint_choice`) from what all ranks report. Each rank
+Rank 0 chooses the checkpoint (`rackrun.checkpoint.commit.checkpoint_choice`) from what all ranks report. Each rank
 fills its tensors from the nearest source: from its own shard where that has the boxes it needs, otherwise from all
 shards (another world size, mesh or sharding). When a source turns out bad on one rank, all ranks choose again without
 it, so they never mix steps.
@@ -17,11 +17,12 @@ from typing import Any
 
 import msgspec
 
+from rackrun.checkpoint.base.deprecation import warn_renamed
 from rackrun.checkpoint.base.errors import (
     CheckpointError,
     IntegrityError,
     LayoutMismatch,
-    NoUsableGeneration,
+    NoUsableCheckpoint,
     is_damage,
 )
 from rackrun.checkpoint.base.messages import say
@@ -42,17 +43,18 @@ register("restore.planned", "restore.filled", "restore.agreed", "restore.put")
 
 _SECONDS = 600.0
 _AT_ONCE = 8
-"""How many generations on disk are read at a time, newest first, until one can be taken."""
+"""How many checkpoints on disk are read at a time, newest first, until one can be taken."""
 
 
 @dataclass(frozen=True)
 class RestoreReport:
     """What was restored, as this rank saw it."""
 
-    generation: int
+    number: int
+    """Number of the checkpoint."""
     step: int
     world_size: int
-    """World size of the run that saved the generation."""
+    """World size of the run that saved the checkpoint."""
     tiers: Mapping[int, str]
     """Shard (rank of the run that saved it) -> where this rank read it.
 
@@ -63,7 +65,13 @@ class RestoreReport:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Plain values by name. Prepared dicts and lists are also changed in place."""
     passed_over: Mapping[int, str] = field(default_factory=dict)
-    """Newer generation -> why it was not taken. Rank 0 reports these on stderr too."""
+    """Number of a newer checkpoint -> why it was not taken. Rank 0 reports these on stderr too."""
+
+    @property
+    def generation(self) -> int:
+        """Deprecated: ``number``."""
+        warn_renamed("RestoreReport.generation", "number")
+        return self.number
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -90,10 +98,10 @@ class _Filled(msgspec.Struct, frozen=True):
 def restore(
     contents: Contents, sources: Sources, seen: Sequence[Seen], peers: Peers, probation: Probation
 ) -> RestoreReport | None:
-    """Fill ``contents`` from the newest usable generation. Return a report; None when there is nothing to restore.
+    """Fill ``contents`` from the newest usable checkpoint. Return a report; None when there is nothing to restore.
 
-    Collective. ``seen``: what every rank reported; used on rank 0 only. Raises `NoUsableGeneration` on all ranks when
-    there are generations and none can be used. Raises `LayoutMismatch` on all ranks when the saved state does not fit;
+    Collective. ``seen``: what every rank reported; used on rank 0 only. Raises `NoUsableCheckpoint` on all ranks when
+    there are checkpoints and none can be used. Raises `LayoutMismatch` on all ranks when the saved state does not fit;
     tensors may be partly overwritten then.
     """
     began = time.monotonic()
@@ -106,7 +114,7 @@ def restore(
         if said.plan is None:
             if chooser is not None:
                 chooser.quarantine_damaged(above=-1)
-            raise NoUsableGeneration(
+            raise NoUsableCheckpoint(
                 said.problem, remedy="bring a lost host back, or begin anew under another name of the job."
             )
         filling = _Filling(contents, sources, said.plan, peers.rank, peers.world_size)
@@ -123,7 +131,7 @@ def restore(
             if chooser is not None:
                 chooser.tell(said.plan)
             return RestoreReport(
-                generation=said.plan.generation,
+                number=said.plan.number,
                 step=said.plan.step,
                 world_size=len(said.plan.sources),
                 tiers={owner: shard.tier.name.lower() for owner, shard in sorted(filling.shards.items())},
@@ -133,97 +141,97 @@ def restore(
                 passed_over=said.plan.passed_over,
             )
         if chooser is not None:
-            chooser.without(said.plan.generation, everyone)
+            chooser.without(said.plan.number, everyone)
     raise AssertionError
 
 
 class _Chooser:
-    """Chooses the generation to restore. Exists on rank 0 only."""
+    """Chooses the checkpoint to restore. Exists on rank 0 only."""
 
     def __init__(self, sources: Sources, seen: Sequence[Seen], probation: Probation) -> None:
         self._sources, self._probation = sources, probation
         self._inventory: list[Holding] = [holding for one in seen for holding in one.holdings]
         self._records = newest_records(record for one in seen for record in one.records)
-        self._left_out = {g: why for one in reversed(seen) for g, why in one.left_out.items()}
-        self._damaged = {g for one in seen for g in one.damaged}
-        """Generations whose bytes on disk are damaged."""
+        self._left_out = {n: why for one in reversed(seen) for n, why in one.left_out.items()}
+        self._damaged = {n for one in seen for n in one.damaged}
+        """Checkpoints whose bytes on disk are damaged."""
         common = set(seen[0].durable).intersection(*(one.durable for one in seen))
-        self._unread = sorted((generation for generation, _ in common), reverse=True)
-        for generation in {g for one in seen for g, _ in one.durable} - set(self._unread):
-            self._left_out.setdefault(generation, "the ranks do not see the same generations on disk.")
+        self._unread = sorted((number for number, _ in common), reverse=True)
+        for number in {n for one in seen for n, _ in one.durable} - set(self._unread):
+            self._left_out.setdefault(number, "the ranks do not see the same checkpoints on disk.")
 
     def choose(self) -> _Plan:
-        """Choose a generation. Generations on disk are read until no unread one is newer than the choice."""
+        """Choose a checkpoint. Checkpoints on disk are read until no unread one is newer than the choice."""
         while True:
             found = self._choose()
-            if not self._unread or (found.plan is not None and found.plan.generation > self._unread[0]):
+            if not self._unread or (found.plan is not None and found.plan.number > self._unread[0]):
                 return found
             self._read_on()
 
     def _choose(self) -> _Plan:
-        story = " ".join(_sentence(g, why) for g, why in self._left_out.items())
+        story = " ".join(_sentence(n, why) for n, why in self._left_out.items())
         if not self._records and not self._left_out:
             return _Plan(nothing=True)
-        if not self._records:  # a new start from nothing would lose these generations
-            return _Plan(problem=f"no generation can be read. {story}")
+        if not self._records:  # a new start from nothing would lose these checkpoints
+            return _Plan(problem=f"no checkpoint can be read. {story}")
         quarantined, attempts = self._probation.quarantined(), self._probation.attempts()
         try:
             plan = choose(self._inventory, self._records, quarantined=quarantined, attempts=attempts)
         except CheckpointError as error:
             return _Plan(problem=f"{error.what} {story}".rstrip())
-        passed_over = {g: why for g, why in self._left_out.items() if g > plan.generation}
-        for generation, why in plan.passed_over.items():
-            passed_over[generation] = f"{why}: {passed_over[generation]}" if generation in passed_over else why
+        passed_over = {n: why for n, why in self._left_out.items() if n > plan.number}
+        for number, why in plan.passed_over.items():
+            passed_over[number] = f"{why}: {passed_over[number]}" if number in passed_over else why
         return _Plan(msgspec.structs.replace(plan, passed_over=passed_over))
 
     def _read_on(self) -> None:
         now, self._unread = self._unread[:_AT_ONCE], self._unread[_AT_ONCE:]
         records = []
-        for generation in now:
+        for number in now:
             try:
-                holdings, record = self._sources.look_into(generation)
+                holdings, record = self._sources.look_into(number)
             except CheckpointError as error:
-                self._leave_out(generation, error.what, damaged=is_damage(error))
+                self._leave_out(number, error.what, damaged=is_damage(error))
                 continue
             self._inventory += holdings
             records.append(record)
         self._records = newest_records([*records, *self._records])
 
-    def _leave_out(self, generation: int, why: str, *, damaged: bool) -> None:
-        self._left_out[generation] = why
+    def _leave_out(self, number: int, why: str, *, damaged: bool) -> None:
+        self._left_out[number] = why
         if damaged:
-            self._damaged.add(generation)
+            self._damaged.add(number)
 
-    def without(self, generation: int, everyone: Sequence[_Filled]) -> None:
+    def without(self, number: int, everyone: Sequence[_Filled]) -> None:
         """Exclude the shards that could not be read from the next choice, and report why."""
-        failed = {(generation, *pair) for one in everyone for pair in one.failed}
+        failed = {(number, *pair) for one in everyone for pair in one.failed}
         problems = sorted({one.problem for one in everyone if one.problem})
         for problem in problems:
-            say(f"generation {generation}: {problem}")
-        self._leave_out(generation, " ".join(problems), damaged=any(one.damaged for one in everyone))
-        self._inventory = [h for h in self._inventory if (h.generation, h.owner, h.tier) not in failed]
+            say(f"checkpoint {number}: {problem}")
+        self._leave_out(number, " ".join(problems), damaged=any(one.damaged for one in everyone))
+        self._inventory = [h for h in self._inventory if (h.number, h.owner, h.tier) not in failed]
 
     def tell(self, plan: RestorePlan) -> None:
-        """Report on stderr why newer generations were passed over, and quarantine those that are damaged."""
-        for generation, why in sorted(plan.passed_over.items()):
-            what = f"generation {generation}" if generation >= 0 else "the directory"
+        """Report on stderr why newer checkpoints were passed over, and quarantine those that are damaged."""
+        for number, why in sorted(plan.passed_over.items()):
+            what = f"checkpoint {number}" if number >= 0 else "the directory"
             say(f"{what} is not used: {why}")
-        self.quarantine_damaged(above=plan.generation)
+        self.quarantine_damaged(above=plan.number)
 
     def quarantine_damaged(self, *, above: int) -> None:
-        """Quarantine the damaged generations newer than ``above``.
+        """Quarantine the damaged checkpoints newer than ``above``.
 
-        Damage does not heal, and retention must not keep a damaged generation in place of a good one. The generation
+        Damage does not heal, and retention must not keep a damaged checkpoint in place of a good one. The checkpoint
         that was restored is not newer than ``above``, so it is spared when memory had it whole.
         """
         known = self._probation.quarantined()
-        for generation in sorted(self._damaged):
-            if generation > above and generation not in known:
-                self._probation.quarantine(generation, f"damaged: {self._left_out.get(generation, '')}")
+        for number in sorted(self._damaged):
+            if number > above and number not in known:
+                self._probation.quarantine(number, f"damaged: {self._left_out.get(number, '')}")
 
 
-def _sentence(generation: int, why: str) -> str:
-    return f"Generation {generation}: {why}" if generation >= 0 else why
+def _sentence(number: int, why: str) -> str:
+    return f"Checkpoint {number}: {why}" if number >= 0 else why
 
 
 class _Filling:
@@ -282,7 +290,7 @@ class _Filling:
             if entry is None:
                 raise IntegrityError(
                     f"the shard of rank {owner} does not have {name!r:.200}, which rank {self._own} has left to it.",
-                    remedy="use another generation.",
+                    remedy="use another checkpoint.",
                 )
             found[name] = owner, entry
         return found

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
+from rackrun.checkpoint.base.deprecation import warn_renamed
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.commit.peers import Peers
-from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationWriter
+from rackrun.checkpoint.durable.durable_store import CheckpointWriter, DurableStore
 from rackrun.checkpoint.durable.retention import Retention, collect
 from rackrun.checkpoint.image.host_copies import ImageCopy
 from rackrun.checkpoint.image.image_layout import ImageLayout
@@ -40,7 +41,7 @@ class Counters:
     durable: int = 0
     durable_failed: int = 0
     durable_passed_over: int = 0
-    """Generations that were due on disk while an older one was still being written."""
+    """Checkpoints that were due on disk while an older one was still being written."""
     stall_s: float = 0.0
 
 
@@ -50,17 +51,23 @@ class SaveHandle:
     They are set in the order ``staged``, ``sealed``, ``committed``, ``durable``.
     """
 
-    def __init__(self, generation: int, step: int) -> None:
-        self.generation, self.step = generation, step
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
         self.staged: Future[bool] = Future()
         """The copy is done, so the training state may be changed."""
         self.sealed: Future[bool] = Future()
         """This rank's image is whole."""
         self.committed: Future[bool] = Future()
-        """Every rank's image is whole, and the generation is committed."""
+        """Every rank's image is whole, and the checkpoint is committed."""
         self.durable: Future[bool] = Future()
-        """The generation is on disk. False also where that was not due."""
+        """The checkpoint is on disk. False also where that was not due."""
         self.failure = ""
+
+    @property
+    def generation(self) -> int:
+        """Deprecated: ``number``."""
+        warn_renamed("SaveHandle.generation", "number")
+        return self.number
 
     def fail(self, why: str) -> None:
         self.failure = self.failure or why
@@ -76,7 +83,7 @@ class SaveHandle:
         done = [
             n for n in ("staged", "sealed", "committed", "durable") if (f := getattr(self, n)).done() and f.result()
         ]
-        return f"SaveHandle(generation={self.generation}, step={self.step}, {', '.join(done) or 'begun'}{self.failure and ': '}{self.failure})"
+        return f"SaveHandle(number={self.number}, step={self.step}, {', '.join(done) or 'begun'}{self.failure and ': '}{self.failure})"
 
 
 @dataclass
@@ -125,7 +132,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class DurableTier:
-    """Where generations become durable, and how many stay. ``began``: the generation that was restored; -1 for none."""
+    """Where checkpoints become durable, and how many stay. ``began``: the checkpoint that was restored; -1 for none."""
 
     store: DurableStore
     epoch: int
@@ -139,9 +146,9 @@ class DurableTier:
 
 
 class Flush:
-    """Writes a committed generation to disk. A tensor that several ranks hold is written by one of them.
+    """Writes a committed checkpoint to disk. A tensor that several ranks hold is written by one of them.
 
-    The generation's slot is leased, so that it is not overwritten meanwhile.
+    The checkpoint's slot is leased, so that it is not overwritten meanwhile.
     """
 
     def __init__(
@@ -153,7 +160,7 @@ class Flush:
         peers: Peers,
         former: int,
     ) -> None:
-        """Lease the slot. ``former``: the generation flushed before, whose outcome all ranks have heard."""
+        """Lease the slot. ``former``: the checkpoint flushed before, whose outcome all ranks have heard."""
         self._handle, self._disk, self._arena = saving.handle, disk, arena
         self._layout, self._settled = saving.layout, saving.settled
         self._peers, self._former = peers, former
@@ -163,29 +170,29 @@ class Flush:
         self.remark = ""
         """A warning to report besides the outcome."""
         try:
-            self._lease.enter_context(arena.lease(self._handle.generation))
-            self._reader = arena.reader(self._handle.generation)
+            self._lease.enter_context(arena.lease(self._handle.number))
+            self._reader = arena.reader(self._handle.number)
         except CheckpointError as error:
             self._failure = error.what
 
     def run(self) -> str:
-        """Write this rank's shard; rank 0 then makes the generation whole. All ranks run this.
+        """Write this rank's shard; rank 0 then makes the checkpoint whole. All ranks run this.
 
-        Return why the generation is not on disk; "" when it is. Raises `PeersGone` when another rank does not answer.
+        Return why the checkpoint is not on disk; "" when it is. Raises `PeersGone` when another rank does not answer.
         """
-        generation, peers = self._handle.generation, self._peers
+        number, peers = self._handle.number, self._peers
         disk = self._disk
-        writer = disk.store.writer(generation, self._handle.step, disk.epoch, peers.world_size)
+        writer = disk.store.writer(number, self._handle.step, disk.epoch, peers.world_size)
         with self._lease:
             crash_point("flush.leased")
             elsewhere = self._elsewhere() if peers.world_size > 1 else {}
             if self._reader is not None and not self._failure:
                 self._write(writer, self._reader, elsewhere)
         crash_point("flush.written")
-        peers.say(f"written/{generation}/{peers.rank}", self._failure)
+        peers.say(f"written/{number}/{peers.rank}", self._failure)
         if peers.rank != 0:
-            return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
-        keys = [f"written/{generation}/{rank}" for rank in range(peers.world_size)]
+            return peers.hear([f"durable/{number}"], str, seconds=_FLUSH_S)[0]
+        keys = [f"written/{number}/{rank}" for rank in range(peers.world_size)]
         outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "")
         fenced = disk.hold()
         outcome = outcome or fenced
@@ -193,13 +200,13 @@ class Flush:
         if not outcome and not writer.finish():
             outcome = str(writer.failure or "a shard is gone")
         crash_point("flush.finished")
-        peers.say(f"durable/{generation}", outcome)
+        peers.say(f"durable/{number}", outcome)
         peers.forget([*keys, f"durable/{self._former}"])
         if outcome:
             writer.give_up()  # all ranks have said that they are done with it
         collect(
             disk.store, Retention(disk.keep), epoch=disk.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S,
-            finished=generation, began=disk.began, over=lambda epoch: epoch < disk.epoch and not fenced,
+            finished=number, began=disk.began, over=lambda epoch: epoch < disk.epoch and not fenced,
         )  # fmt: skip
         return outcome
 
@@ -214,7 +221,7 @@ class Flush:
                 names, held = held_in(self._reader, self._layout, self._settled, self._arena.chunk_bytes)
         except CheckpointError as error:
             self._failure = error.what
-        writers = agree(self._peers, self._handle.generation, held, seconds=_FLUSH_S)
+        writers = agree(self._peers, self._handle.number, held, seconds=_FLUSH_S)
         if writers.apart:
             self.remark = (
                 f"{len(writers.apart)} tensors, such as {names[writers.apart[0]]!r:.200}, are not the same as on its replicas: "
@@ -222,7 +229,7 @@ class Flush:
             )
         return {name: rank for name, rank in zip(names, writers.ranks, strict=True) if rank != self._peers.rank}
 
-    def _write(self, writer: GenerationWriter, reader: SlotReader, elsewhere: dict[str, int]) -> None:
+    def _write(self, writer: CheckpointWriter, reader: SlotReader, elsewhere: dict[str, int]) -> None:
         rank = self._peers.rank
         try:
             if elsewhere:

@@ -1,6 +1,6 @@
 """How a rank saves: take a slot, copy while training goes on, seal, commit with all ranks, then write to disk.
 
-At most one save waits for its commit, and one generation is written to disk at a time. The next save waits for the
+At most one save waits for its commit, and one checkpoint is written to disk at a time. The next save waits for the
 commit of the last, which is usually done long before. The only error raised into training is `MemoryPlanError`, when
 the first save finds that the arena does not fit.
 """
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rackrun.checkpoint.arena.arena import Arena, SlotState
 from rackrun.checkpoint.arena.arena_folder import ArenaFolder
 from rackrun.checkpoint.arena.memory_plan import with_spare_room
+from rackrun.checkpoint.base.deprecation import warn_renamed
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.base.messages import Complaints
 from rackrun.checkpoint.commit.peer_commit import CommitDesk, Sealed
@@ -32,10 +33,16 @@ register("restore.marking", "restore.marked", "save.begun", "commit.heard", "com
 
 
 class Saved(NamedTuple):
-    """A generation and its step."""
+    """A checkpoint and its step."""
 
-    generation: int
+    number: int
     step: int
+
+    @property
+    def generation(self) -> int:
+        """Deprecated: ``number``."""
+        warn_renamed("Saved.generation", "number")
+        return self.number
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,11 @@ class SaveLocation:
     """None: arenas are private to this process, and end with it."""
     epoch: int
     first: int
-    """Number of the first generation."""
+    """Number of the first checkpoint."""
     slots: int
     local_ranks: int
     keep: int
-    """How many durable generations stay."""
+    """How many durable checkpoints stay."""
     seconds: float
     """How long ranks wait for each other, in seconds."""
     hold: Callable[[], str] = str
@@ -72,26 +79,26 @@ class Saver:
         self._saving: SaveHandle | None = None
         self._threads: list[threading.Thread] = []
         self._flushing: list[threading.Thread] = []
-        """Threads that write generations to disk.
+        """Threads that write checkpoints to disk.
 
         One writes; those whose write was explicitly asked for wait behind it.
         """
         self._flushed = -1
-        """The newest generation whose write to disk was begun; -1 for none."""
+        """The newest checkpoint whose write to disk was begun; -1 for none."""
         self._owed = -1
-        """The generation that was due on disk and is not there; -1 for none.
+        """The checkpoint that was due on disk and is not there; -1 for none.
 
         An older one was being written, or storage failed.
         """
         self._last: Saving | None = None
         """The newest save that was committed."""
         self._began = -1
-        """The generation that was restored; -1 for none."""
+        """The checkpoint that was restored; -1 for none."""
         self._lost = ""
         """Why nothing more is saved; empty while saving works."""
         self._complaints = Complaints()
         self.newest: Saved | None = None
-        """The newest generation that is committed or was restored. Its slot must not be overwritten."""
+        """The newest checkpoint that is committed or was restored. Its slot must not be overwritten."""
         self._attach()
 
     def _attach(self) -> None:
@@ -104,22 +111,22 @@ class Saver:
             self._device.pin(*self._arena.memory())
 
     def begin_from(self, restored: Saved, *, here: bool) -> None:
-        """Protect the ``restored`` generation from being overwritten, and mark unusable slots as bad.
+        """Protect the ``restored`` checkpoint from being overwritten, and mark unusable slots as bad.
 
         ``here``: the restore read this rank's arena. Newer slots could not be used by all ranks. The slot of the
-        restored generation itself is damaged when it was not read.
+        restored checkpoint itself is damaged when it was not read.
         """
         self.newest = restored
-        self._began = restored.generation
+        self._began = restored.number
         for info in self._arena.slots() if self._arena is not None else ():
             assert self._arena is not None
-            if info.state not in (SlotState.SEALED, SlotState.COMMITTED) or info.generation < restored.generation:
+            if info.state not in (SlotState.SEALED, SlotState.COMMITTED) or info.number < restored.number:
                 continue
             crash_point("restore.marking")
-            if here and info.generation == restored.generation:
-                self._arena.commit(info.generation)
+            if here and info.number == restored.number:
+                self._arena.commit(info.number)
             else:
-                self._arena.mark_bad(info.generation, f"generation {restored.generation} was restored from elsewhere")
+                self._arena.mark_bad(info.number, f"checkpoint {restored.number} was restored from elsewhere")
         crash_point("restore.marked")
 
     def reserve(self, size: int) -> Arena:
@@ -144,20 +151,20 @@ class Saver:
 
     # -- a save
     def save(self, image: Image, settled: frozenset[str], step: int, *, due: bool, asked: bool) -> SaveHandle:
-        """Begin the next generation and return its handle.
+        """Begin the next checkpoint and return its handle.
 
         ``settled``: the tensors of ``image`` that neither forward nor backward changes.
         ``due``: it is written to disk too. ``asked``: it is written even when an older one is still being written.
         Where memory then has no free slot, this call waits, and so does the next save.
         """
         writing = self._alive()
-        held = len(writing) + (self.newest is not None and self.newest.generation != self._flushed)
+        held = len(writing) + (self.newest is not None and self.newest.number != self._flushed)
         if writing and held >= self._place.slots and (asked or len(writing) > 1):
             writing[0].join()
         handle = SaveHandle(self._next, step)
         self._next += 1
         if self._lost:
-            self._desk.decline(handle.generation, Sealed(step=step, failure=self._lost))
+            self._desk.decline(handle.number, Sealed(step=step, failure=self._lost))
             handle.fail(self._lost)
             return handle
         saving = Saving(handle, image.layout, settled)
@@ -185,18 +192,18 @@ class Saver:
 
     @property
     def durable(self) -> bool:
-        """Whether any generation was to be written to disk."""
+        """Whether any checkpoint was to be written to disk."""
         return self._flushed >= 0
 
     def owed(self) -> int:
-        """Return the generation that was due on disk when neither it nor a newer one is there; -1 for none.
+        """Return the checkpoint that was due on disk when neither it nor a newer one is there; -1 for none.
 
         After `finish`.
         """
         return self._owed
 
     def write_newest(self) -> None:
-        """Write the newest committed generation to disk. Collective, after `finish`."""
+        """Write the newest committed checkpoint to disk. Collective, after `finish`."""
         if self._last is not None and self._arena is not None:
             self._begin_flush(self._last, self._arena)
             self.finish()
@@ -224,8 +231,8 @@ class Saver:
         """Take a slot, and copy at once the tensors that forward and backward may change."""
         try:
             arena = self.reserve(image.layout.total_bytes)
-            keep = [self.newest.generation] if self.newest is not None else []
-            saving.writer = arena.begin(saving.handle.generation, saving.handle.step, keep=keep)
+            keep = [self.newest.number] if self.newest is not None else []
+            saving.writer = arena.begin(saving.handle.number, saving.handle.step, keep=keep)
         except MemoryPlanError:
             raise
         except CheckpointError as error:
@@ -248,28 +255,28 @@ class Saver:
             self._fail(handle, f"{type(error).__name__}: {error}")
 
     def _settle(self, saving: Saving, due: bool, asked: bool) -> None:
-        """Commit the generation with all ranks, or give it up with them."""
+        """Commit the checkpoint with all ranks, or give it up with them."""
         handle, arena = saving.handle, self._arena
         assert arena is not None
-        outcome = self._desk.settle(handle.generation, self._said(saving, arena, due, asked))
+        outcome = self._desk.settle(handle.number, self._said(saving, arena, due, asked))
         if outcome.record is None:
             if not saving.failure:
-                arena.release(handle.generation)
+                arena.release(handle.number)
             self._fail(handle, outcome.reason)
             return
         crash_point("commit.heard")
         if self._place.folder is not None:
             self._place.folder.remember(outcome.record)
-        arena.commit(handle.generation)
-        self.newest, self._last = Saved(handle.generation, handle.step), saving
+        arena.commit(handle.number)
+        self.newest, self._last = Saved(handle.number, handle.step), saving
         self._counters.committed += 1
         crash_point("commit.done")
         self._retire()
         crash_point("commit.retired")
         if outcome.passed_over:
-            self._owed = handle.generation
+            self._owed = handle.number
             self._counters.durable_passed_over += 1
-            self.complain("a generation was not written to disk: an older one is still being written")
+            self.complain("a checkpoint was not written to disk: an older one is still being written")
         if outcome.flush:
             self._begin_flush(saving, arena)
         handle.committed.set_result(True)
@@ -281,7 +288,7 @@ class Saver:
         step = saving.handle.step
         if not saving.failure:
             try:
-                reader = arena.reader(saving.handle.generation)
+                reader = arena.reader(saving.handle.number)
             except CheckpointError as error:
                 saving.failure = error.what
         if saving.failure:
@@ -312,7 +319,7 @@ class Saver:
             peers=place.peers.another(),
             former=self._flushed,
         )
-        self._flushed = handle.generation
+        self._flushed = handle.number
         before = self._alive()[-1:]
 
         def run() -> None:
@@ -326,12 +333,12 @@ class Saver:
                 self.complain(flush.remark)
             if failure:
                 self._counters.durable_failed += 1
-                self.complain(f"generation {handle.generation} is not on disk: {failure}")
+                self.complain(f"checkpoint {handle.number} is not on disk: {failure}")
                 handle.failure = handle.failure or failure
-                self._owed = max(self._owed, handle.generation)
+                self._owed = max(self._owed, handle.number)
             else:
                 self._counters.durable += 1
-                if self._owed <= handle.generation:
+                if self._owed <= handle.number:
                     self._owed = -1
             if not handle.durable.done():
                 handle.durable.set_result(not failure)

@@ -74,8 +74,8 @@ def convert(
 ) -> Converted:
     """Convert ``source`` into the new checkpoint ``target``.
 
-    ``source``: a job's directory, or one generation in it; a plain distributed checkpoint; a safetensors set.
-    ``target``: a new directory; in rackrun's layout, a job's directory, which gets its next generation. ``names``: maps
+    ``source``: a job's directory, or one checkpoint in it; a plain distributed checkpoint; a safetensors set.
+    ``target``: a new directory; in rackrun's layout, a job's directory, which gets its next checkpoint. ``names``: maps
     the names of all tensors to those in the target; tensors that it leaves out are not converted, nor are values that
     are not tensors. None keeps everything under its name.
 
@@ -157,16 +157,16 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _write_rackrun(target: Path, state: dict[str, Any], wanted: dict[str, torch.Tensor]) -> None:
     _save(state, RackrunStorageWriter(target))
     store, named = place_of(target)
-    generation = named if named is not None else store.generations()[0].generation
-    verified = store.verify(generation)
+    number = named if named is not None else store.checkpoints()[0].number
+    verified = store.verify(number)
     if not verified.ok:
-        raise IntegrityError(f"{store.path(generation)}: {verified.damage[0].what}", remedy="see to the storage.")
-    _compare(wanted, _tensors(_load(RackrunStorageReader(store.path(generation)))), store.path(generation))
+        raise IntegrityError(f"{store.path(number)}: {verified.damage[0].what}", remedy="see to the storage.")
+    _compare(wanted, _tensors(_load(RackrunStorageReader(store.path(number)))), store.path(number))
 
 
 def _write_set(part: Path, state: dict[str, Any], file_bytes_max: int) -> dict[str, torch.Tensor]:
-    """Write a safetensors set by exporting a temporary generation, since sets are assembled in one place only."""
-    between = part / "generation"
+    """Write a safetensors set by exporting a temporary checkpoint, since sets are assembled in one place only."""
+    between = part / "checkpoint"
     try:
         _save(state, RackrunStorageWriter(between))
         store, _ = place_of(between)

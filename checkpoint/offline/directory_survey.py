@@ -1,4 +1,4 @@
-"""List what a checkpoint directory contains: jobs, whole and damaged generations, unfinished data, and trash.
+"""List what a checkpoint directory contains: jobs, whole and damaged checkpoints, unfinished data, and trash.
 
 It only reads, and trusts only `DurableStore`. Jobs may write and delete meanwhile; what is gone by then is left out.
 """
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import absolute
-from rackrun.checkpoint.durable.durable_manifest import MANIFEST, TemporaryName, check_job, generation_of
-from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo, UnpublishedGeneration
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, TemporaryName, check_job, checkpoint_number
+from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
 from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.errors import UsageError
 
-__all__ = ["DamagedGeneration", "Leftover", "DirectorySurvey", "nothing_in", "one_store", "stores_in", "survey"]
+__all__ = ["DamagedCheckpoint", "Leftover", "DirectorySurvey", "nothing_in", "one_store", "stores_in", "survey"]
 
 _TRASH = re.compile(r"\.trash-(?:tmp-)?gen-(\d+)-", re.ASCII)
 _FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
-class DamagedGeneration:
-    """A directory with a generation's name that is not a whole generation."""
+class DamagedCheckpoint:
+    """A directory with a checkpoint's name that is not a whole checkpoint."""
 
-    generation: int
+    number: int
     path: Path
     what: str
     remedy: str
@@ -44,7 +44,7 @@ class Leftover:
 
     kind: Literal["unfinished", "trash"]
     path: Path
-    generation: int
+    number: int
     epoch: int
     """Epoch of the writers; -1 for trash."""
     shards: int
@@ -58,21 +58,21 @@ class Leftover:
 
 @dataclass(frozen=True)
 class DirectorySurvey:
-    """The content of one job's directory. Generations are newest first."""
+    """The content of one job's directory. Checkpoints are newest first."""
 
     job: str
     directory: Path
-    whole: tuple[GenerationInfo, ...]
+    whole: tuple[CheckpointInfo, ...]
     written_s: Mapping[int, float]
-    """Generation -> when its manifest was written, in Unix seconds."""
-    damaged: tuple[DamagedGeneration, ...]
+    """Checkpoint number -> when its manifest was written, in Unix seconds."""
+    damaged: tuple[DamagedCheckpoint, ...]
     leftovers: tuple[Leftover, ...]
     barred: Mapping[int, str]
-    """Generation -> why no restore takes it."""
+    """Checkpoint number -> why no restore takes it."""
 
-    def generations(self) -> list[int]:
-        """Return all generations, whole or damaged, newest first."""
-        found = [info.generation for info in self.whole] + [one.generation for one in self.damaged]
+    def numbers(self) -> list[int]:
+        """Return the numbers of all checkpoints, whole or damaged, newest first."""
+        found = [info.number for info in self.whole] + [one.number for one in self.damaged]
         return sorted(found, reverse=True)
 
 
@@ -84,9 +84,10 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
     path = absolute(directory).resolve()
     files = files_at(path)
     names = _listed(files, path)
-    if generation_of(path.name) is not None and MANIFEST in names:
+    if checkpoint_number(path.name) is not None and MANIFEST in names:
         raise UsageError(
-            f"{path} is one generation.", remedy=f"give {path.parent}, and {generation_of(path.name)} as generation."
+            f"{path} is one checkpoint.",
+            remedy=f"give {path.parent}, and {checkpoint_number(path.name)} as the checkpoint's number.",
         )
     if any(map(_belongs, names)):
         found = [DurableStore(path.parent, path.name)]
@@ -104,7 +105,7 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
 def one_store(directory: Path, job: str | None) -> DurableStore:
     """Return the store of the only job there is, or of ``job``.
 
-    Raises UsageError like `stores_in` and when there are several jobs, `NoUsableGeneration` when there is none.
+    Raises UsageError like `stores_in` and when there are several jobs, `NoUsableCheckpoint` when there is none.
     """
     stores = stores_in(directory, job)
     if len(stores) > 1:
@@ -117,9 +118,9 @@ def one_store(directory: Path, job: str | None) -> DurableStore:
     return stores[0]
 
 
-def nothing_in(directory: Path) -> NoUsableGeneration:
+def nothing_in(directory: Path) -> NoUsableCheckpoint:
     """Return the error for a directory without checkpoints."""
-    return NoUsableGeneration(
+    return NoUsableCheckpoint(
         f"there is no checkpoint in {directory}.",
         remedy="is it the directory of --checkpoint-dir? See rackctl ckpt ls.",
     )
@@ -127,25 +128,25 @@ def nothing_in(directory: Path) -> NoUsableGeneration:
 
 def survey(store: DurableStore) -> DirectorySurvey:
     """List the content of a job's directory. Raises CheckpointError when it cannot be listed."""
-    whole = store.generations()
+    whole = store.checkpoints()
     names = _listed(store.files, store.directory)
-    seen = {info.generation for info in whole}
+    seen = {info.number for info in whole}
     damaged = []
-    for number in sorted({g for name in names if (g := generation_of(name)) is not None} - seen, reverse=True):
+    for number in sorted({n for name in names if (n := checkpoint_number(name)) is not None} - seen, reverse=True):
         try:
             store.whole(number)
-        except NoUsableGeneration:
+        except NoUsableCheckpoint:
             continue  # deleted meanwhile
         except CheckpointError as error:
-            damaged.append(DamagedGeneration(number, store.path(number), error.what, error.remedy))
+            damaged.append(DamagedCheckpoint(number, store.path(number), error.what, error.remedy))
     written = {}
     for info in whole:
         with contextlib.suppress(OSError):
-            written[info.generation] = store.files.stat(info.path / MANIFEST).st_mtime
+            written[info.number] = store.files.stat(info.path / MANIFEST).st_mtime
     leftovers = [found for name in names if (found := _trash(store, name)) is not None]
     with contextlib.suppress(OSError):
         leftovers += [found for part in store.parts() if (found := _unfinished(store, part)) is not None]
-    barred = {g: why for g, why in Probation(store.directory, store.files).barred().items() if g in seen}
+    barred = {n: why for n, why in Probation(store.directory, store.files).barred().items() if n in seen}
     return DirectorySurvey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers), barred)
 
 
@@ -162,7 +163,7 @@ def _listed(files: Files, path: Path) -> list[str]:
 
 def _belongs(name: str) -> bool:
     """Whether this name is one that rackrun gives in a job's directory."""
-    return generation_of(name) is not None or TemporaryName.parse(name) is not None or bool(_TRASH.match(name))
+    return checkpoint_number(name) is not None or TemporaryName.parse(name) is not None or bool(_TRASH.match(name))
 
 
 def _is_job(files: Files, root: Path, name: str) -> bool:
@@ -178,12 +179,12 @@ def _trash(store: DurableStore, name: str) -> Leftover | None:
     return _leftover(store, "trash", store.directory / name, int(match[1]), -1) if match else None
 
 
-def _unfinished(store: DurableStore, part: UnpublishedGeneration) -> Leftover | None:
-    return _leftover(store, "unfinished", part.path, part.generation, part.epoch)
+def _unfinished(store: DurableStore, part: UnpublishedCheckpoint) -> Leftover | None:
+    return _leftover(store, "unfinished", part.path, part.number, part.epoch)
 
 
 def _leftover(
-    store: DurableStore, kind: Literal["unfinished", "trash"], path: Path, generation: int, epoch: int
+    store: DurableStore, kind: Literal["unfinished", "trash"], path: Path, number: int, epoch: int
 ) -> Leftover | None:
     size, shards, world_size = 0, 0, None
     try:
@@ -196,4 +197,4 @@ def _leftover(
                     shards, world_size = shards + 1, int(fragment[1])
     except OSError:
         return None  # finished or deleted meanwhile
-    return Leftover(kind, path, generation, epoch, shards, world_size, size, touched)
+    return Leftover(kind, path, number, epoch, shards, world_size, size, touched)

@@ -1,4 +1,4 @@
-"""Export a generation as one set of safetensors files with ``model.safetensors.index.json``, which other tools open.
+"""Export a checkpoint as one set of safetensors files with ``model.safetensors.index.json``, which other tools open.
 
 It runs offline, never during training. Every tensor is assembled once from the boxes of all ranks, whatever the world
 size was. Every byte read is checked against its CRC32C; bits are copied, never values. The set is built beside its
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, LayoutMismatch
-from rackrun.checkpoint.durable.durable_reader import GenerationReader
+from rackrun.checkpoint.durable.durable_reader import CheckpointReader
 from rackrun.checkpoint.durable.files import Files, delete_tree, sync_directory, write_new
 from rackrun.checkpoint.image.boxes import Box, cover
 from rackrun.checkpoint.image.image_layout import ImageLayout, parse_image
@@ -76,7 +76,7 @@ class _Tensor:
 
 
 def export(
-    generation: GenerationReader,
+    checkpoint: CheckpointReader,
     into: Path | str,
     *,
     name_of: Callable[[str], str | None] = lambda name: name,
@@ -93,7 +93,7 @@ def export(
     and CheckpointError when ``into`` exists or cannot be written. Nothing is left behind.
     """
     into, files = Path(into), files or Files()
-    tensors = _collect(generation, name_of)
+    tensors = _collect(checkpoint, name_of)
     groups = _split(tensors, file_bytes_max)
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     total, done = sum(tensor.bytes for tensor in tensors), 0
@@ -109,7 +109,7 @@ def export(
         _refuse_existing(files, into)
         files.mkdir(temporary)
         for name, group in zip(names, groups, strict=True):
-            write_new(files, temporary / name, _file(generation, group, advance))
+            write_new(files, temporary / name, _file(checkpoint, group, advance))
             crash_point("export.file_written")
         write_new(files, temporary / INDEX, [memoryview(_index(names, groups, total))])
         crash_point("export.index_written")
@@ -130,20 +130,20 @@ def export(
     return Exported(into, tuple(names), len(tensors), total)
 
 
-def tensor_names(generation: GenerationReader) -> list[str]:
+def tensor_names(checkpoint: CheckpointReader) -> list[str]:
     """Return the names of all tensors that any rank holds, each once. Raises as `export` does."""
     names: dict[str, None] = {}
-    for rank in range(generation.world_size):
-        names |= dict.fromkeys(entry.name for entry in _layout(generation, rank).entries)
+    for rank in range(checkpoint.world_size):
+        names |= dict.fromkeys(entry.name for entry in _layout(checkpoint, rank).entries)
     return list(names)
 
 
-def _collect(generation: GenerationReader, name_of: Callable[[str], str | None]) -> list[_Tensor]:
+def _collect(checkpoint: CheckpointReader, name_of: Callable[[str], str | None]) -> list[_Tensor]:
     """Return the tensors of all ranks with their parts, sorted by name in the set."""
     by_source: dict[str, _Tensor | None] = {}
     taken: dict[str, str] = {}
-    for rank in range(generation.world_size):
-        layout = _layout(generation, rank)
+    for rank in range(checkpoint.world_size):
+        layout = _layout(checkpoint, rank)
         for entry in layout.entries:
             if entry.name not in by_source:
                 name = name_of(entry.name)
@@ -164,23 +164,23 @@ def _collect(generation: GenerationReader, name_of: Callable[[str], str | None])
     return sorted((tensor for tensor in by_source.values() if tensor is not None), key=lambda tensor: tensor.name)
 
 
-def _layout(generation: GenerationReader, rank: int) -> ImageLayout:
-    size = generation.reader(rank).size
-    length = struct.unpack("<Q", generation.read(rank, 0, 8))[0] if size >= 8 else size
+def _layout(checkpoint: CheckpointReader, rank: int) -> ImageLayout:
+    size = checkpoint.reader(rank).size
+    length = struct.unpack("<Q", checkpoint.read(rank, 0, 8))[0] if size >= 8 else size
     if length > min(size - 8, _HEADER_BYTES_MAX):
         raise IntegrityError(
-            f"the shard of rank {rank} of generation {generation.generation} is no image: it claims a header of "
+            f"the shard of rank {rank} of checkpoint {checkpoint.number} is no image: it claims a header of "
             f"{length} bytes.",
-            remedy="export another generation.",
+            remedy="export another checkpoint.",
         )
-    return parse_image(generation.read(rank, 0, 8 + length), limit=size)
+    return parse_image(checkpoint.read(rank, 0, 8 + length), limit=size)
 
 
 def _check(tensor: _Tensor, dtype: str, shape: tuple[int, ...], rank: int) -> None:
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         raise LayoutMismatch(
             f"rank {rank} holds {tensor.source!r} as {dtype}{list(shape)}, another as {tensor.dtype}{list(tensor.shape)}.",
-            remedy="these shards are not of one state: export another generation.",
+            remedy="these shards are not of one state: export another checkpoint.",
         )
     if dtype not in _TYPES:
         raise CheckpointError(
@@ -211,7 +211,7 @@ def _index(names: Sequence[str], groups: Sequence[Sequence[_Tensor]], total: int
 
 
 def _file(
-    generation: GenerationReader, tensors: Sequence[_Tensor], advance: Callable[[int], None]
+    checkpoint: CheckpointReader, tensors: Sequence[_Tensor], advance: Callable[[int], None]
 ) -> Iterator[memoryview]:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -231,12 +231,12 @@ def _file(
         )
     yield memoryview(struct.pack("<Q", len(encoded)) + encoded)
     for tensor in tensors:
-        for piece in _bytes_of(generation, tensor):
+        for piece in _bytes_of(checkpoint, tensor):
             yield piece
             advance(len(piece))
 
 
-def _bytes_of(generation: GenerationReader, tensor: _Tensor) -> Iterator[memoryview]:
+def _bytes_of(checkpoint: CheckpointReader, tensor: _Tensor) -> Iterator[memoryview]:
     """Yield the bytes of one whole tensor. Raises LayoutMismatch when parts are missing."""
     whole = Box.whole(tensor.shape)
     if whole.numel == 0:
@@ -248,12 +248,12 @@ def _bytes_of(generation: GenerationReader, tensor: _Tensor) -> Iterator[memoryv
     if len(pieces) == 1 and pieces[0][1][1] == whole:  # one rank has all of it
         rank, _, start = pieces[0][1]
         for low in range(start, start + tensor.bytes, _READ_BYTES):
-            yield generation.read(rank, low, min(low + _READ_BYTES, start + tensor.bytes))
+            yield checkpoint.read(rank, low, min(low + _READ_BYTES, start + tensor.bytes))
         return
     kind = np.dtype(f"u{tensor.itemsize}")
     out = np.empty(tensor.shape, kind)
     for piece, (rank, box, start) in pieces:
-        part = np.frombuffer(generation.read(rank, start, start + box.numel * tensor.itemsize), kind).reshape(box.sizes)
+        part = np.frombuffer(checkpoint.read(rank, start, start + box.numel * tensor.itemsize), kind).reshape(box.sizes)
         out[_index_of(piece, whole)] = part[_index_of(piece, box)]
     yield out.reshape(-1).view(np.uint8).data
 

@@ -21,7 +21,13 @@ from rackrun.checkpoint.arena.arena_slot import SlotInfo, SlotReader
 from rackrun.checkpoint.arena.orphans import ArenaState, FoundArena, find_arenas
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
 from rackrun.checkpoint.commit.commit_records import CommitRecord
-from rackrun.checkpoint.durable.durable_manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, generation_of, unseal
+from rackrun.checkpoint.durable.durable_manifest import (
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    Manifest,
+    checkpoint_number,
+    unseal,
+)
 from rackrun.checkpoint.durable.durable_reader import ShardReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import read_small
@@ -35,9 +41,9 @@ Identity = tuple[str, str]
 
 @dataclass(frozen=True)
 class Sought:
-    """A generation as it was committed."""
+    """A checkpoint as it was committed."""
 
-    generation: int
+    number: int
     step: int
     epoch: int
     shards: tuple[Identity | None, ...]
@@ -57,7 +63,7 @@ class VerifiedShard:
 
 
 class Remains:
-    """What is left of the job of ``store``: its generations on disk, and the arenas below ``folders``.
+    """What is left of the job of ``store``: its checkpoints on disk, and the arenas below ``folders``.
 
     As a context manager it closes the arenas it has opened.
     """
@@ -84,7 +90,7 @@ class Remains:
             except CheckpointError as error:
                 self.unused[one.path] = error.what
         records = newest_records(record for place in self._places for record in commits_in(place)[0])
-        self._records = {record.generation: record for record in records}
+        self._records = {record.number: record for record in records}
         self.arenas = len(found) - len(self.unused)
 
     def check_gone(self) -> None:
@@ -93,22 +99,22 @@ class Remains:
             if (alive := next((keeper for keeper in keepers_in(place) if keeper.alive()), None)) is not None:
                 raise _in_use(place, f"{alive} would come back for it")
 
-    def generations(self) -> list[int]:
-        """Return the generations that were committed in memory, or are on disk in any state; newest first."""
+    def numbers(self) -> list[int]:
+        """Return the numbers of the checkpoints that were committed in memory, or are on disk in any state; newest first."""
         on_disk: list[int | None] = []
         with contextlib.suppress(OSError):
-            on_disk = [generation_of(name) for name in self.store.files.listdir(self.store.directory)]
+            on_disk = [checkpoint_number(name) for name in self.store.files.listdir(self.store.directory)]
         return sorted({*self._records, *(number for number in on_disk if number is not None)}, reverse=True)
 
-    def sought(self, generation: int) -> Sought:
-        """Return a generation as it was committed.
+    def sought(self, number: int) -> Sought:
+        """Return a checkpoint as it was committed.
 
         Raises IntegrityError when neither a record nor a manifest can be read.
         """
-        if (record := self._records.get(generation)) is not None:
+        if (record := self._records.get(number)) is not None:
             return _recorded(record)
-        manifest = self._manifest(generation)
-        return Sought(generation, manifest.step, manifest.epoch, identities(self.store, manifest))
+        manifest = self._manifest(number)
+        return Sought(number, manifest.step, manifest.epoch, identities(self.store, manifest))
 
     def find(self, sought: Sought) -> tuple[dict[int, VerifiedShard], dict[int, str]]:
         """Return rank -> its shard, from memory where possible; and rank -> why no verified shard was found."""
@@ -139,12 +145,12 @@ class Remains:
     def _in_memory(self, sought: Sought, rank: int, identity: Identity) -> VerifiedShard:
         reasons = []
         for path, arena, info in self._slots:
-            if (info.generation, info.owner, info.kind, info.step) != (sought.generation, rank, "data", sought.step):
+            if (info.number, info.owner, info.kind, info.step) != (sought.number, rank, "data", sought.step):
                 continue
             try:
                 if (info.manifest_digest, info.layout_hash) != identity:
                     raise IntegrityError("It is not what was committed.")
-                reader = arena.reader(info.generation, owner=rank)
+                reader = arena.reader(info.number, owner=rank)
                 reader.verify()
                 return VerifiedShard(str(path), reader, identity, arena.chunk_bytes, len(reader.payload))
             except CheckpointError as error:
@@ -152,7 +158,7 @@ class Remains:
         raise CheckpointError(" ".join(reasons) or f"no arena holds rank {rank}'s shard of step {sought.step}.")
 
     def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> VerifiedShard:
-        manifest = self._manifest(sought.generation)
+        manifest = self._manifest(sought.number)
         # closed at once, so that there is not one open file for each rank
         with contextlib.closing(_shard(self.store, manifest, rank)) as shard:
             if (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
@@ -164,16 +170,16 @@ class Remains:
         )
 
     # -- disk
-    def _manifest(self, generation: int) -> Manifest:
-        path = self.store.path(generation)
+    def _manifest(self, number: int) -> Manifest:
+        path = self.store.path(number)
         try:
             manifest, _ = unseal(read_small(self.store.files, path / MANIFEST, MANIFEST_BYTES_MAX), Manifest, path)
         except FileNotFoundError as error:
             raise IntegrityError(f"{path} does not exist.") from error
         except OSError as error:
             raise IntegrityError(f"{path / MANIFEST} cannot be read: {error.strerror or error}.") from error
-        if (manifest.job, manifest.generation) != (self.store.job, generation):
-            raise IntegrityError(f"{path} holds generation {manifest.generation} of the job {manifest.job} instead.")
+        if (manifest.job, manifest.number) != (self.store.job, number):
+            raise IntegrityError(f"{path} holds checkpoint {manifest.number} of the job {manifest.job} instead.")
         return manifest
 
 
@@ -200,7 +206,7 @@ def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
 
 def _recorded(record: CommitRecord) -> Sought:
     shards = {shard.owner: (shard.digest, shard.layout_hash) for shard in record.shards if shard.kind == "data"}
-    return Sought(record.generation, record.step, record.epoch, tuple(shards.get(r) for r in range(max(shards) + 1)))
+    return Sought(record.number, record.step, record.epoch, tuple(shards.get(r) for r in range(max(shards) + 1)))
 
 
 def _check_unused(arenas: Iterable[FoundArena]) -> None:

@@ -1,10 +1,10 @@
-"""Rebuild the newest generation for which every byte has a verified source, on disk, from what a dead job has left.
+"""Rebuild the newest checkpoint for which every byte has a verified source, on disk, from what a dead job has left.
 
-The generation is assembled beside the job's generations, read back, and only then given its name. A damaged generation
+The checkpoint is assembled beside the job's checkpoints, read back, and only then given its name. A damaged checkpoint
 of that name is set aside as trash for retention. If a rebuild is interrupted, the next one continues: by the time
 something is set aside, it is no longer needed.
 
-A generation that is whole and right on disk is never touched.
+A checkpoint that is whole and right on disk is never touched.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rackrun.checkpoint.arena.arena_slot import SlotReader
-from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, NoUsableCheckpoint
 from rackrun.checkpoint.durable.durable_manifest import shard_name
 from rackrun.checkpoint.durable.durable_reader import ShardReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.durable.files import delete_tree, set_aside
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, layout_in
 from rackrun.checkpoint.manager.replica_writers import Share, SharedTensors, assign, held_in
 from rackrun.checkpoint.offline.job_remains import Remains, Sought, VerifiedShard, identities
 
-__all__ = ["BESIDE", "Rebuilt", "rebuild_generation"]
+__all__ = ["BESIDE", "Rebuilt", "rebuild_checkpoint"]
 
 BESIDE = ".rebuilding"
-"""Folder in the job's directory for generations that are not whole yet."""
+"""Folder in the job's directory for checkpoints that are not whole yet."""
 _LOCK = ".rebuilding.lock"
 
 Progress = Callable[[int, int], None]
@@ -41,61 +41,61 @@ Progress = Callable[[int, int], None]
 class Rebuilt:
     """What was rebuilt, and from what."""
 
-    generation: int
+    number: int
     step: int
     world_size: int
     written: bool
-    """False when the generation was there already, whole, with every byte right."""
+    """False when the checkpoint was there already, whole, with every byte right."""
     sources: Mapping[int, str] = field(default_factory=dict)
     """Rank -> the file that its shard was read from."""
     bytes: int = 0
     passed_over: Mapping[int, str] = field(default_factory=dict)
-    """Newer generation -> why it was not taken."""
+    """Number of a newer checkpoint -> why it was not taken."""
     missing: tuple[int, ...] = ()
     """Those of ``passed_over`` that were not barred: some of their bytes are missing."""
 
 
-def rebuild_generation(
+def rebuild_checkpoint(
     remains: Remains,
     target: DurableStore,
-    generation: int | None = None,
+    number: int | None = None,
     *,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Rebuilt:
-    """Make the newest generation that can be restored whole in ``target``, or just ``generation``.
+    """Make the newest checkpoint that can be restored whole in ``target``, or just checkpoint ``number``.
 
     ``dry_run``: write nothing. ``progress`` gets (bytes written so far, bytes in all).
 
-    Raises `NoUsableGeneration` with what is missing of each generation, `CheckpointError` when it cannot be written.
+    Raises `NoUsableCheckpoint` with what is missing of each checkpoint, `CheckpointError` when it cannot be written.
     """
     beside = DurableStore(target.directory / BESIDE, target.job, files=target.files)
     passed: dict[int, str] = {}
     barred = Probation(remains.store.directory).barred()
-    known = {info.generation for info in (*target.generations(), *beside.generations())}
-    for number in sorted({*remains.generations(), *known}, reverse=True) if generation is None else [generation]:
-        if number in barred and generation is None:
-            passed[number] = barred[number]
+    known = {info.number for info in (*target.checkpoints(), *beside.checkpoints())}
+    for each in sorted({*remains.numbers(), *known}, reverse=True) if number is None else [number]:
+        if each in barred and number is None:
+            passed[each] = barred[each]
             continue
         missing = tuple(one for one in passed if one not in barred)
         try:
-            there = _whole(target, number)
-            source = None if there is not None else _finished(remains, beside, number) or _found(remains, number)
+            there = _whole(target, each)
+            source = None if there is not None else _finished(remains, beside, each) or _found(remains, each)
         except CheckpointError as error:
-            passed[number] = error.what
+            passed[each] = error.what
             continue
         if there is not None:
             _check_the_same(remains, target, there)
             if not dry_run:
-                _tidy(beside, target, number)
+                _tidy(beside, target, each)
             return replace(there, passed_over=passed, missing=missing)
         assert source is not None
         if not dry_run:
             _make(source, remains, beside, target, progress)
         return replace(source.told, written=not dry_run, passed_over=passed, missing=missing)
-    story = " ".join(f"Generation {number}: {why}" for number, why in passed.items())
-    raise NoUsableGeneration(
-        f"no generation can be rebuilt. {story or 'There is neither an arena with a commit record nor anything on disk.'}",
+    story = " ".join(f"Checkpoint {each}: {why}" for each, why in passed.items())
+    raise NoUsableCheckpoint(
+        f"no checkpoint can be rebuilt. {story or 'There is neither an arena with a commit record nor anything on disk.'}",
         remedy="name the folders of arenas of all hosts with --arenas.",
     )
 
@@ -105,66 +105,66 @@ class _Source:
     told: Rebuilt
     sought: Sought
     found: Mapping[int, VerifiedShard]
-    """Rank -> its shard. Empty when an earlier attempt has assembled the generation, and it is right."""
+    """Rank -> its shard. Empty when an earlier attempt has assembled the checkpoint, and it is right."""
     shares: Mapping[int, Share] = field(default_factory=dict)
 
 
-def _whole(store: DurableStore, generation: int) -> Rebuilt | None:
-    """Return the generation if it is there and all bytes are right, else None.
+def _whole(store: DurableStore, number: int) -> Rebuilt | None:
+    """Return the checkpoint if it is there and all bytes are right, else None.
 
     Raises FormatVersionError when another release wrote it, so that nothing is known about it.
     """
     try:
-        manifest, _ = store.whole(generation)
-        if not store.verify(generation).ok:
+        manifest, _ = store.whole(number)
+        if not store.verify(number).ok:
             return None
     except FormatVersionError:
         raise
     except CheckpointError:
         return None
     size = sum(shard.size for shard in manifest.shards)
-    return Rebuilt(generation, manifest.step, manifest.world_size, False, bytes=size)
+    return Rebuilt(number, manifest.step, manifest.world_size, False, bytes=size)
 
 
-def _finished(remains: Remains, beside: DurableStore, generation: int) -> _Source | None:
-    """Return a generation that an earlier, interrupted attempt assembled whole; None when there is none.
+def _finished(remains: Remains, beside: DurableStore, number: int) -> _Source | None:
+    """Return a checkpoint that an earlier, interrupted attempt assembled whole; None when there is none.
 
     It must be the one that was committed, as far as anything still says what that was.
     """
-    if (told := _whole(beside, generation)) is None:
+    if (told := _whole(beside, number)) is None:
         return None
-    manifest, _ = beside.whole(generation)
+    manifest, _ = beside.whole(number)
     shards = identities(beside, manifest)
     with contextlib.suppress(CheckpointError):
-        sought = remains.sought(generation)
+        sought = remains.sought(number)
         known = [identity or shards[rank] for rank, identity in enumerate(sought.shards) if rank < len(shards)]
         if (sought.step, len(sought.shards), known) != (manifest.step, len(shards), list(shards)):
             return None
-    where = {rank: str(beside.path(generation) / shard_name(rank, len(shards))) for rank in range(len(shards))}
-    return _Source(replace(told, sources=where), Sought(generation, manifest.step, manifest.epoch, shards), {})
+    where = {rank: str(beside.path(number) / shard_name(rank, len(shards))) for rank in range(len(shards))}
+    return _Source(replace(told, sources=where), Sought(number, manifest.step, manifest.epoch, shards), {})
 
 
-def _found(remains: Remains, generation: int) -> _Source:
-    """Return the sources of all shards of a generation. Raises CheckpointError with all that is missing."""
-    sought = remains.sought(generation)
+def _found(remains: Remains, number: int) -> _Source:
+    """Return the sources of all shards of a checkpoint. Raises CheckpointError with all that is missing."""
+    sought = remains.sought(number)
     found, missing = remains.find(sought)
     if missing:
         raise CheckpointError(" ".join(f"Rank {rank}: {why}" for rank, why in missing.items()))
     where = {rank: one.where for rank, one in found.items()}
     shares = _shares(found)
-    told = Rebuilt(generation, sought.step, len(found), False, where, _total(found, shares))
+    told = Rebuilt(number, sought.step, len(found), False, where, _total(found, shares))
     return _Source(told, sought, found, shares)
 
 
 def _check_the_same(remains: Remains, target: DurableStore, there: Rebuilt) -> None:
-    """Raise CheckpointError when the generation in ``target`` is of another run."""
+    """Raise CheckpointError when the checkpoint in ``target`` is of another run."""
     try:
-        sought = remains.sought(there.generation)
+        sought = remains.sought(there.number)
     except CheckpointError:
         return  # newer than all that is left of this job
     if (sought.step, len(sought.shards)) != (there.step, there.world_size):
         raise CheckpointError(
-            f"{target.path(there.generation)} is step {there.step} of {there.world_size} ranks, and not this job's step {sought.step}.",
+            f"{target.path(there.number)} is step {there.step} of {there.world_size} ranks, and not this job's step {sought.step}.",
             remedy="give a directory of its own.",
         )
 
@@ -173,7 +173,7 @@ def _check_the_same(remains: Remains, target: DurableStore, there: Rebuilt) -> N
 def _make(
     source: _Source, remains: Remains, beside: DurableStore, target: DurableStore, progress: Progress | None
 ) -> None:
-    number = source.told.generation
+    number = source.told.number
     with _alone(target):
         if _whole(target, number) is not None:
             return  # another process has rebuilt it
@@ -226,16 +226,16 @@ def _alone(target: DurableStore) -> Iterator[None]:
         os.close(fd)
 
 
-def _tidy(beside: DurableStore, target: DurableStore, generation: int) -> None:
-    """Remove what an interrupted attempt left behind, after it had already put the generation in place."""
+def _tidy(beside: DurableStore, target: DurableStore, number: int) -> None:
+    """Remove what an interrupted attempt left behind, after it had already put the checkpoint in place."""
     if any(os.path.lexists(path) for path in (beside.root, target.directory / _LOCK)):
         with contextlib.suppress(CheckpointError), _alone(target):
-            _clear(beside, generation)
+            _clear(beside, number)
 
 
-def _clear(beside: DurableStore, generation: int) -> None:
-    """Remove what earlier attempts left, except other whole generations, which may exist nowhere else."""
-    keep = {info.path for info in beside.generations() if info.generation != generation}
+def _clear(beside: DurableStore, number: int) -> None:
+    """Remove what earlier attempts left, except other whole checkpoints, which may exist nowhere else."""
+    keep = {info.path for info in beside.checkpoints() if info.number != number}
     try:
         if not stat.S_ISDIR(beside.files.stat(beside.root).st_mode):
             raise CheckpointError(f"{beside.root} is no directory.", remedy="look whose it is, and move it away.")
@@ -253,7 +253,7 @@ def _clear(beside: DurableStore, generation: int) -> None:
 
 
 def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> None:
-    """Write all shards beside the target, make the generation whole, and read it back. Raises CheckpointError."""
+    """Write all shards beside the target, make the checkpoint whole, and read it back. Raises CheckpointError."""
     sought, found, shares = source.sought, source.found, source.shares
     try:
         with contextlib.suppress(FileExistsError):
@@ -263,7 +263,7 @@ def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> 
             f"{beside.root} cannot be made: {error.strerror or error}.",
             remedy="give a directory that can be written to.",
         ) from error
-    writer = beside.writer(sought.generation, sought.step, sought.epoch, len(found))
+    writer = beside.writer(sought.number, sought.step, sought.epoch, len(found))
     done = 0
     for rank, one in found.items():
         if not _write_shard(writer, rank, one, shares.get(rank)):
@@ -273,13 +273,13 @@ def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> 
             progress(done, source.told.bytes)
     if not writer.finish():
         raise CheckpointError(f"{beside.directory}: {writer.failure}.", remedy="see that there is room, and try again.")
-    if not (verified := beside.verify(sought.generation)).ok:
+    if not (verified := beside.verify(sought.number)).ok:
         raise CheckpointError(
             f"what was written is not what was read: {verified.damage[0].what}", remedy="look at that disk."
         )
 
 
-def _write_shard(writer: GenerationWriter, rank: int, found: VerifiedShard, share: Share | None) -> bool:
+def _write_shard(writer: CheckpointWriter, rank: int, found: VerifiedShard, share: Share | None) -> bool:
     if share is not None:
         return writer.write_shard(rank, share, share.layout.layout_hash, share.crcs(), share_of=found.identity)
     if isinstance(found.reader, SlotReader):
@@ -296,18 +296,18 @@ def _write_shard(writer: GenerationWriter, rank: int, found: VerifiedShard, shar
         )
 
 
-def _publish(beside: DurableStore, target: DurableStore, generation: int) -> None:
-    """Move the assembled generation to its place, after setting aside a damaged one of that name."""
+def _publish(beside: DurableStore, target: DurableStore, number: int) -> None:
+    """Move the assembled checkpoint to its place, after setting aside a damaged one of that name."""
     try:
-        set_aside(target.files, target.path(generation))
-        target.files.rename(beside.path(generation), target.path(generation))
+        set_aside(target.files, target.path(number))
+        target.files.rename(beside.path(number), target.path(number))
         target.sync()
     except OSError as error:
         raise CheckpointError(
-            f"generation {generation} is whole in {beside.directory}, and cannot be moved from there: {error.strerror or error}.",
+            f"checkpoint {number} is whole in {beside.directory}, and cannot be moved from there: {error.strerror or error}.",
             remedy="do this again when it can be written to.",
         ) from error
-    _clear(beside, generation)
+    _clear(beside, number)
 
 
 def _shares(found: Mapping[int, VerifiedShard]) -> dict[int, Share]:

@@ -20,13 +20,13 @@ _HASH_DIGITS = 64
 _PREFIX_BYTES = 8
 
 
-def suspects(store: DurableStore, generation: int, damage: Damage) -> tuple[str, ...]:
+def suspects(store: DurableStore, number: int, damage: Damage) -> tuple[str, ...]:
     """Return the names of the tensors that overlap a damaged chunk, by offset. Returns ``(HEADER,)`` if the header is
     damaged, and () if the damage is outside all tensors or the shard has no readable layout."""
     if damage.rank is None or damage.chunk is None:
         return ()
     try:
-        manifest, _ = store.whole(generation)
+        manifest, _ = store.whole(number)
         record = manifest.shards[damage.rank]
         reader = ShardReader(store.files, store.data(manifest), manifest, record)
         chunk_bytes = reader.chunk_bytes

@@ -43,10 +43,10 @@ class Row:
     Not for two threads at once. Different rows are independent, and their arithmetic and CRC release the GIL.
     """
 
-    def __init__(self, generation: int, stripe_set: StripeSet, part: Part, room: Room | None = None) -> None:
+    def __init__(self, checkpoint: int, stripe_set: StripeSet, part: Part, room: Room | None = None) -> None:
         self.owners = stripe_set.owners(part)
         """The members whose stripes are in the row."""
-        self.generation, self.stripe_set, self.part = generation, stripe_set, part
+        self.checkpoint, self.stripe_set, self.part = checkpoint, stripe_set, part
         self._room = _own_room() if room is None else room
         self._came: dict[int, Incoming] = {}
         self.spoiled = ""
@@ -83,11 +83,11 @@ class Row:
         if self.spoiled or self.missing:
             why = self.spoiled or f"the stripes of ranks {self.missing} never came"
             raise ParityError(
-                f"the row of parity of rank {self.keeper} for generation {self.generation} cannot be used: {why}."
+                f"the row of parity of rank {self.keeper} for checkpoint {self.checkpoint} cannot be used: {why}."
             )
         came = [self._came.get(member) for member in self.stripe_set.members]
         return RowHeader(
-            self.generation,
+            self.checkpoint,
             self.keeper,
             self.stripe_set.members,
             tuple(stripe.length if stripe else 0 for stripe in came),
@@ -170,16 +170,16 @@ def rebuild(
     """Rebuild the shard of ``lost`` into ``room(its length)``. ``gone``: all lost members, including ``lost``.
 
     ``header`` returns the header of a block of parity. ``threads`` threads may call ``read`` at once. Raises
-    `ParityError` when too many members are lost, or the rows are not of one set and generation; `IntegrityError` when a
+    `ParityError` when too many members are lost, or the rows are not of one set and checkpoint; `IntegrityError` when a
     rebuilt stripe is not the one that was lost.
     """
     recipes = stripe_set.recipes(lost, gone)
     rows = [_agreed(stripe_set, [header(part) for part in recipe.parities]) for recipe in recipes]
     at = stripe_set.index(lost)
-    if len({(row.generation, row.lengths[at]) for row in rows}) != 1:
+    if len({(row.checkpoint, row.lengths[at]) for row in rows}) != 1:
         raise ParityError(
-            f"rank {lost} cannot be rebuilt: the rows of parity with its stripes are not of one set and one generation.",
-            remedy="Take an older generation, or another copy.",
+            f"rank {lost} cannot be rebuilt: the rows of parity with its stripes are not of one set and one checkpoint.",
+            remedy="Take an older checkpoint, or another copy.",
         )
     shard = _flat(room(rows[0].lengths[at]))
     failed = threading.Event()
@@ -206,11 +206,11 @@ def rebuild(
 def _agreed(stripe_set: StripeSet, headers: list[RowHeader]) -> RowHeader:
     """Return the common header of one row's parities. Raises `ParityError` unless they contain the same stripes."""
     first = headers[0]
-    told = {(one.generation, one.members, one.parity, one.lengths, one.crcs) for one in headers}
+    told = {(one.checkpoint, one.members, one.parity, one.lengths, one.crcs) for one in headers}
     if len(told) != 1 or first.stripe_set() != stripe_set:
         raise ParityError(
-            f"the blocks of parity in the row of rank {first.keeper} are not of one set and one generation.",
-            remedy="Take an older generation, or another copy.",
+            f"the blocks of parity in the row of rank {first.keeper} are not of one set and one checkpoint.",
+            remedy="Take an older checkpoint, or another copy.",
         )
     return first
 
@@ -230,7 +230,7 @@ def _rebuild_stripe(header: RowHeader, recipe: Recipe, lost: int, target: NDArra
         raise IntegrityError(
             f"the stripe of rank {lost} in rank {header.keeper}'s row has CRC32C {found:08x}, not {expected:08x}: data or parity"
             " of another member is damaged.",
-            remedy="Take an older generation, or another copy.",
+            remedy="Take an older checkpoint, or another copy.",
         )
 
 

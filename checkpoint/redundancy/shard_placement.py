@@ -275,7 +275,7 @@ class ShardPlacement:
             sent = Fraction(self.redundancy.parity)
         near = [a for a, b in pairs if (rack := self.labels[a].rack) is not None and rack == self.labels[b].rack]
         inside = f", {len(near) / len(pairs):.0%} of it inside a rack" if near else ""
-        yield f"  traffic  a rank sends up to {sent} shard(s) a generation{inside}"
+        yield f"  traffic  a rank sends up to {sent} shard(s) a checkpoint{inside}"
 
 
 def place(

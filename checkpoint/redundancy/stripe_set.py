@@ -41,7 +41,7 @@ LENGTH_MAX = 2**46
 MEMBERS_MAX = 2**16
 _ALIGN = 64
 _PAGE = 4096
-_OLDER = "Take an older generation, or another copy."
+_OLDER = "Take an older checkpoint, or another copy."
 _HEAD = struct.Struct("<II")  # bytes of the header, and their CRC32C
 
 
@@ -120,7 +120,7 @@ class StripeSet:
             raise ParityError(
                 f"rank {lost} cannot be rebuilt from {left}, in a set of {list(self.members)}: parity replaces"
                 f" {'one member' if self.parity == 1 else f'{self.parity} members'}.",
-                remedy="Take a mirror, or an older generation from disk.",
+                remedy="Take a mirror, or an older checkpoint from disk.",
             )
         i = self.index(lost)
         return [self._recipe(lost, gone, row) for row in range(len(self.members)) if not self._keeps(i, row)]
@@ -177,13 +177,14 @@ class StripeSet:
         return self.parity * (self.header_bytes + self.widest(length))
 
 
-class RowHeader(msgspec.Struct, frozen=True):
+class RowHeader(msgspec.Struct, frozen=True, rename={"checkpoint": "generation"}):
     """Describes a row of parity. ``lengths`` and ``crcs`` have an item for each member.
 
     Both items are 0 for a member without a stripe in the row.
     """
 
-    generation: int
+    checkpoint: int
+    """Checkpoint number; ``generation`` in the encoded header, as decision 12 says."""
     keeper: int
     members: tuple[int, ...]
     lengths: tuple[int, ...]

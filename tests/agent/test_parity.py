@@ -231,7 +231,7 @@ async def test_a_row_can_be_read_once_every_stripe_is_in_it(rack: Rack) -> None:
     status, row = await rack.row(1)
     assert status == 200
     header = decode_header(row)
-    assert (header.generation, header.keeper, header.members) == (STEP, 1, (0, 1, 2))
+    assert (header.checkpoint, header.keeper, header.members) == (STEP, 1, (0, 1, 2))
     assert len(row) == SET.header_bytes + header.row_bytes
     assert await rack.row(1, span="4096-4105") == (206, row[4096:4106])
     assert (await rack.row(1, span="4096-99999999"))[0] == 416

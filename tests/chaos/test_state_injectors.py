@@ -219,8 +219,8 @@ def test_who_has_no_memory_left_is_killed_by_the_kernel(answering: Callable[...,
 
 # -- corruption
 def test_a_bit_of_the_newest_checkpoint_is_flipped(tmp_path: Path) -> None:
-    for generation in (1, 2):
-        assert save(store_at(tmp_path), generation)
+    for number in (1, 2):
+        assert save(store_at(tmp_path), number)
     detail = checkpoint_bit(tmp_path, random.Random(3))
     assert "in the checkpoint of step" in detail
     store = DurableStore(tmp_path, JOB)

@@ -1,4 +1,4 @@
-"""Small arenas with contents that are a function of the generation."""
+"""Small arenas with contents that are a function of the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def create(path: Path | int, **changed: Any) -> Arena:
     return Arena.create(path, **given)
 
 
-def content(generation: int, size: int = ROOM) -> bytes:
-    return random.Random(generation).randbytes(size)
+def content(number: int, size: int = ROOM) -> bytes:
+    return random.Random(number).randbytes(size)
 
 
-def save(arena: Arena, generation: int, *, commit: bool = True, size: int = ROOM, **which: Any) -> int:
-    writer = arena.begin(generation, generation * 10, **which)
-    writer.payload[:size] = content(generation, size)
+def save(arena: Arena, number: int, *, commit: bool = True, size: int = ROOM, **which: Any) -> int:
+    writer = arena.begin(number, number * 10, **which)
+    writer.payload[:size] = content(number, size)
     writer.seal(size, f"layout-{size}")
     if commit:
-        arena.commit(generation)
+        arena.commit(number)
     return writer.index
 
 
-def read(arena: Arena, generation: int, **which: Any) -> bytes:
-    reader = arena.reader(generation, **which)
+def read(arena: Arena, number: int, **which: Any) -> bytes:
+    reader = arena.reader(number, **which)
     reader.verify()
     return bytes(reader.payload)
 
 
 def states(arena: Arena) -> list[tuple[str, int]]:
-    return [(slot.state.name, slot.generation) for slot in arena.slots()]
+    return [(slot.state.name, slot.number) for slot in arena.slots()]

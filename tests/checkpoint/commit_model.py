@@ -3,7 +3,7 @@
 Two trays, each with an agent (the holder) and a rank; every shard is written into the rank's own tray and pushed to the
 other. Two slots per shard and holder. One connection's messages keep an order, everything else happens in any; what is delivered
 and what is crashed when is the search's choice. Slots are torn while they are written. The log, the epoch and the
-counter of generations survive the coordinator; a tray's memory does not survive its holder.
+counter of checkpoints survive the coordinator; a tray's memory does not survive its holder.
 
 Coordinators are interned: a transition (coordinator, event) is computed once, so a state is a tuple of small values.
 """
@@ -19,6 +19,7 @@ from rackrun.checkpoint.commit.checkpoint_choice import Holding, Tier, choose
 from rackrun.checkpoint.commit.commit_protocol import (
     Abandon,
     Begin,
+    CheckpointBegan,
     Commit,
     CommitPolicy,
     CommitRecord,
@@ -28,7 +29,6 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Disagreement,
     EpochBegan,
     Event,
-    GenerationBegan,
     Heal,
     HolderJoined,
     HolderLost,
@@ -46,32 +46,32 @@ FAULTS = ("holder 0", "holder 1", "rank 0", "rank 1", "coordinator", "deadline")
 
 class Slot(NamedTuple):
     state: int = FREE
-    generation: int = 0
+    number: int = 0
     epoch: int = 0
     keep: tuple[int, ...] = ()
     """While it is written: what the push must spare in its turn."""
 
     @property
     def which(self) -> tuple[int, int]:
-        return self.generation, self.epoch
+        return self.number, self.epoch
 
 
 class World(NamedTuple):
     coordinator: int | None
     log: tuple[int, ...] = ()
     """Indices of records."""
-    generation: int = 0
+    number: int = 0
     epoch: int = 1
     slots: tuple[tuple[Slot, Slot], ...] = ((Slot(), Slot()),) * 4
     """Of (holder, owner), at ``2 * holder + owner``."""
     begins: tuple[tuple[Any, ...], ...] = ((), ())
-    """To each rank: (generation, epoch, keep)."""
+    """To each rank: (checkpoint, epoch, keep)."""
     pushes: tuple[tuple[Any, ...], ...] = ((),) * 4
-    """To (holder, owner): (generation, epoch, keep)."""
+    """To (holder, owner): (checkpoint, epoch, keep)."""
     inbox: tuple[frozenset[tuple[str, int, int, int]], ...] = (frozenset(),) * 2
-    """From each holder to the coordinator, the smallest first: ("sealed", place, generation, epoch), ("confirmed", ...)."""
+    """From each holder to the coordinator, the smallest first: ("sealed", place, checkpoint, epoch), ("confirmed", ...)."""
     outbox: tuple[frozenset[tuple[str, int]], ...] = (frozenset(),) * 2
-    """From the coordinator to each holder, the smallest first: ("commit", index of the record), ("retire", generation)."""
+    """From the coordinator to each holder, the smallest first: ("commit", index of the record), ("retire", checkpoint)."""
     faults: int = 1
     unseen: tuple[str, ...] = ()
     """Crashes that the coordinator does not know of."""
@@ -83,9 +83,9 @@ class World(NamedTuple):
 @dataclass
 class Model:
     policy: CommitPolicy = field(default_factory=CommitPolicy)
-    generations: int = 3
+    checkpoints: int = 3
     overlap: bool = False
-    """Whether a generation begins even where two are kept, so that it may find no slot."""
+    """Whether a checkpoint begins even where two are kept, so that it may find no slot."""
     faults: int = 1
     kinds: tuple[str, ...] = FAULTS
     committer: type[Committer] = Committer
@@ -149,9 +149,9 @@ class Model:
                 yield from self._fault(w._replace(faults=w.faults - 1), fault)
         if writing:
             return
-        if w.coordinator is not None and w.generation < self.generations and self._may_begin(w):
-            g = w.generation + 1
-            yield f"generation {g} begins", self.tell(w._replace(generation=g), GenerationBegan(generation=g, step=g))
+        if w.coordinator is not None and w.number < self.checkpoints and self._may_begin(w):
+            n = w.number + 1
+            yield f"checkpoint {n} begins", self.tell(w._replace(number=n), CheckpointBegan(number=n, step=n))
         begins = [move for rank in RANKS for move in self._write(w, rank, begin=True)]
         begins += [move for place in range(4) for move in self._push(w, place, begin=True)]
         # Different slots, each written by one: once nothing can break any more their order makes no difference.
@@ -180,45 +180,45 @@ class Model:
                 push = (*slot.which, slot.keep)
                 other = 2 * (1 - rank) + rank
                 after = sealed._replace(pushes=_put(sealed.pushes, other, (*sealed.pushes[other], push)))
-                yield f"rank {rank} seals {slot.generation}", after
+                yield f"rank {rank} seals {slot.number}", after
                 return
         if begin and w.begins[rank]:
-            (g, epoch, keep), *rest = w.begins[rank]
+            (n, epoch, keep), *rest = w.begins[rank]
             after = w._replace(begins=_put(w.begins, rank, tuple(rest)))
-            yield f"rank {rank} begins {g}, keeps {keep}", self._take_slot(after, place, g, epoch, keep)
+            yield f"rank {rank} begins {n}, keeps {keep}", self._take_slot(after, place, n, epoch, keep)
 
     def _push(self, w: World, place: int, *, begin: bool) -> Iterator[tuple[str, World]]:
         if not w.pushes[place] or f"holder {place // 2}" in w.unseen:
             return
-        (g, epoch, keep), *rest = w.pushes[place]
+        (n, epoch, keep), *rest = w.pushes[place]
         done = w._replace(pushes=_put(w.pushes, place, tuple(rest)))
-        source = any(s.state >= SEALED and s.which == (g, epoch) for s in w.slots[place ^ 2])
-        writing = [i for i, s in enumerate(w.slots[place]) if s.state == WRITING and s.which == (g, epoch)]
+        source = any(s.state >= SEALED and s.which == (n, epoch) for s in w.slots[place ^ 2])
+        writing = [i for i, s in enumerate(w.slots[place]) if s.state == WRITING and s.which == (n, epoch)]
         if writing and not begin:
             if not source:
-                yield f"push of {g} of {place % 2} breaks off", _set_slot(done, place, writing[0], Slot())
+                yield f"push of {n} of {place % 2} breaks off", _set_slot(done, place, writing[0], Slot())
             else:
-                yield f"{NAMES[place // 2]} seals {g} of rank {place % 2}", self._seal(done, place, writing[0])
+                yield f"{NAMES[place // 2]} seals {n} of rank {place % 2}", self._seal(done, place, writing[0])
         elif begin and not writing:
-            if any(s.state >= SEALED and s.which == (g, epoch) for s in w.slots[place]):
-                begun = self._send(done, place // 2, ("sealed", place, g, epoch))
+            if any(s.state >= SEALED and s.which == (n, epoch) for s in w.slots[place]):
+                begun = self._send(done, place // 2, ("sealed", place, n, epoch))
             else:
-                begun = self._take_slot(w, place, g, epoch, keep) if source else w
+                begun = self._take_slot(w, place, n, epoch, keep) if source else w
             found = begun is not w
-            yield f"{NAMES[place // 2]} begins {g} of rank {place % 2}, keeps {keep}", begun if found else done
+            yield f"{NAMES[place // 2]} begins {n} of rank {place % 2}, keeps {keep}", begun if found else done
 
     @staticmethod
-    def _take_slot(w: World, place: int, g: int, epoch: int, keep: tuple[int, ...]) -> World:
+    def _take_slot(w: World, place: int, n: int, epoch: int, keep: tuple[int, ...]) -> World:
         """`Arena.begin`: FREE or torn, else the oldest that is not kept and not the newest COMMITTED."""
         slots = w.slots[place]
-        newest = max((s.generation for s in slots if s.state == COMMITTED), default=None)
+        newest = max((s.number for s in slots if s.state == COMMITTED), default=None)
         usable = [
-            ((s.state > WRITING) * 10 + s.generation, i)
+            ((s.state > WRITING) * 10 + s.number, i)
             for i, s in enumerate(slots)
             if s.state <= WRITING
-            or not (s.generation in keep or (s.state == COMMITTED and s.generation == newest) or s.generation >= g)
+            or not (s.number in keep or (s.state == COMMITTED and s.number == newest) or s.number >= n)
         ]
-        return _set_slot(w, place, min(usable)[1], Slot(WRITING, g, epoch, keep)) if usable else w
+        return _set_slot(w, place, min(usable)[1], Slot(WRITING, n, epoch, keep)) if usable else w
 
     def _seal(self, w: World, place: int, index: int) -> World:
         slot = w.slots[place][index]._replace(state=SEALED, keep=())
@@ -232,18 +232,18 @@ class Model:
             for i, slot in enumerate(w.slots[place]):
                 if what == "commit":
                     record = self.records[number]
-                    if slot == Slot(SEALED, record.generation, record.epoch):
+                    if slot == Slot(SEALED, record.number, record.epoch):
                         w = _set_slot(w, place, i, slot._replace(state=COMMITTED))
-                elif slot.generation == number and slot.state >= SEALED:
+                elif slot.number == number and slot.state >= SEALED:
                     w = _set_slot(w, place, i, Slot())
-        return self._send(w, h, ("confirmed", 2 * h, self.records[number].generation, 0)) if what == "commit" else w
+        return self._send(w, h, ("confirmed", 2 * h, self.records[number].number, 0)) if what == "commit" else w
 
     def _fault(self, w: World, fault: str) -> Iterator[tuple[str, World]]:
         kind, _, index = fault.partition(" ")
         n = int(index or 0)
         if kind == "deadline" and w.coordinator is not None:
-            for g in self._by_id[w.coordinator]._open:
-                yield f"deadline of {g}", self.tell(w, Deadline(generation=g))
+            for n in self._by_id[w.coordinator]._open:
+                yield f"deadline of {n}", self.tell(w, Deadline(number=n))
         elif kind == "coordinator" and w.coordinator is not None:
             yield (
                 "the coordinator crashes",
@@ -311,7 +311,7 @@ class Model:
     def _do(self, w: World, output: Output) -> World:
         match output:
             case Begin():
-                order = (output.generation, output.epoch, output.keep)
+                order = (output.number, output.epoch, output.keep)
                 return w._replace(begins=tuple((*begins, order) for begins in w.begins))
             case Commit():
                 if output.record not in self.records:
@@ -320,14 +320,14 @@ class Model:
                 told = tuple(box | {("commit", index)} for box in w.outbox)
                 return w._replace(log=(*w.log, index), outbox=told)
             case Retire():
-                return w._replace(outbox=tuple(box | {("retire", output.generation)} for box in w.outbox))
+                return w._replace(outbox=tuple(box | {("retire", output.number)} for box in w.outbox))
             case Heal():
                 place = 2 * NAMES.index(output.to) + output.owner
                 assert w.coordinator is not None
                 coordinator = self._by_id[w.coordinator]
-                epoch = coordinator.committed[output.generation].epoch
-                order = (output.generation, epoch, coordinator.keep())
-                index = next(i for i in w.log if self.records[i].generation == output.generation)
+                epoch = coordinator.committed[output.number].epoch
+                order = (output.number, epoch, coordinator.keep())
+                index = next(i for i in w.log if self.records[i].number == output.number)
                 h = place // 2
                 return w._replace(
                     pushes=_put(w.pushes, place, (*w.pushes[place], order)),
@@ -356,25 +356,25 @@ class Model:
     def violation(self, w: World) -> str | None:
         log = [self.records[i] for i in w.log]
         for i, record in enumerate(log):
-            if i and not log[i - 1].generation < record.generation:
-                return f"the log is not in order: {[r.generation for r in log]}"
-            if len({shard.owner for shard in record.shards}) != len(RANKS) or record.step != record.generation:
-                return f"generation {record.generation} is mixed or partial: {record}"
-            wrong = [s for s in record.shards if s.digest != f"{s.owner} {record.generation} {record.epoch}"]
+            if i and not log[i - 1].number < record.number:
+                return f"the log is not in order: {[r.number for r in log]}"
+            if len({shard.owner for shard in record.shards}) != len(RANKS) or record.step != record.number:
+                return f"checkpoint {record.number} is mixed or partial: {record}"
+            wrong = [s for s in record.shards if s.digest != f"{s.owner} {record.number} {record.epoch}"]
             if wrong:
-                return f"generation {record.generation} commits other bytes: {wrong}"
+                return f"checkpoint {record.number} commits other bytes: {wrong}"
         for first, second in w.slots:
             if first.state and first.which == second.which:
-                return f"one generation in two slots: {first}, {second}"
+                return f"one checkpoint in two slots: {first}, {second}"
         if not log or (w.tray_lost and all(record.degraded for record in log)):
             return None
         promise = self._promises(w, log)
         for lost in [None, *HOLDERS] if promise else [None]:
             usable = [r for r in log if self._available(w, r, lost)]
             if not usable:
-                return f"no committed generation is available without {lost}"
+                return f"no committed checkpoint is available without {lost}"
             if usable[-1] is not log[-1] and not log[-1].degraded:
-                return f"the newest committed generation {log[-1].generation} is not available without {lost}"
+                return f"the newest committed checkpoint {log[-1].number} is not available without {lost}"
         return self._reader_is_wrong(w, log)
 
     def _promises(self, w: World, log: list[CommitRecord]) -> bool:
@@ -387,13 +387,13 @@ class Model:
             return False
         committer = self._by_id[w.coordinator]
         assert committer.newest is not None
-        return not committer._under.get(committer.newest.generation)
+        return not committer._under.get(committer.newest.number)
 
     @staticmethod
     def _available(w: World, record: CommitRecord, lost: int | None) -> bool:
         return all(
             any(
-                slot.state >= SEALED and slot.which == (record.generation, record.epoch)
+                slot.state >= SEALED and slot.which == (record.number, record.epoch)
                 for h in HOLDERS
                 if h != lost
                 for slot in w.slots[2 * h + owner]
@@ -408,31 +408,31 @@ class Model:
         self._chosen.add((w.slots, w.log))
         plan = choose([_holding(p, s) for p, slots in enumerate(w.slots) for s in slots if s.state >= SEALED], log)
         expected = [r for r in log if self._available(w, r, None)][-1]
-        if (plan.generation, plan.epoch) != (expected.generation, expected.epoch):
-            return f"a restore takes generation {plan.generation} of epoch {plan.epoch}, not {expected.generation}"
+        if (plan.number, plan.epoch) != (expected.number, expected.epoch):
+            return f"a restore takes checkpoint {plan.number} of epoch {plan.epoch}, not {expected.number}"
         return None
 
     def unfinished(self, w: World) -> str | None:
-        """Where nothing more can happen, not even after the deadlines: one generation is left, the newest committed."""
+        """Where nothing more can happen, not even after the deadlines: one checkpoint is left, the newest committed."""
         while w.coordinator is not None and (waiting := self._by_id[w.coordinator]._open):
-            w = self.tell(w, Deadline(generation=min(waiting)))
+            w = self.tell(w, Deadline(number=min(waiting)))
         if w.coordinator is None or not w.log:
             return "nothing is committed" if not self.kinds else None
         kept = self._by_id[w.coordinator].keep()
         self.most_committed = max(self.most_committed, len(w.log))
         if self.records[w.log[-1]].degraded:
             return None
-        return None if kept == (self.records[w.log[-1]].generation,) else f"still kept: {kept}"
+        return None if kept == (self.records[w.log[-1]].number,) else f"still kept: {kept}"
 
 
 def _put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _event(what: str, place: int, g: int, epoch: int) -> Event:
+def _event(what: str, place: int, n: int, epoch: int) -> Event:
     if what == "confirmed":
-        return Confirmed(generation=g, holder=NAMES[place // 2])
-    return _sealed(place, Slot(SEALED, g, epoch))
+        return Confirmed(number=n, holder=NAMES[place // 2])
+    return _sealed(place, Slot(SEALED, n, epoch))
 
 
 def _set_slot(w: World, place: int, index: int, slot: Slot) -> World:
@@ -442,15 +442,15 @@ def _set_slot(w: World, place: int, index: int, slot: Slot) -> World:
 def _sealed(place: int, slot: Slot) -> ShardSealed:
     h, owner = divmod(place, 2)
     return ShardSealed(
-        generation=slot.generation, step=slot.generation, epoch=slot.epoch, owner=owner, holder=NAMES[h],
-        domain=f"tray {h}", digest=f"{owner} {slot.generation} {slot.epoch}", layout_hash=f"layout {owner}",
+        number=slot.number, step=slot.number, epoch=slot.epoch, owner=owner, holder=NAMES[h],
+        domain=f"tray {h}", digest=f"{owner} {slot.number} {slot.epoch}", layout_hash=f"layout {owner}",
     )  # fmt: skip
 
 
 def _holding(place: int, slot: Slot) -> Holding:
     sealed = _sealed(place, slot)
     return Holding(
-        generation=sealed.generation, step=sealed.step, epoch=sealed.epoch, owner=sealed.owner, holder=sealed.holder,
+        number=sealed.number, step=sealed.step, epoch=sealed.epoch, owner=sealed.owner, holder=sealed.holder,
         domain=sealed.domain, digest=sealed.digest, layout_hash=sealed.layout_hash,
         tier=Tier.OWN_TRAY if place in (0, 3) else Tier.PEER_TRAY, verified=True,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeAlias
 import msgspec
 import torch.distributed as dist
 
-from rackrun.checkpoint.base.errors import NoUsableGeneration
+from rackrun.checkpoint.base.errors import NoUsableCheckpoint
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.manager import restoring, user_state
 from rackrun.protocol import crash_points
@@ -42,20 +42,20 @@ class _Restored(_Tagged, tag=True):
 
 
 class _Saving(_Tagged, tag=True):
-    generation: int
+    number: int
     step: int
 
 
 class _Committed(_Tagged, tag=True):
-    generation: int
+    number: int
 
 
 class _Durable(_Tagged, tag=True):
-    generation: int
+    number: int
 
 
 class _Trying(_Tagged, tag=True):
-    generation: int
+    number: int
 
 
 class _Closing(_Tagged, tag=True):
@@ -156,7 +156,7 @@ class Forks:
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         assert set(codes) <= {0, -signal.SIGKILL}, codes
         if unusable:
-            self.oracle.nothing_usable(NoUsableGeneration(unusable[0]))
+            self.oracle.nothing_usable(NoUsableCheckpoint(unusable[0]))
             self.oracle.begin_anew()
         return struck if -signal.SIGKILL in codes else ""
 
@@ -171,13 +171,13 @@ class Forks:
             case _Restored():
                 oracle.restored(said.rank, said.found)
             case _Saving():
-                oracle.save_begun(said.rank, said.generation, said.step)
+                oracle.save_begun(said.rank, said.number, said.step)
             case _Committed():
-                oracle.committed(said.generation)
+                oracle.committed(said.number)
             case _Durable():
-                oracle.durable(said.generation)
+                oracle.durable(said.number)
             case _Trying():
-                oracle.tried[said.generation] += 1
+                oracle.tried[said.number] += 1
             case _Closing():
                 oracle.closing()
             case _Unusable():
@@ -241,11 +241,11 @@ class _Teller:
     def restored(self, rank: int, found: Restored) -> None:
         self.say(_Restored(rank, found))
 
-    def save_begun(self, rank: int, generation: int, step: int) -> None:
-        self.say(_Saving(rank, generation, step))
+    def save_begun(self, rank: int, number: int, step: int) -> None:
+        self.say(_Saving(rank, number, step))
 
-    def durable(self, generation: int) -> None:
-        self.say(_Durable(self._rank, generation))
+    def durable(self, number: int) -> None:
+        self.say(_Durable(self._rank, number))
 
     def closing(self) -> None:
         self.say(_Closing(self._rank))
@@ -266,9 +266,9 @@ def _child(rank: int, plan: Plan, folder: Path, fd: int, struck: int, point: int
             nonlocal passed
             passed += 1
             if name == "restore.counting" and one._restored is not None:
-                told.say(_Trying(rank, one._restored.generation))
+                told.say(_Trying(rank, one._restored.number))
             if name == "commit.retired" and one._saver.newest is not None:
-                told.say(_Committed(rank, one._saver.newest.generation))
+                told.say(_Committed(rank, one._saver.newest.number))
             if passed == point:
                 os.write(struck, name.encode())
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -276,7 +276,7 @@ def _child(rank: int, plan: Plan, folder: Path, fd: int, struck: int, point: int
         crash_points.enable(handler)
         try:
             script(rank, plan, one, told)
-        except NoUsableGeneration as error:
+        except NoUsableCheckpoint as error:
             told.say(_Unusable(rank, error.what))
         except PeersGone:
             pass

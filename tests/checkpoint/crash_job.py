@@ -144,9 +144,9 @@ def draw(rng: random.Random, life: int) -> Plan:
 
 @dataclass(frozen=True)
 class Restored:
-    """By one rank. ``generation`` -1: nothing."""
+    """By one rank. ``number`` -1: nothing."""
 
-    generation: int = -1
+    number: int = -1
     which: Which = (-1, -1)
     step: int = -1
     tiers: tuple[str, ...] = ()
@@ -154,8 +154,8 @@ class Restored:
 
 class Told(Protocol):
     def restored(self, rank: int, found: Restored) -> None: ...
-    def save_begun(self, rank: int, generation: int, step: int) -> None: ...
-    def durable(self, generation: int) -> None: ...
+    def save_begun(self, rank: int, number: int, step: int) -> None: ...
+    def durable(self, number: int) -> None: ...
     def closing(self) -> None: ...
 
 
@@ -166,7 +166,7 @@ def make(plan: Plan, folder: Path) -> CheckpointManager:
 
 
 def script(rank: int, plan: Plan, one: CheckpointManager, told: Told) -> None:
-    """Raises `NoUsableGeneration` where nothing can be restored, `PeersGone` when others have died."""
+    """Raises `NoUsableCheckpoint` where nothing can be restored, `PeersGone` when others have died."""
     state = State(rank, plan.world)
     one.prepare(state.parts)
     report = one.restore()
@@ -174,7 +174,7 @@ def script(rank: int, plan: Plan, one: CheckpointManager, told: Told) -> None:
         told.restored(rank, Restored())
     else:
         tiers = tuple(sorted(set(report.tiers.values())))
-        told.restored(rank, Restored(report.generation, state.which(), report.step, tiers))
+        told.restored(rank, Restored(report.number, state.which(), report.step, tiers))
     step = report.step if report is not None else 0
     handles: list[SaveHandle] = []
 
@@ -182,7 +182,7 @@ def script(rank: int, plan: Plan, one: CheckpointManager, told: Told) -> None:
         for handle in [handle for handle in handles if handle.durable.done()]:
             handles.remove(handle)
             if handle.durable.result():
-                told.durable(handle.generation)
+                told.durable(handle.number)
 
     for index in range(plan.steps):
         one.before_optimizer_step()
@@ -219,10 +219,10 @@ class Oracle:
     folder: Path
     rng: random.Random
     saved: dict[int, dict[Which, set[int]]] = field(default_factory=dict)
-    """Generation -> state -> ranks that have begun to save it."""
+    """Checkpoint number -> state -> ranks that have begun to save it."""
     worlds: dict[Which, int] = field(default_factory=dict)
     tried: Counter[int] = field(default_factory=Counter)
-    """Generation -> restores that were written down, or nearly."""
+    """Checkpoint number -> restores that were written down, or nearly."""
     in_memory: int = -1
     on_disk: int = -1
     """Committed, flushed: a restore must not fall behind them, unless what holds them is lost or they were given up."""
@@ -234,43 +234,43 @@ class Oracle:
     # -- a life
     def begin(self, plan: Plan) -> None:
         attempts = self.probation.attempts()
-        for generation, count in attempts.items():
-            if count > self.tried[generation]:
-                raise Wrong(f"{count} restores of generation {generation} are remembered, of {self.tried[generation]}")
-        worn = {generation for generation, count in attempts.items() if count >= ATTEMPTS_MAX}
+        for number, count in attempts.items():
+            if count > self.tried[number]:
+                raise Wrong(f"{count} restores of checkpoint {number} are remembered, of {self.tried[number]}")
+        worn = {number for number, count in attempts.items() if count >= ATTEMPTS_MAX}
         self._given_up = worn | set(self.probation.quarantined())
         self._plan, self._found = plan, dict[int, Restored]()
         self._closing = False
 
     def restored(self, rank: int, found: Restored) -> None:
         self._found[rank] = found
-        if len({(one.generation, one.which, one.step) for one in self._found.values()}) != 1:
+        if len({(one.number, one.which, one.step) for one in self._found.values()}) != 1:
             raise Wrong(f"mixed: {self._found}")
-        g, floor = found.generation, self.floor()
-        if g < floor:
-            raise Wrong(f"older: generation {g} was restored, {floor} was committed")
-        if g < 0:
+        n, floor = found.number, self.floor()
+        if n < floor:
+            raise Wrong(f"older: checkpoint {n} was restored, {floor} was committed")
+        if n < 0:
             return
-        if g in self._given_up or found.step != found.which[1]:
+        if n in self._given_up or found.step != found.which[1]:
             raise Wrong(f"unverified: {found}, with {self._given_up} given up")
-        if len(self.saved.get(g, {}).get(found.which, ())) != self.worlds.get(found.which):
-            raise Wrong(f"unverified: {found} was never saved by all ranks: {self.saved.get(g)}")
+        if len(self.saved.get(n, {}).get(found.which, ())) != self.worlds.get(found.which):
+            raise Wrong(f"unverified: {found} was never saved by all ranks: {self.saved.get(n)}")
         if len(self._found) == self._plan.world:
             tiers = {tier for one in self._found.values() for tier in one.tiers}
-            self.in_memory = g if tiers == {"own_tray"} else -1
-            self.on_disk = g if "shared" in tiers else (self.on_disk if self.on_disk <= g else -1)
+            self.in_memory = n if tiers == {"own_tray"} else -1
+            self.on_disk = n if "shared" in tiers else (self.on_disk if self.on_disk <= n else -1)
 
-    def save_begun(self, rank: int, generation: int, step: int) -> None:
+    def save_begun(self, rank: int, number: int, step: int) -> None:
         which = self._plan.life, step
-        self.saved.setdefault(generation, {}).setdefault(which, set()).add(rank)
+        self.saved.setdefault(number, {}).setdefault(which, set()).add(rank)
         self.worlds[which] = self._plan.world
 
-    def committed(self, generation: int) -> None:
+    def committed(self, number: int) -> None:
         if not self._closing:
-            self.in_memory = max(self.in_memory, generation)
+            self.in_memory = max(self.in_memory, number)
 
-    def durable(self, generation: int) -> None:
-        self.on_disk = max(self.on_disk, generation)
+    def durable(self, number: int) -> None:
+        self.on_disk = max(self.on_disk, number)
 
     def closing(self) -> None:
         """The run is over, and its memory goes."""
@@ -279,10 +279,10 @@ class Oracle:
     def nothing_usable(self, error: Exception) -> None:
         """Some rank has said so."""
         if self.floor() >= 0 or self._found:
-            raise Wrong(f"older: generation {self.floor()} was committed, and {self._found} restored; but {error}")
+            raise Wrong(f"older: checkpoint {self.floor()} was committed, and {self._found} restored; but {error}")
 
     def floor(self) -> int:
-        return max((g for g in (self.in_memory, self.on_disk) if g not in self._given_up), default=-1)
+        return max((n for n in (self.in_memory, self.on_disk) if n not in self._given_up), default=-1)
 
     def end(self, struck: str) -> None:
         told = next(iter(self._found.values()), None)
@@ -335,7 +335,7 @@ def _flip(path: Path, rng: random.Random) -> bool:
         sealed = [info for info in arena.slots() if info.manifest_digest]
         if not sealed:
             return False
-        newest = max(sealed, key=lambda info: info.generation)
+        newest = max(sealed, key=lambda info: info.number)
         at = arena._superblock.geometry.payload_at(newest.index) + rng.randrange(newest.payload_bytes)
         with path.open("r+b") as file:
             file.seek(at)

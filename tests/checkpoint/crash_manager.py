@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from rackrun.checkpoint import CheckpointManager
-from rackrun.checkpoint.base.errors import NoUsableGeneration
+from rackrun.checkpoint.base.errors import NoUsableCheckpoint
 from rackrun.checkpoint.commit import peers as peers_module
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.manager import manager, restoring, save_handle, saver, user_state
@@ -50,13 +50,13 @@ class Managers:
         plan, fate, oracle = draw(self.rng, self.life), self.fate(), self.oracle
         oracle.begin(plan)
         ones: dict[Actor, CheckpointManager] = {}
-        failed: list[NoUsableGeneration] = []
+        failed: list[NoUsableCheckpoint] = []
 
         def seen(actor: Actor, point: str) -> None:
             if point == "restore.counting" and (restored := ones[actor]._restored) is not None:
-                oracle.tried[restored.generation] += 1
+                oracle.tried[restored.number] += 1
             if point == "commit.retired" and (newest := ones[actor]._saver.newest) is not None:
-                oracle.committed(newest.generation)
+                oracle.committed(newest.number)
 
         stage = SimThread.stage = Stage(self.rng, fate, seen)
         store = Store(stage)
@@ -68,9 +68,9 @@ class Managers:
             actor.at_end.append(lambda: manager.atexit.unregister(one._break_off))
             try:
                 script(rank, plan, one, oracle)
-            except NoUsableGeneration as error:
+            except NoUsableCheckpoint as error:
                 failed.append(error)
-                one.__exit__(NoUsableGeneration, error, None)
+                one.__exit__(NoUsableCheckpoint, error, None)
             except PeersGone as error:  # the script ends; what it has committed stays
                 if not fate.struck:
                     raise

@@ -26,8 +26,8 @@ __all__ = ["JOB", "Duplicate", "Tray", "content", "holding_at", "sealed_by"]
 SLOTS, ROOM, CHUNK = 3, 6000, 2048
 
 
-def content(life: int, generation: int, owner: int) -> bytes:
-    order = random.Random(f"{life} {generation} {owner}")
+def content(life: int, number: int, owner: int) -> bytes:
+    order = random.Random(f"{life} {number} {owner}")
     return order.randbytes(order.randint(1, ROOM))
 
 
@@ -68,12 +68,12 @@ class Tray:
         finally:
             sources.close()
         attached = [arena for path in self.folder.arenas() if (arena := self.folder.attach(path, epoch)) is not None]
-        whole = {holding.generation for holding in seen.holdings}
+        whole = {holding.number for holding in seen.holdings}
         if attached:
             self.arena = attached[0]
             for info in self.arena.slots():
-                if info.state in (SlotState.SEALED, SlotState.COMMITTED) and info.generation not in whole:
-                    self.arena.mark_bad(info.generation, "it is not what was sealed")
+                if info.state in (SlotState.SEALED, SlotState.COMMITTED) and info.number not in whole:
+                    self.arena.mark_bad(info.number, "it is not what was sealed")
         else:
             name = self.folder.path / f"rank-{self.index:05d}-of-{self._world:05d}-{epoch}-0.arena"
             self.arena = Arena.create(
@@ -109,9 +109,9 @@ class Tray:
         for owner, steps in self.copies._held.items():
             for step, fd in steps.items():
                 with Arena.attach(fd, job=JOB) as arena:
-                    info = next(info for info in arena.slots() if info.generation == step and info.manifest_digest)
+                    info = next(info for info in arena.slots() if info.number == step and info.manifest_digest)
                 holding = Holding(
-                    generation=step, step=info.step, epoch=info.epoch, owner=int(owner.tray), holder=self.name,
+                    number=step, step=info.step, epoch=info.epoch, owner=int(owner.tray), holder=self.name,
                     domain=self.name, tier=Tier.PEER_TRAY, digest=info.manifest_digest, layout_hash=info.layout_hash,
                     verified=True,
                 )  # fmt: skip
@@ -137,6 +137,6 @@ def holding_at(holding: Holding, tray: Tray) -> Holding:
 
 def sealed_by(holding: Holding) -> ShardSealed:
     return ShardSealed(
-        generation=holding.generation, step=holding.step, epoch=holding.epoch, owner=holding.owner, holder=holding.holder,
+        number=holding.number, step=holding.step, epoch=holding.epoch, owner=holding.owner, holder=holding.holder,
         domain=holding.domain, digest=holding.digest, layout_hash=holding.layout_hash,
     )  # fmt: skip

@@ -16,9 +16,10 @@ from typing import Any
 
 from rackrun.agent.snapshots.mirror import verify
 from rackrun.checkpoint.arena.arena import Arena
-from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, NoUsableCheckpoint
 from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, ShardSource, Tier, choose
 from rackrun.checkpoint.commit.commit_protocol import (
+    CheckpointBegan,
     Commit,
     CommitPolicy,
     Committer,
@@ -26,7 +27,6 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Deadline,
     EpochBegan,
     Event,
-    GenerationBegan,
     Heal,
     HolderJoined,
     HolderLost,
@@ -57,7 +57,7 @@ class Trays:
         self.folder, self.disk = folder, folder / "disk"
         self.disk.mkdir(parents=True)
         self.world = self.rng.randint(2, 4)
-        self.life = self.generation = 0
+        self.life = self.number = 0
         self.trays = [Tray(index, self.world, folder, self.passes) for index in range(self.world)]
         self.committer: Committer | None = None
         self.fate = Fate(None, 0)
@@ -65,13 +65,13 @@ class Trays:
         self.works: list[tuple[str, Work]] = []
         # the model
         self.lives: dict[int, int] = {}
-        """Generation -> the life that wrote it."""
+        """Checkpoint number -> the life that wrote it."""
         self.decided: set[int] = set()
-        """Generations that the coordinator has said are committed."""
+        """Checkpoints that the coordinator has said are committed."""
         self.logged: dict[int, set[int]] = {}
-        """Committed generation -> trays that have its record."""
+        """Committed checkpoint number -> trays that have its record."""
         self.copies: dict[tuple[int, int], set[tuple[str, int]]] = {}
-        """(generation, owner) -> ("arena" or "copy", tray)."""
+        """(checkpoint, owner) -> ("arena" or "copy", tray)."""
         self.on_disk = -1
 
     def passes(self, what: str) -> None:
@@ -178,18 +178,18 @@ class Trays:
             self.durable.close()
         self.records = newest_records([*records, *(record for one in seen for record in one.records)])
         if self.committer is None:
-            logged = {record.generation: record for one in seen for record in one.records}
-            self.committer = Committer(CommitPolicy(copies=2), [logged[g] for g in sorted(logged)][-2:])
+            logged = {record.number: record for one in seen for record in one.records}
+            self.committer = Committer(CommitPolicy(copies=2), [logged[n] for n in sorted(logged)][-2:])
         self.committer.handle(EpochBegan(epoch=self.life, owners=tuple(range(self.world))))
         for tray in self.trays:
             holds = [sealed_by(holding) for holding in self.inventory if holding.holder == tray.name]
             self._tell(HolderJoined(holder=tray.name, domain=tray.name, holds=tuple(holds)))
         self.inventory += on_disk
-        self.generation = max([self.generation, *(one.newest_generation for one in seen)])
+        self.number = max([self.number, *(one.newest_number for one in seen)])
 
     def floor(self) -> int:
         """What a restore must not fall behind."""
-        newest = max((g for g, trays in self.logged.items() if trays), default=-1)
+        newest = max((n for n, trays in self.logged.items() if trays), default=-1)
         if newest >= 0 and all(self.copies.get((newest, owner)) for owner in range(self.world)):
             return max(newest, self.on_disk)
         return self.on_disk
@@ -198,50 +198,50 @@ class Trays:
         while True:
             try:
                 plan = choose(self.inventory, self.records)
-            except NoUsableGeneration as error:
+            except NoUsableCheckpoint as error:
                 if self.floor() >= 0:
-                    raise Wrong(f"older: generation {self.floor()} was committed") from error
+                    raise Wrong(f"older: checkpoint {self.floor()} was committed") from error
                 self._begin_anew()
                 return None
             bad = self._read(plan)
             if bad is None:
                 break
             self.inventory.remove(bad)
-        if plan.generation < self.floor():
-            raise Wrong(f"older: generation {plan.generation}, {self.floor()} was committed; {plan.passed_over}")
-        if plan.generation not in self.decided:
-            raise Wrong(f"unverified: generation {plan.generation} was never committed")
-        return plan.generation
+        if plan.number < self.floor():
+            raise Wrong(f"older: checkpoint {plan.number}, {self.floor()} was committed; {plan.passed_over}")
+        if plan.number not in self.decided:
+            raise Wrong(f"unverified: checkpoint {plan.number} was never committed")
+        return plan.number
 
     def _read(self, plan: RestorePlan) -> Holding | None:
         """All shards, each from its nearest source, and compared. What was bad."""
         for owner, sources in plan.sources.items():
-            holding = self._holding(plan.generation, owner, sources[0])
+            holding = self._holding(plan.number, owner, sources[0])
             try:
                 data = self._bytes(holding)
             except CheckpointError:
                 return holding
-            if data != content(self.lives[plan.generation], plan.generation, owner):
+            if data != content(self.lives[plan.number], plan.number, owner):
                 raise Wrong(f"torn: {holding}")
         return None
 
-    def _holding(self, generation: int, owner: int, source: ShardSource) -> Holding:
+    def _holding(self, number: int, owner: int, source: ShardSource) -> Holding:
         return next(
             h for h in self.inventory
-            if (h.generation, h.owner, h.holder, h.tier) == (generation, owner, source.holder, source.tier)
+            if (h.number, h.owner, h.holder, h.tier) == (number, owner, source.holder, source.tier)
         )  # fmt: skip
 
     def _bytes(self, holding: Holding) -> bytes:
         if holding.tier is Tier.SHARED:
-            with self.trays[0].store.open(holding.generation) as reader:
+            with self.trays[0].store.open(holding.number) as reader:
                 return bytes(reader.read(holding.owner, 0, reader.reader(holding.owner).size))
         tray = next(tray for tray in self.trays if tray.name == holding.holder)
         if holding.tier is Tier.OWN_TRAY:
-            shard = tray.arena.reader(holding.generation)
+            shard = tray.arena.reader(holding.number)
             return b"".join(bytes(shard.chunk(index)) for index in range(len(shard.crcs)))
         fd = next(fd for held, fd in tray.held() if held == holding)
         with Arena.attach(fd, job=JOB) as arena:
-            shard = arena.reader(holding.generation, owner=holding.owner)
+            shard = arena.reader(holding.number, owner=holding.owner)
             return b"".join(bytes(shard.chunk(index)) for index in range(len(shard.crcs)))
 
     def _begin_anew(self) -> None:
@@ -256,26 +256,26 @@ class Trays:
         assert self.committer is not None
         for record in self.committer.committed.values():
             self._announce(record)  # who has come since
-        if sum(any(self.copies.get((g, o)) for o in range(self.world)) for g in self.committer.keep()) > 1:
+        if sum(any(self.copies.get((n, o)) for o in range(self.world)) for n in self.committer.keep()) > 1:
             return  # there is no room for another copy: the newer is healed and confirmed first
-        self.generation += 1
-        g, step = self.generation, self.life * 100 + self.generation % 100
-        self.lives[g] = self.life
-        self.committer.handle(GenerationBegan(generation=g, step=step))
+        self.number += 1
+        n, step = self.number, self.life * 100 + self.number % 100
+        self.lives[n] = self.life
+        self.committer.handle(CheckpointBegan(number=n, step=step))
         keep = self.committer.keep()
         for tray in self.trays:
-            self.works.append((f"save {tray.index}", self._save(tray, g, step, keep)))
+            self.works.append((f"save {tray.index}", self._save(tray, n, step, keep)))
         if self.rng.random() < 0.1:
-            self.works.append(("coordinator", self._deadline(g)))
+            self.works.append(("coordinator", self._deadline(n)))
 
-    def _deadline(self, g: int) -> Work:
+    def _deadline(self, n: int) -> Work:
         for _ in range(self.rng.randint(0, 60)):
             yield
-        self._tell(Deadline(generation=g))
+        self._tell(Deadline(number=n))
 
-    def _save(self, tray: Tray, g: int, step: int, keep: tuple[int, ...]) -> Work:
-        data = content(self.life, g, tray.index)
-        writer = tray.arena.begin(g, step, keep=keep)
+    def _save(self, tray: Tray, n: int, step: int, keep: tuple[int, ...]) -> Work:
+        data = content(self.life, n, tray.index)
+        writer = tray.arena.begin(n, step, keep=keep)
         half = len(data) // 2
         writer.payload[:half] = data[:half]
         yield
@@ -284,14 +284,14 @@ class Trays:
             writer.abandon()
             return
         writer.seal(len(data), f"layout {len(data)}")
-        self.copies.setdefault((g, tray.index), set()).add(("arena", tray.index))
+        self.copies.setdefault((n, tray.index), set()).add(("arena", tray.index))
         yield
-        self._sealed(tray, g, tray.index, tray.arena)
+        self._sealed(tray, n, tray.index, tray.arena)
         yield
         holder = self.trays[(tray.index + 1) % self.world]
-        yield from self._push(tray.index, g, lambda: tray.arena._file.fd, holder)
+        yield from self._push(tray.index, n, lambda: tray.arena._file.fd, holder)
 
-    def _push(self, owner: int, g: int, source: Callable[[], int], holder: Tray) -> Work:
+    def _push(self, owner: int, n: int, source: Callable[[], int], holder: Tray) -> Work:
         """The bytes as they are, in pieces; the holder verifies them before it keeps them."""
         assert self.committer is not None
         fd = -1
@@ -302,27 +302,27 @@ class Trays:
                 os.pwrite(fd, os.pread(source(), PIECE, at), at)
                 yield
             try:
-                verify(fd, g)
+                verify(fd, n)
             except CheckpointError:
                 return  # it has been overwritten meanwhile
             besides = self.committer.newest
-            holder.copies.keep(str(owner), 0, 0, g, fd)
-            holder.copies.prune(besides.generation if besides else -1)
+            holder.copies.keep(str(owner), 0, 0, n, fd)
+            holder.copies.prune(besides.number if besides else -1)
             with Arena.attach(fd, job=JOB) as arena:
-                self.copies.setdefault((g, owner), set()).add(("copy", holder.index))
+                self.copies.setdefault((n, owner), set()).add(("copy", holder.index))
                 fd = -1
                 yield
-                self._sealed(holder, g, owner, arena)
+                self._sealed(holder, n, owner, arena)
         finally:
             if fd >= 0 and fd not in {kept for _, kept in holder.held()}:
                 os.close(fd)
 
-    def _sealed(self, holder: Tray, g: int, owner: int, arena: Arena) -> None:
-        info = next((one for one in arena.slots() if one.generation == g and one.manifest_digest), None)
+    def _sealed(self, holder: Tray, n: int, owner: int, arena: Arena) -> None:
+        info = next((one for one in arena.slots() if one.number == n and one.manifest_digest), None)
         if info is not None:
             self._tell(
                 ShardSealed(
-                    generation=g, step=info.step, epoch=info.epoch, owner=owner, holder=holder.name, domain=holder.name,
+                    number=n, step=info.step, epoch=info.epoch, owner=owner, holder=holder.name, domain=holder.name,
                     digest=info.manifest_digest, layout_hash=info.layout_hash,
                 )
             )  # fmt: skip
@@ -332,16 +332,16 @@ class Trays:
         assert self.committer is not None
         for output in self.committer.handle(event):
             if isinstance(output, Commit):
-                g = output.record.generation
-                self.decided.add(g)
-                if any(len({at for _, at in self.copies[g, owner]}) < 2 for owner in range(self.world)):
-                    raise Wrong(f"unverified: generation {g} was committed with too few copies")
+                n = output.record.number
+                self.decided.add(n)
+                if any(len({at for _, at in self.copies[n, owner]}) < 2 for owner in range(self.world)):
+                    raise Wrong(f"unverified: checkpoint {n} was committed with too few copies")
                 self._announce(output.record)
                 if self.rng.random() < 0.4:
                     self.works.append(("flush", self._flush(output.record)))
             elif isinstance(output, Retire) and self.rng.random() < 0.5:
                 for tray in self.trays:
-                    self.works.append((f"release {tray.index}", self._release(tray, output.generation)))
+                    self.works.append((f"release {tray.index}", self._release(tray, output.number)))
             elif isinstance(output, Heal):
                 self.works.append((f"heal {output.to}", self._heal(output)))
 
@@ -350,19 +350,19 @@ class Trays:
             self.works.append((f"commit {tray.index}", self._commit(tray, record)))
 
     def _commit(self, tray: Tray, record: CommitRecord) -> Work:
-        g = record.generation
+        n = record.number
         tray.folder.remember(record)
-        self.logged.setdefault(g, set()).add(tray.index)
+        self.logged.setdefault(n, set()).add(tray.index)
         yield
-        with contextlib.suppress(NoUsableGeneration):
-            tray.arena.commit(g)
+        with contextlib.suppress(NoUsableCheckpoint):
+            tray.arena.commit(n)
         yield
-        self._tell(Confirmed(generation=g, holder=tray.name))
+        self._tell(Confirmed(number=n, holder=tray.name))
 
-    def _release(self, tray: Tray, g: int) -> Work:
+    def _release(self, tray: Tray, n: int) -> Work:
         yield
         with contextlib.suppress(CheckpointError):
-            tray.arena.release(g)
+            tray.arena.release(n)
 
     def _heal(self, heal: Heal) -> Work:
         """From wherever there is one."""
@@ -370,41 +370,39 @@ class Trays:
         to = next(tray for tray in self.trays if tray.name == heal.to)
         for tray in self.trays:
             for holding, fd in tray.held():
-                if (holding.generation, holding.owner) == (heal.generation, heal.owner) and tray is not to:
+                if (holding.number, holding.owner) == (heal.number, heal.owner) and tray is not to:
                     with contextlib.closing(Duplicate(fd)) as source:
-                        yield from self._push(heal.owner, heal.generation, lambda source=source: source.fd, to)  # type: ignore[misc]
+                        yield from self._push(heal.owner, heal.number, lambda source=source: source.fd, to)  # type: ignore[misc]
                     return
         owner = self.trays[heal.owner]
-        if owner is not to and any(
-            info.generation == heal.generation and info.manifest_digest for info in owner.arena.slots()
-        ):
-            yield from self._push(heal.owner, heal.generation, lambda: owner.arena._file.fd, to)
+        if owner is not to and any(info.number == heal.number and info.manifest_digest for info in owner.arena.slots()):
+            yield from self._push(heal.owner, heal.number, lambda: owner.arena._file.fd, to)
 
     # -- the durable tier
     def _flush(self, record: CommitRecord) -> Work:
         """Each shard from its owner, or from who holds a copy; any rank finishes."""
         assert self.committer is not None
-        committer, g = self.committer, record.generation
-        committer.handle(Pinned(generation=g, by="flush"))
-        writer = self.rng.choice(self.trays).store.writer(g, record.step, record.epoch, self.world)
+        committer, n = self.committer, record.number
+        committer.handle(Pinned(number=n, by="flush"))
+        writer = self.rng.choice(self.trays).store.writer(n, record.step, record.epoch, self.world)
         written = 0
         for owner in range(self.world):
             yield
-            written += self._flush_shard(writer, g, owner)
-        committer.handle(Unpinned(generation=g, by="flush"))
+            written += self._flush_shard(writer, n, owner)
+        committer.handle(Unpinned(number=n, by="flush"))
         if written == self.world and writer.finish():
-            self.on_disk = max(self.on_disk, g)
+            self.on_disk = max(self.on_disk, n)
             yield
             collect(self.trays[0].store, Retention(2), epoch=self.life, now=lambda: 1e12, orphan_ttl_s=100.0)
 
-    def _flush_shard(self, writer: Any, g: int, owner: int) -> bool:
-        copies = [fd for tray in self.trays for h, fd in tray.held() if (h.generation, h.owner) == (g, owner)]
+    def _flush_shard(self, writer: Any, n: int, owner: int) -> bool:
+        copies = [fd for tray in self.trays for h, fd in tray.held() if (h.number, h.owner) == (n, owner)]
         with contextlib.ExitStack() as opened:
             arenas = [self.trays[owner].arena] if self.rng.random() < 0.7 else []
             arenas += [opened.enter_context(Arena.attach(fd, job=JOB)) for fd in copies]  # as for a dead owner
             for arena in arenas:
-                with contextlib.suppress(CheckpointError), arena.lease(g):
-                    reader = arena.reader(g, owner=owner)
+                with contextlib.suppress(CheckpointError), arena.lease(n):
+                    reader = arena.reader(n, owner=owner)
                     if writer.write_shard(
                         owner, reader, reader.layout_hash, reader.crcs, chunk_bytes=arena.chunk_bytes
                     ):
@@ -427,12 +425,12 @@ class Trays:
                 sealed = [info for info in arena.slots() if info.manifest_digest and info.payload_bytes]
                 if not sealed:
                     return ""
-                newest = max(sealed, key=lambda info: info.generation)
+                newest = max(sealed, key=lambda info: info.number)
                 at = arena._superblock.geometry.payload_at(newest.index) + self.rng.randrange(newest.payload_bytes)
             byte = os.pread(file.fileno(), 1, at)[0] ^ (1 << self.rng.randrange(8))
             os.pwrite(file.fileno(), bytes([byte]), at)
-        self.copies.get((newest.generation, owner), set()).discard(place)
-        self.story.append(f"bit flipped in generation {newest.generation}, {place} of rank {owner}")
+        self.copies.get((newest.number, owner), set()).discard(place)
+        self.story.append(f"bit flipped in checkpoint {newest.number}, {place} of rank {owner}")
         return "bit flipped"
 
     def close(self) -> None:

@@ -108,14 +108,14 @@ def keep(state: dict[str, Any], path: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    for generation, name in (("run/gen-000000000000", "0.pt"), ("run", "1.pt")):
+    for number, name in (("run/gen-000000000000", "0.pt"), ("run", "1.pt")):
         model, optimizer = trainer(seed=7)
         state = state_of(model, optimizer, step=-1, note="")
-        dcp.load(state, checkpoint_id=folder / generation, storage_reader=RackrunStorageReader())
+        dcp.load(state, checkpoint_id=folder / number, storage_reader=RackrunStorageReader())
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         found = whole(state_of(model, optimizer, step=state["step"], note=state["note"]))
         different = differences(found, torch.load(folder / name, weights_only=True))
-        assert not different, f"{generation}: {different}"
+        assert not different, f"{number}: {different}"
     (folder / f"loaded-{dist.get_rank()}").touch()
 
 

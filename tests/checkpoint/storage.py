@@ -1,4 +1,4 @@
-"""Storage that misbehaves on purpose, and small generations to try it with.
+"""Storage that misbehaves on purpose, and small checkpoints to try it with.
 
 `Failing` reports an error at the n-th call. `Crashing` ends the "process" there: every later call ends it again, so no
 clean-up runs. `PowerLoss` also takes away what was not synced: the bytes of files, and names, latest first, in each
@@ -20,7 +20,7 @@ from typing import Any
 
 from rackrun.checkpoint.base.digest import chunk_crcs
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.durable.files import Files
 from rackrun.protocol import crash_points
 
@@ -217,22 +217,22 @@ class PowerLoss(Crashing):
         self.undo, self.dirty, self.directories = [], {}, {}
 
 
-# -- generations
-def payload_of(generation: int, rank: int) -> bytes:
-    return random.Random(f"{generation}/{rank}").randbytes(3 * CHUNK + 10 * rank + generation % 7)
+# -- checkpoints
+def payload_of(number: int, rank: int) -> bytes:
+    return random.Random(f"{number}/{rank}").randbytes(3 * CHUNK + 10 * rank + number % 7)
 
 
-def shard_args(generation: int, rank: int) -> tuple[int, memoryview, str, Any]:
-    payload = memoryview(payload_of(generation, rank))
+def shard_args(number: int, rank: int) -> tuple[int, memoryview, str, Any]:
+    payload = memoryview(payload_of(number, rank))
     return rank, payload, f"layout-{rank}", chunk_crcs(payload, CHUNK)
 
 
-def write_shard(writer: GenerationWriter, rank: int) -> bool:
-    return writer.write_shard(*shard_args(writer.generation, rank), chunk_bytes=CHUNK)
+def write_shard(writer: CheckpointWriter, rank: int) -> bool:
+    return writer.write_shard(*shard_args(writer.number, rank), chunk_bytes=CHUNK)
 
 
-def save(store: DurableStore, generation: int, *, epoch: int = 1, world: int = WORLD) -> bool:
-    writer = store.writer(generation, 10 * generation, epoch, world)
+def save(store: DurableStore, number: int, *, epoch: int = 1, world: int = WORLD) -> bool:
+    writer = store.writer(number, 10 * number, epoch, world)
     written = [write_shard(writer, rank) for rank in range(world)]
     return writer.finish() and all(written)
 
@@ -242,19 +242,19 @@ def store_at(root: Path, files: Files | None = None) -> DurableStore:
 
 
 def whole(root: Path) -> list[int]:
-    """The generations that a reader sees, newest first, after all their bytes were read and compared."""
+    """The checkpoints that a reader sees, newest first, after all their bytes were read and compared."""
     store = store_at(root)
-    found = store.generations()
+    found = store.checkpoints()
     for info in found:
-        verification = store.verify(info.generation)
+        verification = store.verify(info.number)
         assert verification.ok, verification
-        assert info.step == 10 * info.generation
-        with store.open(info.generation) as reader:
+        assert info.step == 10 * info.number
+        with store.open(info.number) as reader:
             for rank in range(info.world_size):
-                expected = payload_of(info.generation, rank)
+                expected = payload_of(info.number, rank)
                 assert bytes(reader.read(rank, 0, len(expected))) == expected
                 assert reader.reader(rank).size == len(expected)
-    return [info.generation for info in found]
+    return [info.number for info in found]
 
 
 # -- processes

@@ -23,7 +23,7 @@ from rackrun.checkpoint.base.errors import (
     CheckpointError,
     DuplicateOwner,
     IntegrityError,
-    NoUsableGeneration,
+    NoUsableCheckpoint,
     StaleEpoch,
 )
 from tests.checkpoint.arenas import CHUNK, JOB, ROOM, content, create, read, save, states
@@ -68,7 +68,7 @@ def test_a_sealed_image_reads_back_byte_for_byte(path: Path):
         assert b"".join(reader.chunk(i) for i in range(3)) == content(1) == reader.payload
         assert len(reader.crcs) == 3
         (info, free) = arena.slots()
-        assert (info.state, info.generation, info.step, info.epoch, info.kind) == (SlotState.SEALED, 1, 10, 1, "data")
+        assert (info.state, info.number, info.step, info.epoch, info.kind) == (SlotState.SEALED, 1, 10, 1, "data")
         assert (info.owner, info.payload_bytes, info.layout_hash) == (3, ROOM, f"layout-{ROOM}")
         assert free.state is SlotState.FREE
         del reader
@@ -197,15 +197,15 @@ def test_all_memory_is_allocated_and_faulted_in_at_create(tmp_path: Path):
 
 def test_slots_are_written_in_turn(path: Path):
     with create(path) as arena:
-        assert [save(arena, g) for g in range(1, 6)] == [0, 1, 0, 1, 0]
+        assert [save(arena, n) for n in range(1, 6)] == [0, 1, 0, 1, 0]
         assert states(arena) == [("COMMITTED", 5), ("COMMITTED", 4)]
 
 
-def test_the_newest_committed_generation_is_never_written_over(path: Path):
+def test_the_newest_committed_checkpoint_is_never_written_over(path: Path):
     with create(path) as arena:
         save(arena, 1)
-        for generation in range(2, 6):
-            assert save(arena, generation, commit=False) == 1
+        for number in range(2, 6):
+            assert save(arena, number, commit=False) == 1
             assert read(arena, 1) == content(1)
 
 
@@ -213,18 +213,18 @@ def test_without_a_slot_that_may_be_written_over_begin_refuses(path: Path):
     with create(path) as arena:
         save(arena, 1)
         save(arena, 2, commit=False)
-        with pytest.raises(CheckpointError, match=r"has no slot .* generations \[2\] must stay"):
+        with pytest.raises(CheckpointError, match=r"has no slot .* checkpoints \[2\] must stay"):
             arena.begin(3, 30, keep={2})
         assert states(arena) == [("COMMITTED", 1), ("SEALED", 2)]
 
 
 def test_the_oldest_goes_first_and_bad_ones_before_it(path: Path):
     with create(path, slots=3) as arena:
-        for generation in (1, 2, 3):
-            save(arena, generation)
+        for number in (1, 2, 3):
+            save(arena, number)
         arena.mark_bad(2, "NaN after restore")
         assert arena.slots()[1].reason == "NaN after restore"
-        assert [save(arena, g, commit=False) for g in (4, 5)] == [1, 0]
+        assert [save(arena, n, commit=False) for n in (4, 5)] == [1, 0]
 
 
 def test_the_newest_of_each_owner_and_kind_is_kept(path: Path):
@@ -232,13 +232,13 @@ def test_the_newest_of_each_owner_and_kind_is_kept(path: Path):
         save(arena, 1)
         save(arena, 1, owner=9)
         save(arena, 1, kind="parity", owner=0)
-        for generation in (2, 3):
-            assert save(arena, generation, commit=False) == 3
+        for number in (2, 3):
+            assert save(arena, number, commit=False) == 3
         arena.commit(3)
         assert save(arena, 4) == 0  # own data, superseded by 3; the mirror and the parity have no newer one
 
 
-def test_a_generation_is_written_once(path: Path):
+def test_a_checkpoint_is_written_once(path: Path):
     with create(path) as arena:
         save(arena, 1)
         with pytest.raises(CheckpointError, match="written once"):
@@ -267,7 +267,7 @@ def test_a_slot_that_a_dead_process_was_writing_is_free(path: Path):
         assert read(arena, 2) == content(2)
 
 
-def test_a_leased_generation_is_not_written_over(path: Path):
+def test_a_leased_checkpoint_is_not_written_over(path: Path):
     with create(path) as arena:
         save(arena, 1)
         save(arena, 2)
@@ -299,13 +299,13 @@ def test_what_is_not_there_cannot_be_leased_read_committed_or_released(path: Pat
     with create(path) as arena:
         with arena.begin(1, 10):
             for act in (arena.lease(1).__enter__, lambda: arena.reader(1), lambda: arena.commit(1)):
-                with pytest.raises(NoUsableGeneration, match="generation 1"):
+                with pytest.raises(NoUsableCheckpoint, match="checkpoint 1"):
                     act()
-        with pytest.raises(NoUsableGeneration):
+        with pytest.raises(NoUsableCheckpoint):
             arena.release(1)
 
 
-def test_the_newest_committed_generation_is_not_released(path: Path):
+def test_the_newest_committed_checkpoint_is_not_released(path: Path):
     with create(path) as arena:
         save(arena, 1)
         with pytest.raises(CheckpointError, match="newest committed"):
@@ -322,25 +322,25 @@ def test_commit_again_is_no_error(path: Path):
         assert states(arena)[0] == ("COMMITTED", 1)
 
 
-def test_a_bad_generation_is_no_source(path: Path):
+def test_a_bad_checkpoint_is_no_source(path: Path):
     with create(path) as arena:
         save(arena, 1)
         arena.mark_bad(1, "x" * 500)
-        with pytest.raises(NoUsableGeneration):
+        with pytest.raises(NoUsableCheckpoint):
             arena.reader(1)
         assert 0 < len(arena.slots()[0].reason) < 500
 
 
-@pytest.mark.parametrize("generation", [-1, 2**63])
-def test_generations_out_of_bounds_are_refused(path: Path, generation: int):
+@pytest.mark.parametrize("number", [-1, 2**63])
+def test_checkpoints_out_of_bounds_are_refused(path: Path, number: int):
     with create(path) as arena:
-        with pytest.raises(CheckpointError, match="generation is"):
-            arena.begin(generation, 0)
+        with pytest.raises(CheckpointError, match="checkpoint number is"):
+            arena.begin(number, 0)
         with pytest.raises(CheckpointError, match="step is"):
-            arena.begin(1, generation if generation > 0 else -2)
+            arena.begin(1, number if number > 0 else -2)
         with arena.begin(2**63 - 1, -1) as writer:
             writer.seal(0, "")
-        assert [slot.generation for slot in arena.slots()] == [2**63 - 1, -1]
+        assert [slot.number for slot in arena.slots()] == [2**63 - 1, -1]
 
 
 # -- who may write
@@ -417,7 +417,7 @@ def test_a_reader_sees_the_slots_of_one_moment(path: Path, monkeypatch: pytest.M
 
         def header(index: int) -> SlotHeader:
             found = plain(index)
-            if found.generation == 2 and found.state is SlotState.SEALED:  # after the first look at slot 0
+            if found.number == 2 and found.state is SlotState.SEALED:  # after the first look at slot 0
                 arena.commit(2)
                 arena.begin(3, 30)
             return found

@@ -1,6 +1,6 @@
 """Crashes: real processes that die by SIGKILL at a named point, at a random one, or at any moment, against a simple model.
 
-After each, a reader finds every generation that the model says is whole, byte for byte, and no other.
+After each, a reader finds every checkpoint that the model says is whole, byte for byte, and no other.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def create(path: Path, slots: int = 2) -> Arena:
     return Arena.create(path, job=JOB, rank=0, epoch=1, slots=slots, payload_bytes=ROOM, chunk_bytes=CHUNK)
 
 
-def content(generation: int) -> bytes:
-    order = random.Random(generation)
+def content(number: int) -> bytes:
+    order = random.Random(number)
     return order.randbytes(order.randrange(ROOM + 1))
 
 
-def copy_and_seal(arena: Arena, generation: int, at: Callable[[str], None]) -> Callable[[], None]:
+def copy_and_seal(arena: Arena, number: int, at: Callable[[str], None]) -> Callable[[], None]:
     """Begins; what it returns does the rest."""
-    writer = arena.begin(generation, generation)
+    writer = arena.begin(number, number)
 
     def rest() -> None:
-        data = content(generation)
+        data = content(number)
         for start in range(0, len(data), 300):
             at(COPY)
             piece = data[start : start + 300]
@@ -100,16 +100,16 @@ def die(_: str = "") -> None:
 
 
 def whole(arena: Arena) -> dict[int, SlotState]:
-    """Generation -> state, each read and compared."""
+    """Checkpoint number -> state, each read and compared."""
     found = {}
     for slot in arena.slots():
-        assert slot.state is not SlotState.BAD or slot.generation >= 0, "a damaged header"
+        assert slot.state is not SlotState.BAD or slot.number >= 0, "a damaged header"
         if slot.state in (SlotState.SEALED, SlotState.COMMITTED):
-            assert slot.generation not in found
-            reader = arena.reader(slot.generation)
+            assert slot.number not in found
+            reader = arena.reader(slot.number)
             reader.verify()
-            assert reader.payload == content(slot.generation), f"generation {slot.generation} is torn"
-            found[slot.generation] = slot.state
+            assert reader.payload == content(slot.number), f"checkpoint {slot.number} is torn"
+            found[slot.number] = slot.state
     return found
 
 
@@ -118,42 +118,42 @@ def look(path: Path) -> dict[int, SlotState]:
         return whole(arena)
 
 
-# -- a model: which generations are whole, and what each act does to them
+# -- a model: which checkpoints are whole, and what each act does to them
 
 Act = tuple[str, int]
 Model = dict[int, SlotState]
 
 
 def newest_committed(model: Model) -> int:
-    return max((g for g, state in model.items() if state is SlotState.COMMITTED), default=-1)
+    return max((n for n, state in model.items() if state is SlotState.COMMITTED), default=-1)
 
 
 def after(model: Model, act: Act, slots: int) -> Model:
-    name, generation = act
+    name, number = act
     model = dict(model)
     if name == "begin" and len(model) == slots:
-        model.pop(min(g for g in model if g != newest_committed(model)), None)
+        model.pop(min(n for n in model if n != newest_committed(model)), None)
     elif name == "seal":
-        model[generation] = SlotState.SEALED
+        model[number] = SlotState.SEALED
     elif name == "commit":
-        model[generation] = SlotState.COMMITTED
+        model[number] = SlotState.COMMITTED
     elif name in ("release", "mark_bad"):
-        del model[generation]
+        del model[number]
     return model
 
 
-def script(order: random.Random, model: Model, generation: int, slots: int) -> list[Act]:
+def script(order: random.Random, model: Model, number: int, slots: int) -> list[Act]:
     """What one process does in its life: acts that are allowed where they stand."""
     acts: list[Act] = []
     for _ in range(order.randrange(1, 6)):
-        able = [g for g in model if g != newest_committed(model)]
+        able = [n for n in model if n != newest_committed(model)]
         choice = order.random()
         if choice < 0.6 or not model:
-            generation += 1
+            number += 1
             end = order.choice(["seal", "seal", "seal", "abandon"])
-            new: list[Act] = [("begin", generation), (end, generation)]
+            new: list[Act] = [("begin", number), (end, number)]
             if end == "seal" and order.random() < 0.8:
-                new.append(("commit", generation))
+                new.append(("commit", number))
         elif choice < 0.75 and able:
             new = [("release", order.choice(able))]
         elif choice < 0.8:
@@ -168,20 +168,20 @@ def script(order: random.Random, model: Model, generation: int, slots: int) -> l
 
 def play(arena: Arena, acts: list[Act], at: Callable[[str], None], begun: Callable[[int], None]) -> None:
     rest: Callable[[], None] = lambda: None  # noqa: E731
-    for index, (name, generation) in enumerate(acts):
+    for index, (name, number) in enumerate(acts):
         begun(index)
         if name == "begin":
-            rest = copy_and_seal(arena, generation, at)
+            rest = copy_and_seal(arena, number, at)
         elif name == "seal":
             rest()
         elif name == "abandon":
             arena._writers[0].abandon()
         elif name == "commit":
-            arena.commit(generation)
+            arena.commit(number)
         elif name == "release":
-            arena.release(generation)
+            arena.release(number)
         else:
-            arena.mark_bad(generation, "chosen by the test")
+            arena.mark_bad(number, "chosen by the test")
     begun(len(acts))
     arena.close()
 
@@ -323,13 +323,13 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
     end, run = (die, by_kill) if kill else (stop, by_stop)
     slots = order.choice([2, 2, 3, 4])
     model: Model = {}
-    generation, epoch, begun, where = 0, 1, Shared(), Shared()
+    number, epoch, begun, where = 0, 1, Shared(), Shared()
     names = [COPY, *points()]
     ends = dict.fromkeys(names, 0)
     create(path, slots).close()
     while sum(ends.values()) < crashes:
-        acts = script(order, model, generation, slots)
-        generation = max([generation, *(g for _, g in acts)])
+        acts = script(order, model, number, slots)
+        number = max([number, *(n for _, n in acts)])
         epoch += order.random() < 0.3
         left = [order.randrange(1, 5 * len(acts) + 6)]
 
@@ -363,7 +363,7 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
     [(False, 800), pytest.param(False, 2000, marks=pytest.mark.stories), (True, 100)],
     ids=["stops", "more stops", "kills"],
 )
-def test_hundreds_of_crashes_never_lose_the_newest_committed_generation(tmp_path: Path, kill: bool, crashes: int):
+def test_hundreds_of_crashes_never_lose_the_newest_committed_checkpoint(tmp_path: Path, kill: bool, crashes: int):
     ends: Counter[str] = Counter()
     for seed in range(crashes // 50):
         ends.update(crash_again_and_again(tmp_path / f"arena-{seed}", seed, 50, kill=kill))
@@ -383,21 +383,21 @@ def test_many_more_kills(tmp_path: Path):
 
 def test_a_kill_at_any_moment_never_shows_less_than_was_committed(path: Path):
     create(path, slots=3).close()
-    generation = 0
+    number = 0
     for life in range(60):
         told, tell = os.pipe()
 
-        def live(tell: int = tell, life: int = life, generation: int = generation) -> None:
+        def live(tell: int = tell, life: int = life, number: int = number) -> None:
             arena = Arena.attach(path, job=JOB, writable=True, epoch=life + 1)
             while True:
-                generation += 1
-                copy_and_seal(arena, generation, lambda _: None)()
-                arena.commit(generation)
-                os.write(tell, struct.pack("<q", generation))
+                number += 1
+                copy_and_seal(arena, number, lambda _: None)()
+                arena.commit(number)
+                os.write(tell, struct.pack("<q", number))
 
         pid = fork(live)
         os.close(tell)
-        committed = generation
+        committed = number
         for _ in range(random.Random(life).randrange(1, 5)):  # the kill then falls anywhere in the next saves
             (committed,) = struct.unpack("<q", os.read(told, 8))
         os.kill(pid, signal.SIGKILL)
@@ -407,8 +407,8 @@ def test_a_kill_at_any_moment_never_shows_less_than_was_committed(path: Path):
         os.close(told)
         found = look(path)
         assert newest_committed(found) in (committed, committed + 1)
-        generation = max(found)
-        generation += 1  # it may have been begun
+        number = max(found)
+        number += 1  # it may have been begun
 
 
 def test_a_fenced_writer_that_lives_on_is_refused_and_mixes_nothing_in(path: Path):
@@ -421,9 +421,9 @@ def test_a_fenced_writer_that_lives_on_is_refused_and_mixes_nothing_in(path: Pat
             with Arena.attach(path, job=JOB, writable=True, epoch=epoch) as arena:
                 os.write(tell, b"+")
                 with contextlib.suppress(StaleEpoch):
-                    for generation in range(first, first + 10_000):
-                        copy_and_seal(arena, generation, lambda _: None)()
-                        arena.commit(generation)
+                    for number in range(first, first + 10_000):
+                        copy_and_seal(arena, number, lambda _: None)()
+                        arena.commit(number)
                     raise AssertionError("it was never refused")
 
         pid = fork(live)

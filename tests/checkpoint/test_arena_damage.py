@@ -254,7 +254,7 @@ def test_garbage_is_no_arena(garbage: bytes):
 
 
 def test_every_single_bit_flip_of_a_record_makes_it_invalid():
-    sealed = SlotHeader(bytes(range(16)), 1, SlotState.COMMITTED, generation=5, step=50, digest=bytes(range(32)))
+    sealed = SlotHeader(bytes(range(16)), 1, SlotState.COMMITTED, number=5, step=50, digest=bytes(range(32)))
     for record in (_superblock(), sealed):
         data = bytearray(record.encode())
         assert type(record).decode(bytes(data)) == record
@@ -265,8 +265,8 @@ def test_every_single_bit_flip_of_a_record_makes_it_invalid():
 
 
 @pytest.fixture
-def two_generations(path: Path) -> Iterator[tuple[Arena, mmap.mmap]]:
-    """An arena with generations 1 and 2, opened to read, and its file to be damaged."""
+def two_checkpoints(path: Path) -> Iterator[tuple[Arena, mmap.mmap]]:
+    """An arena with checkpoints 1 and 2, opened to read, and its file to be damaged."""
     with create(path) as arena:
         save(arena, 1)
         save(arena, 2, commit=False)
@@ -284,25 +284,25 @@ def _flips(damage: mmap.mmap, extents: list[tuple[int, int]]) -> Iterator[int]:
                 damage[at] ^= 1 << bit
 
 
-def _is_whole(arena: Arena, generation: int) -> bool:
+def _is_whole(arena: Arena, number: int) -> bool:
     """False when its damage was detected and named; an AssertionError when it was not detected."""
     try:
-        assert read(arena, generation) == content(generation)
+        assert read(arena, number) == content(number)
     except IntegrityError as error:
-        return f"generation {generation} " not in str(error)
+        return f"checkpoint {number} " not in str(error)
     return True
 
 
-def test_every_single_bit_flip_of_a_superblock_is_harmless(path: Path, two_generations: tuple[Arena, mmap.mmap]):
-    arena, damage = two_generations
+def test_every_single_bit_flip_of_a_superblock_is_harmless(path: Path, two_checkpoints: tuple[Arena, mmap.mmap]):
+    arena, damage = two_checkpoints
     copies = [(0, RECORD_BYTES), (PAGE, PAGE + RECORD_BYTES)]
     for _ in _flips(damage, copies):
         with Arena.attach(path, job=JOB) as opened:
             assert opened._superblock == arena._superblock
 
 
-def test_every_single_bit_flip_of_a_header_is_harmless(two_generations: tuple[Arena, mmap.mmap]):
-    arena, damage = two_generations
+def test_every_single_bit_flip_of_a_header_is_harmless(two_checkpoints: tuple[Arena, mmap.mmap]):
+    arena, damage = two_checkpoints
     before, geometry = arena.slots(), arena._superblock.geometry
     for slot in (0, 1):
         at = geometry.header_at(slot)
@@ -312,8 +312,8 @@ def test_every_single_bit_flip_of_a_header_is_harmless(two_generations: tuple[Ar
     assert _is_whole(arena, 2)
 
 
-def test_every_single_bit_flip_of_a_chunk_table_or_payload_is_detected(two_generations: tuple[Arena, mmap.mmap]):
-    arena, damage = two_generations
+def test_every_single_bit_flip_of_a_chunk_table_or_payload_is_detected(two_checkpoints: tuple[Arena, mmap.mmap]):
+    arena, damage = two_checkpoints
     before, geometry = arena.slots(), arena._superblock.geometry
     for slot in (0, 1):
         table, payload = geometry.table_at(slot), geometry.payload_at(slot)
@@ -324,8 +324,8 @@ def test_every_single_bit_flip_of_a_chunk_table_or_payload_is_detected(two_gener
     assert arena.slots() == before
 
 
-def test_the_rest_of_the_file_is_never_read(path: Path, two_generations: tuple[Arena, mmap.mmap]):
-    arena, damage = two_generations
+def test_the_rest_of_the_file_is_never_read(path: Path, two_checkpoints: tuple[Arena, mmap.mmap]):
+    arena, damage = two_checkpoints
     before, geometry = arena.slots(), arena._superblock.geometry
     used = [(0, RECORD_BYTES), (PAGE, PAGE + RECORD_BYTES)]
     for slot in (0, 1):
@@ -340,23 +340,23 @@ def test_the_rest_of_the_file_is_never_read(path: Path, two_generations: tuple[A
         image[~read_bytes] ^= 1 << bit
         with Arena.attach(path, job=JOB) as opened:
             assert opened.slots() == arena.slots() == before
-            assert all(_is_whole(opened, generation) for generation in (1, 2))
+            assert all(_is_whole(opened, number) for number in (1, 2))
     del image
 
 
-def test_a_flip_says_which_chunk_and_leaves_the_others_readable(two_generations: tuple[Arena, mmap.mmap]):
-    arena, damage = two_generations
+def test_a_flip_says_which_chunk_and_leaves_the_others_readable(two_checkpoints: tuple[Arena, mmap.mmap]):
+    arena, damage = two_checkpoints
     damage[arena._superblock.geometry.payload_at(0) + CHUNK + 5] ^= 1
     reader = arena.reader(1)
     assert reader.chunk(0) == content(1)[:CHUNK]
     assert reader.chunk(2) == content(1)[2 * CHUNK :]
-    with pytest.raises(IntegrityError, match=r"chunk 1 of generation 1 \(data of rank 3\) in slot 0"):
+    with pytest.raises(IntegrityError, match=r"chunk 1 of checkpoint 1 \(data of rank 3\) in slot 0"):
         reader.chunk(1)
     del reader
 
 
-def test_a_generation_with_a_damaged_table_is_not_committed(two_generations: tuple[Arena, mmap.mmap], path: Path):
-    reader, damage = two_generations
+def test_a_checkpoint_with_a_damaged_table_is_not_committed(two_checkpoints: tuple[Arena, mmap.mmap], path: Path):
+    reader, damage = two_checkpoints
     damage[reader._superblock.geometry.table_at(1)] ^= 1
     with Arena.attach(path, job=JOB, writable=True, epoch=1) as arena:
         with pytest.raises(IntegrityError, match="chunk table"):
@@ -365,9 +365,9 @@ def test_a_generation_with_a_damaged_table_is_not_committed(two_generations: tup
 
 
 def test_a_slot_with_both_headers_lost_is_bad_and_is_written_again(
-    two_generations: tuple[Arena, mmap.mmap], path: Path
+    two_checkpoints: tuple[Arena, mmap.mmap], path: Path
 ):
-    reader, damage = two_generations
+    reader, damage = two_checkpoints
     at = reader._superblock.geometry.header_at(1)
     damage[at : at + 2 * PAGE] = bytes(2 * PAGE)
     assert reader.slots()[1].state is SlotState.BAD
@@ -377,9 +377,9 @@ def test_a_slot_with_both_headers_lost_is_bad_and_is_written_again(
 
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_the_only_whole_copy_of_a_record_is_written_last(
-    two_generations: tuple[Arena, mmap.mmap], path: Path, damaged: int
+    two_checkpoints: tuple[Arena, mmap.mmap], path: Path, damaged: int
 ):
-    reader, damage = two_generations
+    reader, damage = two_checkpoints
     at = reader._superblock.geometry.header_at(1)
     damage[at + damaged * PAGE] ^= 1
     whole = at + (1 - damaged) * PAGE

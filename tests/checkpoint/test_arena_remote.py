@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_remote import RemoteSlot
-from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import IntegrityError, NoUsableCheckpoint
 from tests.checkpoint.arenas import CHUNK, content, create, save
 
 SIZE = 10 * CHUNK + 10
 
 
 class Elsewhere:
-    """An arena in a memfd, with generation 7 in it."""
+    """An arena in a memfd, with checkpoint 7 in it."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("arena")
@@ -94,8 +94,8 @@ def test_one_damaged_record_is_made_good_by_its_copy(elsewhere: Elsewhere) -> No
         RemoteSlot(elsewhere.ask, 7, CHUNK)
 
 
-def test_another_generation_is_not_taken_for_it(elsewhere: Elsewhere) -> None:
-    with pytest.raises(NoUsableGeneration, match="holds generation 7"):
+def test_another_checkpoint_is_not_taken_for_it(elsewhere: Elsewhere) -> None:
+    with pytest.raises(NoUsableCheckpoint, match="holds checkpoint 7"):
         RemoteSlot(elsewhere.ask, 8, CHUNK)
     with pytest.raises(IntegrityError, match="of an image of"):
         RemoteSlot(elsewhere.ask, 7, CHUNK).read(0, SIZE + 1)

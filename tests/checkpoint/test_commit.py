@@ -1,4 +1,4 @@
-"""When a generation is whole, when the older one may go, and what happens when holders, ranks or coordinators do not stay."""
+"""When a checkpoint is whole, when the older one may go, and what happens when holders, ranks or coordinators do not stay."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, Stal
 from rackrun.checkpoint.commit.commit_protocol import (
     Abandon,
     Begin,
+    CheckpointBegan,
     Commit,
     CommitPolicy,
     CommitRecord,
@@ -19,7 +20,6 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Deadline,
     Disagreement,
     EpochBegan,
-    GenerationBegan,
     Heal,
     HolderJoined,
     HolderLost,
@@ -47,23 +47,23 @@ class Job:
     def tell(self, *events: msgspec.Struct) -> list[Output]:
         return [output for event in events for output in self.committer.handle(event)]  # type: ignore[arg-type]
 
-    def begin(self, generation: int) -> list[Output]:
-        return self.tell(GenerationBegan(generation=generation, step=generation * 10))
+    def begin(self, number: int) -> list[Output]:
+        return self.tell(CheckpointBegan(number=number, step=number * 10))
 
-    def seal(self, generation: int, owner: int, holder: str, /, **changes: object) -> list[Output]:
+    def seal(self, number: int, owner: int, holder: str, /, **changes: object) -> list[Output]:
         usual = ShardSealed(
-            generation=generation, step=generation * 10, epoch=self.committer.epoch, owner=owner, holder=holder,
-            domain=f"rack {holder}", digest=f"{changes.get('kind', 'data')} {owner} of {generation}", layout_hash=f"layout {owner}",
+            number=number, step=number * 10, epoch=self.committer.epoch, owner=owner, holder=holder,
+            domain=f"rack {holder}", digest=f"{changes.get('kind', 'data')} {owner} of {number}", layout_hash=f"layout {owner}",
         )  # fmt: skip
         return self.tell(msgspec.structs.replace(usual, **changes))
 
-    def commit(self, generation: int) -> list[Output]:
+    def commit(self, number: int) -> list[Output]:
         """Every rank on A and B."""
-        self.begin(generation)
-        return [output for owner in (0, 1) for holder in "AB" for output in self.seal(generation, owner, holder)]
+        self.begin(number)
+        return [output for owner in (0, 1) for holder in "AB" for output in self.seal(number, owner, holder)]
 
-    def confirm(self, generation: int, holders: str = "AB") -> list[Output]:
-        return self.tell(*(Confirmed(generation=generation, holder=holder) for holder in holders))
+    def confirm(self, number: int, holders: str = "AB") -> list[Output]:
+        return self.tell(*(Confirmed(number=number, holder=holder) for holder in holders))
 
 
 def record_in(outputs: list[Output]) -> CommitRecord:
@@ -78,12 +78,12 @@ def heals_in(outputs: list[Output]) -> list[Heal]:
 # -- committing --
 
 
-def test_a_generation_commits_when_every_shard_has_its_copies_in_distinct_domains() -> None:
+def test_a_checkpoint_commits_when_every_shard_has_its_copies_in_distinct_domains() -> None:
     job = Job()
-    assert job.begin(1) == [Begin(generation=1, step=10, epoch=1, keep=())]
+    assert job.begin(1) == [Begin(number=1, step=10, epoch=1, keep=())]
     assert job.seal(1, 0, "A") == job.seal(1, 1, "B") == job.seal(1, 0, "B") == []
     record = record_in(job.seal(1, 1, "A"))
-    assert (record.generation, record.step, record.epoch, record.degraded) == (1, 10, 1, False)
+    assert (record.number, record.step, record.epoch, record.degraded) == (1, 10, 1, False)
     assert [(s.owner, s.digest, s.holders) for s in record.shards] == [
         (0, "data 0 of 1", (("A", "rack A"), ("B", "rack B"))),
         (1, "data 1 of 1", (("A", "rack A"), ("B", "rack B"))),
@@ -97,11 +97,11 @@ def test_two_copies_in_one_domain_are_one() -> None:
         job.seal(1, owner, "A")
         assert job.seal(1, owner, "B", domain="rack A") == []
     job.seal(1, 0, "C")
-    assert record_in(job.seal(1, 1, "C")).generation == 1
+    assert record_in(job.seal(1, 1, "C")).number == 1
 
 
-@pytest.mark.parametrize("changes", [{"step": 11}, {"epoch": 0}, {"epoch": 2}, {"owner": 7}, {"generation": 2}])
-def test_a_copy_of_another_step_epoch_owner_or_unknown_generation_does_not_count(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("changes", [{"step": 11}, {"epoch": 0}, {"epoch": 2}, {"owner": 7}, {"number": 2}])
+def test_a_copy_of_another_step_epoch_owner_or_unknown_checkpoint_does_not_count(changes: dict[str, object]) -> None:
     job = Job()
     job.begin(1)
     job.seal(1, 0, "A"), job.seal(1, 0, "B"), job.seal(1, 1, "A")
@@ -120,7 +120,7 @@ def test_late_messages_of_an_older_epoch_are_ignored() -> None:
     job = Job()
     job.begin(1)
     job.seal(1, 0, "A"), job.seal(1, 0, "B"), job.seal(1, 1, "A")
-    assert job.tell(EpochBegan(epoch=2, owners=(0, 1))) == [Abandon(generation=1, reason="epoch 2 began")]
+    assert job.tell(EpochBegan(epoch=2, owners=(0, 1))) == [Abandon(number=1, reason="epoch 2 began")]
     assert job.seal(1, 1, "B", epoch=1) == []
     assert job.seal(1, 1, "B", epoch=2) == []
     assert job.committer.keep() == ()
@@ -138,16 +138,16 @@ def test_a_coordinator_with_an_older_epoch_is_refused() -> None:
 def test_numbers_are_never_used_again() -> None:
     job = Job()
     job.begin(2)
-    for generation in (1, 2):
+    for number in (1, 2):
         with pytest.raises(CheckpointError, match="durable counter"):
-            job.begin(generation)
+            job.begin(number)
 
 
-def test_a_generation_that_a_newer_one_overtook_never_commits() -> None:
+def test_a_checkpoint_that_a_newer_one_overtook_never_commits() -> None:
     job = Job()
     job.begin(1)
     outputs = job.commit(2)
-    assert Abandon(generation=1, reason="generation 2 committed before it") in outputs
+    assert Abandon(number=1, reason="checkpoint 2 committed before it") in outputs
     assert [o for owner in (0, 1) for h in "AB" for o in job.seal(1, owner, h)] == []
 
 
@@ -156,7 +156,7 @@ def test_holders_that_disagree_do_not_make_a_commit_until_one_side_is_whole() ->
     job.begin(1)
     for owner, holder in ((1, "A"), (1, "B"), (0, "A")):
         job.seal(1, owner, holder)
-    assert job.seal(1, 0, "B", digest="x") == [Disagreement(generation=1, owner=0, digests=("data 0 of 1", "x"))]
+    assert job.seal(1, 0, "B", digest="x") == [Disagreement(number=1, owner=0, digests=("data 0 of 1", "x"))]
     assert record_in(job.seal(1, 0, "C")).shards[0].holders == (("A", "rack A"), ("C", "rack C"))
 
 
@@ -165,7 +165,7 @@ def test_holders_that_disagree_are_not_committed_at_the_deadline_either() -> Non
     job.begin(1)
     for owner, holder, digest in ((1, "A", "1"), (1, "B", "1"), (0, "A", "x"), (0, "B", "y")):
         job.seal(1, owner, holder, digest=digest)
-    (abandoned,) = job.tell(Deadline(generation=1))
+    (abandoned,) = job.tell(Deadline(number=1))
     assert isinstance(abandoned, Abandon)
     assert "ranks [0]" in abandoned.reason
 
@@ -186,24 +186,24 @@ def test_at_the_deadline_too_few_copies_are_an_event_and_the_slots_are_free_agai
     job = Job()
     job.begin(1)
     job.seal(1, 0, "A"), job.seal(1, 0, "B"), job.seal(1, 1, "B")
-    (abandoned,) = job.tell(Deadline(generation=1))
-    assert abandoned == Abandon(generation=1, reason="too few copies at the deadline of the shards of ranks [1]")
+    (abandoned,) = job.tell(Deadline(number=1))
+    assert abandoned == Abandon(number=1, reason="too few copies at the deadline of the shards of ranks [1]")
     assert job.committer.keep() == ()
-    assert job.seal(1, 1, "A") == job.tell(Deadline(generation=1)) == []
+    assert job.seal(1, 1, "A") == job.tell(Deadline(number=1)) == []
 
 
-def test_a_degraded_commit_is_flagged_healed_and_keeps_the_older_generation_until_then() -> None:
+def test_a_degraded_commit_is_flagged_healed_and_keeps_the_older_checkpoint_until_then() -> None:
     job = Job(min_copies=1)
     job.commit(1)
     job.confirm(1)
     job.begin(2)
     job.seal(2, 0, "A"), job.seal(2, 0, "B"), job.seal(2, 1, "B")
-    outputs = job.tell(Deadline(generation=2))
+    outputs = job.tell(Deadline(number=2))
     assert record_in(outputs).degraded
-    assert outputs[1:] == [UnderReplicated(generation=2, owners=(1,)), Heal(generation=2, owner=1, to="A")]
+    assert outputs[1:] == [UnderReplicated(number=2, owners=(1,)), Heal(number=2, owner=1, to="A")]
     assert job.confirm(2) == []
     assert job.committer.keep() == (1, 2)
-    assert job.seal(2, 1, "A") == [UnderReplicated(generation=2, owners=()), Retire(generation=1)]
+    assert job.seal(2, 1, "A") == [UnderReplicated(number=2, owners=()), Retire(number=1)]
 
 
 def test_a_degraded_commit_replaces_an_older_one_that_is_no_safer() -> None:
@@ -212,71 +212,71 @@ def test_a_degraded_commit_replaces_an_older_one_that_is_no_safer() -> None:
     job.tell(HolderLost(holder="B"))
     job.begin(2)
     job.seal(2, 0, "A"), job.seal(2, 1, "A")
-    job.tell(Deadline(generation=2))
-    assert job.confirm(2, "A") == [Retire(generation=1)]
+    job.tell(Deadline(number=2))
+    assert job.confirm(2, "A") == [Retire(number=1)]
 
 
 def test_a_degraded_commit_below_the_floor_is_not_made() -> None:
     job = Job(copies=3, min_copies=2)
     job.begin(1)
     job.seal(1, 0, "A"), job.seal(1, 0, "B"), job.seal(1, 1, "A")
-    assert isinstance(job.tell(Deadline(generation=1))[0], Abandon)
+    assert isinstance(job.tell(Deadline(number=1))[0], Abandon)
 
 
 # -- retiring --
 
 
-def test_the_older_generation_goes_only_when_all_holders_have_confirmed_the_newer() -> None:
+def test_the_older_checkpoint_goes_only_when_all_holders_have_confirmed_the_newer() -> None:
     job = Job()
     job.commit(1)
     job.confirm(1)
     assert not [o for o in job.commit(2) if isinstance(o, Retire)]
     assert job.committer.keep() == (1, 2)
-    assert job.begin(3) == [Begin(generation=3, step=30, epoch=1, keep=(1, 2))]
+    assert job.begin(3) == [Begin(number=3, step=30, epoch=1, keep=(1, 2))]
     assert job.confirm(2, "A") == []
-    assert job.confirm(2, "B") == [Retire(generation=1)]
+    assert job.confirm(2, "B") == [Retire(number=1)]
     assert job.committer.keep() == (2, 3)
 
 
-def test_a_generation_that_may_still_commit_is_kept_from_before_anyone_seals_it() -> None:
+def test_a_checkpoint_that_may_still_commit_is_kept_from_before_anyone_seals_it() -> None:
     job = Job()
     job.begin(1)
-    assert job.begin(2) == [Begin(generation=2, step=20, epoch=1, keep=(1,))]
+    assert job.begin(2) == [Begin(number=2, step=20, epoch=1, keep=(1,))]
 
 
-def test_a_pinned_generation_is_never_retired() -> None:
+def test_a_pinned_checkpoint_is_never_retired() -> None:
     job = Job()
     job.commit(1)
-    job.tell(Pinned(generation=1, by="recovery 1"), Pinned(generation=1, by="flush"))
+    job.tell(Pinned(number=1, by="recovery 1"), Pinned(number=1, by="flush"))
     job.commit(2)
     assert job.confirm(2) == []
-    assert job.tell(Unpinned(generation=1, by="flush")) == []
+    assert job.tell(Unpinned(number=1, by="flush")) == []
     assert job.committer.keep() == (1, 2)
-    assert job.tell(Unpinned(generation=1, by="recovery 1")) == [Retire(generation=1)]
+    assert job.tell(Unpinned(number=1, by="recovery 1")) == [Retire(number=1)]
 
 
 def test_a_pin_keeps_what_never_commits_too() -> None:
     job = Job()
     job.begin(1)
-    job.tell(Pinned(generation=1, by="best effort"), EpochBegan(epoch=2, owners=(0, 1)))
+    job.tell(Pinned(number=1, by="best effort"), EpochBegan(epoch=2, owners=(0, 1)))
     assert job.committer.keep() == (1,)
 
 
 # -- losses and healing --
 
 
-def test_a_lost_holder_counts_no_more_and_the_newest_generation_is_healed_elsewhere() -> None:
+def test_a_lost_holder_counts_no_more_and_the_newest_checkpoint_is_healed_elsewhere() -> None:
     job = Job()
     job.tell(HolderJoined(holder="C", domain="rack C"), HolderJoined(holder="D", domain="rack A"))
     job.commit(1)
     assert job.tell(HolderLost(holder="B")) == [
-        UnderReplicated(generation=1, owners=(0, 1)),
-        Heal(generation=1, owner=0, to="C"),
-        Heal(generation=1, owner=1, to="C"),
+        UnderReplicated(number=1, owners=(0, 1)),
+        Heal(number=1, owner=0, to="C"),
+        Heal(number=1, owner=1, to="C"),
     ]
     assert job.seal(1, 0, "B") == []
-    assert job.seal(1, 0, "C") == [UnderReplicated(generation=1, owners=(1,))]
-    assert job.seal(1, 1, "C") == [UnderReplicated(generation=1, owners=())]
+    assert job.seal(1, 0, "C") == [UnderReplicated(number=1, owners=(1,))]
+    assert job.seal(1, 1, "C") == [UnderReplicated(number=1, owners=())]
 
 
 def test_a_copy_that_heals_in_a_newer_epoch_counts_if_it_is_the_records() -> None:
@@ -285,7 +285,7 @@ def test_a_copy_that_heals_in_a_newer_epoch_counts_if_it_is_the_records() -> Non
     job.tell(HolderLost(holder="B"), EpochBegan(epoch=2, owners=(0, 1)))
     assert [o.to for o in job.tell(HolderJoined(holder="B", domain="rack B")) if isinstance(o, Heal)] == ["B", "B"]
     assert job.seal(1, 0, "B", epoch=1, digest="x") == []
-    assert job.seal(1, 0, "B", epoch=1) == [UnderReplicated(generation=1, owners=(1,))]
+    assert job.seal(1, 0, "B", epoch=1) == [UnderReplicated(number=1, owners=(1,))]
 
 
 def test_a_heal_whose_target_is_lost_is_given_to_another() -> None:
@@ -293,10 +293,10 @@ def test_a_heal_whose_target_is_lost_is_given_to_another() -> None:
     job.tell(*(HolderJoined(holder=h, domain=f"rack {h}") for h in "CD"))
     job.commit(1)
     assert heals_in(job.tell(HolderLost(holder="B"))) == [
-        Heal(generation=1, owner=0, to="C"),
-        Heal(generation=1, owner=1, to="D"),  # the least loaded
+        Heal(number=1, owner=0, to="C"),
+        Heal(number=1, owner=1, to="D"),  # the least loaded
     ]
-    assert heals_in(job.tell(HolderLost(holder="C"))) == [Heal(generation=1, owner=0, to="D")]
+    assert heals_in(job.tell(HolderLost(holder="C"))) == [Heal(number=1, owner=0, to="D")]
 
 
 def test_a_loss_before_the_commit_takes_its_copies_away() -> None:
@@ -313,7 +313,7 @@ def test_an_agent_that_connects_holds_what_it_says_and_no_more() -> None:
     job.committer = Committer(CommitPolicy(), [record])
     job.tell(EpochBegan(epoch=1, owners=(0, 1)))
     outputs = job.tell(HolderJoined(holder="A", domain="rack A"))  # empty: it was restarted as well
-    assert outputs[0] == UnderReplicated(generation=1, owners=(0, 1))
+    assert outputs[0] == UnderReplicated(number=1, owners=(0, 1))
     assert [heal.to for heal in heals_in(outputs)] == ["A", "A"]
 
 
@@ -348,12 +348,12 @@ def test_the_lost_member_of_a_set_is_healed_once_with_its_parity_block_beside_it
             job.seal(1, r, HOME[r], kind=kind)
     job.tell(HolderJoined(holder="D", domain="rack D"))
     assert job.tell(HolderLost(holder="B")) == [
-        UnderReplicated(generation=1, owners=(0, 1, 2)),
-        Heal(generation=1, owner=1, kind="data", to="D"),
-        Heal(generation=1, owner=1, kind="parity", to="D"),
+        UnderReplicated(number=1, owners=(0, 1, 2)),
+        Heal(number=1, owner=1, kind="data", to="D"),
+        Heal(number=1, owner=1, kind="parity", to="D"),
     ]
     job.seal(1, 1, "D")
-    assert job.seal(1, 1, "D", kind="parity") == [UnderReplicated(generation=1, owners=())]
+    assert job.seal(1, 1, "D", kind="parity") == [UnderReplicated(number=1, owners=())]
 
 
 def test_two_losses_in_a_set_heal_nothing_because_there_is_no_source() -> None:
@@ -399,7 +399,7 @@ def test_a_restarted_coordinator_goes_on_from_its_log() -> None:
     assert job.committer.keep() == (1, 2)
     job.tell(EpochBegan(epoch=1, owners=(0, 1)))
     assert job.seal(3, 0, "A") == []  # begun by an earlier life: it never commits
-    assert job.confirm(2) == [Retire(generation=1)]
+    assert job.confirm(2) == [Retire(number=1)]
     with pytest.raises(CheckpointError):
         job.begin(2)
 
@@ -420,7 +420,7 @@ def test_every_bit_flip_in_a_record_is_found() -> None:
             decode_record(data[:length])
 
 
-def test_two_records_of_one_generation_that_differ_are_refused() -> None:
+def test_two_records_of_one_checkpoint_that_differ_are_refused() -> None:
     record = record_in(Job().commit(1))
     other = CommitRecord.of(1, 10, 9, copies=record.all_copies())
     with pytest.raises(IntegrityError, match="Two coordinators"):
@@ -450,7 +450,7 @@ DEGRADES = CommitPolicy(copies=2, min_copies=1)
 
 
 @pytest.mark.parametrize(
-    ("fault", "generations"),
+    ("fault", "checkpoints"),
     [
         ("holder 0", 2),
         ("rank 0", 3),
@@ -459,16 +459,16 @@ DEGRADES = CommitPolicy(copies=2, min_copies=1)
         pytest.param("deadline", 2, marks=pytest.mark.stories),
     ],
 )
-def test_whatever_breaks_at_any_moment_the_newest_commit_survives(fault: str, generations: int) -> None:
-    model = Model(policy=DEGRADES, generations=generations, kinds=(fault,))
+def test_whatever_breaks_at_any_moment_the_newest_commit_survives(fault: str, checkpoints: int) -> None:
+    model = Model(policy=DEGRADES, checkpoints=checkpoints, kinds=(fault,))
     model.explore()
-    assert model.most_committed == generations
-    assert model.states > (1000 if generations > 1 else 100)
+    assert model.most_committed == checkpoints
+    assert model.states > (1000 if checkpoints > 1 else 100)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_breaks_at_any_moment_of_three_generations_the_newest_commit_survives(fault: str) -> None:
+def test_whatever_breaks_at_any_moment_of_three_checkpoints_the_newest_commit_survives(fault: str) -> None:
     model = Model(policy=DEGRADES, kinds=(fault,))
     model.explore()
     assert model.most_committed == 3
@@ -477,7 +477,7 @@ def test_whatever_breaks_at_any_moment_of_three_generations_the_newest_commit_su
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("faults", "generations", "overlap"),
+    ("faults", "checkpoints", "overlap"),
     [
         (("holder 0", "coordinator"), 2, False),
         (("holder 0", "deadline"), 2, False),
@@ -488,22 +488,22 @@ def test_whatever_breaks_at_any_moment_of_three_generations_the_newest_commit_su
 )
 @pytest.mark.timeout(900)
 def test_two_faults_and_snapshots_that_find_no_room_change_nothing(
-    faults: tuple[str, ...], generations: int, overlap: bool
+    faults: tuple[str, ...], checkpoints: int, overlap: bool
 ) -> None:
-    model = Model(policy=DEGRADES, generations=generations, kinds=faults, faults=len(faults), overlap=overlap)
+    model = Model(policy=DEGRADES, checkpoints=checkpoints, kinds=faults, faults=len(faults), overlap=overlap)
     model.explore()
-    assert model.most_committed == generations
+    assert model.most_committed == checkpoints
 
 
 class KeepsNothing(Committer):
-    def _generation_began(self, event: GenerationBegan) -> list[Output]:
-        return [msgspec.structs.replace(begin, keep=()) for begin in super()._generation_began(event)]
+    def _checkpoint_began(self, event: CheckpointBegan) -> list[Output]:
+        return [msgspec.structs.replace(begin, keep=()) for begin in super()._checkpoint_began(event)]
 
 
 class KeepsOnlyCommitted(Committer):
-    def _generation_began(self, event: GenerationBegan) -> list[Output]:
+    def _checkpoint_began(self, event: CheckpointBegan) -> list[Output]:
         keep = tuple(self.committed)
-        return [msgspec.structs.replace(begin, keep=keep) for begin in super()._generation_began(event)]
+        return [msgspec.structs.replace(begin, keep=keep) for begin in super()._checkpoint_began(event)]
 
 
 class ForgetsLosses(Committer):
@@ -526,6 +526,6 @@ class RetiresAtOnce(Committer):
     ],
 )
 def test_the_search_finds_a_committer_that_breaks_a_rule(wrong: type[Committer], fault: str, overlap: bool) -> None:
-    model = Model(policy=DEGRADES, generations=3, kinds=(fault,), committer=wrong, overlap=overlap)
-    with pytest.raises(AssertionError, match=r"is not available|no committed generation is available"):
+    model = Model(policy=DEGRADES, checkpoints=3, kinds=(fault,), committer=wrong, overlap=overlap)
+    with pytest.raises(AssertionError, match=r"is not available|no committed checkpoint is available"):
         model.explore()

@@ -171,4 +171,4 @@ def test_what_was_written_wrong_is_found(tmp_path: Path, monkeypatch: Any) -> No
     with pytest.raises(CheckpointError, match=r"model\.count"):
         convert(tmp_path / "in", tmp_path / "out", "dcp")
     assert not (tmp_path / "out").exists()
-    assert DurableStore(tmp_path, "out").generations() == []
+    assert DurableStore(tmp_path, "out").checkpoints() == []

@@ -13,7 +13,7 @@ from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.commit.commit_protocol import Committer
 from rackrun.checkpoint.durable import durable_writer
 from rackrun.checkpoint.durable.durable_manifest import Fragment
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.checkpoint.manager import restoring
 from rackrun.protocol import crash_points
@@ -58,11 +58,11 @@ def sealed_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
 def older_one_given_up_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     real = Arena.begin
 
-    def begin(self: Arena, generation: int, step: int, **which: Any) -> SlotWriter:
+    def begin(self: Arena, number: int, step: int, **which: Any) -> SlotWriter:
         for info in self.slots():
             if info.manifest_digest:
-                self.mark_bad(info.generation, "older")
-        return real(self, generation, step, **which)
+                self.mark_bad(info.number, "older")
+        return real(self, number, step, **which)
 
     patch.setattr(Arena, "begin", begin)
 
@@ -72,7 +72,7 @@ def manifest_before_the_data(patch: pytest.MonkeyPatch) -> None:
         yield memoryview(bytes(len(data)))  # of the right size, and nothing of it is there yet
 
     patch.setattr(durable_writer, "_checked_chunks", chunks)
-    patch.setattr(GenerationWriter, "_read_back", lambda *_: None)  # it alone would find that
+    patch.setattr(CheckpointWriter, "_read_back", lambda *_: None)  # it alone would find that
 
 
 def verification_left_out(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from rackrun.checkpoint.base.digest import chunk_crcs
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, LayoutMismatch, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, LayoutMismatch, NoUsableCheckpoint
 from rackrun.checkpoint.dcp.dcp_storage import RackrunStorageReader, RackrunStorageWriter
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image.boxes import Box
@@ -119,7 +119,7 @@ def test_one_process_loads_what_two_ranks_saved_bit_for_bit(saved: Path, directo
     assert differences(load(saved / directory, zeroed(wanted)), wanted) == []
 
 
-def test_a_rank_that_is_killed_while_it_saves_leaves_no_generation(saved: Path) -> None:
+def test_a_rank_that_is_killed_while_it_saves_leaves_no_checkpoint(saved: Path) -> None:
     names = sorted(os.listdir(saved / "run"))
     assert [name for name in names if not name.startswith(".tmp-gen-2-")] == ["gen-000000000000", "gen-000000000001"]
     assert len(names) == 3
@@ -195,22 +195,22 @@ def test_the_files_are_safetensors_with_a_manifest(tmp_path: Path) -> None:
     assert DurableStore(tmp_path, "run").verify(0).ok
 
 
-# -- generations
-def test_every_save_into_a_directory_is_a_generation_and_a_load_takes_the_newest(tmp_path: Path) -> None:
+# -- checkpoints
+def test_every_save_into_a_directory_is_a_checkpoint_and_a_load_takes_the_newest(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         save(state_of(seed), tmp_path / "run")
     assert differences(load(tmp_path / "run"), state_of(3)) == []
     assert differences(load(tmp_path / "run" / "gen-000000000001"), state_of(2)) == []
 
 
-def test_a_generation_can_be_named_and_is_never_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_named_and_is_never_replaced(tmp_path: Path) -> None:
     directory = tmp_path / "deep" / "run" / "gen-000000000500"
     save(state_of(1), directory)
     with pytest.raises(CheckpointException) as raised:
         save(state_of(2), directory)
     assert "is not replaced" in str(why(raised.value))
     save(state_of(3), directory.parent)
-    assert [info.generation for info in DurableStore(tmp_path / "deep", "run").generations()] == [501, 500]
+    assert [info.number for info in DurableStore(tmp_path / "deep", "run").checkpoints()] == [501, 500]
 
 
 def test_only_so_many_are_kept_if_that_is_asked_for(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_only_so_many_are_kept_if_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_load_of_nothing_says_so(tmp_path: Path) -> None:
     for directory in (tmp_path / "nowhere", tmp_path, tmp_path / "run" / "gen-000000000001"):
-        assert isinstance(refusal(directory), NoUsableGeneration)
+        assert isinstance(refusal(directory), NoUsableCheckpoint)
 
 
 # -- damage
@@ -259,7 +259,7 @@ def test_the_one_before_is_loaded_when_the_newest_is_not_whole(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("point", BEFORE_WHOLE)
-def test_a_crash_before_the_generation_is_whole_leaves_the_one_before(tmp_path: Path, point: str) -> None:
+def test_a_crash_before_the_checkpoint_is_whole_leaves_the_one_before(tmp_path: Path, point: str) -> None:
     save(state_of(1), tmp_path / "run")
     assert killed_at(point, lambda: save(state_of(2), tmp_path / "run"))
     assert differences(load(tmp_path / "run"), state_of(1)) == []
@@ -307,7 +307,7 @@ def test_it_runs_only_for_those_who_ask_for_it(tmp_path: Path) -> None:
 
 # -- what others have written
 def by_hand(root: Path, ranks: Sequence[dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]]) -> None:
-    """A generation as the runtime writes it: tensor, its global shape, its offsets; a plain part of its own."""
+    """A checkpoint as the runtime writes it: tensor, its global shape, its offsets; a plain part of its own."""
     plain = msgspec.msgpack.encode({"not": "torch's"})
     writer = DurableStore(root, "run").writer(7, 7, 1, len(ranks))
     for rank, tensors in enumerate(ranks):
@@ -353,7 +353,7 @@ def test_parts_that_overlap_and_leave_no_gap_are_refused(tmp_path: Path) -> None
 
 
 # -- what cannot be
-def test_a_cached_plan_is_refused_because_it_names_an_old_generation(tmp_path: Path) -> None:
+def test_a_cached_plan_is_refused_because_it_names_an_old_checkpoint(tmp_path: Path) -> None:
     class Cached(DefaultSavePlanner):
         """A cache of its own: torch keeps them by the name of the class."""
 

@@ -1,4 +1,4 @@
-"""Durable generations: whole or not there, whoever writes them and whatever fails."""
+"""Durable checkpoints: whole or not there, whoever writes them and whatever fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rackrun.checkpoint.base.digest import chunk_crcs
-from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.durable.durable_manifest import (
     MANIFEST,
     Fragment,
@@ -50,7 +50,7 @@ POINTS = [name for name in crash_points.CRASH_POINTS if name.startswith("durable
 
 
 # -- what is written is what is read
-def test_a_generation_is_read_back_byte_for_byte(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back_byte_for_byte(tmp_path: Path) -> None:
     store = DurableStore(tmp_path, JOB)  # with real fsyncs
     assert save(store, 5)
     with store.open(5) as reader:
@@ -62,15 +62,15 @@ def test_a_generation_is_read_back_byte_for_byte(tmp_path: Path) -> None:
     assert whole(tmp_path) == [5]
 
 
-def test_generations_are_listed_newest_first_by_their_number_not_by_their_age(tmp_path: Path) -> None:
-    for generation in (7, 2, 10**12, 4):
-        assert save(store_at(tmp_path), generation)
+def test_checkpoints_are_listed_newest_first_by_their_number_not_by_their_age(tmp_path: Path) -> None:
+    for number in (7, 2, 10**12, 4):
+        assert save(store_at(tmp_path), number)
     assert whole(tmp_path) == [10**12, 7, 4, 2]
 
 
-def test_a_job_without_a_directory_has_no_generations(tmp_path: Path) -> None:
-    assert store_at(tmp_path / "nowhere").generations() == []
-    with pytest.raises(NoUsableGeneration):
+def test_a_job_without_a_directory_has_no_checkpoints(tmp_path: Path) -> None:
+    assert store_at(tmp_path / "nowhere").checkpoints() == []
+    with pytest.raises(NoUsableCheckpoint):
         store_at(tmp_path).open(1)
 
 
@@ -130,8 +130,8 @@ def test_ranks_are_written_by_processes_that_know_nothing_of_each_other(tmp_path
     """Every process writes two shards, so that each shard is written twice, and tries to finish."""
 
     def work(first: int) -> None:
-        for generation in range(20):
-            writer = store_at(tmp_path).writer(generation, 10 * generation, 1, 4)
+        for number in range(20):
+            writer = store_at(tmp_path).writer(number, 10 * number, 1, 4)
             for rank in (first, (first + 1) % 4):
                 assert write_shard(writer, rank), writer.failure
             writer.finish()
@@ -185,7 +185,7 @@ def test_other_bytes_are_refused_when_the_first_writer_died_before_its_fragment(
 def test_of_two_epochs_that_wrote_the_same_one_is_kept(tmp_path: Path) -> None:
     assert save(store_at(tmp_path), 1, epoch=2)
     assert save(store_at(tmp_path), 1, epoch=1)
-    assert [info.epoch for info in store_at(tmp_path).generations()] == [2]
+    assert [info.epoch for info in store_at(tmp_path).checkpoints()] == [2]
     first, second = (store_at(tmp_path).writer(2, 20, epoch, WORLD) for epoch in (1, 2))
     for writer in (first, second):
         assert all(write_shard(writer, rank) for rank in range(WORLD))
@@ -195,7 +195,7 @@ def test_of_two_epochs_that_wrote_the_same_one_is_kept(tmp_path: Path) -> None:
     assert whole(tmp_path) == [2, 1]
 
 
-def test_a_generation_with_another_step_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_a_checkpoint_with_another_step_is_not_taken_for_this_one(tmp_path: Path) -> None:
     assert save(store_at(tmp_path), 1)
     writer = store_at(tmp_path).writer(1, 99, 2, WORLD)
     assert not writer.finish()
@@ -280,7 +280,7 @@ def test_whichever_call_fails_nothing_raises_and_nothing_is_half_visible(
 
 
 @pytest.mark.parametrize("how", [errno.EIO, errno.EPERM], ids=str)
-def test_whichever_call_fails_of_a_second_writer_the_published_generation_stays(tmp_path: Path, how: int) -> None:
+def test_whichever_call_fails_of_a_second_writer_the_published_checkpoint_stays(tmp_path: Path, how: int) -> None:
     def second(root: Path, files: Files | None = None) -> None:
         writer = store_at(root, files).writer(1, 10, 2, WORLD)
         for rank in range(WORLD):
@@ -419,7 +419,7 @@ def test_a_file_that_is_cut_longer_missing_or_a_link_is_not_trusted(tmp_path: Pa
             lambda path=path: (path.rmdir(), os.mkfifo(path)),
         ):
             damage()  # type: ignore[no-untyped-call]
-            assert store.generations() == []
+            assert store.checkpoints() == []
             with pytest.raises(IntegrityError):
                 store.open(1)
             assert not store.verify(1).ok
@@ -456,12 +456,12 @@ def test_a_file_that_changes_under_a_reader_is_an_error_not_a_crash(tmp_path: Pa
             reader.read(1, 0, 1)
 
 
-def test_a_generation_under_another_number_or_job_is_not_trusted(tmp_path: Path) -> None:
+def test_a_checkpoint_under_another_number_or_job_is_not_trusted(tmp_path: Path) -> None:
     assert save(store_at(tmp_path), 1)
     shutil.copytree(store_at(tmp_path).path(1), store_at(tmp_path).path(2))
     shutil.copytree(tmp_path / JOB, tmp_path / "another")
     assert whole(tmp_path) == [1]
-    assert DurableStore(tmp_path, "another").generations() == []
+    assert DurableStore(tmp_path, "another").checkpoints() == []
 
 
 @pytest.mark.parametrize("kind", [Manifest, Fragment])
@@ -482,7 +482,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path, kind: type[Manifest] 
         {"world_size": 3},
         {"world_size": 10**18},
         {"shards": ()},
-        {"generation": 2},
+        {"number": 2},
         {"job": "../other"},
         {"step": "x"},
         {"shards": ({"rank": 0, "size": -1, "layout_hash": "", "fragment": "", "fragment_bytes": 0},)},
@@ -497,7 +497,7 @@ def test_a_manifest_that_lies_under_a_right_digest_is_refused(tmp_path: Path, li
     body, _ = unseal(path.read_bytes(), Manifest, path)
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
     path.write_bytes(seal(Manifest(**fields | lie))[0])  # type: ignore[arg-type]
-    assert store.generations() == []
+    assert store.checkpoints() == []
     with pytest.raises(IntegrityError):
         store.open(1)
 
@@ -516,14 +516,14 @@ def test_verify_says_where_the_damage_is_and_reports_its_progress(tmp_path: Path
     assert told == sorted(told)
 
 
-def test_a_generation_is_called_verified_only_after_all_bytes_were_right(tmp_path: Path) -> None:
+def test_a_checkpoint_is_called_verified_only_after_all_bytes_were_right(tmp_path: Path) -> None:
     assert save(store_at(tmp_path), 1)
     store = store_at(tmp_path)
-    assert [info.verified for info in store.generations()] == [False]
+    assert [info.verified for info in store.checkpoints()] == [False]
     assert store.verify(1).ok
-    assert [info.verified for info in store.generations()] == [True]
+    assert [info.verified for info in store.checkpoints()] == [True]
     path = store.path(1) / shard_name(0, WORLD)
     good = path.read_bytes()
     path.write_bytes(bytes(len(good)))
     assert not store.verify(1).ok
-    assert [info.verified for info in store.generations()] == [False]
+    assert [info.verified for info in store.checkpoints()] == [False]

@@ -1,7 +1,7 @@
 """A job that saves, crashes and starts again, a thousand times or fewer over one directory: what it restores is one state, whole.
 
-As the runtime does it (`rackrun.worker.snapshots.durable_checkpoints`): every rank by itself writes its shard, tries to finish the generation,
-and collects when it has; the next start restores the newest with any number of ranks. A generation's number is its step,
+As the runtime does it (`rackrun.worker.snapshots.durable_checkpoints`): every rank by itself writes its shard, tries to finish the checkpoint,
+and collects when it has; the next start restores the newest with any number of ranks. A checkpoint's number is its step,
 so later starts write some numbers again, with other bytes. Ranks take turns at random, one alone or all of them crash, at a
 named point or at any file operation, and now and then ranks of a former start come back and go on where they stood.
 """
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rackrun.checkpoint.base.digest import chunk_crcs
-from rackrun.checkpoint.durable.durable_reader import GenerationReader
+from rackrun.checkpoint.durable.durable_reader import CheckpointReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.retention import Retention, collect
 from rackrun.checkpoint.image.boxes import Box
@@ -120,9 +120,9 @@ class Rank:
             crash_points.enable(None)
 
     def restore(self) -> int:
-        """The newest generation's step, -1 without any. This rank's part of it was one state's."""
-        for info in self.store.generations():
-            with self.store.open(info.generation) as reader:
+        """The newest checkpoint's step, -1 without any. This rank's part of it was one state's."""
+        for info in self.store.checkpoints():
+            with self.store.open(info.number) as reader:
                 sources = [_layout(reader, rank) for rank in range(reader.world_size)]
                 plain = {bytes(reader.read(rank, *of.extents[PLAIN])) for rank, of in enumerate(sources)}
                 targets = entries_of(self.rank, self.world)
@@ -130,11 +130,11 @@ class Rank:
                 fill(plan_reshard(sources, targets, turn=self.rank), tensors, reader.read)
             assert len(plain) == 1, "shards of several starts or steps"
             life, step = map(int, plain.pop().split())
-            assert (info.generation, info.step) == (step, step)
+            assert (info.number, info.step) == (step, step)
             wanted = state_of(life, step)
             for entry in targets:
                 assert torch.equal(tensors[entry.name], part_of(wanted, entry)), (life, step, entry)
-            return info.generation
+            return info.number
         return -1
 
     def save(self, step: int, rng: random.Random) -> Iterator[int]:
@@ -155,7 +155,7 @@ class Rank:
             assert done.failures == []
 
 
-def _layout(reader: GenerationReader, rank: int) -> ImageLayout:
+def _layout(reader: CheckpointReader, rank: int) -> ImageLayout:
     shard = reader.reader(rank)
     length = header_bytes(shard.read(0, 8), limit=shard.size)
     return parse_image(shard.read(0, length), limit=shard.size)

@@ -52,9 +52,9 @@ def rows(tensor: torch.Tensor, rank: int, world: int, dim: int = 0) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def saved(root: Path, ranks: list[list[Part]], generation: int = 1) -> DurableStore:
+def saved(root: Path, ranks: list[list[Part]], number: int = 1) -> DurableStore:
     store = store_at(root)
-    writer = store.writer(generation, 10, 1, len(ranks))
+    writer = store.writer(number, 10, 1, len(ranks))
     for rank, parts in enumerate(ranks):
         layout = plan_image([entry for entry, _ in parts], plain=3)
         image = memoryview(bytearray(layout.total_bytes))

@@ -90,7 +90,7 @@ def hostile(draw: Any, good: bytes) -> bytes:
     return sealed(changed) if how == "field sealed" else changed
 
 
-def two_generations(root: Path) -> DurableStore:
+def two_checkpoints(root: Path) -> DurableStore:
     store = store_at(root)
     assert save(store, 1)
     assert save(store, 2)
@@ -99,18 +99,18 @@ def two_generations(root: Path) -> DurableStore:
 
 @settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.data())
-def test_a_hostile_file_of_one_generation_leaves_the_other_readable(data: st.DataObject) -> None:
+def test_a_hostile_file_of_one_checkpoint_leaves_the_other_readable(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        store = two_generations(root)
+        store = two_checkpoints(root)
         name = data.draw(st.sampled_from([MANIFEST, fragment_name(0, 2), "VERIFIED.json"]))
         path = store.path(2) / name
         if name == "VERIFIED.json":
             assert store.verify(2).ok
         path.write_bytes(data.draw(hostile(path.read_bytes())))
         found, left_out = store.look()
-        assert 1 in {info.generation for info in found}
-        assert {info.generation for info in found} | left_out.keys() == {1, 2}
+        assert 1 in {info.number for info in found}
+        assert {info.number for info in found} | left_out.keys() == {1, 2}
         survey(store)
         verified = store.verify(2)
         for damage in verified.damage:
@@ -142,7 +142,7 @@ def test_notes_and_records_that_are_hostile_are_no_more_than_that(data: st.DataO
         assert list(Probation(directory).quarantined()) == [1]
         store = store_at(Path(folder))
         assert living_epoch(store) == (False, None)
-        assert store.generations() == []
+        assert store.checkpoints() == []
         survey(store)
         for reads in (decode_record, decode_plain, lambda given: parse_image(given, limit=len(given))):
             with contextlib.suppress(CheckpointError):

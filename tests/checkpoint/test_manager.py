@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
-from rackrun.checkpoint.base.errors import CheckpointError, LayoutMismatch, MemoryPlanError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, LayoutMismatch, MemoryPlanError, NoUsableCheckpoint
 from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.image.host_copies import HostCopies
 
@@ -152,7 +152,7 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(
             patched.setattr(Files, call, broken)
             second = manager(memory=None)
             second.prepare(Training().state)
-            with pytest.raises(NoUsableGeneration, match=r"no generation can be read.*broken"):
+            with pytest.raises(NoUsableCheckpoint, match=r"no checkpoint can be read.*broken"):
                 second.restore()
             second.close()
     third = manager(memory=None)
@@ -322,7 +322,7 @@ def test_what_is_not_plain_is_refused_before_training(manager: Callable[..., Che
 
 
 # -- damage
-def test_a_flipped_byte_falls_to_the_older_generation(
+def test_a_flipped_byte_falls_to_the_older_checkpoint(
     manager: Callable[..., CheckpointManager], shm: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     one = manager()
@@ -331,25 +331,25 @@ def test_a_flipped_byte_falls_to_the_older_generation(
     newest = one.latest()
     assert newest is not None
     crash(one)
-    flip(arenas(shm)[0], newest.generation)
+    flip(arenas(shm)[0], newest.number)
     two, training = manager(), Training(seed=1)
     two.prepare(training.state)
     report = two.restore()
     assert report is not None
-    assert (report.step, list(report.passed_over)) == (4, [newest.generation])
+    assert (report.step, list(report.passed_over)) == (4, [newest.number])
     assert "is not what was sealed" in capfd.readouterr().err
     trained_on = two.save(5)
     assert trained_on.committed.result()
-    assert trained_on.generation > newest.generation
+    assert trained_on.number > newest.number
 
 
-def flip(path: Path, generation: int) -> None:
-    """One bit in the middle of a generation's payload."""
+def flip(path: Path, number: int) -> None:
+    """One bit in the middle of a checkpoint's payload."""
     from rackrun.checkpoint.arena.arena import Arena
 
     with Arena.attach(path, job="run") as arena:
-        at = arena._superblock.geometry.payload_at(next(i.index for i in arena.slots() if i.generation == generation))
-        size = len(arena.reader(generation).payload)
+        at = arena._superblock.geometry.payload_at(next(i.index for i in arena.slots() if i.number == number))
+        size = len(arena.reader(number).payload)
     with path.open("r+b") as file:
         file.seek(at + size // 2)
         byte = file.read(1)[0]
@@ -392,17 +392,17 @@ def test_the_numbers_of_a_lost_arena_are_not_used_again_and_the_next_commit_is_r
     two.prepare(training.state)
     report = two.restore()
     assert report is not None
-    assert (report.generation, report.tiers) == (1, {0: "shared"})
+    assert (report.number, report.tiers) == (1, {0: "shared"})
     training.step()
     handle = two.save(2)
-    assert (handle.generation, handle.committed.result()) == (8, True)
+    assert (handle.number, handle.committed.result()) == (8, True)
     crash(two)
 
     three = manager()
     three.prepare(Training().state)
     report = three.restore()
     assert report is not None
-    assert (report.generation, report.tiers) == (8, {0: "own_tray"})
+    assert (report.number, report.tiers) == (8, {0: "own_tray"})
 
 
 def test_with_every_copy_damaged_it_stops_with_the_reason(manager: Callable[..., CheckpointManager], shm: Path) -> None:
@@ -410,11 +410,11 @@ def test_with_every_copy_damaged_it_stops_with_the_reason(manager: Callable[...,
     trained(one, 2)
     one.wait_until_finished()
     crash(one)
-    for generation in (1, 2):
-        flip(arenas(shm)[0], generation)
+    for number in (1, 2):
+        flip(arenas(shm)[0], number)
     two = manager()
     two.prepare(Training().state)
-    with pytest.raises(NoUsableGeneration, match="the shard of rank 0 has no source"):
+    with pytest.raises(NoUsableCheckpoint, match="the shard of rank 0 has no source"):
         two.restore()
 
 
@@ -427,7 +427,7 @@ def test_a_symbolic_link_in_the_folders_place_is_refused(
 
 
 # -- probation
-def test_a_quarantined_generation_is_never_taken_again(manager: Callable[..., CheckpointManager]) -> None:
+def test_a_quarantined_checkpoint_is_never_taken_again(manager: Callable[..., CheckpointManager]) -> None:
     one = manager()
     trained(one, 3)
     one.wait_until_finished()
@@ -441,7 +441,7 @@ def test_a_quarantined_generation_is_never_taken_again(manager: Callable[..., Ch
     assert "quarantined" in report.passed_over[3]
 
 
-def test_a_generation_that_is_restored_again_and_again_is_given_up_unless_confirmed(
+def test_a_checkpoint_that_is_restored_again_and_again_is_given_up_unless_confirmed(
     manager: Callable[..., CheckpointManager],
 ) -> None:
     one = manager()
@@ -500,7 +500,7 @@ def test_memory_that_is_not_there_is_refused_at_prepare(tmp_path: Path, shm: Pat
         one.prepare({"weights": torch.zeros(10_000)})
 
 
-def test_the_newest_durable_generations_stay_and_the_newest_that_was_read_back(
+def test_the_newest_durable_checkpoints_stay_and_the_newest_that_was_read_back(
     manager: Callable[..., CheckpointManager], tmp_path: Path
 ) -> None:
     one = manager(keep=2)

@@ -176,7 +176,7 @@ def test_another_number_of_ranks_goes_on_from_disk_and_from_memory(tmp_path: Pat
     assert arenas == ["rank-00000-of-00002", "rank-00001-of-00002"], "the other world's went with the first commit"
 
 
-def test_a_flipped_byte_in_one_arena_takes_all_ranks_to_the_older_generation(tmp_path: Path, shm: Path) -> None:
+def test_a_flipped_byte_in_one_arena_takes_all_ranks_to_the_older_checkpoint(tmp_path: Path, shm: Path) -> None:
     forked(tmp_path, shm, 2, "fsdp", 4, keep=True)
     (arena,) = shm.glob("rackrun-*/*/rank-00001-*.arena")
     flip(arena, 4)

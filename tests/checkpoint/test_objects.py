@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import RemotePath, local_path, parse_location
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.object_store import ObjectFiles
@@ -35,14 +35,14 @@ __all__ = ["manager", "remote", "s3_server", "shm"]
 
 def verified(store: DurableStore) -> list[int]:
     """Newest first, after all bytes were read and compared."""
-    found = store.generations()
+    found = store.checkpoints()
     for info in found:
-        assert store.verify(info.generation).ok
-        with store.open(info.generation) as reader:
+        assert store.verify(info.number).ok
+        with store.open(info.number) as reader:
             for rank in range(info.world_size):
-                expected = payload_of(info.generation, rank)
+                expected = payload_of(info.number, rank)
                 assert bytes(reader.read(rank, 0, len(expected))) == expected
-    return [info.generation for info in found]
+    return [info.number for info in found]
 
 
 # -- names
@@ -122,11 +122,11 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: Any) -> None:
 
 # -- writing
 @BOTH
-def test_a_generation_is_there_once_its_manifest_is_and_reads_as_it_was_written(remote: RemotePath) -> None:
+def test_a_checkpoint_is_there_once_its_manifest_is_and_reads_as_it_was_written(remote: RemotePath) -> None:
     store = DurableStore(remote, JOB)
     writer = store.writer(3, 30, 1, WORLD)
     for rank in range(WORLD):
-        assert store.generations() == []
+        assert store.checkpoints() == []
         assert not writer.finish()
         assert writer.failure is None
         assert write_shard(writer, rank), writer.failure
@@ -175,7 +175,7 @@ def test_damage_is_found_before_a_byte_is_handed_out(remote: RemotePath, what: s
     (name,) = (name for name in kept(remote) if name.endswith(what))
     harmed(store.files, remote / name, how)  # type: ignore[arg-type]
     if (what, how) == ("MANIFEST.json", "gone"):
-        with pytest.raises(NoUsableGeneration):
+        with pytest.raises(NoUsableCheckpoint):
             store.open(1)
         store.complete()  # all shards are there
         assert verified(store) == [1]
@@ -195,10 +195,10 @@ def test_a_bucket_that_is_not_there_is_said_before_training(s3_server: str, tmp_
 
 # -- retention and gc
 @BOTH
-def test_old_generations_and_what_dead_writers_left_go(remote: RemotePath) -> None:
+def test_old_checkpoints_and_what_dead_writers_left_go(remote: RemotePath) -> None:
     store = DurableStore(remote, JOB)
-    for generation in range(3, 6):
-        assert save(store, generation, epoch=2)
+    for number in range(3, 6):
+        assert save(store, number, epoch=2)
     dead = store.writer(6, 60, 1, WORLD)
     assert write_shard(dead, 0)
     alive = store.writer(6, 60, 2, WORLD)
@@ -229,7 +229,7 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
     struck = set()
     for number, point in enumerate(points):
         store, rng = DurableStore(remote / str(number), JOB), random.Random(number)
-        assert all(save(store, generation, epoch=1) for generation in (1, 2))
+        assert all(save(store, number, epoch=1) for number in (1, 2))
         left = rng.randint(1, 2)
 
         def die(name: str, point: str = point) -> None:
@@ -306,7 +306,7 @@ def test_a_store_that_does_not_answer_is_no_empty_one(
                 patched.setattr(ObjectFiles, "pread", lambda *_: _raise(errno.EIO))
             two = manager(directory=remote, memory=None)
             two.prepare(Training().state)
-            with pytest.raises(NoUsableGeneration, match="no generation can be read"):
+            with pytest.raises(NoUsableCheckpoint, match="no checkpoint can be read"):
                 two.restore()
             two.close()
 
@@ -325,7 +325,7 @@ def test_the_commands_work_on_an_object_store(remote: RemotePath, tmp_path: Path
     run = CliRunner()
     for words, code, said in (
         (["ls", str(remote)], 0, "2"),
-        (["verify", str(remote), "--all"], 0, "generation 1  ok"),
+        (["verify", str(remote), "--all"], 0, "checkpoint 1  ok"),
         (["quarantine", str(remote), "3", "--reason", "why not"], 0, "quarantined"),
         (["ls", str(remote)], 0, "quarantined"),
         (["export", str(remote), str(tmp_path / "set"), "--all"], 0, "tensors"),

@@ -283,7 +283,7 @@ def test_parities_of_one_row_that_have_taken_in_other_stripes_are_not_mixed() ->
     for part in world.rows:
         if part.number == 1:
             world.rows[part] = other.rows[part]
-    with pytest.raises(ParityError, match="not of one set and one generation"):
+    with pytest.raises(ParityError, match="not of one set and one checkpoint"):
         world.rebuilt(3, 13)
 
 
@@ -382,7 +382,7 @@ def test_a_stripe_that_is_not_what_its_owner_sent_spoils_the_row_for_good(wrong:
         arrives()
     with pytest.raises(ParityError, match="spoiled"):
         give(row, 23, 1000, world.stripe(23, 3))
-    with pytest.raises(ParityError, match="for generation 7 cannot be used"):
+    with pytest.raises(ParityError, match="for checkpoint 7 cannot be used"):
         row.header()
 
 
@@ -439,10 +439,10 @@ def test_after_a_read_that_failed_no_further_stripe_is_begun() -> None:
     assert len(begun) == 2
 
 
-def test_rows_of_two_generations_are_not_mixed() -> None:
+def test_rows_of_two_checkpoints_are_not_mixed() -> None:
     world, other = encoded([100, 100, 100]), encoded([100, 100, 100])
-    world.rows[Part(13)] = msgspec.structs.replace(other.rows[Part(13)], generation=8)
-    with pytest.raises(ParityError, match="not of one set and one generation"):
+    world.rows[Part(13)] = msgspec.structs.replace(other.rows[Part(13)], checkpoint=8)
+    with pytest.raises(ParityError, match="not of one set and one checkpoint"):
         world.rebuilt(3)
 
 

@@ -441,7 +441,7 @@ def test_the_statement_says_what_is_survived_and_what_it_costs() -> None:
         "  tray     survives any 1 lost, and 52.9% of the losses of 2\n"
         "  rack     a single loss can be fatal\n"
         "  memory   12.5% of a shard more on a rank, for each slot\n"
-        "  traffic  a rank sends up to 1 shard(s) a generation, 100% of it inside a rack"
+        "  traffic  a rank sends up to 1 shard(s) a checkpoint, 100% of it inside a rack"
     )
 
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackrun.checkpoint.base.errors import IntegrityError
-from rackrun.checkpoint.durable.durable_manifest import generation_of, shard_name
-from rackrun.checkpoint.durable.durable_store import GenerationInfo
+from rackrun.checkpoint.durable.durable_manifest import checkpoint_number, shard_name
+from rackrun.checkpoint.durable.durable_store import CheckpointInfo
 from rackrun.checkpoint.durable.files import FailureKind, Files
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import LOG, Collected, Retention, choose, collect
@@ -49,37 +49,37 @@ def gc(root: Path, retention: Retention | None = None, *, files: Files | None = 
     return collect(store_at(root, files), retention or Retention(keep_last=1), **arguments)  # type: ignore[arg-type]
 
 
-def saved(root: Path, *generations: int, verified: int | None = None) -> None:
-    for generation in generations:
-        assert save(store_at(root), generation)
+def saved(root: Path, *checkpoints: int, verified: int | None = None) -> None:
+    for number in checkpoints:
+        assert save(store_at(root), number)
     if verified is not None:
         assert store_at(root).verify(verified).ok
 
 
 def listed(root: Path) -> list[int]:
-    return [info.generation for info in store_at(root).generations()]
+    return [info.number for info in store_at(root).checkpoints()]
 
 
 def marked(root: Path) -> list[int]:
-    return [info.generation for info in store_at(root).generations() if info.verified]
+    return [info.number for info in store_at(root).checkpoints() if info.verified]
 
 
 # -- the rule
-def info(generation: int, step: int) -> GenerationInfo:
-    return GenerationInfo(generation, step, 1, 1, 0, "", False, Path())
+def info(number: int, step: int) -> CheckpointInfo:
+    return CheckpointInfo(number, step, 1, 1, 0, "", False, Path())
 
 
 INFOS = st.dictionaries(st.integers(0, 60), st.integers(0, 600)).map(
-    lambda steps: [info(generation, step) for generation, step in sorted(steps.items(), reverse=True)]
+    lambda steps: [info(number, step) for number, step in sorted(steps.items(), reverse=True)]
 )
 RETENTIONS = st.builds(Retention, keep_last=st.integers(1, 5), keep_every=st.integers(0, 200))
 
 
 @given(INFOS, RETENTIONS, st.sets(st.integers(0, 60)), st.data())
 def test_the_newest_the_pinned_the_first_of_each_span_and_the_newest_verified_stay(
-    infos: list[GenerationInfo], retention: Retention, pins: set[int], data: st.DataObject
+    infos: list[CheckpointInfo], retention: Retention, pins: set[int], data: st.DataObject
 ) -> None:
-    numbers = [found.generation for found in infos]
+    numbers = [found.number for found in infos]
     verified = data.draw(st.sampled_from(numbers)) if infos else None
     choice = choose(infos, retention, pins=pins, newest_verified=verified)
     assert sorted([*choice.keep, *choice.drop]) == sorted(numbers)
@@ -87,30 +87,30 @@ def test_the_newest_the_pinned_the_first_of_each_span_and_the_newest_verified_st
     assert {*numbers[: retention.keep_last], *pins.intersection(numbers)} <= set(choice.keep)
     assert verified is None or verified in choice.keep
     if retention.keep_every:
-        kept_spans = {found.step // retention.keep_every for found in infos if found.generation in choice.keep}
+        kept_spans = {found.step // retention.keep_every for found in infos if found.number in choice.keep}
         assert kept_spans == {found.step // retention.keep_every for found in infos}
-    left = [found for found in infos if found.generation in choice.keep]
+    left = [found for found in infos if found.number in choice.keep]
     assert choose(left, retention, pins=pins, newest_verified=verified).drop == ()
 
 
 @given(INFOS, RETENTIONS)
-def test_nothing_goes_while_none_is_verified(infos: list[GenerationInfo], retention: Retention) -> None:
+def test_nothing_goes_while_none_is_verified(infos: list[CheckpointInfo], retention: Retention) -> None:
     assert choose(infos, retention, pins=(), newest_verified=None).drop == ()
 
 
 @given(INFOS, RETENTIONS, st.sets(st.integers(0, 60)))
 def test_what_no_restore_takes_does_not_push_out_what_one_can(
-    infos: list[GenerationInfo], retention: Retention, barred: set[int]
+    infos: list[CheckpointInfo], retention: Retention, barred: set[int]
 ) -> None:
-    usable = [found.generation for found in infos if found.generation not in barred]
+    usable = [found.number for found in infos if found.number not in barred]
     newest = usable[: retention.keep_last]
     choice = choose(infos, retention, pins=(), newest_verified=next(iter(usable), None), barred=barred)
     assert set(newest) <= set(choice.keep)
-    left = [found for found in infos if found.generation in choice.keep]
+    left = [found for found in infos if found.number in choice.keep]
     assert choose(left, retention, pins=(), newest_verified=next(iter(usable), None), barred=barred).drop == ()
 
 
-def test_a_quarantined_generation_goes_when_enough_newer_ones_are_there_and_its_number_is_free_again(
+def test_a_quarantined_checkpoint_goes_when_enough_newer_ones_are_there_and_its_number_is_free_again(
     tmp_path: Path,
 ) -> None:
     saved(tmp_path, 1, 2, 3, verified=2)
@@ -193,7 +193,7 @@ def test_a_directory_that_is_not_whole_is_left_to_people(tmp_path: Path) -> None
     assert store_at(tmp_path).path(1).is_dir()
 
 
-def test_a_reader_of_a_generation_that_goes_gets_the_right_bytes_or_an_error(tmp_path: Path) -> None:
+def test_a_reader_of_a_checkpoint_that_goes_gets_the_right_bytes_or_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, verified=2)
     with store_at(tmp_path).open(1) as reader:
         mapped = reader.shard(0)
@@ -206,9 +206,9 @@ def test_a_reader_of_a_generation_that_goes_gets_the_right_bytes_or_an_error(tmp
 
 
 # -- orphans
-def _orphan(root: Path, generation: int, epoch: int) -> Path:
-    assert write_shard(store_at(root).writer(generation, 10 * generation, epoch, WORLD), 0)
-    (path,) = (root / JOB).glob(f".tmp-gen-{generation}-{epoch}-*")
+def _orphan(root: Path, number: int, epoch: int) -> Path:
+    assert write_shard(store_at(root).writer(number, 10 * number, epoch, WORLD), 0)
+    (path,) = (root / JOB).glob(f".tmp-gen-{number}-{epoch}-*")
     return path
 
 
@@ -216,7 +216,7 @@ def _orphan(root: Path, generation: int, epoch: int) -> Path:
     ("epoch", "age_s", "goes"),
     [(3, TTL_S + 10, False), (4, TTL_S + 10, False), (2, TTL_S - 10, False), (2, TTL_S + 10, True), (2, -1e6, False)],
 )
-def test_an_unfinished_generation_goes_only_when_its_epoch_is_over_and_it_is_old(
+def test_an_unfinished_checkpoint_goes_only_when_its_epoch_is_over_and_it_is_old(
     tmp_path: Path, epoch: int, age_s: float, goes: bool
 ) -> None:
     path = _orphan(tmp_path, 1, epoch)
@@ -226,7 +226,7 @@ def test_an_unfinished_generation_goes_only_when_its_epoch_is_over_and_it_is_old
     assert done.orphans == ([path.name] if goes else [])
 
 
-def test_a_late_writer_of_a_collected_generation_fails_without_harm(tmp_path: Path) -> None:
+def test_a_late_writer_of_a_collected_checkpoint_fails_without_harm(tmp_path: Path) -> None:
     writer = store_at(tmp_path).writer(1, 10, 1, WORLD)
     assert write_shard(writer, 0)
     assert gc(tmp_path, epoch=2, now=lambda: time.time() + 2 * TTL_S).orphans
@@ -289,7 +289,7 @@ def test_without_a_synced_directory_nothing_goes(tmp_path: Path) -> None:
     assert whole(tmp_path) == [3, 2, 1]
 
 
-def test_a_generation_whose_name_may_not_be_on_disk_takes_nobodys_place(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_name_may_not_be_on_disk_takes_nobodys_place(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     calls = calls_of(lambda files: save(store_at(tmp_path, files), 2))
     shutil.rmtree(tmp_path / JOB / "gen-000000000002")
@@ -342,13 +342,13 @@ CRASHES = 1000
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
 def test_after_any_of_a_thousand_crashes_what_was_promised_is_there(tmp_path: Path, power: bool) -> None:
     """One history of saves, verifications and collections, cut at random calls. Promised: what a save said True to, or
-    something newer; the newest verified generation, until there is a newer one; and that all that is seen is whole."""
+    something newer; the newest verified checkpoint, until there is a newer one; and that all that is seen is whole."""
     rng = random.Random(2026 + power)
     root, aside = tmp_path / "root", tmp_path / "aside"
     root.mkdir()
     aside.mkdir()
     retention = Retention(keep_last=1)
-    generation, promised, verified = 0, -1, -1
+    number, promised, verified = 0, -1, -1
     for epoch in range(1, CRASHES // 2 + 1):
         at = rng.randint(1, 220)
         files = PowerLoss(at, rng, aside) if power else Crashing(at)
@@ -357,12 +357,12 @@ def test_after_any_of_a_thousand_crashes_what_was_promised_is_there(tmp_path: Pa
             if rng.random() < 0.5:
                 collect(store, retention, epoch=epoch, now=lambda: 1e12, orphan_ttl_s=TTL_S)
             while True:
-                generation += 1
-                writer = store.writer(generation, 10 * generation, epoch, WORLD)
+                number += 1
+                writer = store.writer(number, 10 * number, epoch, WORLD)
                 assert all(write_shard(writer, rank) for rank in range(WORLD)), writer.failure
                 assert writer.finish(), writer.failure
-                promised = generation
-                assert rng.random() < 0.5 or store.verify(generation).ok
+                promised = number
+                assert rng.random() < 0.5 or store.verify(number).ok
                 done = collect(store, retention, epoch=epoch, now=lambda: 1e12, orphan_ttl_s=TTL_S)
                 assert done.failures == []
                 verified = max(marked(root), default=-1)
@@ -383,4 +383,4 @@ def test_after_any_of_a_thousand_crashes_what_was_promised_is_there(tmp_path: Pa
 
 def _named(root: Path) -> list[int]:
     names = os.listdir(root / JOB) if (root / JOB).is_dir() else []
-    return sorted((found for name in names if (found := generation_of(name)) is not None), reverse=True)
+    return sorted((found for name in names if (found := checkpoint_number(name)) is not None), reverse=True)

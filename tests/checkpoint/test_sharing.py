@@ -118,8 +118,8 @@ def test_damage_in_memory_is_found_before_it_is_shared(sealed: tuple[Arena, Imag
 
 
 # -- a job
-def shards(folder: Path, generation: int) -> list[ImageLayout]:
-    with DurableStore(folder / "checkpoints", "run").open(generation) as reader:
+def shards(folder: Path, number: int) -> list[ImageLayout]:
+    with DurableStore(folder / "checkpoints", "run").open(number) as reader:
         found = []
         for rank in range(reader.world_size):
             size = reader.reader(rank).size

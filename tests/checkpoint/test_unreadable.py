@@ -13,7 +13,7 @@ import pytest
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
 from rackrun.checkpoint.arena.arena_folder import commits_in
-from rackrun.checkpoint.base.errors import NoUsableGeneration
+from rackrun.checkpoint.base.errors import NoUsableCheckpoint
 from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.probation import Probation
 from tests.checkpoint.test_manager import Training, arenas, crash, manager, shm, trained
@@ -51,13 +51,13 @@ FILES = ("MANIFEST.json", "rank-00000-of-00001.json", "rank-00000-of-00001.safet
 DAMAGE = (flipped, a_directory, cut_short, gone, deep)
 
 
-def saved(manager: Make, tmp_path: Path, generations: int) -> list[Path]:
-    """A job that has ended, with its generations on disk, oldest first."""
+def saved(manager: Make, tmp_path: Path, checkpoints: int) -> list[Path]:
+    """A job that has ended, with its checkpoints on disk, oldest first."""
     one = manager(memory=None, durable_every=1, keep=100)
     training = Training()
     one.prepare(training.state)
     one.restore()
-    for step in range(1, generations + 1):
+    for step in range(1, checkpoints + 1):
         training.step()
         assert one.save(step, durable=True).durable.result()
     one.close()
@@ -72,13 +72,13 @@ def next_start(manager: Make, **options: Any) -> CheckpointManager:
 
 @pytest.mark.parametrize("harm", DAMAGE)
 @pytest.mark.parametrize("name", FILES)
-def test_the_only_generation_is_damaged_and_the_job_does_not_begin_anew(
+def test_the_only_checkpoint_is_damaged_and_the_job_does_not_begin_anew(
     manager: Make, tmp_path: Path, name: str, harm: Callable[[Path], None]
 ) -> None:
     (only,) = saved(manager, tmp_path, 1)
     harm(only / name)
     one = next_start(manager)
-    with pytest.raises(NoUsableGeneration, match="eneration 1"):
+    with pytest.raises(NoUsableCheckpoint, match="heckpoint 1"):
         one.restore()
     assert only.exists()
 
@@ -93,15 +93,15 @@ def test_the_newest_is_damaged_and_the_fall_back_is_told_and_quarantined(
     one = next_start(manager, keep=1)
     report = one.restore()
     assert report is not None
-    assert (report.generation, list(report.passed_over)) == (1, [2])
+    assert (report.number, list(report.passed_over)) == (1, [2])
     assert report.passed_over[2]
-    assert "generation 2 is not used: " in capfd.readouterr().err
+    assert "checkpoint 2 is not used: " in capfd.readouterr().err
     assert list(Probation(older.parent).quarantined()) == [2]
     one.close()
     again = next_start(manager)
     report = again.restore()
     assert report is not None
-    assert (report.generation, report.passed_over.keys()) == (1, {2})
+    assert (report.number, report.passed_over.keys()) == (1, {2})
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
@@ -128,24 +128,24 @@ def test_storage_that_does_not_give_the_newest_is_told_and_nothing_is_held_again
     one._store.files = Broken()
     one.prepare(Training(seed=1).state)
     report = one.restore()
-    if report is None or report.generation != 2:
+    if report is None or report.number != 2:
         assert report is not None
-        assert (report.generation, list(report.passed_over)) == (1, [2])
+        assert (report.number, list(report.passed_over)) == (1, [2])
         assert os.strerror(number) in report.passed_over[2]
-        assert "generation 2 is not used: " in capfd.readouterr().err
+        assert "checkpoint 2 is not used: " in capfd.readouterr().err
     else:
         assert (name, call) == ("MANIFEST.json", "stat")  # it is not looked at in this way
     assert not Probation(older.parent).quarantined()
 
 
-def test_more_damaged_generations_than_are_looked_at_at_once_hide_no_good_one(manager: Make, tmp_path: Path) -> None:
+def test_more_damaged_checkpoints_than_are_looked_at_at_once_hide_no_good_one(manager: Make, tmp_path: Path) -> None:
     _, *rest = saved(manager, tmp_path, 20)
-    for generation in rest:
-        flipped(generation / FILES[1])
+    for number in rest:
+        flipped(number / FILES[1])
     one = next_start(manager)
     report = one.restore()
     assert report is not None
-    assert (report.generation, sorted(report.passed_over)) == (1, list(range(2, 21)))
+    assert (report.number, sorted(report.passed_over)) == (1, list(range(2, 21)))
 
 
 def test_commit_records_in_memory_that_cannot_be_read_are_not_taken_for_none(manager: Make, shm: Path) -> None:
@@ -157,7 +157,7 @@ def test_commit_records_in_memory_that_cannot_be_read_are_not_taken_for_none(man
     flipped(record)
     two = manager()
     two.prepare(Training(seed=1).state)
-    with pytest.raises(NoUsableGeneration, match="commit record"):
+    with pytest.raises(NoUsableCheckpoint, match="commit record"):
         two.restore()
 
 
@@ -170,12 +170,12 @@ def test_a_commit_record_that_cannot_be_read_is_named_beside_those_that_can(
     one.wait_until_finished()
     crash(one)
     (record,) = shm.glob("rackrun-*/*/commit-*.json")
-    (generation,) = [known.generation for known in commits_in(record.parent)[0]]
+    (number,) = [known.number for known in commits_in(record.parent)[0]]
     damage(record)
     found, unreadable = commits_in(record.parent)
     assert found == []
-    assert list(unreadable) == [generation]
-    assert str(record) in unreadable[generation]
+    assert list(unreadable) == [number]
+    assert str(record) in unreadable[number]
 
 
 # -- what retention takes

@@ -10,6 +10,7 @@ import pytest
 import rackrun.core
 
 PURE = [
+    "rackrun.checkpoint.base.deprecation",
     "rackrun.checkpoint.base.errors",
     "rackrun.checkpoint.redundancy.failure_domain_sets",
     "rackrun.checkpoint.redundancy.galois",

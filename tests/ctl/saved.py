@@ -66,7 +66,7 @@ def image(held: State, rank: int) -> tuple[ImageLayout, memoryview]:
 def save(
     root: Path, step: int, *, epoch: int = 1, job: str = JOB, held: State | None = None, ranks: int = WORLD
 ) -> DurableStore:
-    """Generation ``step``; with fewer ``ranks`` than the world it stays unfinished."""
+    """Checkpoint ``step``; with fewer ``ranks`` than the world it stays unfinished."""
     store = DurableStore(root, job)
     writer = store.writer(step, step, epoch, WORLD)
     for rank in range(ranks):
@@ -77,8 +77,8 @@ def save(
     return store
 
 
-def shard_path(store: DurableStore, generation: int, rank: int) -> Path:
-    return store.path(generation) / shard_name(rank, WORLD)
+def shard_path(store: DurableStore, number: int, rank: int) -> Path:
+    return store.path(number) / shard_name(rank, WORLD)
 
 
 def flip(path: Path, at: int) -> None:

@@ -21,7 +21,7 @@ Rackctl = Callable[..., Any]
 
 
 def listed(store: DurableStore) -> list[int]:
-    return [info.generation for info in store.generations()]
+    return [info.number for info in store.checkpoints()]
 
 
 def everything(root: Path) -> list[tuple[str, int]]:
@@ -29,7 +29,7 @@ def everything(root: Path) -> list[tuple[str, int]]:
 
 
 # -- ls
-def test_ls_says_of_every_generation_its_step_its_ranks_its_bytes_and_whether_it_was_verified(
+def test_ls_says_of_every_checkpoint_its_step_its_ranks_its_bytes_and_whether_it_was_verified(
     tmp_path: Path, rackctl: Rackctl
 ) -> None:
     for step in (3, 7):
@@ -44,12 +44,12 @@ def test_ls_says_of_every_generation_its_step_its_ranks_its_bytes_and_whether_it
         ("3", "3", "3", ["s", "verified"]),
     ]
     (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
-    assert [(one["generation"], one["step"], one["world_size"], one["verified"]) for one in job["generations"]] == [
+    assert [(one["number"], one["step"], one["world_size"], one["verified"]) for one in job["checkpoints"]] == [
         (7, 7, 3, False),
         (3, 3, 3, True),
     ]
-    assert job["generations"][0]["bytes"] == sum(len(image(state(7), rank)[1]) for rank in range(WORLD))
-    assert all(0 <= one["age_s"] < 600 for one in job["generations"])
+    assert job["checkpoints"][0]["bytes"] == sum(len(image(state(7), rank)[1]) for rank in range(WORLD))
+    assert all(0 <= one["age_s"] < 600 for one in job["checkpoints"])
 
 
 def test_ls_shows_what_is_unfinished_waste_or_not_whole_and_the_last_makes_its_exit_code_1(
@@ -63,11 +63,11 @@ def test_ls_shows_what_is_unfinished_waste_or_not_whole_and_the_last_makes_its_e
     shard_path(store, 2, 1).unlink()
     said = rackctl("ckpt", "ls", tmp_path)
     assert said.code == 1
-    assert "generation 2 is not whole" in said.out
+    assert "checkpoint 2 is not whole" in said.out
     (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
-    assert [one["generation"] for one in job["generations"]] == [3]
-    assert [one["generation"] for one in job["damaged"]] == [2]
-    assert [(one["kind"], one["generation"], one["shards"], one["world_size"]) for one in job["leftovers"]] == [
+    assert [one["number"] for one in job["checkpoints"]] == [3]
+    assert [one["number"] for one in job["damaged"]] == [2]
+    assert [(one["kind"], one["number"], one["shards"], one["world_size"]) for one in job["leftovers"]] == [
         ("trash", 1, 3, 3),
         ("unfinished", 4, 2, 3),
     ]
@@ -106,12 +106,12 @@ COMMANDS: list[list[object]] = [["ls"], ["verify"], ["scrub"], ["export", "out"]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_directory_that_is_not_there_a_file_or_a_single_generation_is_bad_usage(
+def test_a_directory_that_is_not_there_a_file_or_a_single_checkpoint_is_bad_usage(
     tmp_path: Path, rackctl: Rackctl, command: list[object]
 ) -> None:
     store = save(tmp_path, 1)
     (tmp_path / "file").touch()
-    for directory, what in (("nowhere", "is not there"), ("file", "is a file"), (store.path(1), "is one generation")):
+    for directory, what in (("nowhere", "is not there"), ("file", "is a file"), (store.path(1), "is one checkpoint")):
         said = rackctl("ckpt", command[0], tmp_path / directory, *command[1:])
         assert said.code == 2
         assert what in said.err
@@ -122,12 +122,12 @@ def test_verify_reads_the_newest_and_marks_it_and_all_when_asked(tmp_path: Path,
     for step in (1, 2, 3):
         store = save(tmp_path, step)
     assert rackctl("ckpt", "verify", tmp_path).code == 0
-    assert [info.verified for info in store.generations()] == [True, False, False]
+    assert [info.verified for info in store.checkpoints()] == [True, False, False]
     assert rackctl("ckpt", "verify", tmp_path, 1).code == 0
-    assert [info.verified for info in store.generations()] == [True, False, True]
+    assert [info.verified for info in store.checkpoints()] == [True, False, True]
     said = rackctl("ckpt", "verify", tmp_path, "--all", "--json")
-    assert [(one["generation"], one["ok"]) for one in said.json["generations"]] == [(3, True), (2, True), (1, True)]
-    assert [info.verified for info in store.generations()] == [True] * 3
+    assert [(one["number"], one["ok"]) for one in said.json["checkpoints"]] == [(3, True), (2, True), (1, True)]
+    assert [info.verified for info in store.checkpoints()] == [True] * 3
 
 
 def test_long_work_has_a_bar_on_a_terminal_and_none_for_machines(
@@ -148,7 +148,7 @@ def test_verify_names_the_rank_the_chunk_and_the_tensors_of_a_flipped_bit(tmp_pa
         for at in {start, stop - 1} if start < stop else ():
             flip(shard_path(store, 1, 1), at)
             said = rackctl("ckpt", "verify", tmp_path, "--json")
-            (damage,) = said.json["generations"][0]["damage"]
+            (damage,) = said.json["checkpoints"][0]["damage"]
             assert (said.code, damage["rank"], damage["chunk"]) == (1, 1, at // CHUNK)
             assert name in damage["tensors"]
             low, high = at // CHUNK * CHUNK, at // CHUNK * CHUNK + CHUNK
@@ -165,13 +165,13 @@ def test_a_flipped_bit_in_a_header_is_said_to_be_there(tmp_path: Path, rackctl: 
     store = save(tmp_path, 1)
     for at in (0, 5, 40):
         flip(shard_path(store, 1, 2), at)
-        (damage,) = rackctl("ckpt", "verify", tmp_path, "--json").json["generations"][0]["damage"]
+        (damage,) = rackctl("ckpt", "verify", tmp_path, "--json").json["checkpoints"][0]["damage"]
         assert (damage["rank"], damage["chunk"], damage["tensors"]) == (2, 0, ["(header)"])
         flip(shard_path(store, 1, 2), at)
     assert rackctl("ckpt", "verify", tmp_path).code == 0
 
 
-def test_verify_goes_on_after_a_damaged_generation(tmp_path: Path, rackctl: Rackctl) -> None:
+def test_verify_goes_on_after_a_damaged_checkpoint(tmp_path: Path, rackctl: Rackctl) -> None:
     for step in (1, 2, 3, 4):
         store = save(tmp_path, step)
     flip(shard_path(store, 2, 0), -1)
@@ -179,18 +179,18 @@ def test_verify_goes_on_after_a_damaged_generation(tmp_path: Path, rackctl: Rack
     newer(store, 4)
     said = rackctl("ckpt", "verify", tmp_path, "--all", "--json")
     assert said.code == 1
-    assert [one["ok"] for one in said.json["generations"]] == [False, False, False, True]
-    assert "format 2" in said.json["generations"][0]["damage"][0]["what"]
+    assert [one["ok"] for one in said.json["checkpoints"]] == [False, False, False, True]
+    assert "format 2" in said.json["checkpoints"][0]["damage"][0]["what"]
 
 
-def newer(store: DurableStore, generation: int) -> None:
-    path = store.path(generation) / MANIFEST
+def newer(store: DurableStore, number: int) -> None:
+    path = store.path(number) / MANIFEST
     body, _ = unseal(path.read_bytes(), Manifest, path)
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
     path.write_bytes(seal(Manifest(**fields | {"format": 2}))[0])
 
 
-def test_a_generation_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path, rackctl: Rackctl) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path, rackctl: Rackctl) -> None:
     for step in (1, 2):
         store = save(tmp_path, step)
     newer(store, 1)
@@ -199,7 +199,7 @@ def test_a_generation_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path, r
         said = rackctl("ckpt", "verify", tmp_path, number)
         assert said.code == code
         assert "Traceback" not in said.out + said.err
-        assert rackctl("ckpt", "export", tmp_path, tmp_path / "out", "--generation", number).code == code
+        assert rackctl("ckpt", "export", tmp_path, tmp_path / "out", "--number", number).code == code
     assert not (tmp_path / "out").exists()
     assert rackctl("ckpt", "verify", tmp_path, 1, "--all").code == 2
     assert rackctl("ckpt", "verify", tmp_path, "newest").code == 2
@@ -211,9 +211,9 @@ def test_scrub_reads_only_what_was_not_verified_yet(tmp_path: Path, rackctl: Rac
     assert store.verify(2).ok
     flip(shard_path(store, 2, 0), -1)
     said = rackctl("ckpt", "scrub", tmp_path, "--json")
-    assert (said.code, [one["generation"] for one in said.json["generations"]]) == (0, [3, 1])
+    assert (said.code, [one["number"] for one in said.json["checkpoints"]]) == (0, [3, 1])
     said = rackctl("ckpt", "scrub", tmp_path)
-    assert (said.code, said.out) == (0, "all generations are verified already\n")
+    assert (said.code, said.out) == (0, "all checkpoints are verified already\n")
     assert rackctl("ckpt", "verify", tmp_path, 2).code == 1
     assert rackctl("ckpt", "scrub", tmp_path).code == 1
 
@@ -243,7 +243,7 @@ def test_a_dry_run_of_gc_says_what_gc_does_and_changes_nothing(tmp_path: Path, r
     shown = rackctl("ckpt", "gc", tmp_path, "--keep-last", 1, "--dry-run")
     assert everything(tmp_path) == before
     assert "would be deleted: 1, 2" in shown.out
-    assert "generation 3 would be read first" in shown.out
+    assert "checkpoint 3 would be read first" in shown.out
     done = rackctl("ckpt", "gc", tmp_path, "--keep-last", 1, "--json")
     assert done.json["dropped"] == would.json["dropped"] == [1, 2]
     assert would.json["assumed_verified"] == 3
@@ -314,7 +314,7 @@ def test_rackctl_starts_without_torch(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_quarantined_generation_is_shown_with_its_reason_until_that_is_lifted(
+def test_a_quarantined_checkpoint_is_shown_with_its_reason_until_that_is_lifted(
     tmp_path: Path, rackctl: Rackctl
 ) -> None:
     store = save(tmp_path, 1)
@@ -322,18 +322,26 @@ def test_a_quarantined_generation_is_shown_with_its_reason_until_that_is_lifted(
     for _ in range(3):
         Probation(store.directory).restored(1)
     said = rackctl("ckpt", "quarantine", tmp_path, 2, "--reason", "the loss is not a number")
-    assert (said.code, said.out) == (0, "run: generation 2 is quarantined: the loss is not a number\n")
+    assert (said.code, said.out) == (0, "run: checkpoint 2 is quarantined: the loss is not a number\n")
 
     shown = rackctl("ckpt", "ls", tmp_path)
     assert shown.code == 0
     assert "quarantined: the loss is not a number" in shown.out
     (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
-    assert [one["barred"].partition(":")[0] for one in job["generations"]] == ["quarantined", "passed over"]
+    assert [one["barred"].partition(":")[0] for one in job["checkpoints"]] == ["quarantined", "passed over"]
 
     for number in (1, 2):
         assert rackctl("ckpt", "quarantine", tmp_path, number, "--lift", "--json").json["barred"] == ""
     (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
-    assert [one["barred"] for one in job["generations"]] == ["", ""]
+    assert [one["barred"] for one in job["checkpoints"]] == ["", ""]
     for wrong in ((2,), (2, "--lift", "--reason", "x"), ("newest", "--lift")):
         assert rackctl("ckpt", "quarantine", tmp_path, *wrong).code == 2
     assert rackctl("ckpt", "quarantine", tmp_path, 7, "--lift").code == 1
+
+
+def test_json_still_has_the_former_names_of_checkpoints_and_their_numbers(tmp_path: Path, rackctl: Rackctl) -> None:
+    save(tmp_path, 1)
+    (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
+    for said in (job, rackctl("ckpt", "verify", tmp_path, "--json").json):
+        assert said["generations"] == said["checkpoints"]
+        assert [(one["number"], one["generation"]) for one in said["checkpoints"]] == [(1, 1)]

@@ -40,7 +40,7 @@ def same(found: State, wanted: State) -> bool:
 def test_a_fresh_plain_model_takes_it_and_has_the_bits_of_the_ranks(tmp_path: Path, rackctl: Rackctl) -> None:
     for step in (4, 9):
         save(tmp_path, step)
-    for step, chosen in ((9, []), (4, ["--generation", 4])):
+    for step, chosen in ((9, []), (4, ["--number", 4])):
         said = rackctl("ckpt", "export", tmp_path, tmp_path / f"out-{step}", *chosen, "--json")
         assert said.code == 0
         assert (said.json["step"], said.json["left_out"]) == (step, 12)
@@ -130,3 +130,13 @@ def test_wrappers_that_are_in_front_of_every_name_go_and_no_two_names_become_one
 def test_parts_that_are_no_boxes_are_refused_because_only_their_model_can_join_them() -> None:
     with pytest.raises(UsageError, match="only the model can put them together"):
         model_names(["m/param/flat@0", "m/param/flat@1", "m/param/x"])
+
+
+def test_the_former_option_generation_still_works_and_is_not_in_the_help(tmp_path: Path, rackctl: Rackctl) -> None:
+    for step in (4, 9):
+        save(tmp_path, step)
+    for name, option in (("a", ["--generation", 4]), ("b", ["--generation=4"])):
+        said = rackctl("ckpt", "export", tmp_path, tmp_path / name, *option, "--json")
+        assert (said.code, said.json["number"], said.json["generation"]) == (0, 4, 4)
+        assert said.err == "rackctl: --generation is deprecated: it is called --number now.\n"
+    assert "--generation" not in rackctl("ckpt", "export", "--help").out

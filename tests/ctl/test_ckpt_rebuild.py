@@ -30,7 +30,7 @@ from rackrun.checkpoint.image.plain_part import Plain, pack_plain
 from rackrun.checkpoint.image.safetensors_image import write_image
 from rackrun.checkpoint.offline.export import export
 from rackrun.checkpoint.offline.job_remains import Remains
-from rackrun.checkpoint.offline.rebuilding import BESIDE, rebuild_generation
+from rackrun.checkpoint.offline.rebuilding import BESIDE, rebuild_checkpoint
 from tests.checkpoint.storage import ended, in_child
 from tests.checkpoint.test_manager import Training, trained
 from tests.ctl.saved import JOB, WORLD, box_of, flip, shard_path, state
@@ -65,9 +65,9 @@ class Job:
         *steps: int,
         folder: Path | None = None,
         ranks: tuple[int, ...] = (0, 1, 2),
-        as_generation: int | None = None,
+        as_checkpoint: int | None = None,
     ) -> None:
-        """The arenas, and the commit records, of the generations after ``steps``, each of that number or ``as_generation``."""
+        """The arenas, and the commit records, of the checkpoints after ``steps``, each of that number or ``as_checkpoint``."""
         folder = folder or self.folder
         folder.mkdir(parents=True, mode=0o700)
 
@@ -77,17 +77,17 @@ class Job:
                 arena = Arena.create(path, job=JOB, rank=rank, epoch=1, slots=2, payload_bytes=ROOM)
                 for step in steps[-2:]:
                     layout, parts, plain = image(step, rank)
-                    generation = step if as_generation is None else as_generation
-                    writer = arena.begin(generation, step)
+                    number = step if as_checkpoint is None else as_checkpoint
+                    writer = arena.begin(number, step)
                     write_image(layout, parts, plain, writer.payload)
                     writer.seal(layout.total_bytes, layout.layout_hash)
-                    arena.commit(generation)
+                    arena.commit(number)
             os.kill(os.getpid(), signal.SIGKILL)
 
         assert ended(in_child(write)) == -signal.SIGKILL
         for step in steps[-2:]:
             record = self.record(folder, step)
-            (folder / f"commit-{record.generation:012d}.json").write_bytes(record.encode())
+            (folder / f"commit-{record.number:012d}.json").write_bytes(record.encode())
         for rank in set(range(WORLD)) - set(ranks):
             next(folder.glob(f"rank-{rank:05d}-*")).unlink()
 
@@ -105,7 +105,7 @@ class Job:
                         layout_hash=info.layout_hash,
                     )
                 )
-        return CommitRecord.of(info.generation, step, 1, copies=copies)
+        return CommitRecord.of(info.number, step, 1, copies=copies)
 
     def arena(self, rank: int) -> Path:
         return next(self.folder.glob(f"rank-{rank:05d}-*"))
@@ -144,12 +144,19 @@ def rebuild(job: Job, rackctl: Rackctl) -> Callable[..., Any]:
     return lambda *arguments: rackctl("ckpt", "rebuild", job.root, "--arenas", job.shm, *arguments)
 
 
+def test_the_former_option_generation_still_works(job: Job, rebuild: Rackctl) -> None:
+    job.leave(4, 5)
+    said = rebuild("--generation", 4, "--json")
+    assert (said.code, said.json["number"], said.json["generation"]) == (0, 4, 4)
+    assert "--generation is deprecated" in said.err
+
+
 # -- from memory
-def test_the_newest_generation_of_a_killed_job_is_written_to_disk(job: Job, rebuild: Rackctl) -> None:
+def test_the_newest_checkpoint_of_a_killed_job_is_written_to_disk(job: Job, rebuild: Rackctl) -> None:
     job.leave(4, 5)
     said = rebuild("--json")
     assert said.code == 0
-    assert (said.json["generation"], said.json["step"], said.json["world_size"], said.json["written"]) == (
+    assert (said.json["number"], said.json["step"], said.json["world_size"], said.json["written"]) == (
         5,
         5,
         3,
@@ -175,7 +182,7 @@ def test_it_is_written_elsewhere_when_that_is_asked_for(job: Job, rebuild: Rackc
     into = tmp_path / "deep" / "elsewhere"
     assert rebuild("--into", into).code == 0
     job.assert_right(5, DurableStore(into, JOB))
-    assert not job.store.generations()
+    assert not job.store.checkpoints()
 
 
 def test_arenas_of_several_hosts_are_taken_together(job: Job, rackctl: Rackctl, tmp_path: Path) -> None:
@@ -195,7 +202,7 @@ def test_an_older_one_is_taken_where_the_newest_is_damaged_and_it_is_said(job: J
     job.damage(1, 5)
     said = rebuild()
     assert said.code == 1  # as when it is done again
-    assert "generation 5 cannot be had: Rank 1: " in said.out
+    assert "checkpoint 5 cannot be had: Rank 1: " in said.out
     assert "is not what was sealed" in said.out
     job.assert_right(4)
 
@@ -203,15 +210,15 @@ def test_an_older_one_is_taken_where_the_newest_is_damaged_and_it_is_said(job: J
 def test_what_was_never_committed_is_not_taken(job: Job, rebuild: Rackctl) -> None:
     job.leave(4, 5)
     (job.folder / f"commit-{5:012d}.json").unlink()
-    assert rebuild("--json").json["generation"] == 4
+    assert rebuild("--json").json["number"] == 4
 
 
 def test_what_turned_out_bad_is_not_taken_unless_it_is_named(job: Job, rebuild: Rackctl) -> None:
     job.leave(4, 5)
     Probation(job.store.directory).quarantine(5, "the loss is not a number")
     said = rebuild("--json")
-    assert (said.json["generation"], said.json["passed_over"]) == (4, {"5": "quarantined: the loss is not a number"})
-    assert rebuild("--generation", 5, "--json").json["written"] is True
+    assert (said.json["number"], said.json["passed_over"]) == (4, {"5": "quarantined: the loss is not a number"})
+    assert rebuild("--number", 5, "--json").json["written"] is True
 
 
 def test_what_turned_out_bad_is_not_enough_though_it_is_whole_on_disk(job: Job, rebuild: Rackctl) -> None:
@@ -219,7 +226,7 @@ def test_what_turned_out_bad_is_not_enough_though_it_is_whole_on_disk(job: Job, 
     assert rebuild().code == 0
     Probation(job.store.directory).quarantine(5, "the loss is not a number")
     said = rebuild("--json")
-    assert (said.code, said.json["generation"], said.json["written"]) == (0, 4, True)
+    assert (said.code, said.json["number"], said.json["written"]) == (0, 4, True)
     job.assert_right(4)
     assert rebuild().code == 0
 
@@ -312,7 +319,7 @@ def test_a_part_that_is_damaged_in_both_places_is_refused_and_nothing_is_changed
     before = on_disk(job)
     said = rebuild()
     assert said.code == 1
-    assert "Generation 5: Rank 1: " in said.err
+    assert "Checkpoint 5: Rank 1: " in said.err
     assert on_disk(job) == before
 
 
@@ -322,7 +329,7 @@ def test_what_a_newer_release_has_written_is_not_set_aside(job: Job, rebuild: Ra
     newer(job.store, 5)
     before = on_disk(job)
     said = rebuild("--json")
-    assert (said.code, said.json["generation"]) == (1, 4)
+    assert (said.code, said.json["number"]) == (1, 4)
     assert before.items() <= on_disk(job).items()
 
 
@@ -343,10 +350,10 @@ def test_a_missing_shard_is_refused_with_its_rank(job: Job, rebuild: Rackctl) ->
     job.leave(4, 5, ranks=(0, 2))
     said = rebuild()
     assert said.code == 1
-    assert "no generation can be rebuilt" in said.err
+    assert "no checkpoint can be rebuilt" in said.err
     assert "Rank 1: no arena holds rank 1's shard of step" in said.err
     assert "--arenas" in said.err
-    assert not job.store.generations()
+    assert not job.store.checkpoints()
 
 
 def test_with_an_older_one_whole_on_disk_a_missing_shard_is_told_too(job: Job, rebuild: Rackctl) -> None:
@@ -356,8 +363,8 @@ def test_with_an_older_one_whole_on_disk_a_missing_shard_is_told_too(job: Job, r
     job.leave(4, 5, ranks=(0, 2))
     said = rebuild()
     assert said.code == 1
-    assert "generation 5 cannot be had: Rank 1: " in said.out
-    assert "generation 4, step 4, of 3 rank(s): on disk already" in said.out
+    assert "checkpoint 5 cannot be had: Rank 1: " in said.out
+    assert "checkpoint 4, step 4, of 3 rank(s): on disk already" in said.out
 
 
 def test_a_job_that_lives_is_left_to_itself(job: Job, rebuild: Rackctl) -> None:
@@ -408,7 +415,7 @@ def test_what_was_broken_off_is_ended_by_the_next(job: Job, rebuild: Rackctl) ->
     flip(shard_path(job.store, 5, 1), 5000)
     job.arena(2).unlink()
     with Remains(job.store, [job.folder]) as remains, pytest.raises(CheckpointError, match="cannot be moved"):
-        rebuild_generation(remains, DurableStore(job.root, JOB, files=FailsToMove()))
+        rebuild_checkpoint(remains, DurableStore(job.root, JOB, files=FailsToMove()))
     assert not job.store.path(5).exists()
     assert rebuild("--json").json["written"] is True
     job.assert_right(5)
@@ -428,7 +435,7 @@ def test_what_was_ended_before_it_had_cleared_up_is_cleared_up_by_the_next(job: 
 
     def write() -> None:
         with Remains(job.store, [job.folder]) as remains:
-            rebuild_generation(remains, DurableStore(job.root, JOB, files=Killed()))
+            rebuild_checkpoint(remains, DurableStore(job.root, JOB, files=Killed()))
 
     assert ended(in_child(write)) == -signal.SIGKILL
     assert rebuild("--json").json["written"] is False
@@ -436,21 +443,21 @@ def test_what_was_ended_before_it_had_cleared_up_is_cleared_up_by_the_next(job: 
 
 
 def broken_off(job: Job, rebuild: Rackctl) -> None:
-    """Generation 5 is whole only in what was put together; 4 and 5 are in memory, but for a rank's of 5."""
+    """Checkpoint 5 is whole only in what was put together; 4 and 5 are in memory, but for a rank's of 5."""
     job.leave(4, 5)
     assert rebuild().code == 0
     flip(shard_path(job.store, 5, 1), 5000)
     job.damage(2, 5)
     with Remains(job.store, [job.folder]) as remains, pytest.raises(CheckpointError, match="cannot be moved"):
-        rebuild_generation(remains, DurableStore(job.root, JOB, files=FailsToMove()))
+        rebuild_checkpoint(remains, DurableStore(job.root, JOB, files=FailsToMove()))
     gc.collect()
 
 
-def test_another_generation_that_was_broken_off_stays_until_it_is_wanted(job: Job, rebuild: Rackctl) -> None:
+def test_another_checkpoint_that_was_broken_off_stays_until_it_is_wanted(job: Job, rebuild: Rackctl) -> None:
     broken_off(job, rebuild)
-    assert rebuild("--generation", 4, "--json").json["written"] is True
+    assert rebuild("--number", 4, "--json").json["written"] is True
     said = rebuild("--json")
-    assert (said.json["generation"], said.json["written"]) == (5, True)
+    assert (said.json["number"], said.json["written"]) == (5, True)
     assert all(BESIDE in where for where in said.json["sources"].values())
     job.assert_right(5)
     job.assert_right(4)
@@ -460,7 +467,7 @@ def test_a_dry_run_knows_what_was_broken_off(job: Job, rebuild: Rackctl) -> None
     broken_off(job, rebuild)
     said = rebuild("--dry-run")
     assert said.code == 0
-    assert "generation 5, step 5, of 3 rank(s) would be written" in said.out
+    assert "checkpoint 5, step 5, of 3 rank(s) would be written" in said.out
     assert not job.store.path(5).exists()
 
 
@@ -470,7 +477,7 @@ def test_what_was_broken_off_is_not_taken_for_what_was_committed_under_that_numb
     """The job has gone on from an older one, and has come to that number once more."""
     broken_off(job, rebuild)
     shutil.rmtree(job.folder)
-    job.leave(6, as_generation=5)
+    job.leave(6, as_checkpoint=5)
     said = rebuild("--json")
     assert (said.code, said.json["step"]) == (0, 6)
 
@@ -483,7 +490,7 @@ def test_two_at_once_do_not_meet(job: Job, rebuild: Rackctl) -> None:
         said.append(rebuild("--gone"))  # or as far away as the other one's arenas are
 
     with Remains(job.store, [job.folder]) as remains:
-        rebuild_generation(remains, job.store, progress=meanwhile)
+        rebuild_checkpoint(remains, job.store, progress=meanwhile)
     assert [one.code for one in said] == [1] * WORLD
     assert "another rebuild" in said[0].err
     job.assert_right(5)
@@ -498,7 +505,7 @@ def test_a_job_that_comes_back_meanwhile_is_left_to_itself(job: Job, rebuild: Ra
         Remains(job.store, [job.folder]) as remains,
         pytest.raises(CheckpointError, match="would come back"),
     ):
-        rebuild_generation(remains, job.store, progress=lambda *_: keeper.touch())
+        rebuild_checkpoint(remains, job.store, progress=lambda *_: keeper.touch())
     assert not job.store.path(5).exists()
     gc.collect()
     keeper.unlink()
@@ -522,7 +529,7 @@ class Full(Files):
 def test_what_does_not_fit_is_refused_and_takes_no_room(job: Job, rebuild: Rackctl) -> None:
     job.leave(5)
     with Remains(job.store, [job.folder]) as remains, pytest.raises(CheckpointError, match="No space left"):
-        rebuild_generation(remains, DurableStore(job.root, JOB, files=Full(10_000)))
+        rebuild_checkpoint(remains, DurableStore(job.root, JOB, files=Full(10_000)))
     assert not os.listdir(job.store.directory)
 
 

@@ -444,7 +444,7 @@ class TinyCluster:
 
     def _paused(self, child: _Child, message: WorkerPaused) -> None:
         page, ended, folder = child.page, self._ended, os.environ.get("RACKRUN_CHECKPOINT_DIR")
-        saved = len(DurableStore(Path(folder), "run").generations()) if folder else 0
+        saved = len(DurableStore(Path(folder), "run").checkpoints()) if folder else 0
         rank = self._rank_of(child.worker)
         if rank is None and not child.spare:
             rank = child.rank  # no plan has named it since the start

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from rackrun.checkpoint.durable import lease
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.protocol.ids import Position
@@ -41,8 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def generations(folder: Path) -> list[int]:
-    return [info.generation for info in DurableStore(folder, "run").generations()]
+def numbers(folder: Path) -> list[int]:
+    return [info.number for info in DurableStore(folder, "run").checkpoints()]
 
 
 def sharded(run: Run) -> nn.Module:
@@ -106,7 +106,7 @@ def test_the_same_command_goes_on_where_it_ended_bit_for_bit(
     make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = train(trained(make, 5))
-    assert generations(folder)[0] == 4
+    assert numbers(folder)[0] == 4
     second = train(trained(make, 9))
     assert said(second, "done") == [5, 6, 7, 8]
     monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
@@ -173,20 +173,20 @@ def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
     monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "60")
 
     def main(run: Run) -> None:
-        write = GenerationWriter.write_shard
+        write = CheckpointWriter.write_shard
 
-        def lost(self: GenerationWriter, *args: Any, **kwargs: Any) -> bool:
+        def lost(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
             if run.rank == 1 and run.generation == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(self, *args, **kwargs)
 
-        GenerationWriter.write_shard = lost  # type: ignore[method-assign]
+        CheckpointWriter.write_shard = lost  # type: ignore[method-assign]
         trained(make, 110)(run)
 
     ended = train(main)
     assert ended.exit_code == 0, ended
     assert len(ended.plans) == 1, ended
-    assert 59 <= min(generations(folder)) < 109
+    assert 59 <= min(numbers(folder)) < 109
 
 
 def dies_in_its_last_write(
@@ -195,16 +195,16 @@ def dies_in_its_last_write(
     """Rank 1, when so many ``phases`` have followed the last step."""
 
     def main(run: Run) -> None:
-        write = GenerationWriter.write_shard
+        write = CheckpointWriter.write_shard
 
-        def lost(self: GenerationWriter, *args: Any, **kwargs: Any) -> bool:
+        def lost(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
             if run.rank == 1 and run.generation == 1 and self.step == steps - 1:
                 while run._units.passed.phase < phases:
                     time.sleep(0.005)
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(self, *args, **kwargs)
 
-        GenerationWriter.write_shard = lost  # type: ignore[method-assign]
+        CheckpointWriter.write_shard = lost  # type: ignore[method-assign]
         run.at_end(lambda: phase(run))
         trained(make, steps)(run)
         if run.generation == 1:
@@ -221,7 +221,7 @@ def test_the_last_checkpoint_is_made_whole_by_who_takes_a_place(
     ended = train(dies_in_its_last_write(make, 5, lambda _: None))
     assert ended.exit_code == 0, ended
     assert len(ended.plans) == 1, ended
-    assert generations(folder)[0] == 4
+    assert numbers(folder)[0] == 4
     resumed = train(trained(make, 7))
     assert said(resumed, "done") == [5, 6]
     monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
@@ -237,7 +237,7 @@ def test_where_a_phase_has_changed_what_the_last_checkpoint_was_to_hold_it_is_sa
 
     ended = train(dies_in_its_last_write(ddp, 5, phase, 1))
     assert ended.exit_code == 0, ended
-    assert 4 not in generations(folder)
+    assert 4 not in numbers(folder)
     assert "the last checkpoint, of step 4, is not whole" in capfd.readouterr().err
 
 
@@ -266,7 +266,7 @@ def test_a_job_whose_last_copy_is_lost_begins_again_from_the_disk_and_not_from_n
         """Together, once a checkpoint is whole: whoever outlived the others would give them its state."""
         if step == 5 and run.generation == 1:
             (folder / f"ready-{run.rank}").touch()
-            while len([*folder.glob("ready-*")]) < 3 or not generations(folder):
+            while len([*folder.glob("ready-*")]) < 3 or not numbers(folder):
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_all(folder: Path, train: Train, 
     damaged = bytearray(shard.read_bytes())
     damaged[-5] ^= 1
     shard.write_bytes(damaged)
-    older = generations(folder)[1]
+    older = numbers(folder)[1]
     ended = train(trained(sharded, 6))
     assert said(ended, "done") == list(range(older + 1, 6))
     told = capfd.readouterr().err
@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_all(folder: Path, train: Train, 
 
 def test_a_damaged_manifest_is_told_of_and_passed_over(folder: Path, train: Train, capfd: Any) -> None:
     train(trained(ddp, 5))
-    older = generations(folder)[1]
+    older = numbers(folder)[1]
     manifest = DurableStore(folder, "run").path(4) / MANIFEST
     manifest.write_bytes(bytes([manifest.read_bytes()[0] ^ 1]) + manifest.read_bytes()[1:])
     assert said(train(trained(ddp, 6)), "done") == list(range(older + 1, 6))
@@ -309,7 +309,7 @@ def test_storage_that_cannot_be_read_does_not_let_the_job_begin_anew(
 ) -> None:
     """It may be whole: nothing is held against it."""
     train(trained(ddp, 5))
-    there = generations(folder)
+    there = numbers(folder)
 
     def main(run: Run) -> None:
         def broken(*_: object) -> int:
@@ -322,7 +322,7 @@ def test_storage_that_cannot_be_read_does_not_let_the_job_begin_anew(
     ended = train(main, max_restarts=0)
     assert ended.exit_code != 0
     assert "can be read" in str(ended)
-    assert generations(folder) == there
+    assert numbers(folder) == there
     assert not Probation(folder / "run").barred()
     assert said(train(trained(ddp, 6)), "done") == [5]
 
@@ -452,7 +452,7 @@ def test_a_job_that_is_told_to_end_in_a_phase_ends_with_a_checkpoint(
 
     ended = train(fitted(ddp, 30, phase=until_told), drain_at=4)
     assert ended.exit_code == 0, ended
-    assert generations(folder) == [max(ended.losses)]
+    assert numbers(folder) == [max(ended.losses)]
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ def test_a_rank_whose_list_of_the_directory_is_old_goes_on_from_the_newest_too(f
 
         def old(store: DurableStore) -> Any:
             whole, left_out = look(store)
-            return [info for info in whole if info.generation != 4], left_out
+            return [info for info in whole if info.number != 4], left_out
 
         if run.rank == 1:
             DurableStore.look = old  # type: ignore[method-assign]
@@ -547,6 +547,6 @@ def test_a_second_job_in_the_same_directory_is_refused_and_begins_when_the_first
     ended = train(fitted(ddp, 5))
     assert ended.exit_code != 0
     assert "in use by another job" in str(ended)
-    assert DurableStore(folder, "run").generations() == []
+    assert DurableStore(folder, "run").checkpoints() == []
     first.leave(ended=True)
     assert train(fitted(ddp, 5)).exit_code == 0

@@ -74,7 +74,7 @@ def test_a_checkpoint_without_memory_is_given_up_and_said_once_and_training_goes
 
     ended = train(main, ranks=2, spares=0)
     assert ended.exit_code == 0, ended
-    assert DurableStore(tmp_path, "run").generations() == []
+    assert DurableStore(tmp_path, "run").checkpoints() == []
     said = capfd.readouterr().err
     assert said.count("is given up, there is no memory for it") == 2, "once on each rank"
     assert "--checkpoint-every" in said

@@ -40,8 +40,8 @@ def doomed(run: Run) -> None:
         raise ZeroDivisionError
 
 
-def generations(folder: Path) -> list[int]:
-    return [info.generation for info in DurableStore(folder, "run").generations()]
+def numbers(folder: Path) -> list[int]:
+    return [info.number for info in DurableStore(folder, "run").checkpoints()]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_ten_steps_after_it_show_that_a_checkpoint_is_good(
 
 def test_after_three_resumptions_in_vain_the_next_older_one_is_taken(folder: Path, small: Train, capfd: Any) -> None:
     small(trained(5))
-    newest, older = generations(folder)[:2]
+    newest, older = numbers(folder)[:2]
     probation = Probation(folder / "run")
     for _ in range(2):
         probation.restored(newest)
@@ -98,8 +98,8 @@ def test_a_run_that_was_over_already_may_be_started_again_and_again(folder: Path
 
 def test_when_all_are_barred_the_job_ends_with_each_reason_and_a_remedy(folder: Path, small: Train) -> None:
     small(trained(3))
-    for generation in generations(folder):
-        Probation(folder / "run").quarantine(generation, "the loss is not a number")
+    for number in numbers(folder):
+        Probation(folder / "run").quarantine(number, "the loss is not a number")
     ended = small(trained(6))
     assert ended.exit_code != 0
     assert "step 2 is quarantined: the loss is not a number" in str(ended)

@@ -171,7 +171,7 @@ def test_after_a_loss_the_code_after_the_loop_runs_again_on_all_ranks(
     assert not ended.restarted
     assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(12)}
     if checkpoints:
-        assert 11 in [info.generation for info in DurableStore(tmp_path / "checkpoints", "run").generations()]
+        assert 11 in [info.number for info in DurableStore(tmp_path / "checkpoints", "run").checkpoints()]
 
 
 def dies_between_collectives(

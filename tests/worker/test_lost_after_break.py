@@ -68,7 +68,7 @@ def test_a_loop_left_early_has_no_checkpoint_of_its_last_step(train: Train, tmp_
         total_of(run)
 
     ended = train(main, ranks=2, spares=1)
-    there = [info.generation for info in DurableStore(tmp_path / "ck", "run").generations()]
+    there = [info.number for info in DurableStore(tmp_path / "ck", "run").checkpoints()]
     assert ended.exit_code == 0, ended
     assert 11 not in there, there
 
@@ -99,7 +99,7 @@ def test_newcomers_after_a_break_do_not_train_on(
     assert ended.said[0] == ended.said[1]
     assert sorted(ended.losses) == [0, 1, 2, 3, 4], sorted(ended.losses)
     if checkpoints:
-        there = [info.generation for info in DurableStore(tmp_path / "ck", "run").generations()]
+        there = [info.number for info in DurableStore(tmp_path / "ck", "run").checkpoints()]
         assert 11 not in there
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.commands import BreakGeneration
@@ -188,17 +188,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def saved(folder: Path) -> list[int]:
-    return [info.generation for info in DurableStore(folder, "run").generations()]
+    return [info.number for info in DurableStore(folder, "run").checkpoints()]
 
 
 def slow_storage(run: Run) -> None:
-    write = GenerationWriter.write_shard
+    write = CheckpointWriter.write_shard
 
-    def slow(self: GenerationWriter, *args: Any, **kwargs: Any) -> bool:
+    def slow(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
         time.sleep(0.2)
         return write(self, *args, **kwargs)
 
-    GenerationWriter.write_shard = slow  # type: ignore[method-assign]
+    CheckpointWriter.write_shard = slow  # type: ignore[method-assign]
 
 
 def test_after_the_last_step_all_pause_when_its_checkpoint_is_on_disk_and_the_end_follows_the_swap(

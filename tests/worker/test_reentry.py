@@ -614,9 +614,9 @@ def test_checkpoints_on_disk_go_on_across_it(reshape: Reshape, tmp_path: Path, m
     assert ended.exit_code == 0, ended
     store = DurableStore(tmp_path, "run")
     wrote = {}
-    for info in store.generations():
-        with store.open(info.generation) as reader:
-            wrote[info.generation] = reader.world_size
+    for info in store.checkpoints():
+        with store.open(info.number) as reader:
+            wrote[info.number] = reader.world_size
     before = {step for step, ranks in wrote.items() if ranks == 4}
     after = {step for step, ranks in wrote.items() if ranks == 3}
     assert before

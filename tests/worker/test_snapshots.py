@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
@@ -116,13 +116,13 @@ def test_storage_that_stands_still_delays_no_step(
     monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
 
     def main(run: Run) -> None:
-        write, released = GenerationWriter.write_shard, threading.Event()
+        write, released = CheckpointWriter.write_shard, threading.Event()
 
-        def stuck(self: GenerationWriter, *args: Any, **kwargs: Any) -> bool:
+        def stuck(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
             released.wait(20)
             return write(self, *args, **kwargs)
 
-        GenerationWriter.write_shard = stuck  # type: ignore[method-assign]
+        CheckpointWriter.write_shard = stuck  # type: ignore[method-assign]
         model = net()
         for layer in (model[0], model[-1]):
             fully_shard(layer)

@@ -49,7 +49,7 @@ def snapshot_bit(agent: Process, slot: str, incarnation: int, draw: random.Rando
         for fd in _descriptors(agent, f"/memfd:rackrun-snapshot-{slot}-{incarnation}-"):
             stack.callback(os.close, fd)
             with contextlib.suppress(CheckpointError), Arena.attach(fd, job=SNAPSHOT_JOB) as arena:
-                newest = max([newest, *((one.generation, fd) for one in arena.slots() if one.manifest_digest)])
+                newest = max([newest, *((one.number, fd) for one in arena.slots() if one.manifest_digest)])
         named, fd = newest
         if named < 0:
             return ""
@@ -72,9 +72,9 @@ def checkpoint_bit(root: Path, draw: random.Random) -> str:
     checkpoint."""
     with contextlib.suppress(OSError, CheckpointError):
         found = [
-            one for job in sorted(root.iterdir()) if job.is_dir() for one in DurableStore(root, job.name).generations()
+            one for job in sorted(root.iterdir()) if job.is_dir() for one in DurableStore(root, job.name).checkpoints()
         ]
-        newest = max(found, key=lambda one: one.generation, default=None)
+        newest = max(found, key=lambda one: one.number, default=None)
         if newest is None:
             return ""
         path = draw.choice(

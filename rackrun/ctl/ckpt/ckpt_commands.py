@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import local_path
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import living_epoch
@@ -36,6 +37,7 @@ from rackrun.ctl.ckpt.ckpt_render import (
     surveyed,
 )
 from rackrun.ctl.ckpt.export_names import model_names
+from rackrun.ctl.ckpt.former_number import NumberedCommand, numbered
 from rackrun.errors import UsageError
 
 __all__ = ["ckpt"]
@@ -53,13 +55,13 @@ Directory = Annotated[
 Job = Annotated[str | None, typer.Option("--job", metavar="NAME", help="The job, if DIR has several.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Number = typer.Argument(
-    metavar="[GENERATION]", help="Number of the checkpoint. Default: the newest.", show_default=False, min=0
+    metavar="[NUMBER]", help="Number of the checkpoint. Default: the newest.", show_default=False, min=0
 )
 _HOUR_S = 3600.0
 
 
 @ckpt.command(name="ls", epilog="Example: rackctl ckpt ls checkpoints/ --json")
-def list_generations(directory: Directory, job: Job = None, as_json: Json = False) -> None:
+def list_checkpoints(directory: Directory, job: Job = None, as_json: Json = False) -> None:
     """List the checkpoints. Newest first, with unfinished ones and waste. Exit code 1: a checkpoint is not complete."""
     found = [survey(store) for store in stores_in(directory, job)]
     if as_json:
@@ -73,7 +75,7 @@ def list_generations(directory: Directory, job: Job = None, as_json: Json = Fals
 @ckpt.command(epilog="Example: rackctl ckpt verify checkpoints/ --all")
 def verify(
     directory: Directory,
-    generation: Annotated[int | None, _Number] = None,
+    number: Annotated[int | None, _Number] = None,
     every: Annotated[bool, typer.Option("--all", help="Verify all checkpoints.")] = False,
     job: Job = None,
     as_json: Json = False,
@@ -82,17 +84,17 @@ def verify(
 
     Names the damaged rank, chunk and tensors. Exit code 1: something is damaged or missing.
     """
-    if generation is not None and every:
-        raise UsageError("a generation and --all cannot be given together.", remedy="give one of them.")
-    stores = stores_in(directory, job) if generation is None else [one_store(directory, job)]
-    if generation is not None:
+    if number is not None and every:
+        raise UsageError("a checkpoint number and --all cannot be given together.", remedy="give one of them.")
+    stores = stores_in(directory, job) if number is None else [one_store(directory, job)]
+    if number is not None:
         with contextlib.suppress(IntegrityError):  # told below
-            stores[0].whole(generation)
+            stores[0].whole(number)
     wanted = []
     for store in stores:
         found = survey(store)
-        there = found.generations() if every else found.generations()[:1]
-        wanted += _wanted(store, found, there if generation is None else [generation])
+        there = found.numbers() if every else found.numbers()[:1]
+        wanted += _wanted(store, found, there if number is None else [number])
     if not wanted:
         raise nothing_in(directory)
     _check(wanted, as_json)
@@ -104,20 +106,20 @@ def scrub(directory: Directory, job: Job = None, as_json: Json = False) -> None:
     wanted = []
     for store in stores_in(directory, job):
         found = survey(store)
-        done = {info.generation for info in found.whole if info.verified}
-        wanted += _wanted(store, found, [number for number in found.generations() if number not in done])
+        done = {info.number for info in found.whole if info.verified}
+        wanted += _wanted(store, found, [number for number in found.numbers() if number not in done])
     _check(wanted, as_json)
 
 
-@ckpt.command(epilog="Example: rackctl ckpt export checkpoints/ model/ --generation 1000")
+@ckpt.command(cls=NumberedCommand, epilog="Example: rackctl ckpt export checkpoints/ model/ --number 1000")
 def export(
     directory: Directory,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
-    generation: Annotated[
+    number: Annotated[
         int | None,
         typer.Option(
-            "--generation",
-            metavar="G",
+            "--number",
+            metavar="N",
             min=0,
             help="Number of the checkpoint. Default: the newest.",
             show_default=False,
@@ -145,9 +147,9 @@ def export(
         what = "is there already" if out.exists() else f"cannot be made: {out.parent} is no directory"
         raise UsageError(f"{out} {what}.", remedy="give a new directory in one that is there.")
     passed_over: dict[int, str] = {}
-    if generation is None:
-        generation, passed_over = _newest(store, directory)
-    with store.open(generation) as reader:
+    if number is None:
+        number, passed_over = _newest(store, directory)
+    with store.open(number) as reader:
         held = tensor_names(reader)
         named = {name: name for name in held} if everything else model_names(held, module)
         with progress_bar("exporting", quiet=as_json) as progress:
@@ -159,21 +161,21 @@ def export(
             {
                 "path": str(done.path),
                 "job": store.job,
-                "generation": generation,
+                **numbered(number),
                 "step": step,
                 "files": done.files,
                 "tensors": done.tensors,
                 "bytes": done.bytes,
                 "left_out": left_out,
-                "passed_over": {str(number): why for number, why in passed_over.items()},
+                "passed_over": {str(newer): why for newer, why in passed_over.items()},
             }
         )
         return
-    for number, why in passed_over.items():
-        print(f"generation {number} is not taken: {why}", file=sys.stderr)
+    for newer, why in passed_over.items():
+        print(f"checkpoint {newer} is not taken: {why}", file=sys.stderr)
     rest = f"; {left_out} of other kinds left out (--all)" if left_out else ""
     print(
-        f"{done.path}: {done.tensors} tensors, {amount(done.bytes)} in {len(done.files)} file(s), of generation {generation}, "
+        f"{done.path}: {done.tensors} tensors, {amount(done.bytes)} in {len(done.files)} file(s), of checkpoint {number}, "
         f"step {step}{rest}"
     )
 
@@ -235,7 +237,7 @@ def gc(
 @ckpt.command(epilog="Example: rackctl ckpt quarantine checkpoints/ 299 --reason 'the loss is not a number after it'")
 def quarantine(
     directory: Directory,
-    generation: Annotated[int, typer.Argument(metavar="GENERATION", min=0, help="Number of the checkpoint.")],
+    number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, help="Number of the checkpoint.")],
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, which ls shows.")] = "",
     lift: Annotated[
         bool, typer.Option("--lift", help="End the quarantine, or allow a checkpoint that was passed over.")
@@ -247,39 +249,41 @@ def quarantine(
     store = one_store(directory, job)
     if bool(reason) == lift:
         raise UsageError("a quarantine needs a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
-    store.whole(generation)
+    store.whole(number)
     probation = Probation(store.directory, store.files)
     if lift:
-        probation.forget(generation)
-    elif generation not in probation.quarantined():
-        probation.quarantine(generation, reason)
-    why = probation.barred().get(generation, "")
+        probation.forget(number)
+    elif number not in probation.quarantined():
+        probation.quarantine(number, reason)
+    why = probation.barred().get(number, "")
     if bool(why) == lift:
         raise CheckpointError(f"{store.directory} cannot be changed.", remedy="be the user who wrote it.")
     if as_json:
-        print_json({"job": store.job, "generation": generation, "barred": why})
+        print_json({"job": store.job, **numbered(number), "barred": why})
     else:
-        print(f"{store.job}: generation {generation} " + (f"is {why}" if why else "may be taken again"))
+        print(f"{store.job}: checkpoint {number} " + (f"is {why}" if why else "may be taken again"))
 
 
 ckpt.command(epilog="Example: rackctl ckpt convert checkpoints/run model/ --to hf")(ckpt_convert.convert)
-ckpt.command(epilog="Example: rackctl ckpt rebuild checkpoints/ --arenas /mnt/node1-shm")(ckpt_rebuild.rebuild)
+ckpt.command(cls=NumberedCommand, epilog="Example: rackctl ckpt rebuild checkpoints/ --arenas /mnt/node1-shm")(
+    ckpt_rebuild.rebuild
+)
 ckpt.command(epilog="Example: rackctl ckpt plan --world-size 72 --bytes-per-rank 12GB --trays 18")(ckpt_memory.plan)
 ckpt.command(epilog="Example: rackctl ckpt clean --yes")(ckpt_memory.clean)
 
 
 # -- which
 def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
-    """Return the newest complete generation, and why each newer one is not complete. Raises `NoUsableGeneration`."""
+    """Return the newest complete checkpoint, and why each newer one is not complete. Raises `NoUsableCheckpoint`."""
     whole, left_out = store.look()
     story = {number: str(why) for number, why in left_out.items()}
     if not whole:
         if story:
-            raise NoUsableGeneration(
-                f"no generation in {directory} can be read. {' '.join(story.values())}", remedy="see rackctl ckpt ls."
+            raise NoUsableCheckpoint(
+                f"no checkpoint in {directory} can be read. {' '.join(story.values())}", remedy="see rackctl ckpt ls."
             )
         raise nothing_in(directory)
-    newest = whole[0].generation
+    newest = whole[0].number
     return newest, {number: why for number, why in story.items() if number > newest}
 
 
@@ -287,13 +291,13 @@ def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
 @dataclass(frozen=True)
 class _Wanted:
     store: DurableStore
-    generation: int
+    number: int
     bytes: int
     """0: it is not whole."""
 
 
 def _wanted(store: DurableStore, found: DirectorySurvey, numbers: Sequence[int]) -> list[_Wanted]:
-    sizes = {info.generation: info.bytes for info in found.whole}
+    sizes = {info.number: info.bytes for info in found.whole}
     return [_Wanted(store, number, sizes.get(number, 0)) for number in numbers]
 
 
@@ -306,10 +310,11 @@ def _check(wanted: Sequence[_Wanted], as_json: bool) -> None:
             show(before + done, total)
 
         for one in wanted:
-            checked.append(_checked(one.store, one.generation, advance))
+            checked.append(_checked(one.store, one.number, advance))
             before += one.bytes
     if as_json:
-        print_json({"ok": all(one.ok for one in checked), "generations": checked})
+        told = [msgspec.to_builtins(one) | numbered(one.number) for one in checked]
+        print_json({"ok": all(one.ok for one in checked), "checkpoints": told, "generations": told})
     else:
         render_checked(Console(markup=False, emoji=False), checked)
     if not all(one.ok for one in checked):
@@ -333,13 +338,13 @@ def _newest_epoch(found: DirectorySurvey) -> int:
 
 
 def _mark_one(store: DurableStore, found: DirectorySurvey, *, quiet: bool) -> None:
-    """Verify a generation, showing progress. `collect` deletes nothing before one is verified, and would verify without
+    """Verify a checkpoint, showing progress. `collect` deletes nothing before one is verified, and would verify without
     showing progress."""
     if any(info.verified for info in found.whole):
         return
     for info in found.whole:
-        with progress_bar(f"verifying {info.generation}", quiet=quiet) as progress:
-            if _checked(store, info.generation, progress).ok:
+        with progress_bar(f"verifying {info.number}", quiet=quiet) as progress:
+            if _checked(store, info.number, progress).ok:
                 return
 
 
@@ -358,9 +363,9 @@ def _over(store: DurableStore) -> Callable[[int], bool]:
 def _would_collect(
     found: DirectorySurvey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
 ) -> None:
-    usable = sorted(found.whole, key=lambda info: info.generation in found.barred)
-    marked = next((info.generation for info in usable if info.verified), None)
-    assumed = marked if marked is not None else next((info.generation for info in usable), None)
+    usable = sorted(found.whole, key=lambda info: info.number in found.barred)
+    marked = next((info.number for info in usable if info.verified), None)
+    assumed = marked if marked is not None else next((info.number for info in usable), None)
     choice = choose(found.whole, retention, pins=(), newest_verified=assumed, barred=found.barred)
     newest = _newest_epoch(found)
     unfinished = [
@@ -385,7 +390,7 @@ def _would_collect(
     _tell_kept(choice.keep)
     print(f"would be deleted: {_listed(choice.drop)}; {len(unfinished)} unfinished, {waste} of waste")
     if marked is None and assumed is not None:
-        print(f"none is marked as verified: generation {assumed} would be read first, and is taken for right here")
+        print(f"none is marked as verified: checkpoint {assumed} would be read first, and is taken for right here")
 
 
 def _tell_kept(kept: Mapping[int, str]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from rackrun.checkpoint.base.location import absolute, is_remote
-from rackrun.checkpoint.durable.durable_manifest import generation_of
+from rackrun.checkpoint.durable.durable_manifest import checkpoint_number
 from rackrun.checkpoint.offline.directory_survey import one_store
 from rackrun.ctl.ckpt.ckpt_render import amount, print_json
 from rackrun.ctl.ckpt.export_names import model_names
@@ -66,7 +66,7 @@ def convert(
     if to != "rackrun" and is_remote(target):
         raise UsageError(f"{target} is in an object store.", remedy="write it to a local directory, and copy it there.")
     kind = layout_of(source)
-    if kind == "rackrun" and generation_of(source.name) is None:
+    if kind == "rackrun" and checkpoint_number(source.name) is None:
         source = one_store(source, None).directory
     chosen = not everything and (module is not None or kind == "rackrun")
     done = carry_out(

@@ -17,6 +17,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.offline.directory_survey import stores_in
 from rackrun.checkpoint.offline.job_remains import Remains
 from rackrun.ctl.ckpt.ckpt_render import amount, print_json, progress_bar
+from rackrun.ctl.ckpt.former_number import numbered
 from rackrun.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ def rebuild(
     into: Annotated[
         Path | None, typer.Option("--into", metavar="DIR", help="Directory to write to. Default: DIR.")
     ] = None,
-    generation: Annotated[
+    number: Annotated[
         int | None,
         typer.Option(
-            "--generation",
-            metavar="G",
+            "--number",
+            metavar="N",
             min=0,
             help="Number of the checkpoint. Default: the newest.",
             show_default=False,
@@ -63,7 +64,7 @@ def rebuild(
     Every byte needs a verified source: arenas on this host or in FOLDER, or files on disk. Intact files stay as they are.
     Exit code 1: bytes are missing; the command names them.
     """
-    from rackrun.checkpoint.offline.rebuilding import rebuild_generation
+    from rackrun.checkpoint.offline.rebuilding import rebuild_checkpoint
 
     for folder in arenas or ():
         if not folder.is_dir():
@@ -76,7 +77,7 @@ def rebuild(
         Remains(store, places, gone=gone) as remains,
         progress_bar("rebuilding", quiet=as_json) as progress,
     ):
-        done = rebuild_generation(remains, target, generation, dry_run=dry_run, progress=progress)
+        done = rebuild_checkpoint(remains, target, number, dry_run=dry_run, progress=progress)
         unused = {str(path): why for path, why in remains.unused.items()}
     if as_json:
         print_json(_as_json(done, target, unused, dry_run=dry_run))
@@ -125,10 +126,10 @@ def _places(folder: Path, store: DurableStore, *, named: bool) -> list[Path]:
 def _as_json(done: Rebuilt, target: DurableStore, unused: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
     return {
         "job": target.job,
-        "generation": done.generation,
+        **numbered(done.number),
         "step": done.step,
         "world_size": done.world_size,
-        "path": str(target.path(done.generation)),
+        "path": str(target.path(done.number)),
         "written": done.written,
         "dry_run": dry_run,
         "bytes": done.bytes,
@@ -140,14 +141,14 @@ def _as_json(done: Rebuilt, target: DurableStore, unused: dict[str, str], *, dry
 
 def _tell(done: Rebuilt, target: DurableStore, unused: dict[str, str], *, dry_run: bool) -> None:
     for number, why in done.passed_over.items():
-        print(f"generation {number} {'cannot be had' if number in done.missing else 'is not taken'}: {why}")
+        print(f"checkpoint {number} {'cannot be had' if number in done.missing else 'is not taken'}: {why}")
     for path, why in unused.items():
         print(f"not read: {path}: {why}")
-    of = f"generation {done.generation}, step {done.step}, of {done.world_size} rank(s)"
+    of = f"checkpoint {done.number}, step {done.step}, of {done.world_size} rank(s)"
     if done.written:
-        print(f"{target.path(done.generation)}: {of}, {amount(done.bytes)}, read back and right")
+        print(f"{target.path(done.number)}: {of}, {amount(done.bytes)}, read back and right")
     elif done.sources:
-        print(f"{of} would be written to {target.path(done.generation)}" if dry_run else of)
+        print(f"{of} would be written to {target.path(done.number)}" if dry_run else of)
     else:
         print(f"{of}: on disk already, and every byte is right")
     for rank, where in done.sources.items():

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rackrun.checkpoint.offline.directory_survey import DirectorySurvey
+from rackrun.ctl.ckpt.former_number import numbered
 
 __all__ = [
     "Checked",
@@ -46,7 +47,7 @@ class DamageFound:
 @dataclass(frozen=True)
 class Checked:
     job: str
-    generation: int
+    number: int
     ok: bool
     bytes: int
     seconds: float
@@ -103,27 +104,26 @@ def surveyed(found: DirectorySurvey, now_s: float) -> dict[str, Any]:
     """Return a survey as values for JSON. Ages are in seconds."""
     whole = [
         {
-            "generation": info.generation,
+            **numbered(info.number),
             "step": info.step,
             "epoch": info.epoch,
             "world_size": info.world_size,
             "bytes": info.bytes,
             "digest": info.digest,
             "verified": info.verified,
-            "barred": found.barred.get(info.generation, ""),
-            "age_s": _age_s(found, info.generation, now_s),
+            "barred": found.barred.get(info.number, ""),
+            "age_s": _age_s(found, info.number, now_s),
             "path": str(info.path),
         }
         for info in found.whole
     ]
     damaged = [
-        {"generation": one.generation, "what": one.what, "remedy": one.remedy, "path": str(one.path)}
-        for one in found.damaged
+        {**numbered(one.number), "what": one.what, "remedy": one.remedy, "path": str(one.path)} for one in found.damaged
     ]
     leftovers = [
         {
             "kind": one.kind,
-            "generation": one.generation,
+            **numbered(one.number),
             "shards": one.shards,
             "world_size": one.world_size,
             "bytes": one.bytes,
@@ -135,6 +135,7 @@ def surveyed(found: DirectorySurvey, now_s: float) -> dict[str, Any]:
     return {
         "job": found.job,
         "directory": str(found.directory),
+        "checkpoints": whole,
         "generations": whole,
         "damaged": damaged,
         "leftovers": leftovers,
@@ -147,9 +148,9 @@ def render_surveys(console: Console, directory: Path, found: Sequence[DirectoryS
     for one in found:
         say(console, f"{one.job}  {one.directory}", "bold")
         if one.whole:
-            _generations(console, one, now_s)
+            _checkpoints(console, one, now_s)
         for damaged in one.damaged:
-            say(console, f"generation {damaged.generation} is not whole: {damaged.what} {damaged.remedy}", "red")
+            say(console, f"checkpoint {damaged.number} is not whole: {damaged.what} {damaged.remedy}", "red")
         for left in one.leftovers:
             of = f"{left.shards} of {left.world_size} shards" if left.world_size else "no shard yet"
             written = "being written, or left by a dead writer" if left.kind == "unfinished" else "on its way out"
@@ -161,9 +162,9 @@ def render_surveys(console: Console, directory: Path, found: Sequence[DirectoryS
 
 def render_checked(console: Console, checked: Sequence[Checked]) -> None:
     if not checked:
-        say(console, "all generations are verified already")
+        say(console, "all checkpoints are verified already")
     for one in checked:
-        head = f"{one.job}  generation {one.generation}"
+        head = f"{one.job}  checkpoint {one.number}"
         if one.ok:
             say(console, f"{head}  ok: {amount(one.bytes)} in {one.seconds:.1f} s", "green")
             continue
@@ -174,27 +175,27 @@ def render_checked(console: Console, checked: Sequence[Checked]) -> None:
             say(console, f"  and {len(one.damage) - _SHOWN_DAMAGE} more places")
 
 
-def _generations(console: Console, found: DirectorySurvey, now_s: float) -> None:
+def _checkpoints(console: Console, found: DirectorySurvey, now_s: float) -> None:
     table = Table(box=None, pad_edge=False)
-    for name in ("generation", "step", "ranks", "bytes", "age"):
+    for name in ("number", "step", "ranks", "bytes", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for info in found.whole:
-        seconds = _age_s(found, info.generation, now_s)
+        seconds = _age_s(found, info.number, now_s)
         table.add_row(
-            str(info.generation),
+            str(info.number),
             str(info.step),
             str(info.world_size),
             amount(info.bytes),
             "?" if seconds is None else age(seconds),
             ("verified" if info.verified else "not verified")
-            + "".join(f"; {why}" for number, why in found.barred.items() if number == info.generation),
+            + "".join(f"; {why}" for number, why in found.barred.items() if number == info.number),
         )
     console.print(table, highlight=False)
 
 
-def _age_s(found: DirectorySurvey, generation: int, now_s: float) -> float | None:
-    written = found.written_s.get(generation)
+def _age_s(found: DirectorySurvey, number: int, now_s: float) -> float | None:
+    written = found.written_s.get(number)
     return None if written is None else max(now_s - written, 0.0)
 
 

@@ -112,8 +112,8 @@ class DurableCheckpoints:
             self._lease.keep(self._complain)
         if position is not None:
             self._reports.copied("resume", position.step, seconds=time.monotonic() - began)
-        for generation in resumption.not_used if self._world.rank == 0 else ():
-            self._reports.copied("checkpoint", generation, "not_used")
+        for number in resumption.not_used if self._world.rank == 0 else ():
+            self._reports.copied("checkpoint", number, "not_used")
         self._saved = position.step if position else -1
         self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
         return position
@@ -198,10 +198,10 @@ class DurableCheckpoints:
 
         def bar() -> None:
             with contextlib.suppress(OSError, CheckpointError):
-                there = {one.generation for one in self._store.generations()} | {newest}
-                for generation in sorted(one for one in there if one > step):
-                    if generation not in self._probation.quarantined():
-                        self._probation.quarantine(generation, "replicas differed then, or soon after")
+                there = {one.number for one in self._store.checkpoints()} | {newest}
+                for number in sorted(one for one in there if one > step):
+                    if number not in self._probation.quarantined():
+                        self._probation.quarantine(number, "replicas differed then, or soon after")
 
         thread = threading.Thread(target=bar, name="rackrun-distrust", daemon=True)
         thread.start()

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration, is_damage
-from rackrun.checkpoint.durable.durable_reader import GenerationReader
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint, is_damage
+from rackrun.checkpoint.durable.durable_reader import CheckpointReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, read_layout
@@ -55,16 +55,16 @@ class Resumption:
             raise UsageError(refusal[0], remedy=refusal[1])
         mine, unusable = self._list_usable()  # only once the directory is this job's: another may have been writing
         listed = self._gather([found[0] for found in mine])
-        self._find_by_name({generation for theirs in listed for generation in theirs}, mine, unusable)
+        self._find_by_name({number for theirs in listed for number in theirs}, mine, unusable)
         barred = self._probation.barred() if self._world.rank == 0 else {}
         everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
         seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
-        for generation in {found[0] for theirs in seen for found in theirs} - {*common}:
-            self._unusable[generation] = ("the ranks do not see it alike: some see none, or another.", False)
+        for number in {found[0] for theirs in seen for found in theirs} - {*common}:
+            self._unusable[number] = ("the ranks do not see it alike: some see none, or another.", False)
         for *_, theirs in everyone:
-            self._unusable = {generation: tuple(why) for generation, why in theirs.items()} | self._unusable
+            self._unusable = {number: tuple(why) for number, why in theirs.items()} | self._unusable
         if not common and any(seen) and not any(theirs for *_, theirs in everyone):
             raise UsageError(
                 f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
@@ -76,7 +76,7 @@ class Resumption:
             raise StateLost(
                 f"none of {len(there)} checkpoints in {self._store.directory} can be {_story(barred, there)}.",
                 remedy="see what is said above, and why the job ended after them; let one be taken again with "
-                "`rackctl ckpt quarantine DIR GENERATION --lift`, or give another --checkpoint-dir to begin anew.",
+                "`rackctl ckpt quarantine DIR NUMBER --lift`, or give another --checkpoint-dir to begin anew.",
             )
         return position, life
 
@@ -92,44 +92,44 @@ class Resumption:
                 f"the checkpoint directory {self._store.root} cannot be used: {error}.",
                 remedy="give one that all ranks can read and write.",
             ) from error
-        mine = [[info.generation, info.digest] for info in whole]
-        return mine, {generation: [str(why), is_damage(why)] for generation, why in left_out.items()}
+        mine = [[info.number, info.digest] for info in whole]
+        return mine, {number: [str(why), is_damage(why)] for number, why in left_out.items()}
 
     def _find_by_name(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
         """Look for checkpoints by name that another rank has listed and this one has not: a host's listing of a shared
         directory may be seconds old."""
-        for generation in sorted(listed - {found[0] for found in mine} - set(unusable), reverse=True):
+        for number in sorted(listed - {found[0] for found in mine} - set(unusable), reverse=True):
             try:
-                mine.append([generation, self._store.whole(generation)[1]])
-            except NoUsableGeneration:
+                mine.append([number, self._store.whole(number)[1]])
+            except NoUsableCheckpoint:
                 continue
             except CheckpointError as error:
-                unusable[generation] = [str(error), is_damage(error)]
+                unusable[number] = [str(error), is_damage(error)]
 
     def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
         """Return the position of the first checkpoint in ``there`` that can be used, or None: the same on all ranks.
         The resumption is recorded before any training follows."""
-        for generation in there:
-            if generation in barred:
+        for number in there:
+            if number in barred:
                 if self._world.rank == 0:
-                    say(f"the checkpoint of step {generation} is {barred[generation]}")
-                self.not_used.append(generation)
+                    say(f"the checkpoint of step {number} is {barred[number]}")
+                self.not_used.append(number)
                 continue
-            if generation in self._unusable:
-                self._pass_over(generation, *self._unusable[generation])
+            if number in self._unusable:
+                self._pass_over(number, *self._unusable[number])
                 continue
-            if (position := self._try(generation)) is not None:
+            if (position := self._try(number)) is not None:
                 if self._world.rank == 0:
-                    self._probation.restored(generation)
+                    self._probation.restored(number)
                 return position
         return None
 
-    def _try(self, generation: int) -> Position | None:
-        """Fill the state from the checkpoint ``generation``, and return its position; None if some rank could not read
+    def _try(self, number: int) -> Position | None:
+        """Fill the state from the checkpoint ``number``, and return its position; None if some rank could not read
         it."""
         problem, damaged, step, world_size, different = "", False, -1, 0, ""
         try:
-            with self._store.open(generation) as reader:
+            with self._store.open(number) as reader:
                 step, world_size = reader.step, reader.world_size
                 different = self._fill_from(reader)
         except CheckpointError as error:
@@ -137,11 +137,11 @@ class Resumption:
         told = self._gather((problem, damaged, different))
         said = [one for one in told if one[0]]
         if said:
-            self._pass_over(generation, said[0][0], any(one[1] for one in said))
+            self._pass_over(number, said[0][0], any(one[1] for one in said))
             return None
         if self._world.rank == 0:
             ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
-            say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
+            say(f"resumed after step {step}, from {self._store.path(number)}{ranks}")
             self._say_unlike([one[2] for one in told])
         return Position(step)
 
@@ -153,16 +153,16 @@ class Resumption:
                 f"rank {told.index(different)} goes on from a state that was computed with {different}: the same bits as without a stop are not promised"
             )
 
-    def _pass_over(self, generation: int, why: str, damaged: bool) -> None:
+    def _pass_over(self, number: int, why: str, damaged: bool) -> None:
         """Record that a checkpoint is not used. A damaged one stays damaged and is quarantined, so that it does not
         outlive a good one as one of the newest. One that storage failed to deliver may be intact."""
-        self.not_used.append(generation)
+        self.not_used.append(number)
         if self._world.rank == 0:
-            say(f"the checkpoint of step {generation} is not used: {why}")
+            say(f"the checkpoint of step {number} is not used: {why}")
             if damaged:
-                self._probation.quarantine(generation, f"damaged: {why}")
+                self._probation.quarantine(number, f"damaged: {why}")
 
-    def _fill_from(self, reader: GenerationReader) -> str:
+    def _fill_from(self, reader: CheckpointReader) -> str:
         """Fill the state from ``reader``, and return how the numerics there differ from this rank's
         (`rackrun.worker.device.numerics.unlike`). Raises `UsageError` for other ``facts``."""
         layouts = [read_layout(shard.read, shard.size) for shard in map(reader.reader, range(reader.world_size))]
@@ -201,7 +201,7 @@ class Resumption:
         return self._world.groups[0].gather_on_host(mine)
 
 
-def _plain_in(reader: GenerationReader, rank: int, layout: ImageLayout) -> bytes:
+def _plain_in(reader: CheckpointReader, rank: int, layout: ImageLayout) -> bytes:
     if PLAIN not in layout.extents:
         raise IntegrityError(
             f"the shard of rank {rank} in {reader.directory} has no state that is not tensors.",
@@ -211,5 +211,5 @@ def _plain_in(reader: GenerationReader, rank: int, layout: ImageLayout) -> bytes
 
 
 def _story(barred: dict[int, str], common: list[int]) -> str:
-    told = "; ".join(f"step {generation} is {barred[generation]}" for generation in common if generation in barred)
+    told = "; ".join(f"step {number} is {barred[number]}" for number in common if number in barred)
     return f"used: {told}" if told else "read"

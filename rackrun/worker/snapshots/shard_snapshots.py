@@ -252,7 +252,7 @@ class Snapshots:
             slot, size, rank=world.rank, epoch=world.generation, waiting=self._runtime.page.progress
         )
         for info in arena.slots():
-            if info.generation == named and info.manifest_digest:  # the step is being done again
+            if info.number == named and info.manifest_digest:  # the step is being done again
                 arena.release(named)
         return arena.begin(named, named)
 

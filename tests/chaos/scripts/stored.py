@@ -1,6 +1,6 @@
 """stored.py STEPS OUT MODE: a training of STEPS steps, MODE ``ddp`` or ``fsdp``, whose state is kept in places that fail.
 
-STORED_HOLDS is ``STEP:COUNT[:GENERATION],...``: in a run with faults everybody stands before that step until so many strikes have begun or been
+STORED_HOLDS is ``STEP:COUNT[:NUMBER],...``: in a run with faults everybody stands before that step until so many strikes have begun or been
 taken back, nothing is being written here, and, if it is given, until there is that checkpoint. STORED_STRUCK is ``STEP``: before that step they stand until
 a strike is known to have struck.
 """
@@ -44,8 +44,8 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 HISTORY = OUT.parent / "history.jsonl"
 
 
-def hold(count: int, generation: int | None = None) -> None:
-    there = OUT / "checkpoints" / "run" / f"gen-{generation:012}" if generation is not None else OUT
+def hold(count: int, number: int | None = None) -> None:
+    there = OUT / "checkpoints" / "run" / f"gen-{number:012}" if number is not None else OUT
 
     def may_go_on() -> bool:
         told = HISTORY.read_text()
