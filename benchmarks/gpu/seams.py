@@ -108,7 +108,7 @@ def when_nccl_builds(call: Callable[[], None]) -> None:
 
 def when_giving(call: Callable[[], None]) -> None:
     """``call`` is called in this process when it is the source of a restore, between two pieces of what it gives."""
-    give = restore_transfer.Given.piece
+    give = restore_transfer.SendBuffers.piece
     given = 0
 
     def told(self: Any, piece: Any) -> torch.Tensor:
@@ -118,7 +118,7 @@ def when_giving(call: Callable[[], None]) -> None:
             call()
         return give(self, piece)
 
-    restore_transfer.Given.piece = told  # type: ignore[method-assign]
+    restore_transfer.SendBuffers.piece = told  # type: ignore[method-assign]
 
 
 def raw_nccl() -> RawNccl:

@@ -87,7 +87,7 @@ def test_a_core_that_is_wrong_is_found(core: type[ControlPlane]) -> None:
 
 def test_a_core_that_commits_a_step_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def least(
-        reports: Mapping[Rank, restore_plan.Report], floor: Position, floor_gate: tuple[float, ...] = ()
+        reports: Mapping[Rank, restore_plan.ParkReport], floor: Position, floor_gate: tuple[float, ...] = ()
     ) -> tuple[Position, tuple[float, ...]]:
         return min((report.passed for report in reports.values()), default=floor), floor_gate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rackrun.coordinator.journal.journal_writer import Journal
-from rackrun.coordinator.report.rank_placement import read_whereabouts
+from rackrun.coordinator.report.rank_placement import read_placement
 from rackrun.core.machine.hindsight import EVENTS
 from rackrun.protocol.events import Event, LossNotRepeated, SlowRanksChanged, TrayJoined
 from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId, TrayId
@@ -29,4 +29,4 @@ def test_every_event_that_is_selected_from_a_journal_can_be_read(tmp_path: Path)
         journal.event(event)
     journal.fact("ended_ms", 10)
     journal.close()
-    assert [*read_whereabouts(path).standings] == ["a/0", "a/1"]
+    assert [*read_placement(path).standings] == ["a/0", "a/1"]
