@@ -44,7 +44,7 @@ _AGENT = {
     "agent_pass": "agent.tray.tray:TrayAgent._pass_on",
     "agent_tell": "agent.tray.tray:TrayAgent._deliver",
     "agent_copy": "agent.snapshots.mirror:Mirror._copy",
-    "agent_keep": "agent.snapshots.mirror:Copies.keep",
+    "agent_keep": "agent.snapshots.mirror:SnapshotCopies.keep",
     "agent_stop": "agent.tray.tray:TrayAgent.stop",
 }
 """Functions of an agent: start a worker, report its end, pass a break or a plan on to workers and their answers back,

@@ -214,7 +214,7 @@ def test_a_script_that_cannot_be_compared_is_said_to_be_that(
         ('survives("train.py", plan=make_plan(KILL, slots=0))', "never fits into a budget of 0 slots"),
         ('survives("train.py", plan=inject(DiskFull(), one("storage")))', "the job writes none"),
         ('survives("train.py", plan=KILL, ranks=0)', "a job of 0 ranks"),
-        ('survives("train.py", plan=KILL, ranks=3, spares=1, trays=3)', "not shared evenly by 3 trays"),
+        ('survives("train.py", plan=KILL, ranks=3, spares=1, trays=3)', "divided evenly among 3 trays"),
         ('survives("train.py", plan=KILL, options=["--out-dir", "x"])', "--out-dir is chosen by the harness"),
     ],
 )

@@ -295,6 +295,7 @@ SHIPPED = {
     "two_of_each": ("--trays", "4", "--spares", "1"),
     "disk_full": (*OPTIONS, *CHECKPOINTS),
     "disk_stands_still": (*OPTIONS, *CHECKPOINTS),
+    "tray_frozen": ("--trays", "3", "--nproc-per-node", "2", "--spares", "2"),
     "no_descriptors": ("--trays", "3", "--nproc-per-node", "1", "--spares", "1"),
     "clocks_jump": OPTIONS,
     "tray_cut_off": ("--trays", "3", "--nproc-per-node", "1", "--spares", "1", "--lease", "5"),

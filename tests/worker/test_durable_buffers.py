@@ -16,7 +16,7 @@ Train = Callable[..., Ended]
 
 
 def trained(steps: int, monkeypatch: pytest.MonkeyPatch) -> Script:
-    monkeypatch.setattr("scripts.STEPS", steps)
+    monkeypatch.setattr("tests.worker.scripts.STEPS", steps)
 
     def main(run: Run) -> None:
         model = ddp(run, nn.BatchNorm1d(14))

@@ -68,7 +68,7 @@ class Places:
             self._kept = ""
         with undrawn():
             for one in self._for_main:
-                one.look()
+                one.close_if_replaced()
             for function in self._callbacks:
                 function()
 
