@@ -233,8 +233,8 @@ def test_tensors_that_are_not_row_major_are_restored_as_they_were(own: bool, tra
                 model[0].bias.add_(run.rank)
         train_with(run, model)
 
-    reference = train(main)
-    ended = train(main, kill={2: moment(reference, 2, "committed Position(step=5")})
+    reference = train(main, snapshot_every=4)
+    ended = train(main, snapshot_every=4, kill={2: moment(reference, 2, "committed Position(step=6")})
     assert not ended.differences(reference), ended
     assert ended.rolled_back == own
 
