@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -137,9 +135,6 @@ def mypy(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Checked:
 @pytest.fixture(scope="module")
 def pyright(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
     """What it says of each file: lines."""
-    program = [sys.executable, "-m", "pyright"] if importlib.util.find_spec("pyright") else [shutil.which("pyright")]
-    if program == [None]:
-        pytest.skip("pyright is not installed")
     # what torch leaves open is no mistake of a script's
     of_torch = (
         "MissingTypeStubs",
@@ -160,7 +155,7 @@ def pyright(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[P
         config = tmp_path_factory.mktemp("pyright") / "pyrightconfig.json"
         config.write_text(json.dumps(settings), encoding="utf-8")
         ended = subprocess.run(
-            [*program, "--outputjson", "--pythonpath", sys.executable, "--project", config],
+            [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "--project", config],
             capture_output=True,
             text=True,
         )
