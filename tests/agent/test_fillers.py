@@ -337,7 +337,7 @@ async def test_at_the_end_of_the_job_fillers_are_told_gone_and_counted(rig):
     end = await told(rig, 0, 1, "ended")
     assert end.because in ("the job ends", "the spare is gone")
     assert end.cpu_s > 0.0
-    assert end.seconds > 0.05
+    assert end.seconds > 0.0
 
 
 # -- it comes --------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Paused:
 
 @dataclass(frozen=True)
 class Swap:
-    """The core's part in a planned swap: all ranks are told to pause when somebody tells of ``told_after`` as committed; when
+    """The core's part in a planned swap: all ranks are told to pause when somebody tells of ``told_after`` as committed, and begin nothing before they know; when
     ``answers`` of them (None: all) have paused, the job is told to end (``drain``), and ``lost`` is killed; None: the generation is
     broken though nobody is lost."""
 
@@ -636,7 +636,8 @@ class TinyCluster:
             self._service.close()
             for other in (*self._children.values(), *self._dead.values()):
                 other.channel.close()
-            _live(self._main, self._elastic, booted, dies_at, fds[3])
+            hold = self._swap.told_after if self._swap is not None and not self._told_to_pause else None
+            _live(self._main, self._elastic, booted, dies_at, hold, fds[3])
         theirs.close()
         self._children[worker] = _Child(
             worker, command.rank, command.spare, pid, os.pidfd_open(pid), ours, HeartbeatPage(fds[0]), fds
@@ -661,7 +662,12 @@ async def _serve_exchange(until: int, tell: int) -> None:
 
 
 def _live(
-    main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boot, dies_at: int | str | None, result_fd: int
+    main: Callable[[Run], None],
+    elastic: dict[str, Any],
+    booted: boot.Boot,
+    dies_at: int | str | None,
+    hold: Position | None,
+    result_fd: int,
 ) -> None:
     """The whole life of a forked worker."""
     code = 1
@@ -678,6 +684,8 @@ def _live(
         boot.install(booted)
         result: dict[str, Any] = {}
         lived = _count_moments(dies_at)
+        if hold is not None:
+            _wait_to_pause(hold)
 
         @rackrun.elastic(**elastic)
         def started(run: Run) -> None:
@@ -755,6 +763,17 @@ def _count_moments(dies_at: int | str | None) -> list[str]:
     Run._begin_shard = begin_shard  # type: ignore[method-assign]
     UnitRunner._committed = committed  # type: ignore[method-assign]
     return lived
+
+
+def _wait_to_pause(hold: Position) -> None:
+    """Before the unit after ``hold`` each rank waits until it has been told to pause: a job so short would be over first."""
+
+    def run(units: UnitRunner, *args: Any, _original: Any = UnitRunner.run, **more: Any) -> Any:
+        while hold == units.passed and not units._world.pausing and units._world.generation == 1:
+            time.sleep(0.001)  # the control thread hears of it, and tells nobody
+        return _original(units, *args, **more)
+
+    UnitRunner.run = run  # type: ignore[method-assign]
 
 
 def _bits(state: TrackedState) -> dict[str, str]:
