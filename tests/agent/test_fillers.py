@@ -171,17 +171,18 @@ async def test_whatever_a_filler_does_nothing_of_it_is_left(rig, rounds, in_cgro
         monkeypatch.setattr(Cgroup, "make", lambda _name: None)
     slots = range(len(KINDS))
     await begin(rig, *NASTY, str(rig.folder), slots=len(KINDS))
-    for incarnation in range(1, rounds + 1):
-        for index in slots:
+    for round_ in range(rounds):
+        workers = [(index, round_ * len(KINDS) + index + 1) for index in slots]  # no two have the same incarnation
+        for index, incarnation in workers:
             await spare_waits(rig, index, incarnation)
             await appears(rig, rig.folder / f"ready-{index}-{incarnation}")
-        await rig.coordinator.send(plan(*((index, incarnation) for index in slots)))
-        ends = [await told(rig, index, incarnation, "ended") for index in slots]
+        await rig.coordinator.send(plan(*workers))
+        ends = [await told(rig, index, incarnation, "ended") for index, incarnation in workers]
         assert not alive_of_fillers(rig)
         assert not groups_of(rig)
         print({kind.__name__: round(one.gone_s, 3) for kind, one in zip(KINDS, ends, strict=True)}, file=sys.stderr)
         assert {one.because for one in ends} == {"the spare is needed"}
-        for index in slots:
+        for index, incarnation in workers:
             await told_of_plan(rig, index, incarnation)
     assert await rig.end() == 0
 

@@ -250,7 +250,7 @@ class TrayAgent:
             self._server_lost()
             return
         answer, pidfd = told
-        worker = next((worker for worker in self._current() if worker.incarnation == answer.incarnation), None)
+        worker = next((worker for worker in self._current() if worker.id == answer.worker), None)
         if worker is None:
             if pidfd >= 0:
                 os.close(pidfd)

@@ -35,6 +35,7 @@ from rackrun.agent.worker_start.worker_main import exec_fresh, run_worker
 from rackrun.link.process import descriptor_limit
 from rackrun.protocol.agent_config import ScriptConfig
 from rackrun.protocol.boot import Boot
+from rackrun.protocol.commands import Worker
 from rackrun.protocol.encodable import clean
 
 __all__ = ["ForkServer", "Forked", "Reaped", "preload", "unsound_because"]
@@ -59,7 +60,7 @@ _FDS = 6
 class Forked(msgspec.Struct, frozen=True, tag=True):
     """Answer to a Boot: the worker has been forked, or could not be."""
 
-    incarnation: int
+    worker: Worker
     pid: int
     """Process id; 0: the fork failed, see ``error``."""
     error: str = ""
@@ -68,7 +69,7 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
 class Reaped(msgspec.Struct, frozen=True, tag=True):
     """A worker has exited and was reaped."""
 
-    incarnation: int
+    worker: Worker
     status: int
     """Wait status, as `os.waitpid` returns it."""
 
@@ -212,7 +213,7 @@ class _Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._script = msgspec.msgpack.decode(connection.recv(_PACKET_BYTES_MAX), type=ScriptConfig)
-        self._incarnation_of: dict[int, int] = {}
+        self._workers: dict[int, Worker] = {}
         self._pid_of: dict[int, int] = {}  # pidfd -> pid
         failed = preload(self._script.preload)
         self._fresh = unsound_because() if not self._script.no_python else ""
@@ -240,11 +241,11 @@ class _Server:
     def _start(self, boot: Boot, fds: list[int], watch: Callable[[int], None]) -> None:
         if self._fresh == "" and proc.thread_count() > 1:
             self._fresh = unsound_because()
-        parent = os.getpid()
+        parent, worker = os.getpid(), Worker(boot.slot, boot.incarnation)
         try:
             pid = os.fork()
         except OSError as error:
-            self._answer(Forked(boot.incarnation, 0, f"fork: {error.strerror}"))
+            self._answer(Forked(worker, 0, f"fork: {error.strerror}"))
         else:
             if pid == 0:
                 try:
@@ -252,9 +253,9 @@ class _Server:
                 finally:
                     os._exit(70)
             pidfd = os.pidfd_open(pid)
-            self._incarnation_of[pid] = boot.incarnation
+            self._workers[pid] = worker
             self._pid_of[pidfd] = pid
-            self._answer(Forked(boot.incarnation, pid), pidfd)
+            self._answer(Forked(worker, pid), pidfd)
             watch(pidfd)
         for fd in fds:
             os.close(fd)
@@ -277,11 +278,11 @@ class _Server:
 
     def _reap(self, pidfd: int) -> None:
         pid = self._pid_of.pop(pidfd)
-        incarnation = self._incarnation_of.pop(pid)
+        worker = self._workers.pop(pid)
         proc.kill_session(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
-        self._answer(Reaped(incarnation, status))
+        self._answer(Reaped(worker, status))
 
     def _reap_adopted(self) -> None:
         """Reap grandchildren whose parents died, which no other process would reap."""
@@ -290,7 +291,7 @@ class _Server:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if info is None or info.si_pid in self._incarnation_of:
+            if info is None or info.si_pid in self._workers:
                 return  # workers are reaped through their pidfds
             os.waitpid(info.si_pid, 0)
 
