@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rackrun.core.generation.facts import Facts, HardwareChanged
 from rackrun.core.generation.outbox import Outbox
+from rackrun.core.members.gpu_fitness import ProbationCause
 from rackrun.core.members.rack import RackMachine
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import TrayStoodStill
@@ -49,7 +50,7 @@ class Standstills:
         self.out.emit(Notice(text=text))
         if repeats:
             for slot in self.rack.slots_on(tray):
-                self.rack.devices.put_on_probation(slot, _why(len(recent)))
+                self.rack.devices.put_on_probation(slot, ProbationCause.STANDSTILLS, _why(len(recent)))
             self.facts.add(HardwareChanged())
 
     def forget(self, tray: TrayId) -> None:

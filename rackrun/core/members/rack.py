@@ -177,9 +177,8 @@ class RackMachine:
     def forgive(self, slot: SlotId) -> bool:
         """Forget everything counted against a slot. Return whether anything was."""
         self._edition += 1
-        counted = self.quarantine.forgive(slot) or self.devices.on_probation(slot)
-        self.devices.end_probation(slot)
-        return counted
+        counted = self.quarantine.forgive(slot)
+        return self.devices.forgive(slot) or counted
 
     def withdrawn(self, slot: SlotId) -> str:
         """Return why a slot is out of use regardless of its GPU's health; "": it is in use."""
