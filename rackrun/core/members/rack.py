@@ -44,6 +44,8 @@ class RackMachine:
     """Drains that can be called off so that their slots can be used, by their requests."""
     returning: dict[TrayId, int] = field(default_factory=dict)
     """Lost trays whose agents are being started again, each with its number of slots."""
+    standstills_ms: dict[TrayId, list[int]] = field(default_factory=dict)
+    """For each live tray that stood still lately, when that was reported, oldest first."""
     last_spare_loss: str = ""
     trays_edition: int = 0
     """Changes whenever `trays` changes."""
@@ -95,6 +97,7 @@ class RackMachine:
             self.returning[tray] = self.trays[tray].slots
         del self.trays[tray]
         self.devices.forget(tray)
+        self.standstills_ms.pop(tray, None)
         self.departing.pop(tray, None)
         losses = []
         for record in there:
@@ -178,7 +181,10 @@ class RackMachine:
         """Forget everything counted against a slot. Return whether anything was."""
         self._edition += 1
         counted = self.quarantine.forgive(slot)
-        return self.devices.forgive(slot) or counted
+        if self.devices.forgive(slot):
+            self.standstills_ms.pop(tray_of(slot), None)
+            counted = True
+        return counted
 
     def withdrawn(self, slot: SlotId) -> str:
         """Return why a slot is out of use regardless of its GPU's health; "": it is in use."""
