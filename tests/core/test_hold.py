@@ -10,12 +10,23 @@ import pytest
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
 from rackrun.core.recovery.hold import REMIND_MS
-from rackrun.protocol.commands import Answer, AskPolicy, Command, Decided, Notice, SetTimer, StartWorker, StopJob
+from rackrun.protocol.commands import (
+    Answer,
+    AskPolicy,
+    Command,
+    Decided,
+    FenceWorker,
+    Notice,
+    SetTimer,
+    StartWorker,
+    StopJob,
+)
 from rackrun.protocol.events import Event, PolicyAnswered, PolicyRequested, ShrinkRequested, StopRequested, TimerFired
+from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
-from rackrun.protocol.timers import DrainOver, HoldReminder
+from rackrun.protocol.timers import CondemnedExitsOver, DrainOver, HoldReminder
 from tests.core.core_told import Told, every, only, plan_in, stop_in
 
 WEEK_MS = 7 * 24 * 3_600_000
@@ -114,6 +125,44 @@ def test_a_hold_ends_when_the_last_copy_of_some_state_is_lost() -> None:
     told = held()
     told.exits("a/0")
     assert "no copy of its state is left" in stop_in([*told.exits("a/1"), *told.timer("owed")]).because
+
+
+def whose_shards_are_nowhere_else(policy: str, **options: object) -> Told:
+    """Ranks 0, 1 on a and 2 on b; rank 2 is lost, has left its snapshots, and no GPU of b is fit for another."""
+    config = JobConfig(trays_min=2, trays_max=2, spares=1, rules=parse_rules(policy), **options)  # type: ignore[arg-type]
+    told = Told(config)
+    told.join("a", 2)
+    told.join("b", 2)
+    told.train("unique")
+    for slot in ("b/0", "b/1"):
+        told.checks(slot, "its memory is bad")
+    told.exits("b/0", snapshots=(3, 4))
+    told.park_all(snapshots=(3, 4))
+    for kind in ("park", "owed"):
+        told.now += 60_000
+        told.timer(kind)
+    assert told.view.phase == "parking"
+    return told
+
+
+@pytest.mark.parametrize("policy", ["swap,hold", "swap,wait"])
+def test_what_a_rank_leaves_that_is_condemned_long_after_all_have_parked_is_waited_for(policy: str) -> None:
+    told = whose_shards_are_nowhere_else(policy, repair_patience_ms=WEEK_MS)
+    condemned = told.judges("a/1", Health.LOST)
+    assert only(FenceWorker, condemned).slot == "a/1"
+    assert not every(StopJob, condemned), "its agent has its snapshots, and tells of them when it has exited"
+    told.exits("a/1", snapshots=(3, 4))
+    assert told.view.phase == "parking"
+    told.join("c", 2)
+    for spare in told.view.spares:
+        last = told.ready(spare.slot)
+    assert {restore.rank: restore.snapshot for restore in plan_in(last).restores} == {1: "a:2/a/1/2", 2: "b:2/b/0/3"}
+
+
+def test_what_a_rank_leaves_that_does_not_end_is_not_waited_for_without_end() -> None:
+    told = whose_shards_are_nowhere_else("swap,hold")
+    assert only(SetTimer, told.judges("a/1", Health.LOST)).timer == CondemnedExitsOver(told.view.generation)
+    assert "no copy of some state is left" in stop_in(told.timer("owed")).because
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

@@ -162,9 +162,21 @@ class Recovery:
         self._absorbing = False
         self.leaving = ()  # the operator's request has to wait: the loss comes first
         if self.world.phase is Phase.PARKING:
+            self._owe_again(at_ms)
             self.decide(at_ms)
         else:
             self._break(self._told(), at_ms)
+
+    def _owe_again(self, at_ms: int) -> None:
+        """Wait once more for the snapshots of condemned workers. One may be condemned long after that wait was over,
+        while all ranks wait for hardware."""
+        if not self._owed:
+            self._owed = True
+            if self._snapshots_owed():
+                timer = CondemnedExitsOver(self.world.generation)
+                self.out.emit(SetTimer(timer=timer, at_ms=at_ms + self.config.park_timeout_ms))
+            else:
+                self._owed = False
 
     def seen_to_end(self, loss: Loss) -> None:
         """Record the exit of a member that was counted as lost when it was fenced. It shows how far the member had
