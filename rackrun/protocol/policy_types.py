@@ -250,6 +250,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 
     waited_s: float = 0.0
     """Seconds since the generation was broken."""
+    held_s: float = 0.0
+    """For how many of these seconds all ranks were held (`Rung.HOLD`). They do not count against any patience."""
     start_patience_s: float = 600.0
     """How long starting workers, and GPUs that may become fit, are waited for (``join_timeout``)."""
     repair_patience_s: float = 0.0
@@ -265,6 +267,11 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     def comes_by_itself(self) -> bool:
         """Whether all lost ranks can be taken over without any new or returning hardware."""
         return self.coming + self.hoped >= self.short
+
+    @property
+    def patience_used_s(self) -> float:
+        """Seconds that count against ``start_patience_s`` and ``repair_patience_s``: not those of a hold."""
+        return self.waited_s - self.held_s
 
     @property
     def checkpoint(self) -> bool:

@@ -26,7 +26,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
-from rackrun.protocol.timers import CondemnedExitsOver, DrainOver, HoldReminder
+from rackrun.protocol.timers import CondemnedExitsOver, DrainOver, HoldReminder, RecoverOver
 from tests.core.core_told import Told, every, only, plan_in, stop_in
 
 WEEK_MS = 7 * 24 * 3_600_000
@@ -97,6 +97,47 @@ def test_a_wait_that_is_over_becomes_a_hold() -> None:
     told.now = 600_000
     assert only(Decided, told.timer("recover")).decision.rung is Rung.HOLD
     assert told.view.phase == "parking"
+
+
+@pytest.mark.parametrize("policy", ["swap,wait", "swap,wait,hold", "cheapest"])
+def test_the_time_of_a_hold_is_not_that_of_a_wait_which_has_its_own(policy: str) -> None:
+    told = held(min_ranks=0)
+    told.now = WEEK_MS
+    told.timer("recover")  # it was set when the generation was broken
+    assert every(StartWorker, told.join("c", 3))
+    answers = change(told, policy)
+    decision = only(Decided, answers).decision
+    assert (decision.rung, decision.deadline_s) == (Rung.WAIT, 600.0)
+    over = only(SetTimer, answers)
+    assert (over.timer, over.at_ms) == (RecoverOver(told.view.generation), WEEK_MS + 600_000)
+    told.now += 599_999
+    assert not every(StopJob, told.timer("recover")), "there may be earlier timers"
+    told.now += 1
+    told.timer("recover")
+    assert told.view.phase == ("parking" if "hold" in policy else "stopped")
+
+
+def test_a_wait_for_hardware_that_follows_a_hold_has_all_of_its_time() -> None:
+    told = held(repair_patience_ms=3_600_000)
+    told.now = WEEK_MS
+    assert not every(Decided, told.timer("repair")), "patience is no matter of a hold"
+    answers = change(told, "swap,wait")
+    assert only(Decided, answers).decision.deadline_s == 3_600.0
+    assert [one.at_ms - WEEK_MS for one in every(SetTimer, answers)] == [600_000, 3_600_000]
+    told.now += 600_000
+    assert not every(StopJob, told.timer("recover"))
+    told.now = WEEK_MS + 3_600_000
+    assert stop_in(told.timer("repair"))
+
+
+def test_only_the_time_before_a_hold_and_after_it_is_waited() -> None:
+    told = job("swap,wait,hold", repair_patience_ms=60_000)
+    told.tray_lost("b")
+    assert only(Decided, told.park_all()).decision.rung is Rung.WAIT
+    told.now = 20_000
+    assert only(Decided, change(told, "swap,hold")).decision.rung is Rung.HOLD
+    told.now = WEEK_MS
+    assert only(Decided, change(told, "swap,wait,hold")).decision.deadline_s == 40.0
 
 
 def test_a_slot_that_is_returned_ends_a_hold() -> None:
@@ -257,7 +298,7 @@ def test_nothing_but_its_name_leads_to_a_hold(policy: str) -> None:
 
 
 def test_a_function_may_hold_and_is_not_asked_again_by_the_clock() -> None:
-    told = job("mine:choose")
+    told = job("mine:choose", repair_patience_ms=60_000)
     told.tray_lost("b")
     question = only(AskPolicy, told.park_all()).question
     wants = Decision(rung=Rung.HOLD, deadline_s=30.0, reason="somebody comes")
@@ -265,7 +306,7 @@ def test_a_function_may_hold_and_is_not_asked_again_by_the_clock() -> None:
     assert only(Decided, answers).decision.reason.startswith("hold: somebody comes (")
     assert not [timer for timer in every(SetTimer, answers) if str(timer.timer).startswith("repair")]
     told.now = WEEK_MS
-    assert not every(StopJob, told.timer("recover"))
+    assert not every(StopJob, [*told.timer("repair"), *told.timer("recover")])
     assert len(every(AskPolicy, told.answers)) == 1
 
 

@@ -115,6 +115,7 @@ class ViewBuilder:
         *,
         moved: tuple[Rank, ...],
         waited_ms: int,
+        held_ms: int = 0,
         absorbs: int,
         provider: ProviderNow | None = None,
     ) -> ClusterView:
@@ -154,6 +155,7 @@ class ViewBuilder:
             placeable=self._placeable(prospect),
             restarts_left=max(config.max_restarts - world.restarts, 0),
             waited_s=waited_ms / 1e3,
+            held_s=held_ms / 1e3,
             start_patience_s=config.join_timeout_ms / 1e3,
             repair_patience_s=config.repair_patience_ms / 1e3,
             absorbs=absorbs,
