@@ -224,6 +224,19 @@ def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes(
         assert only(SetTimer, again).at_ms == told.now + REMIND_MS
 
 
+def test_the_status_says_why_all_ranks_wait() -> None:
+    told = job("swap,hold")
+    assert not told.view.waits
+    told.tray_lost("b")
+    assert not told.view.waits, "nothing is decided yet"
+    told.park_all()
+    assert told.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
+    told.join("c", 3)
+    for spare in told.view.spares:
+        told.ready(spare.slot)
+    assert (told.view.phase, told.view.waits) == ("resuming", "")
+
+
 def test_nothing_more_is_said_when_the_hold_is_over() -> None:
     told = held()
     timer = only(SetTimer, [one for one in told.answers if _reminds(one)]).timer

@@ -111,6 +111,8 @@ class Recovery:
     """Ranks to remove, as an operator asked; all ranks were paused for it."""
     _resized: str = ""
     """Description of how the next plan changes the world's size."""
+    waits: str = ""
+    """The failure and the decision because of which all ranks wait; "": the latest decision was another."""
     _broken_ms: int = 0
     _progress: NoProgress = field(init=False)
 
@@ -238,7 +240,7 @@ class Recovery:
         self.stalls.forget()
         self.partition_reports.attempt()
         self._gathering = self._owed = True
-        self._broken_ms = at_ms
+        self._broken_ms, self.waits = at_ms, ""
         note = f"generation {generation}"
         for record in world.members.values():
             record.move(Trigger.BREAK, note)
@@ -450,6 +452,8 @@ class Recovery:
             self.hold.go_on(failure.what, decision, at_ms)
         elif self.hold.end(at_ms) and decision.rung in (Rung.WAIT, Rung.ACQUIRE):
             self._set_limits(view, at_ms)
+        stands_still = decision.rung in (Rung.WAIT, Rung.HOLD) or decision.meanwhile == "wait"
+        self.waits = f"{failure.what}; {decision.reason}" if stands_still else ""
         match decision.rung:
             case Rung.ABSORB | Rung.SWAP | Rung.MOVE:
                 assert prospect.staff is not None, "only what is possible is decided"
