@@ -214,7 +214,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankNow, ...] = ()
     spares: tuple[SpareNow, ...] = ()
     usable_slots: int = 0
-    """Usable slots of living trays, including those of living ranks."""
+    """Usable slots of living trays, including those of living ranks. If no copy of some state is left, also those that
+    may become usable again, because a restart waits for them."""
     returning_slots: int = 0
     """Slots of lost trays whose agents are being started again."""
 

@@ -251,6 +251,18 @@ class RackMachine:
         passes = self.devices.may_come(slot) or (self.quarantined(slot) and self.devices.may_be_taken(slot))
         return passes and not self.withdrawn(slot)
 
+    def hopeless(self, unusable: Iterable[SlotId]) -> list[SlotId]:
+        """Return those of the unusable slots for which a restart does not wait either: it waits for GPUs that may
+        become fit, and calls off drains that are under way."""
+        drained = {} if self.revocable else self.drained
+        return [
+            slot
+            for slot in unusable
+            if slot in drained
+            or tray_of(slot) in self.departing
+            or not (self.devices.may_be_taken(slot) or self.devices.may_come(slot))
+        ]
+
     def held_back(self, most: int = 4) -> str:
         """Describe, for people, the drained slots of live trays and why; "": none."""
         slots = self.slots() if self.drained or self.departing else ()

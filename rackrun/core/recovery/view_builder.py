@@ -138,7 +138,7 @@ class ViewBuilder:
             trays=self._trays(unusable),
             ranks=prospect.ranks,
             spares=self._spares(),
-            usable_slots=len(rack.slots()) - (0 if state is None else len(unusable)),
+            usable_slots=len(rack.slots()) - len(unusable if state is not None else rack.hopeless(unusable)),
             takeovers={rank: staff.seats[rank] for rank in lost} if staff else {},
             uprooted={rank: staff.seats[rank] for rank in staff.uprooted} if staff else {},
             moved=moved,
