@@ -17,11 +17,20 @@ from rackrun.protocol.commands import (
     Decided,
     FenceWorker,
     Notice,
+    RequestRack,
     SetTimer,
     StartWorker,
     StopJob,
 )
-from rackrun.protocol.events import Event, PolicyAnswered, PolicyRequested, ShrinkRequested, StopRequested, TimerFired
+from rackrun.protocol.events import (
+    Event,
+    PolicyAnswered,
+    PolicyRequested,
+    RackRefused,
+    ShrinkRequested,
+    StopRequested,
+    TimerFired,
+)
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation
 from rackrun.protocol.job_config import JobConfig
@@ -298,6 +307,19 @@ def test_what_cannot_be_done_leaves_the_hold_as_it_is() -> None:
     told = held(min_ranks=4)
     assert not every(StopJob, change(told, "swap,shrink,hold"))
     assert told.view.phase == "parking"
+
+
+def test_an_operator_who_changes_the_policy_has_the_provider_asked_again() -> None:
+    told = job("swap,acquire,hold", provider="mine:racks")
+    told.tray_lost("b")
+    assert only(RequestRack, told.park_all()).request == 1
+    told.tell(RackRefused(request=1, because="no quota"))
+    for kind in ("owed", "recover"):
+        told.now += 600_000
+        assert not every(RequestRack, told.timer(kind)), "it is not asked again by itself"
+    assert only(RequestRack, change(told, "swap,acquire,hold")).request == 2
+    told.tell(RackRefused(request=2, because="no quota"))
+    assert told.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
 
 
 # -- who may choose it -------------------------------------------------------------------------------------------------
