@@ -38,6 +38,8 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
         f"generation {core.get('generation', '?')}, world size {size}{grows}, "
         f"recoveries {status['recoveries']}, restarts {core.get('restarts', 0)}",
     )
+    if waits := core.get("waits"):
+        _say(console, f"all ranks wait: {waits}")
     if status["last_recovery"]:
         _say(console, f"last: {status['last_recovery']}")
     table = Table("rank", "slot", "incarnation", "state", box=None, pad_edge=False)

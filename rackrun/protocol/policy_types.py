@@ -214,7 +214,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankNow, ...] = ()
     spares: tuple[SpareNow, ...] = ()
     usable_slots: int = 0
-    """Usable slots of living trays, including those of living ranks."""
+    """Usable slots of living trays, including those of living ranks. If no copy of some state is left, also those that
+    may become usable again, because a restart waits for them."""
     returning_slots: int = 0
     """Slots of lost trays whose agents are being started again."""
 
@@ -250,6 +251,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 
     waited_s: float = 0.0
     """Seconds since the generation was broken."""
+    held_s: float = 0.0
+    """For how many of these seconds all ranks were held (`Rung.HOLD`). They do not count against any patience."""
     start_patience_s: float = 600.0
     """How long starting workers, and GPUs that may become fit, are waited for (``join_timeout``)."""
     repair_patience_s: float = 0.0
@@ -265,6 +268,11 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     def comes_by_itself(self) -> bool:
         """Whether all lost ranks can be taken over without any new or returning hardware."""
         return self.coming + self.hoped >= self.short
+
+    @property
+    def patience_used_s(self) -> float:
+        """Seconds that count against ``start_patience_s`` and ``repair_patience_s``: not those of a hold."""
+        return self.waited_s - self.held_s
 
     @property
     def checkpoint(self) -> bool:

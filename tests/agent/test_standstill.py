@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,20 @@ def test_time_in_which_the_agent_neither_ran_nor_waited_for_a_processor_is_a_sta
 
 def test_a_reading_that_failed_is_no_standstill() -> None:
     assert not stood_still_ns(moment(0, waited_s=50), moment(0.1), ASLEEP_NS)
+
+
+@pytest.mark.parametrize("text", ["", "0", "no number here"])
+def test_a_kernel_that_writes_something_else_there_counts_no_waiting(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "schedstat"
+    path.write_text(text)
+    monkeypatch.setattr(standstill, "_SCHEDSTAT", str(path))
+    assert read_moment().waited_ns == 0
+
+
+def test_a_clock_that_goes_back_is_no_standstill() -> None:
+    assert not stood_still_ns(moment(86_400), moment(1), ASLEEP_NS)
 
 
 def test_moments_only_grow() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from rackrun.core.faults.corruption import OFFENCES_MAX, WITHIN_MS
+from rackrun.core.faults.standstills import STANDSTILLS_MAX
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
 from rackrun.protocol.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
@@ -166,6 +167,17 @@ def test_if_they_differ_on_it_was_the_other() -> None:
     told.resume_all()
     for spare in told.view.spares:
         told.ready(spare.slot)
+    assert gone(told, differ(told, slot="a/1", again=(0, 2))) == ["a/0"]
+
+
+def test_that_a_tray_stood_still_says_nothing_about_what_is_computed_there() -> None:
+    told = trained("abc", spares=2)
+    for _ in range(STANDSTILLS_MAX):
+        told.stands_still("c")
+    gone(told, differ(told, again=(0, 2)))
+    told.park_all(passed=7, snapshots=(3, 7))
+    told.resume_all()
+    assert told.view.ranks[2].slot in ("c/0", "c/1"), "the last choice, and the only one"
     assert gone(told, differ(told, slot="a/1", again=(0, 2))) == ["a/0"]
 
 

@@ -10,12 +10,32 @@ import pytest
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
 from rackrun.core.recovery.hold import REMIND_MS
-from rackrun.protocol.commands import Answer, AskPolicy, Command, Decided, Notice, SetTimer, StartWorker, StopJob
-from rackrun.protocol.events import Event, PolicyAnswered, PolicyRequested, ShrinkRequested, StopRequested, TimerFired
+from rackrun.protocol.commands import (
+    Answer,
+    AskPolicy,
+    Command,
+    Decided,
+    FenceWorker,
+    Notice,
+    RequestRack,
+    SetTimer,
+    StartWorker,
+    StopJob,
+)
+from rackrun.protocol.events import (
+    Event,
+    PolicyAnswered,
+    PolicyRequested,
+    RackRefused,
+    ShrinkRequested,
+    StopRequested,
+    TimerFired,
+)
+from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
-from rackrun.protocol.timers import DrainOver, HoldReminder
+from rackrun.protocol.timers import CondemnedExitsOver, DrainOver, HoldReminder, RecoverOver
 from tests.core.core_told import Told, every, only, plan_in, stop_in
 
 WEEK_MS = 7 * 24 * 3_600_000
@@ -88,6 +108,47 @@ def test_a_wait_that_is_over_becomes_a_hold() -> None:
     assert told.view.phase == "parking"
 
 
+@pytest.mark.parametrize("policy", ["swap,wait", "swap,wait,hold", "cheapest"])
+def test_the_time_of_a_hold_is_not_that_of_a_wait_which_has_its_own(policy: str) -> None:
+    told = held(min_ranks=0)
+    told.now = WEEK_MS
+    told.timer("recover")  # it was set when the generation was broken
+    assert every(StartWorker, told.join("c", 3))
+    answers = change(told, policy)
+    decision = only(Decided, answers).decision
+    assert (decision.rung, decision.deadline_s) == (Rung.WAIT, 600.0)
+    over = only(SetTimer, answers)
+    assert (over.timer, over.at_ms) == (RecoverOver(told.view.generation), WEEK_MS + 600_000)
+    told.now += 599_999
+    assert not every(StopJob, told.timer("recover")), "there may be earlier timers"
+    told.now += 1
+    told.timer("recover")
+    assert told.view.phase == ("parking" if "hold" in policy else "stopped")
+
+
+def test_a_wait_for_hardware_that_follows_a_hold_has_all_of_its_time() -> None:
+    told = held(repair_patience_ms=3_600_000)
+    told.now = WEEK_MS
+    assert not every(Decided, told.timer("repair")), "patience is no matter of a hold"
+    answers = change(told, "swap,wait")
+    assert only(Decided, answers).decision.deadline_s == 3_600.0
+    assert [one.at_ms - WEEK_MS for one in every(SetTimer, answers)] == [600_000, 3_600_000]
+    told.now += 600_000
+    assert not every(StopJob, told.timer("recover"))
+    told.now = WEEK_MS + 3_600_000
+    assert stop_in(told.timer("repair"))
+
+
+def test_only_the_time_before_a_hold_and_after_it_is_waited() -> None:
+    told = job("swap,wait,hold", repair_patience_ms=60_000)
+    told.tray_lost("b")
+    assert only(Decided, told.park_all()).decision.rung is Rung.WAIT
+    told.now = 20_000
+    assert only(Decided, change(told, "swap,hold")).decision.rung is Rung.HOLD
+    told.now = WEEK_MS
+    assert only(Decided, change(told, "swap,wait,hold")).decision.deadline_s == 40.0
+
+
 def test_a_slot_that_is_returned_ends_a_hold() -> None:
     told = job()
     for slot in ("a/2", "b/2"):
@@ -116,6 +177,44 @@ def test_a_hold_ends_when_the_last_copy_of_some_state_is_lost() -> None:
     assert "no copy of its state is left" in stop_in([*told.exits("a/1"), *told.timer("owed")]).because
 
 
+def whose_shards_are_nowhere_else(policy: str, **options: object) -> Told:
+    """Ranks 0, 1 on a and 2 on b; rank 2 is lost, has left its snapshots, and no GPU of b is fit for another."""
+    config = JobConfig(trays_min=2, trays_max=2, spares=1, rules=parse_rules(policy), **options)  # type: ignore[arg-type]
+    told = Told(config)
+    told.join("a", 2)
+    told.join("b", 2)
+    told.train("unique")
+    for slot in ("b/0", "b/1"):
+        told.checks(slot, "its memory is bad")
+    told.exits("b/0", snapshots=(3, 4))
+    told.park_all(snapshots=(3, 4))
+    for kind in ("park", "owed"):
+        told.now += 60_000
+        told.timer(kind)
+    assert told.view.phase == "parking"
+    return told
+
+
+@pytest.mark.parametrize("policy", ["swap,hold", "swap,wait"])
+def test_what_a_rank_leaves_that_is_condemned_long_after_all_have_parked_is_waited_for(policy: str) -> None:
+    told = whose_shards_are_nowhere_else(policy, repair_patience_ms=WEEK_MS)
+    condemned = told.judges("a/1", Health.LOST)
+    assert only(FenceWorker, condemned).slot == "a/1"
+    assert not every(StopJob, condemned), "its agent has its snapshots, and tells of them when it has exited"
+    told.exits("a/1", snapshots=(3, 4))
+    assert told.view.phase == "parking"
+    told.join("c", 2)
+    for spare in told.view.spares:
+        last = told.ready(spare.slot)
+    assert {restore.rank: restore.snapshot for restore in plan_in(last).restores} == {1: "a:2/a/1/2", 2: "b:2/b/0/3"}
+
+
+def test_what_a_rank_leaves_that_does_not_end_is_not_waited_for_without_end() -> None:
+    told = whose_shards_are_nowhere_else("swap,hold")
+    assert only(SetTimer, told.judges("a/1", Health.LOST)).timer == CondemnedExitsOver(told.view.generation)
+    assert "no copy of some state is left" in stop_in(told.timer("owed")).because
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------
 def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes() -> None:
     told = job(min_ranks=1)
@@ -132,6 +231,19 @@ def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes(
         again = remind(told)
         assert only(Notice, again) == first
         assert only(SetTimer, again).at_ms == told.now + REMIND_MS
+
+
+def test_the_status_says_why_all_ranks_wait() -> None:
+    told = job("swap,hold")
+    assert not told.view.waits
+    told.tray_lost("b")
+    assert not told.view.waits, "nothing is decided yet"
+    told.park_all()
+    assert told.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
+    told.join("c", 3)
+    for spare in told.view.spares:
+        told.ready(spare.slot)
+    assert (told.view.phase, told.view.waits) == ("resuming", "")
 
 
 def test_nothing_more_is_said_when_the_hold_is_over() -> None:
@@ -197,6 +309,19 @@ def test_what_cannot_be_done_leaves_the_hold_as_it_is() -> None:
     assert told.view.phase == "parking"
 
 
+def test_an_operator_who_changes_the_policy_has_the_provider_asked_again() -> None:
+    told = job("swap,acquire,hold", provider="mine:racks")
+    told.tray_lost("b")
+    assert only(RequestRack, told.park_all()).request == 1
+    told.tell(RackRefused(request=1, because="no quota"))
+    for kind in ("owed", "recover"):
+        told.now += 600_000
+        assert not every(RequestRack, told.timer(kind)), "it is not asked again by itself"
+    assert only(RequestRack, change(told, "swap,acquire,hold")).request == 2
+    told.tell(RackRefused(request=2, because="no quota"))
+    assert told.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
+
+
 # -- who may choose it -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("policy", ["", "no-wait", "no-hold"])
 def test_nothing_but_its_name_leads_to_a_hold(policy: str) -> None:
@@ -208,7 +333,7 @@ def test_nothing_but_its_name_leads_to_a_hold(policy: str) -> None:
 
 
 def test_a_function_may_hold_and_is_not_asked_again_by_the_clock() -> None:
-    told = job("mine:choose")
+    told = job("mine:choose", repair_patience_ms=60_000)
     told.tray_lost("b")
     question = only(AskPolicy, told.park_all()).question
     wants = Decision(rung=Rung.HOLD, deadline_s=30.0, reason="somebody comes")
@@ -216,7 +341,7 @@ def test_a_function_may_hold_and_is_not_asked_again_by_the_clock() -> None:
     assert only(Decided, answers).decision.reason.startswith("hold: somebody comes (")
     assert not [timer for timer in every(SetTimer, answers) if str(timer.timer).startswith("repair")]
     told.now = WEEK_MS
-    assert not every(StopJob, told.timer("recover"))
+    assert not every(StopJob, [*told.timer("repair"), *told.timer("recover")])
     assert len(every(AskPolicy, told.answers)) == 1
 
 

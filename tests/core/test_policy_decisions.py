@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -28,6 +28,8 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import (
     CostsMeasured,
+    DepartureAnnounced,
+    DrainRequested,
     Event,
     PolicyAnswered,
     PolicyRequested,
@@ -52,6 +54,36 @@ def job(policy: str = "", **options: object) -> Told:
     told.join("b", 3)
     told.train()
     return told
+
+
+def told_to_leave(told: Told) -> None:
+    told.tell(DepartureAnnounced(tray=TrayId("a"), because="SIGTERM", exit_code=143))
+
+
+@pytest.mark.parametrize("happens", [told_to_leave, lambda told: told.judges("a/0", Health.LOST)])
+def test_no_restart_is_decided_where_too_few_slots_can_be_used_again(happens: Callable[[Told], object]) -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0, start_over=True))
+    told.join("a", 2)
+    told.train("unique")
+    told.exits("a/1")
+    told.timer("gather")
+    happens(told)
+    answers = told.exits("a/0")
+    assert [one.decision.rung for one in every(Decided, answers)] == [Rung.STOP]
+    assert "2 ranks need a slot" in stop_in(answers).because
+
+
+def test_a_restart_is_decided_where_slots_may_come_back() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0, start_over=True))
+    told.join("a", 2)
+    told.train("unique")
+    told.exits("a/1")
+    told.timer("gather")
+    told.checks("a/0", "its memory is bad")
+    told.tell(DrainRequested(request="d", target="a/1", because="", wait=True, steps=5))
+    answers = told.exits("a/0")
+    assert [one.decision.rung for one in every(Decided, answers)] == [Rung.RESTART]
+    assert told.view.phase == "restarting"
 
 
 def question_in(commands: Sequence[Command]) -> AskPolicy:

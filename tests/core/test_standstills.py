@@ -75,13 +75,67 @@ def test_a_spare_on_such_a_tray_is_the_last_choice_but_a_choice(job: Told) -> No
     assert plan.members[0].slot in ("d/0", "d/1"), "there is no other"
 
 
-def test_a_tray_that_comes_back_or_that_a_person_gives_back_begins_anew(job: Told) -> None:
+def test_a_tray_that_a_person_gives_back_begins_anew(job: Told) -> None:
     repeatedly(job, "d")
     answer = only(Answer, job.tell(ReturnRequested(request="1", target="d")))
     assert answer.forgiven == ("d/0", "d/1")
-    assert not against(job)
+    for _ in range(STANDSTILLS_MAX - 1):
+        job.stands_still("d")
+        assert not against(job)
+    job.stands_still("d")
+    assert [*against(job)] == ["d/0", "d/1"]
+
+
+def test_a_tray_that_comes_back_begins_anew(job: Told) -> None:
+    repeatedly(job, "d")
     job.tray_lost("d")
     job.join("d", 2, clique="x")
     for _ in range(STANDSTILLS_MAX - 1):
         job.stands_still("d")
     assert not against(job)
+
+
+# -- several trays -----------------------------------------------------------------------------------------------------
+def test_of_trays_that_stand_still_together_none_is_to_blame(job: Told) -> None:
+    told: list[Command] = []
+    for _ in range(2 * STANDSTILLS_MAX):
+        for tray in "abcd":
+            told += job.stands_still(tray)
+        job.now += 60_000
+    assert not every(PauseWorkers, told)
+    assert not against(job)
+    first = every(Notice, told)[4 * (STANDSTILLS_MAX - 1)].text
+    assert "4 of 4 trays did so as often within 10 minutes: a common cause is likely" in first
+
+
+def test_a_tray_that_goes_on_standing_still_when_the_others_have_ceased_is_to_blame(job: Told) -> None:
+    for _ in range(STANDSTILLS_MAX):
+        for tray in "abcd":
+            job.stands_still(tray)
+    job.now += WITHIN_MS
+    assert only(PauseWorkers, repeatedly(job, "b"))
+    assert [*against(job)] == ["b/0", "b/1"]
+
+
+def test_the_half_of_the_trays_may_be_to_blame(job: Told) -> None:
+    for _ in range(STANDSTILLS_MAX):
+        for tray in "ab":
+            job.stands_still(tray)
+    assert [*against(job)] == ["a/0", "a/1", "b/0", "b/1"]
+
+
+def test_where_there_is_one_tray_nobody_has_another_choice() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1))
+    told.join("a", 3)
+    told.train()
+    assert "last choice" not in only(Notice, repeatedly(told, "a")).text
+    assert not against(told)
+
+
+def test_a_tray_that_stands_still_all_the_time_is_not_told_of_all_the_time(job: Told) -> None:
+    repeatedly(job, "d", every_ms=2_000)
+    for _ in range(10):
+        job.now += 2_000
+        assert not job.stands_still("d")
+    job.now += WITHIN_MS
+    assert only(Notice, job.stands_still("d"))

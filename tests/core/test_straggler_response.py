@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from rackrun.core.faults.standstills import STANDSTILLS_MAX
 from rackrun.core.stragglers.straggler_response import SWAPS_MAX, WITHIN_MS
 from rackrun.protocol.commands import Answer, BreakGeneration, Command, Notice, PauseWorkers
 from rackrun.protocol.events import BreakerClosed, ReturnRequested, ShrinkRequested, SlowRanksChanged
@@ -214,6 +215,16 @@ def test_a_slot_that_a_person_gives_back_is_not_on_probation(job: Told) -> None:
     assert (answer.outcome, answer.forgiven) == ("done", ("b/1",))
     job.exits("b/0")
     assert plan_in(job.park_all(passed=9)).members[2].slot == "b/1", "its own tray's spare is the first choice again"
+
+
+def test_a_slow_rank_that_recovers_ends_only_the_probation_that_its_slowness_began() -> None:
+    told = trained("swap", trays="abc", spares=0)
+    told.are_slow(3)
+    for _ in range(STANDSTILLS_MAX):
+        told.stands_still("b")
+    told.are_slow()
+    against = {slot: why for tray in told.view.trays for slot, why in tray.against.items()}
+    assert against == dict.fromkeys(("b/0", "b/1"), "its tray stood still 3 times within 10 minutes")
 
 
 def test_a_job_that_ends_swaps_nothing(job: Told) -> None:

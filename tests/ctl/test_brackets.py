@@ -49,11 +49,12 @@ def test_a_status_shows_what_was_said(text: str) -> None:
         "progress": {"position": [1, 0], "steps_per_s": 1.0, "values": {"note": text}},
         "core": {
             "phase": text,
+            "waits": text,
             "ranks": [{"rank": 0, "slot": text, "incarnation": 1, "state": "ready"}],
             "trays": [{"tray": "tray-00", "withdrawn": {"tray-00/0": text}, "unjudged": text}],
         },
     }
-    assert drawn(render_status, status).count(text) == 7
+    assert drawn(render_status, status).count(text) == 8
 
 
 def test_no_console_takes_markup() -> None:

@@ -11,7 +11,7 @@
 ``N usable``               slots; by default those of living ranks and of all named before
 ``rollback N``             steps; ``state lost``: nothing is left in memory
 ``checkpoint X s ago``     is on disk; ``begin again``: from step 0. Either allows a restart; ``at step N``; ``restarts N`` are left (3)
-``waited X s``             since the break; ``patience X s``: for hardware; ``start patience X s``
+``waited X s``             since the break; ``held X s``: of them in a hold; ``patience X s``: for hardware; ``start patience X s``
 ``step|regroup|takeover|start|repair|acquire X s``, ``state X GB``, ``copy X GB/s``   are measured
 ``provider``               racks can be asked for; ``expects X s``: as it says; ``asked X s``: ago; ``came``: its workers can start; ``no quota``: it has refused
 ``planned``, ``user bug``, ``preemption``
@@ -32,7 +32,7 @@ _PATTERNS = (
     r"(?P<name>checkpoint) (?P<value>\S+) s ago",
     r"(?P<name>shrink) to (?P<value>\d+)",
     r"(?P<name>state|copy) (?P<value>[\d.]+) GB(/s)?",
-    r"(?P<name>start patience|waited|patience|step|regroup|takeover|start|repair|acquire|expects|asked) (?P<value>\S+) s",
+    r"(?P<name>start patience|waited|held|patience|step|regroup|takeover|start|repair|acquire|expects|asked) (?P<value>\S+) s",
     r"(?P<name>rollback|at step|restarts) (?P<value>\S+)",
     r"(?P<name>state lost|begin again|out of reach|exact|planned|user bug|preemption|provider|came|no quota)(?P<value>)",
 )
@@ -94,6 +94,7 @@ def _view(said: dict[str, float]) -> ClusterView:
         exact="exact" in said,
         restarts_left=_count(said, "restarts", 3),
         waited_s=said.get("waited", 0.0),
+        held_s=said.get("held", 0.0),
         start_patience_s=said.get("start patience", 600.0),
         repair_patience_s=said.get("patience", 0.0),
         provider=_provider(said),

@@ -35,7 +35,7 @@ def read_moment() -> Moment:
     try:
         with open(_SCHEDSTAT, encoding="ascii") as file:
             waited_ns = int(file.read().split()[1])
-    except OSError:
+    except (OSError, IndexError, ValueError):
         waited_ns = 0
     return Moment(time.clock_gettime_ns(time.CLOCK_BOOTTIME), time.process_time_ns(), waited_ns)
 

@@ -30,7 +30,7 @@ from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
-from rackrun.core.members.gpu_fitness import GpuFitness
+from rackrun.core.members.gpu_fitness import GpuFitness, ProbationCause
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.core.placement.seating import Seating
@@ -55,7 +55,7 @@ def suspect(event: ReplicasDiffer, devices: GpuFitness, seats: Mapping[Rank, Slo
     that may be wrong."""
     for rank in event.culprits or event.differing:
         if rank in seats:
-            devices.put_on_probation(seats[rank], _why(event))
+            devices.put_on_probation(seats[rank], ProbationCause.WRONG, _why(event))
 
 
 def suspect_loss(event: LossNotRepeated, devices: GpuFitness) -> bool:
@@ -112,8 +112,9 @@ class Corruption:
 
     def _differ_again(self, event: ReplicasDiffer) -> None:
         there = {rank: self.world.members[rank] for rank in event.differing if rank in self.world.members}
-        known = [rank for rank, one in there.items() if self.rack.devices.on_probation(one.worker.slot)]
-        suspect(event, self.rack.devices, {rank: record.worker.slot for rank, record in there.items()})
+        devices = self.rack.devices
+        known = [rank for rank, one in there.items() if devices.on_probation(one.worker.slot, ProbationCause.WRONG)]
+        suspect(event, devices, {rank: record.worker.slot for rank, record in there.items()})
         if len(there) < len(event.differing):
             return  # one of them is being replaced already
         goes = {rank: there[rank] for rank in sorted(known or there)[-1:]}

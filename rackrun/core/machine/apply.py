@@ -358,7 +358,6 @@ def _lose_tray(job: CoreParts, tray: TrayId, because: str, at_ms: int, *, return
         because = f"{because}; {why}"
     losses = job.rack.lose_tray(tray, because, returns=returns)
     job.triage.forget(tray)
-    job.standstills.forget(tray)
     job.operator_requests.tray_lost(tray)
     job.acquiring.tray_lost(tray, at_ms)
     job.recovery.sources.forget_tray(tray)

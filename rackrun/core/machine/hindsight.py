@@ -318,7 +318,6 @@ class Hindsight:
             for loss in self.rack.lose_tray(tray, because):
                 self._gone[loss.record.worker.slot] = f"its tray was lost ({because})"
             self.triage.forget(tray)
-            self.standstills.forget(tray)
             self.lost[tray] = because
 
     def _learn(self, joined: Sequence[TrayJoined], at_ms: int) -> None:

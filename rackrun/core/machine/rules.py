@@ -178,7 +178,7 @@ def _replace_wrong(job: CoreParts, fact: StateWrong, at_ms: int) -> None:
 @_on(AllTrain)
 def _train(job: CoreParts, fact: AllTrain, at_ms: int) -> None:  # noqa: ARG001
     """Begin what had to wait until all ranks compute."""
-    job.acquiring.settled()
+    job.acquiring.allow_requests()
     job.spare_top_up.rest(at_ms)
     job.spare_top_up.top_up(at_ms)
     job.shutdown.drain()

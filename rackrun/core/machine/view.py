@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rackrun.core.generation.world import World
+from rackrun.core.generation.world import Phase, World
 from rackrun.core.machine.job import CoreParts
 from rackrun.core.members.slot_order import natural
 from rackrun.core.members.workers import WorkerState
@@ -69,6 +69,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """The last committed unit of the latest plan. The core is not informed of every step."""
     reason: str
     """The reason of the latest decision."""
+    waits: str = ""
+    """Why all ranks wait, parked: the failure, and the decision to wait; "": they do not, or nothing is decided yet."""
     ranks: tuple[RankView, ...]
     spares: tuple[SpareView, ...]
     trays: tuple[TrayView, ...]
@@ -89,6 +91,7 @@ def view_of(job: CoreParts) -> View:
         restarts=world.restarts,
         committed=world.plan.committed if world.plan else BEGIN,
         reason=world.reason,
+        waits=job.recovery.waits if world.phase is Phase.PARKING else "",
         ranks=tuple(_rank_view(world, rank, slot) for rank, slot in sorted(world.seats.items())),
         spares=tuple(
             SpareView(slot=record.worker.slot, incarnation=record.worker.incarnation, state=record.state.value)

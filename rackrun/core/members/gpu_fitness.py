@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from rackrun.protocol.gpu_health import GpuVerdict, Health, Response
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.topology.placement.objective import Fitness
 
-__all__ = ["GpuFitness"]
+__all__ = ["GpuFitness", "ProbationCause"]
+
+
+class ProbationCause(Enum):
+    """What a slot is on probation for. Each cause is ended, and used as evidence, by whom it concerns."""
+
+    SLOW = auto()
+    """Its rank was slow."""
+    WRONG = auto()
+    """What was computed there was wrong, or may have been."""
+    STANDSTILLS = auto()
+    """Its tray stood still repeatedly."""
 
 
 @dataclass(slots=True)
@@ -26,8 +38,8 @@ class GpuFitness:
     _refused: dict[SlotId, str] = field(default_factory=dict)
     """Slots of trays whose reported topology is impossible, with the reason. The health of their GPUs does not
     matter."""
-    _probation: dict[SlotId, str] = field(default_factory=dict)
-    """Slots on probation, because their ranks were slow or wrong there, with the reason."""
+    _probation: dict[SlotId, dict[ProbationCause, str]] = field(default_factory=dict)
+    """Slots on probation, with the reason for each cause."""
     _unrepeated: dict[SlotId, None] = field(default_factory=dict)
     """Slots on which a result was computed once that did not repeat."""
 
@@ -55,14 +67,24 @@ class GpuFitness:
         self.edition += 1
         self._refused |= {slot_id(tray, index): why for index in range(slots)}
 
-    def put_on_probation(self, slot: SlotId, because: str) -> None:
+    def put_on_probation(self, slot: SlotId, cause: ProbationCause, because: str) -> None:
         self.edition += 1
-        self._probation[slot] = because
+        self._probation.setdefault(slot, {})[cause] = because
 
-    def end_probation(self, slot: SlotId) -> None:
+    def end_probation(self, slot: SlotId, cause: ProbationCause) -> None:
+        """End a slot's probation for one cause."""
         self.edition += 1
-        self._probation.pop(slot, None)
+        causes = self._probation.get(slot, {})
+        causes.pop(cause, None)
+        if not causes:
+            self._probation.pop(slot, None)
+
+    def forgive(self, slot: SlotId) -> bool:
+        """End a slot's probation for every cause, because an operator says that it works. Return whether it was on
+        probation."""
+        self.edition += 1
         self._unrepeated.pop(slot, None)
+        return self._probation.pop(slot, None) is not None
 
     def did_not_repeat(self, slot: SlotId, because: str) -> bool:
         """Record a result that did not repeat on this slot; return whether it was not the first.
@@ -72,11 +94,12 @@ class GpuFitness:
         again = slot in self._unrepeated
         self._unrepeated[slot] = None
         if again:
-            self.put_on_probation(slot, because)
+            self.put_on_probation(slot, ProbationCause.WRONG, because)
         return again
 
-    def on_probation(self, slot: SlotId) -> bool:
-        return slot in self._probation
+    def on_probation(self, slot: SlotId, cause: ProbationCause | None = None) -> bool:
+        """Return whether a slot is on probation for ``cause``; None: for any."""
+        return slot in self._probation if cause is None else cause in self._probation.get(slot, ())
 
     def forget(self, tray: TrayId) -> None:
         """Forget everything about a lost tray. Its agent reads the hardware again when it comes back."""
@@ -135,10 +158,11 @@ class GpuFitness:
         """Return why the worker in the slot should leave it; "": no reason is known."""
         verdict = self.verdict(slot)
         if verdict is None:
-            return self._probation.get(slot, "")
+            return "; ".join(self._probation.get(slot, {}).values())
         return f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
 
     def against(self) -> Mapping[SlotId, str]:
         """Return all known problems, by slot."""
         unfit = {slot: "; ".join(self.unfit(slot)) for slot in (*self._refused, *self._unfit)}
-        return {**self._probation, **unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}
+        probation = {slot: "; ".join(causes.values()) for slot, causes in self._probation.items()}
+        return {**probation, **unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}

@@ -44,6 +44,8 @@ class RackMachine:
     """Drains that can be called off so that their slots can be used, by their requests."""
     returning: dict[TrayId, int] = field(default_factory=dict)
     """Lost trays whose agents are being started again, each with its number of slots."""
+    standstills_ms: dict[TrayId, list[int]] = field(default_factory=dict)
+    """For each live tray that stood still lately, when that was reported, oldest first."""
     last_spare_loss: str = ""
     trays_edition: int = 0
     """Changes whenever `trays` changes."""
@@ -95,6 +97,7 @@ class RackMachine:
             self.returning[tray] = self.trays[tray].slots
         del self.trays[tray]
         self.devices.forget(tray)
+        self.standstills_ms.pop(tray, None)
         self.departing.pop(tray, None)
         losses = []
         for record in there:
@@ -177,8 +180,10 @@ class RackMachine:
     def forgive(self, slot: SlotId) -> bool:
         """Forget everything counted against a slot. Return whether anything was."""
         self._edition += 1
-        counted = self.quarantine.forgive(slot) or self.devices.on_probation(slot)
-        self.devices.end_probation(slot)
+        counted = self.quarantine.forgive(slot)
+        if self.devices.forgive(slot):
+            self.standstills_ms.pop(tray_of(slot), None)
+            counted = True
         return counted
 
     def withdrawn(self, slot: SlotId) -> str:
@@ -245,6 +250,18 @@ class RackMachine:
         """Return whether a slot cannot be used now for a reason that may pass by itself."""
         passes = self.devices.may_come(slot) or (self.quarantined(slot) and self.devices.may_be_taken(slot))
         return passes and not self.withdrawn(slot)
+
+    def hopeless(self, unusable: Iterable[SlotId]) -> list[SlotId]:
+        """Return those of the unusable slots for which a restart does not wait either: it waits for GPUs that may
+        become fit, and calls off drains that are under way."""
+        drained = {} if self.revocable else self.drained
+        return [
+            slot
+            for slot in unusable
+            if slot in drained
+            or tray_of(slot) in self.departing
+            or not (self.devices.may_be_taken(slot) or self.devices.may_come(slot))
+        ]
 
     def held_back(self, most: int = 4) -> str:
         """Describe, for people, the drained slots of live trays and why; "": none."""

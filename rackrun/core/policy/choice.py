@@ -244,7 +244,7 @@ def _decision(option: Option, reason: str, view: ClusterView, found: tuple[Optio
     deadline_s = 0.0
     if option.rung is Rung.WAIT:
         patience_s = view.start_patience_s if view.comes_by_itself else 0.0
-        deadline_s = max(patience_s, view.repair_patience_s) - view.waited_s
+        deadline_s = max(patience_s, view.repair_patience_s) - view.patience_used_s
     elif option.meanwhile == "wait" and view.provider is not None:
         deadline_s = view.provider.patience_s
     return Decision(

@@ -9,7 +9,7 @@ cost       (ranks + spares) x the same time; for a stop, only the time after the
 resilience the chance that another GPU fails before one is repaired, x ranks x the repair, when no slot is left over
 ========== ==========================================================================================================
 
-Time that has already passed (`ClusterView.waited_s`) is lost whatever is decided, and is not counted.
+Time that has already passed in a wait (`ClusterView.patience_used_s`) is lost whatever is decided, and is not counted.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _may_wait(failure: Failure, view: ClusterView) -> str:
         return obstacle
     if view.takeovers:
         return "there is nothing to wait for"
-    if max(view.start_patience_s if view.comes_by_itself else 0.0, view.repair_patience_s) > view.waited_s:
+    if max(view.start_patience_s if view.comes_by_itself else 0.0, view.repair_patience_s) > view.patience_used_s:
         return ""
     if view.comes_by_itself:
         return f"no worker was ready within {view.start_patience_s:.0f} s"
@@ -269,7 +269,7 @@ def _wait(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
     elif view.coming < view.short:
         repair_s = _known(view.costs.repair_s, priors.repair_s)
         usual_s += min(repair_s, view.start_patience_s) if view.comes_by_itself else repair_s
-    return _Price({"wait_s": max(usual_s - view.waited_s, 0.0)} | _swap(failure, view, priors).seconds)
+    return _Price({"wait_s": max(usual_s - view.patience_used_s, 0.0)} | _swap(failure, view, priors).seconds)
 
 
 def _restart(failure: Failure, view: ClusterView, priors: Priors) -> _Price:  # noqa: ARG001

@@ -34,6 +34,9 @@ class Hold:
     """The latest decision to hold; None: another decision has followed."""
     _generation: Generation | None = None
     """The generation that this decision was about."""
+    _began_ms: int = 0
+    _held_ms: int = 0
+    """How long all ranks were held in earlier holds of the same generation."""
     _reminds_in: Generation | None = None
     """Generation whose reminder is pending. It may outlive a hold, and then serves the next one."""
 
@@ -46,15 +49,25 @@ class Hold:
     def go_on(self, what: str, decision: Decision, at_ms: int) -> None:
         """Begin the hold, or go on with it after ``what`` has become another failure."""
         begins = not self.holds
+        if begins:
+            self._held_ms, self._began_ms = self.held_ms(at_ms), at_ms
         self._what, self._decision, self._generation = what, decision, self.world.generation
         if begins:
             self._tell(decision)
         if self._reminds_in != self.world.generation:
             self._set_reminder(at_ms)
 
-    def end(self) -> None:
-        """End the hold, if the ranks are held: another rung was decided."""
+    def end(self, at_ms: int) -> bool:
+        """End the hold, because another rung was decided. Return whether the ranks were held."""
+        held, self._held_ms = self.holds, self.held_ms(at_ms)
         self._decision = None
+        return held
+
+    def held_ms(self, at_ms: int) -> int:
+        """Return for how long all ranks have been held in the present generation."""
+        if self._generation != self.world.generation:
+            return 0
+        return self._held_ms + (at_ms - self._began_ms if self.holds else 0)
 
     def remind(self, at_ms: int) -> None:
         """Say once more that all ranks are held, if they are."""

@@ -111,6 +111,8 @@ class Recovery:
     """Ranks to remove, as an operator asked; all ranks were paused for it."""
     _resized: str = ""
     """Description of how the next plan changes the world's size."""
+    waits: str = ""
+    """The failure and the decision because of which all ranks wait; "": the latest decision was another."""
     _broken_ms: int = 0
     _progress: NoProgress = field(init=False)
 
@@ -162,9 +164,21 @@ class Recovery:
         self._absorbing = False
         self.leaving = ()  # the operator's request has to wait: the loss comes first
         if self.world.phase is Phase.PARKING:
+            self._owe_again(at_ms)
             self.decide(at_ms)
         else:
             self._break(self._told(), at_ms)
+
+    def _owe_again(self, at_ms: int) -> None:
+        """Wait once more for the snapshots of condemned workers. One may be condemned long after that wait was over,
+        while all ranks wait for hardware."""
+        if not self._owed:
+            self._owed = True
+            if self._snapshots_owed():
+                timer = CondemnedExitsOver(self.world.generation)
+                self.out.emit(SetTimer(timer=timer, at_ms=at_ms + self.config.park_timeout_ms))
+            else:
+                self._owed = False
 
     def seen_to_end(self, loss: Loss) -> None:
         """Record the exit of a member that was counted as lost when it was fenced. It shows how far the member had
@@ -226,7 +240,7 @@ class Recovery:
         self.stalls.forget()
         self.partition_reports.attempt()
         self._gathering = self._owed = True
-        self._broken_ms = at_ms
+        self._broken_ms, self.waits = at_ms, ""
         note = f"generation {generation}"
         for record in world.members.values():
             record.move(Trigger.BREAK, note)
@@ -312,7 +326,7 @@ class Recovery:
 
     def repair_over(self, at_ms: int) -> None:
         """Decide again, because hardware has been waited for long enough."""
-        if self.world.phase is Phase.PARKING:
+        if self.world.phase is Phase.PARKING and not self.hold.holds:
             self.decision_maker.forget()
             self.decide(at_ms)
 
@@ -351,7 +365,9 @@ class Recovery:
             # nothing could be decided yet; spares get the whole time once it can
             self.out.emit(SetTimer(timer=RecoverOver(self.world.generation), at_ms=at_ms + self.config.join_timeout_ms))
             return
-        waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.acquiring.patient(at_ms)
+        held_ms = self.hold.held_ms(at_ms)
+        patience_ms = max(self.config.repair_patience_ms, self.config.join_timeout_ms if held_ms else 0)
+        waits = at_ms - self._broken_ms - held_ms < patience_ms or self.acquiring.patient(at_ms)
         patient = self.decision_maker.asks or waits or self.hold.holds
         if self.world.phase is Phase.PARKING and not patient:
             self.failed_recovery.not_in_time(self._told())
@@ -425,6 +441,7 @@ class Recovery:
             prospect,
             moved=tuple(sorted(self._moved)),
             waited_ms=at_ms - self._broken_ms,
+            held_ms=self.hold.held_ms(at_ms),
             absorbs=self._progress.absorbs(prospect.committed),
             provider=self.acquiring.now(at_ms),
         )
@@ -433,8 +450,10 @@ class Recovery:
             return
         if decision.rung is Rung.HOLD:
             self.hold.go_on(failure.what, decision, at_ms)
-        else:
-            self.hold.end()
+        elif self.hold.end(at_ms) and decision.rung in (Rung.WAIT, Rung.ACQUIRE):
+            self._set_limits(view, at_ms)
+        stands_still = decision.rung in (Rung.WAIT, Rung.HOLD) or decision.meanwhile == "wait"
+        self.waits = f"{failure.what}; {decision.reason}" if stands_still else ""
         match decision.rung:
             case Rung.ABSORB | Rung.SWAP | Rung.MOVE:
                 assert prospect.staff is not None, "only what is possible is decided"
@@ -457,6 +476,17 @@ class Recovery:
                     self._shrink(prospect, at_ms)
                 else:
                     self._start_spares(prospect, view)
+
+    def _set_limits(self, view: ClusterView, at_ms: int) -> None:
+        """Limit a wait that follows a hold. The limits that were set when the generation was broken may be over."""
+        generation, used_ms = self.world.generation, round(view.patience_used_s * 1e3)
+        limits = (
+            (RecoverOver(generation), self.config.join_timeout_ms),
+            (RepairOver(generation), self.config.repair_patience_ms),
+        )
+        for timer, limit_ms in limits:
+            if limit_ms > used_ms:
+                self.out.emit(SetTimer(timer=timer, at_ms=at_ms + limit_ms - used_ms))
 
     def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
         """Return whether a restart is allowed, nothing else is possible, and the policy does not oppose it."""

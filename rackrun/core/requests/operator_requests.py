@@ -144,6 +144,7 @@ class OperatorRequests:
         else:
             self.replies.say(event.request, "done", f"from now on: {policy}")
             self.recovery.decision_maker.forget()
+            self.recovery.acquiring.allow_requests()
             self.recovery.decide(event.at_ms)
 
     def departs(self, event: DepartureAnnounced) -> bool:

@@ -2,8 +2,9 @@
 
 `rackrun.core.resize.rented_rack` has the stages. Each stage up to SERVING has a time limit. The provider's claims are
 not trusted: a rack is there when its trays have joined, and useful when one of its workers is ready. After a failed
-request the provider is not asked again in the same recovery; after `FAILURES_MAX` consecutive failures it is not asked
-any more. Ranks leave a rack that goes by a planned swap, as they leave a drained tray.
+request the provider is not asked again in the same recovery, unless an operator changes the policy; after
+`FAILURES_MAX` consecutive failures it is not asked any more. Ranks leave a rack that goes by a planned swap, as they
+leave a drained tray.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class RackAcquisition:
         self.out.emit(RequestRack(request=one.request, trays=one.trays, slots=slots, because=self.world.reason))
         self._set_limit(one, self.config.acquire_timeout_ms, at_ms)
 
-    def settled(self) -> None:
-        """Allow requests again, because all train and the next failure is a new one."""
+    def allow_requests(self) -> None:
+        """Allow requests after a failed one: all train, so the next failure is a new one; or an operator has changed the
+        policy."""
         self._barred = ""
 
     # -- what the provider says ------------------------------------------------------------------------------------

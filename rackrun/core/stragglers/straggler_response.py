@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from rackrun.core.generation.facts import Facts, HardwareChanged
 from rackrun.core.generation.outbox import Outbox
-from rackrun.core.members.gpu_fitness import GpuFitness
+from rackrun.core.members.gpu_fitness import GpuFitness, ProbationCause
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import SlowRank, SlowRanksChanged
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
@@ -73,8 +73,9 @@ class StragglerResponse:
     def _forgive(self, seats: Mapping[Rank, SlotId]) -> None:
         """End the probation of slots whose rank is no longer slow before it could leave."""
         for rank, slot in seats.items():
-            if self.devices.on_probation(slot) and rank not in self._slow and rank in self._sent:
-                self.devices.end_probation(slot)
+            slow = self.devices.on_probation(slot, ProbationCause.SLOW)
+            if slow and rank not in self._slow and rank in self._sent:
+                self.devices.end_probation(slot, ProbationCause.SLOW)
                 del self._sent[rank]
 
     def _choose(self, seats: Mapping[Rank, SlotId], at_ms: int) -> None:
@@ -90,7 +91,7 @@ class StragglerResponse:
             elif not waits:
                 waits = True
                 self._sent[one.rank] = at_ms
-                self.devices.put_on_probation(one.slot, f"slow: {_measured(one)}")
+                self.devices.put_on_probation(one.slot, ProbationCause.SLOW, f"slow: {_measured(one)}")
                 self.facts.add(HardwareChanged())
 
     def _against(self, one: SlowRank, at_ms: int) -> str:
