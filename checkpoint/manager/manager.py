@@ -41,6 +41,7 @@ from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.commit.checkpoint_choice import Tier
+from rackrun.checkpoint.commit.commit_records import NUMBER_MAX
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import Lease
@@ -282,8 +283,15 @@ class CheckpointManager:
 
     @renamed_argument("generation", "number")
     def quarantine(self, number: int, reason: str) -> None:
-        """Mark checkpoint ``number`` as bad: no restore takes it again. It is enough that one rank calls this."""
+        """Mark checkpoint ``number`` as bad: no restore takes it again. It is enough that one rank calls this.
+
+        Raises CheckpointError for a number that no checkpoint can have.
+        """
         self._prepared()
+        if not 0 <= number <= NUMBER_MAX:
+            raise CheckpointError(
+                f"no checkpoint has the number {number}.", remedy="give the number of a handle, or of rackctl ckpt ls."
+            )
         self._probation.quarantine(number, reason)
 
     # -- at the end
