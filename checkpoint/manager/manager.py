@@ -195,6 +195,7 @@ class CheckpointManager:
             keep=self._keep,
             seconds=_SECONDS,
             hold=self._lease.hold if self._lease is not None else str,
+            proven=self._forget_attempts,
         )
 
     def restore(self) -> RestoreReport | None:
@@ -278,7 +279,11 @@ class CheckpointManager:
         Restoring the checkpoint again is then not counted against it.
         """
         self._prepared()
-        if self._restored is not None and step > self._restored.step and self._peers.rank == 0:
+        if self._restored is not None and step > self._restored.step:
+            self._forget_attempts()
+
+    def _forget_attempts(self) -> None:
+        if self._restored is not None and self._peers.rank == 0:
             self._probation.confirm(self._restored.number)
 
     @renamed_argument("generation", "number")

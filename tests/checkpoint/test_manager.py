@@ -491,6 +491,27 @@ def test_a_checkpoint_that_is_restored_again_and_again_is_given_up_unless_confir
     assert taken == [2, 2, 2, 2, 2, 2, 1]
 
 
+def test_a_checkpoint_after_which_a_newer_one_was_committed_is_restored_as_often_as_needed(
+    manager: Callable[..., CheckpointManager], shm: Path
+) -> None:
+    one = manager(durable_every=2)
+    trained(one, 2)
+    one.wait_until_finished()
+    crash(one)
+    for _ in range(5):  # each time the memory is lost, with what was committed there
+        shutil.rmtree(shm)
+        shm.mkdir()
+        again, training = manager(durable_every=100), Training()
+        again.prepare(training.state)
+        report = again.restore()
+        assert report is not None
+        assert report.step == 2
+        training.step()
+        assert again.save(3).committed.result(timeout=60)
+        again.wait_until_finished()
+        crash(again)
+
+
 def test_a_restore_comes_before_the_first_save_and_once(manager: Callable[..., CheckpointManager]) -> None:
     one = manager()
     with pytest.raises(CheckpointError, match="not prepared"):
