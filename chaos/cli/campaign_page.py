@@ -75,7 +75,7 @@ def tally_line(lines: Sequence[Line]) -> str:
 def _kept_page(tally: Path, line: Line) -> str:
     """Return the address of a run's own page, as seen from the campaign's; "" if the run was not kept."""
     page = Path(f"{tally}.runs", f"seed-{line.seed:06}", "report.html")
-    return quote(str(page.relative_to(tally.parent))) if page.exists() else ""
+    return quote(bytes(page.relative_to(tally.parent))) if page.exists() else ""
 
 
 def _families(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:

@@ -49,7 +49,7 @@ def _parts_of(diagnosis: str) -> list[tuple[bool, list[str]]]:
 
 def _text_of(plan: Path) -> str:
     try:
-        text = plan.read_text(encoding="utf-8")
+        text = plan.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         return f"{plan.name} cannot be read: {error.strerror}"
     more = len(text) - PLAN_CHARS

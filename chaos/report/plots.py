@@ -6,6 +6,7 @@ Where there are too many values they are thinned, and each plot says how.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -113,7 +114,7 @@ def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chain
     chart = None
     if values := [value for curve in curves for row in curve.rows for value in row[2:]]:
         low, high = min(values), max(values)
-        pad = (high - low) * 0.04 or abs(high) * 0.04 or 1
+        pad = high * 0.04 - low * 0.04 or abs(high) * 0.04 or 1
         widen = min(0.5, (steps[-1] - steps[0]) / 400)
         spans = [
             Span(first - widen, last + widen, _strike(chain))
@@ -126,7 +127,7 @@ def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chain
             unit="step",
             height=226,
             x=(steps[0], max(steps[-1], steps[0] + 1)),
-            y=(low - pad, high + pad),
+            y=(max(low - pad, -sys.float_info.max), min(high + pad, sys.float_info.max)),
             x_text="step {:.0f}",
             curves=curves,
             spans=spans,

@@ -35,12 +35,13 @@ from rackrun.checkpoint.base.errors import (
     StaleEpoch,
 )
 from rackrun.checkpoint.base.process_identity import NOBODY, ProcessIdentity, begin_session, end_session
+from rackrun.checkpoint.commit.commit_records import NUMBER_MAX
 from rackrun.checkpoint.host_memory.populate import BY_ITSELF, Populating
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["Arena", "SlotInfo", "SlotReader", "SlotState", "SlotWriter"]
 
-NUMBER_MAX = EPOCH_MAX = 2**63 - 1
+EPOCH_MAX = STEP_MAX = 2**63 - 1
 OWNER_MAX = 2**32 - 1
 _PASSES_MAX = 100
 _REUSED_FIRST = (SlotState.FREE, SlotState.BAD, SlotState.WRITING)
@@ -181,7 +182,7 @@ class Arena:
         owner = self.rank if owner is None else owner
         problem = (
             _out_of("checkpoint number", number, NUMBER_MAX)
-            or _out_of("step", step, NUMBER_MAX, least=-1)  # -1: before the first step
+            or _out_of("step", step, STEP_MAX, least=-1)  # -1: before the first step
             or _out_of("owner", owner, OWNER_MAX)
         )
         if problem:

@@ -25,13 +25,15 @@ from rackrun.checkpoint.base.digest import content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
 
 __all__ = [
-    "Copy", "Kind", "ParitySet", "rebuild_inputs", "redundancy", "domains_of",
+    "NUMBER_MAX", "Copy", "Kind", "ParitySet", "rebuild_inputs", "redundancy", "domains_of",
     "CommitRecord", "ShardRecord", "decode_record",
     "Event", "CheckpointBegan", "ShardSealed", "Confirmed", "Deadline", "HolderJoined", "HolderLost", "EpochBegan",
     "Pinned", "Unpinned",
     "Output", "Begin", "Commit", "Retire", "Abandon", "UnderReplicated", "Heal", "Disagreement",
 ]  # fmt: skip
 
+NUMBER_MAX = 2**63 - 1
+"""The largest checkpoint number, which the header of a slot has room for."""
 Kind: TypeAlias = Literal["data", "parity"]
 Item: TypeAlias = tuple[int, Kind]
 """(owner, kind): a shard, or the parity block that a member of a set keeps."""

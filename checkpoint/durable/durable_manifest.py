@@ -26,6 +26,7 @@ import numpy as np
 
 from rackrun.checkpoint.base.digest import content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError
+from rackrun.checkpoint.commit.commit_records import NUMBER_MAX
 
 __all__ = [
     "FORMAT",
@@ -219,7 +220,8 @@ def checkpoint_name(number: int) -> str:
 def checkpoint_number(name: str) -> int | None:
     """Return the number of the checkpoint whose directory has this name; None when the name is no checkpoint's."""
     match = _CHECKPOINT.fullmatch(name)
-    return int(match[1]) if match and checkpoint_name(int(match[1])) == name else None
+    number = int(match[1]) if match else NUMBER_MAX + 1
+    return number if number <= NUMBER_MAX and checkpoint_name(number) == name else None
 
 
 def temporary_name(job: str, number: int, step: int, epoch: int, world_size: int) -> str:
@@ -253,7 +255,7 @@ class TemporaryName:
     @classmethod
     def parse(cls, name: str) -> TemporaryName | None:
         match = _TEMPORARY.fullmatch(name)
-        return cls(int(match[1]), int(match[2])) if match else None
+        return cls(int(match[1]), int(match[2])) if match and int(match[1]) <= NUMBER_MAX else None
 
 
 def shard_name(rank: int, world_size: int) -> str:

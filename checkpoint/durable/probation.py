@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.commit.checkpoint_choice import ATTEMPTS_MAX
+from rackrun.checkpoint.commit.commit_records import NUMBER_MAX
 from rackrun.checkpoint.durable.files import Files, read_small
 from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.protocol.crash_points import crash_point, register
@@ -114,7 +115,7 @@ class Probation:
         with contextlib.suppress(OSError):
             for name in self._files.listdir(self.directory):
                 match = _NAME.fullmatch(name)
-                if match and match[1] == what:
+                if match and match[1] == what and int(match[2]) <= NUMBER_MAX:
                     yield int(match[2]), self.directory / name
 
 

@@ -41,6 +41,7 @@ from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.commit.checkpoint_choice import Tier
+from rackrun.checkpoint.commit.commit_records import NUMBER_MAX
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import Lease
@@ -194,6 +195,7 @@ class CheckpointManager:
             keep=self._keep,
             seconds=_SECONDS,
             hold=self._lease.hold if self._lease is not None else str,
+            proven=self._forget_attempts,
         )
 
     def restore(self) -> RestoreReport | None:
@@ -277,13 +279,24 @@ class CheckpointManager:
         Restoring the checkpoint again is then not counted against it.
         """
         self._prepared()
-        if self._restored is not None and step > self._restored.step and self._peers.rank == 0:
+        if self._restored is not None and step > self._restored.step:
+            self._forget_attempts()
+
+    def _forget_attempts(self) -> None:
+        if self._restored is not None and self._peers.rank == 0:
             self._probation.confirm(self._restored.number)
 
     @renamed_argument("generation", "number")
     def quarantine(self, number: int, reason: str) -> None:
-        """Mark checkpoint ``number`` as bad: no restore takes it again. It is enough that one rank calls this."""
+        """Mark checkpoint ``number`` as bad: no restore takes it again. It is enough that one rank calls this.
+
+        Raises CheckpointError for a number that no checkpoint can have.
+        """
         self._prepared()
+        if not 0 <= number <= NUMBER_MAX:
+            raise CheckpointError(
+                f"no checkpoint has the number {number}.", remedy="give the number of a handle, or of rackctl ckpt ls."
+            )
         self._probation.quarantine(number, reason)
 
     # -- at the end

@@ -65,6 +65,8 @@ class SaveLocation:
     """How long ranks wait for each other, in seconds."""
     hold: Callable[[], str] = str
     """Returns why nothing may be written to disk any more, else "". Rank 0's answer counts."""
+    proven: Callable[[], object] = str
+    """Called once, when something newer than the restored checkpoint is committed."""
 
 
 class Saver:
@@ -282,6 +284,8 @@ class Saver:
         handle.committed.set_result(True)
         if not outcome.flush:
             handle.durable.set_result(False)
+        if self._began >= 0 and self._counters.committed == 1:
+            self._place.proven()
 
     def _said(self, saving: Saving, arena: Arena, due: bool, asked: bool) -> Sealed:
         """Return what this rank reports of its save: the sealed image's digest, or why there is none."""

@@ -65,13 +65,11 @@ class Chart:
 
     def across(self, x: float) -> float:
         """Return the place of an x, in percent of the width."""
-        low, high = self.x
-        return round(100 * (x - low) / ((high - low) or 1), 2)
+        return round(100 * _share(x, *self.x), 2)
 
     def down(self, y: float) -> float:
         """Return the place of a y, in pixels from above."""
-        low, high = self.y
-        return round(self.height * (1 - (y - low) / ((high - low) or 1)), 1)
+        return round(self.height * (1 - _share(y, *self.y)), 1)
 
     def x_ticks(self) -> list[float]:
         """Return round values on the x axis: few enough for a narrow screen."""
@@ -83,7 +81,7 @@ class Chart:
 
     def points(self, curve: Curve) -> str:
         """Return a curve as the points of a polyline, 1,000 units wide."""
-        return _points((self._middle(row), self.down((row[2] + row[3]) / 2)) for row in curve.rows)
+        return _points((self._middle(row), self.down(row[2] / 2 + row[3] / 2)) for row in curve.rows)
 
     def band(self, curve: Curve) -> str:
         """Return the area between smallest and largest y as the points of a polygon; "" if there is none."""
@@ -120,10 +118,17 @@ class Bar(NamedTuple):
     """Name, colour as in `Curve`, and size."""
 
 
+def _share(value: float, low: float, high: float) -> float:
+    """Return how far a value is on the way from ``low`` to ``high``. Halves, since their difference is a number."""
+    return (value / 2 - low / 2) / ((high / 2 - low / 2) or 1)
+
+
 def _ticks(low: float, high: float, about: float) -> list[float]:
-    least = (high - low) / about or 1.0
+    least = (high / about - low / about) or 1.0
     power = 10.0 ** math.floor(math.log10(least))
     step = power * next((n for n in (1, 2, 5) if n * power >= least), 10)
+    if math.isinf(step):
+        return []
     return [float(f"{n * step:.12g}") for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 

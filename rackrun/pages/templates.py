@@ -22,10 +22,12 @@ def render(template: Path, /, **values: object) -> str:
 def write(path: Path, template: Path, /, **values: object) -> None:
     """Write the text of a template to ``path``, which has its old content until the new one is complete.
 
+    Bytes of a file's name that are not UTF-8 are written as escapes.
+
     Raises `OSError` when the folder cannot be written.
     """
     partial = path.with_name(f".{path.name}.part")
-    partial.write_text(render(template, **values), encoding="utf-8")
+    partial.write_text(render(template, **values), encoding="utf-8", errors="backslashreplace")
     partial.replace(path)
 
 

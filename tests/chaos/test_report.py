@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
+import struct
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -276,6 +279,25 @@ def test_the_losses_of_a_large_run_are_small() -> None:
     assert shown.chart is not None
     assert all(len(curve.rows) <= POINTS for curve in shown.chart.curves)
     assert len(msgspec.json.encode(shown)) < 200_000
+
+
+def test_the_losses_of_a_run_that_diverges_are_drawn() -> None:
+    job, chains = large(steps=4, strikes=1)
+    most = sys.float_info.max
+    for unit, loss in zip(range(4), (1.0, most, -most, math.inf), strict=True):
+        job.units[unit] = job.units[unit]._replace(gate=struct.pack("<d", loss) + b"\0" * 16)
+    chart = losses(job, job, chains).chart  # type: ignore[arg-type]
+    assert chart is not None
+    assert chart.y == (-most, most)
+    assert [chart.points(curve) for curve in chart.curves] == ["0,113 333.3,0 666.7,226"] * 2
+    assert all(math.isfinite(tick) for tick in chart.y_ticks())
+
+
+def test_a_plan_that_is_not_utf_8_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    (out / "resolved.json").write_bytes(b'{"plan": "\xff"}')
+    make_report(out)
+    assert '{"plan": "\N{REPLACEMENT CHARACTER}"}' in words_of(ET.fromstring((out / "report.html").read_text()))
 
 
 def test_what_happens_at_once_is_in_different_lanes() -> None:

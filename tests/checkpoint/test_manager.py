@@ -405,6 +405,36 @@ def test_the_numbers_of_a_lost_arena_are_not_used_again_and_the_next_commit_is_r
     assert (report.number, report.tiers) == (8, {0: "own_tray"})
 
 
+@pytest.mark.parametrize("number", [2**63, 10**20 - 1])
+def test_a_folder_or_a_note_with_a_number_that_none_can_have_does_not_end_all_saves(
+    manager: Callable[..., CheckpointManager], tmp_path: Path, number: int
+) -> None:
+    first = manager(durable_every=2)
+    trained(first, 2)
+    first.wait_until_finished()
+    crash(first)
+    for name in ("gen", ".tmp-gen", "quarantined"):
+        (tmp_path / "checkpoints" / "run" / f"{name}-{number}{'-1-0abc' * (name == '.tmp-gen')}").mkdir()
+    second, training = manager(durable_every=2), Training()
+    second.prepare(training.state)
+    report = second.restore()
+    assert report is not None
+    assert (report.number, report.passed_over) == (2, {})
+    second.save(3, durable=True)
+    second.close()
+    assert (second.counters.durable, second.counters.durable_failed) == (1, 0)
+
+
+@pytest.mark.parametrize("number", [-1, 2**63])
+def test_a_number_that_no_checkpoint_can_have_is_not_quarantined(
+    manager: Callable[..., CheckpointManager], number: int
+) -> None:
+    one = manager()
+    trained(one, 1)
+    with pytest.raises(CheckpointError, match=f"no checkpoint has the number {number}"):
+        one.quarantine(number, "bad")
+
+
 def test_with_every_copy_damaged_it_stops_with_the_reason(manager: Callable[..., CheckpointManager], shm: Path) -> None:
     one = manager()
     trained(one, 2)
@@ -459,6 +489,27 @@ def test_a_checkpoint_that_is_restored_again_and_again_is_given_up_unless_confir
             again.confirm(report.step + 1)
         crash(again)
     assert taken == [2, 2, 2, 2, 2, 2, 1]
+
+
+def test_a_checkpoint_after_which_a_newer_one_was_committed_is_restored_as_often_as_needed(
+    manager: Callable[..., CheckpointManager], shm: Path
+) -> None:
+    one = manager(durable_every=2)
+    trained(one, 2)
+    one.wait_until_finished()
+    crash(one)
+    for _ in range(5):  # each time the memory is lost, with what was committed there
+        shutil.rmtree(shm)
+        shm.mkdir()
+        again, training = manager(durable_every=100), Training()
+        again.prepare(training.state)
+        report = again.restore()
+        assert report is not None
+        assert report.step == 2
+        training.step()
+        assert again.save(3).committed.result(timeout=60)
+        again.wait_until_finished()
+        crash(again)
 
 
 def test_a_restore_comes_before_the_first_save_and_once(manager: Callable[..., CheckpointManager]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -31,10 +32,20 @@ def test_y_grows_upwards_and_x_is_in_percent() -> None:
         (-3, 3, [-3, -2, -1, 0, 1, 2, 3]),
         (7, 7, [7]),
         (0, 120_000, [0, 20_000, 40_000, 60_000, 80_000, 100_000, 120_000]),
+        (0, 1.5e308, [0, 5e307, 1e308, 1.5e308]),
     ],
 )
 def test_ticks_are_round_values(low: float, high: float, ticks: list[float]) -> None:
     assert chart(x=(low, high)).x_ticks() == ticks
+
+
+def test_the_largest_numbers_have_places() -> None:
+    most = 1.7e308
+    curve = Curve("loss", "faulted", 1, [(0, 0, -most, -most), (10, 10, -most, most), (20, 20, most, most)])
+    shown = chart(curve, x=(0, 20), y=(-most, most))
+    assert shown.points(curve) == "0,200 500,100 1000,0"
+    assert shown.band(curve) == "0,200 500,0 1000,0 1000,0 500,200 0,200"
+    assert all(math.isfinite(tick) for tick in shown.y_ticks())
 
 
 def test_a_point_stands_for_steps_and_its_band_for_what_they_span() -> None:
@@ -73,3 +84,4 @@ def test_the_parts_of_a_bar_follow_each_other_and_the_longest_bar_fills_the_plot
     assert [title.text for title in svgs[0].iter("title")] == ["one: 1 s of 4 s, 25.0%", "two: 3 s of 4 s, 75.0%"]
     assert [text.text for svg in svgs for text in svg.iter("text")] == ["4 s", "8 s", "0 s"]
     assert ET.fromstring(render(template, shown=shown[2:])) is not None
+    assert not [*ET.fromstring(render(template, shown=[])).iter("svg")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def test_a_page_that_cannot_be_rendered_leaves_the_old_one(tmp_path: Path) -> No
         write(out, Path(template(tmp_path, "{{ wanted }}")).rename(tmp_path / "other.html.j2"))
     assert out.read_text() == "one"
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "other.html.j2"}
+
+
+def test_bytes_of_a_name_that_are_not_utf_8_are_written_as_escapes(tmp_path: Path) -> None:
+    name = os.fsdecode(b"run-\xff")
+    write(tmp_path / "page.html", template(tmp_path, "{{ name }}"), name=name)
+    assert (tmp_path / "page.html").read_bytes() == b"run-\\udcff"
 
 
 def test_a_figure_without_content_says_why(tmp_path: Path) -> None:
