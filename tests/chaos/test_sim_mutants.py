@@ -204,7 +204,7 @@ def test_who_blames_most_of_the_replicas_is_found(monkeypatch: pytest.MonkeyPatc
 # -- the driver, which carries out what the core decides
 def test_a_driver_that_tells_of_a_generation_before_it_is_on_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "_persist", lambda *_: True)
-    assert "before it was on disk" in violation_of(found_by())
+    assert "was told before it was on disk" in violation_of(found_by())
 
 
 def test_a_driver_that_drops_a_command_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

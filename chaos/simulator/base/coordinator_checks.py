@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from rackrun.chaos.simulator.base.coverage_marks import CoverageMarks
-from rackrun.chaos.simulator.base.ground_truth import GroundTruth, must
+from rackrun.chaos.simulator.base.ground_truth import GroundTruth, Violation, must
 from rackrun.core.machine.control_plane import ControlPlane, View
 from rackrun.protocol.commands import (
     Answer,
@@ -209,16 +209,16 @@ class CheckedJournal:
         self._due.extend(commands)
 
     def event(self, event: Event) -> int:
-        must(not self._due, f"a command was not carried out: {self._due}")
+        if self._due:
+            raise Violation(f"commands were not carried out: {[*self._due]}")
         must(self.newest is None or event.at_ms >= self.newest.at_ms, "the time goes back")
         self.newest = event
         self._id += 1
         return self._id
 
     def command(self, command: Command, at_ms: int, cause: int) -> None:
-        must(
-            self._due and self._due.popleft() is command, f"not what the core has said, or not in its order: {command}"
-        )
+        if not self._due or self._due.popleft() is not command:
+            raise Violation(f"not what the core has said, or not in its order: {command}")
         must(self.newest is not None and (at_ms, cause) == (self.newest.at_ms, self._id), "a command of another event")
         self._checks.on_command(command)
 
@@ -229,7 +229,8 @@ class CheckedJournal:
     def sent(self, command: WorkerCommand) -> None:
         """Check that a command may be sent to an agent."""
         if isinstance(command, BreakGeneration | ResumeGeneration):
-            must(_stage(command) in self._on_disk, f"told before it was on disk: {command}")
+            stage = _stage(command)
+            must(stage in self._on_disk, f"generation {stage[1]} was told before it was on disk")
 
     def recovery(self, recovery: object) -> None: ...
 

@@ -135,6 +135,10 @@ class Simulation:
         self.injectors = Injectors(self, job.plan)
         self.conductor: Conductor | None = Conductor(job.plan)
         self._carried_out = self.conductor
+        self._own_trays = [TrayId(f"tray-{number}") for number in range(job.trays)]
+        self._slots: list[SlotId] = []
+        self._slots_of: list[TrayId] = []
+        """The trays whose slots these are."""
         self._live_until_s = math.inf
         self._stirred = False
         self._wake_ms = -1
@@ -231,10 +235,14 @@ class Simulation:
         self.wake_conductor()
 
     def _trays(self) -> list[TrayId]:
-        return [*(TrayId(f"tray-{number}") for number in range(self.job.trays)), *self.provider.trays()]
+        return [*self._own_trays, *self.provider.trays()]
 
     def all_slots(self) -> list[SlotId]:
-        return [slot_id(tray, index) for tray in self._trays() for index in range(self.job.slots)]
+        trays = self._trays()
+        if trays != self._slots_of:
+            self._slots = [slot_id(tray, index) for tray in trays for index in range(self.job.slots)]
+            self._slots_of = trays
+        return self._slots
 
     @staticmethod
     def _clique(tray: TrayId) -> str:
@@ -383,14 +391,15 @@ class Simulation:
         ranks = {(m.slot, int(m.incarnation)): int(m.rank) for m in newest.members} if newest else {}
         places = []
         for slot in self.all_slots():
-            agent = self.agents.get(tray_of(slot))
+            tray = tray_of(slot)
+            agent = self.agents.get(tray)
             process = agent.in_slot(slot) if agent is not None and agent.alive else None
             if process is None:
                 continue
             rank = ranks.get(process.owner)
             if rank is None and process.rank is not None:
                 continue  # it belongs to an earlier world
-            place = SlotOccupant(slot, tray_of(slot), self._clique(tray_of(slot)), "rack", rank, process.incarnation)
+            place = SlotOccupant(slot, tray, self._clique(tray), "rack", rank, process.incarnation)
             places.append(place)
         mirrors = newest.mirrors if newest else {}
         return Scene(tuple(places), {str(tray): holder.partition("/")[2] for tray, holder in mirrors.items()})
