@@ -5,7 +5,9 @@ waiting.
 `base.virtual_time`             the heap of what is to happen, by (time, priority, order)
 `base.durations`                what everything takes, in seconds of virtual time
 `base.ground_truth`             what has really happened, and what must hold of it at every step
-`cluster.coordinator_model`     the shell: stamps, timers, connections, leases
+`base.virtual_loop`             the event loop of a process that may be stopped
+`base.coordinator_checks`       what must hold of the core's answers, and of what the driver does with them
+`cluster.coordinator_model`     the real driver, over models of connections, leases, the policy and the provider
 `cluster.agent_model`           the agent's own machines (`rackrun.agent.tray`), over models of processes,
                                 clocks and connections
 `cluster.worker_model`          carries out the core's commands, and answers with the events that real ones send

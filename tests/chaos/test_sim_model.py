@@ -28,6 +28,7 @@ from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
 from rackrun.chaos.simulator.base.coverage_marks import Buggify
 from rackrun.chaos.simulator.base.durations import SimCosts
 from rackrun.chaos.simulator.base.ground_truth import GroundTruth, Violation
+from rackrun.chaos.simulator.base.virtual_loop import VirtualLoop
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, Engine
 from rackrun.chaos.simulator.cluster.agent_model import Agent
 from rackrun.chaos.simulator.cluster.checkpoint_storage import _Files
@@ -295,3 +296,17 @@ def test_two_histories_in_one_generation_are_seen() -> None:
 def test_a_unit_that_a_rank_is_missing_from_is_seen() -> None:
     with pytest.raises(Violation, match="samples lost or doubled"):
         GroundTruth(3).gate_full(1, 0, [0, 2, 2], 3, heard=True)
+
+
+def test_a_stopped_process_calls_what_came_due_and_what_arrived_in_that_order_when_it_goes_on() -> None:
+    engine, called = Engine(), list[str]()
+    loop = VirtualLoop(engine, late_s=lambda: 0.0)
+    loop.call_later(1.0, lambda: called.append("a timer")).cancel()
+    loop.call_later(2.0, lambda: called.append("another timer"))
+    engine.after(0.5, loop.stop)
+    engine.after(1.5, loop.call, called.append, "a message")
+    engine.after(3.0, loop.go_on)
+    while engine.step():
+        assert loop.time() >= 3.0 or not called
+    assert called == ["a message", "another timer"]
+    assert not loop.stopped

@@ -1,4 +1,4 @@
-"""Cores that are wrong in one point each: the fuzz finds every one of them within so many seeds."""
+"""Cores and drivers that are wrong in one point each: the fuzz finds every one of them within so many seeds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan
 from rackrun.chaos.simulator.cluster.simulation import SimulatedJob, Simulation
 from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
 from rackrun.chaos.simulator.fuzzing.fuzz import play, reduce
+from rackrun.coordinator.shell.driver import Driver
 from rackrun.core.faults import divergence
 from rackrun.core.faults.corruption import Corruption
 from rackrun.core.generation import restore_plan
@@ -198,6 +199,22 @@ def test_who_blames_most_of_the_replicas_is_found(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(divergence, "_right", fewest)
     assert "its GPU has never been wrong" in violation_of(found_by(among=COMPARED))
+
+
+# -- the driver, which carries out what the core decides
+def test_a_driver_that_tells_of_a_generation_before_it_is_on_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "_persist", lambda *_: True)
+    assert "was told before it was on disk" in violation_of(found_by())
+
+
+def test_a_driver_that_drops_a_command_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "_send", lambda *_: None)
+    assert found_by() < SEEDS
+
+
+def test_a_driver_that_forgets_its_timers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "_set_timer", lambda *_: None)
+    assert found_by() < SEEDS
 
 
 # -- long jobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -67,6 +68,15 @@ class Onlooker:
 
     def recovered(self, recovery: RecoveryRecord) -> None:
         self.recoveries.append(recovery)
+
+
+class ClockedLoop:
+    """The running event loop, with a clock in seconds that the test sets. What is due later is due in real time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.time = clock
+        loop = asyncio.get_running_loop()
+        self.call_later, self.call_soon_threadsafe = loop.call_later, loop.call_soon_threadsafe
 
 
 class Coordinator:

@@ -12,7 +12,7 @@ from rackrun.core.machine.control_plane import ControlPlane, View
 from rackrun.protocol.commands import Command, StartWorker
 from rackrun.protocol.events import Event
 from rackrun.protocol.job_config import JobConfig
-from tests.coordinator.fakes import Onlooker
+from tests.coordinator.fakes import ClockedLoop, Onlooker
 from tests.core.core_told import Told
 
 
@@ -23,7 +23,8 @@ class JournaledJob(Told):
         super().__init__(config)
         journal.fact("config", msgspec.json.encode(config).decode())
         self.journal = journal
-        self.driver = Driver(_Asked(self), journal, run_id="job-1", observer=Onlooker(), clock=lambda: self.now / 1e3)
+        loop = ClockedLoop(lambda: self.now / 1e3)
+        self.driver = Driver(_Asked(self), journal, run_id="job-1", observer=Onlooker(), loop=loop)
 
     def tell(self, event: Event) -> Sequence[Command]:
         before = len(self.answers)

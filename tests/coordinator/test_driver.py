@@ -11,6 +11,7 @@ import pytest
 
 from rackrun.coordinator.journal.journal_writer import Journal, JournalError
 from rackrun.coordinator.shell.driver import Driver
+from rackrun.coordinator.shell.job_end import JobEnd
 from rackrun.protocol.commands import (
     BreakGeneration,
     FenceWorker,
@@ -26,6 +27,7 @@ from rackrun.protocol.timers import DrainOver, GatherOver, JobBegins, JoinOver, 
 from tests.coordinator.fakes import (
     DONE,
     TOKEN,
+    ClockedLoop,
     Onlooker,
     ScriptedCore,
     agent,
@@ -165,7 +167,7 @@ async def test_a_coordinator_that_stood_still_hears_what_has_come_before_it_acts
     core = ScriptedCore(
         TimerFired=lambda event: (SetTimer(timer=LATE, at_ms=1),) if event.timer == JobBegins() else (DONE,)
     )
-    driver = Driver(core, journal, run_id="job-1", observer=Onlooker(), clock=lambda: now[0])
+    driver = Driver(core, journal, run_id="job-1", observer=Onlooker(), loop=ClockedLoop(lambda: now[0]))
     driver.begin()
     now[0] = 5.0  # it is 5 s later, all at once
     asyncio.get_running_loop().call_later(0.05, driver.submit, EXITED)  # after the timer's time, in real time as well
@@ -255,3 +257,16 @@ async def test_status_and_metrics_show_the_job(journal: Journal) -> None:
         assert status["core"] == {"phase": "scripted"}
         assert "rackrun_generation 2.0" in metrics
         assert joined().slots == 4
+
+
+def test_everyone_who_waits_for_the_end_of_a_job_gets_the_first_one() -> None:
+    end = JobEnd()  # before there is an event loop
+
+    async def wait() -> list[StopJob]:
+        waiting = [asyncio.ensure_future(end) for _ in range(2)]
+        await asyncio.sleep(0)
+        end.reach(DONE)
+        end.reach(StopJob(exit_code=3, because="later"))
+        return [*await asyncio.gather(*waiting), await end]
+
+    assert asyncio.run(wait()) == [DONE] * 3

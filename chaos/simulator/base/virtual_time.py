@@ -34,7 +34,9 @@ class Engine:
         heapq.heappush(self._heap, (max(t_ns, self.now_ns), priority, self._order, do, args))
 
     def after(self, seconds: float, do: Callable[..., None], *args: object, priority: int = MIDDLE) -> None:
-        self.at(self.now_ns + round(seconds * NS), do, *args, priority=priority)
+        self._order += 1
+        t_ns = max(self.now_ns + round(seconds * NS), self.now_ns)
+        heapq.heappush(self._heap, (t_ns, priority, self._order, do, args))
 
     def step(self) -> bool:
         """Make the next call. Returns False if there is none."""

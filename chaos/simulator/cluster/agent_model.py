@@ -139,7 +139,7 @@ class Agent:
     @property
     def is_heard(self) -> bool:
         """Whether the coordinator counts on this agent's connection."""
-        return self.link is not None and self.sim.coordinator.links.get(self.tray) is self.link
+        return self.sim.coordinator.counts_on(self.tray, self.link)
 
     def say(self, event: Event) -> None:
         if self.link is not None:

@@ -1,81 +1,53 @@
-"""Model of the coordinator's shell around the core: it stamps events, keeps timers and connections, and lets leases
-lapse.
+"""The coordinator of a simulated job: the real driver, over virtual time, with models of what leaves its process.
 
-Heartbeats are left out: a connection that cannot answer gets a lapse in the future, which is dropped when it can answer
-again.
+The links to agents, the user's policy and the provider are models. So are leases and what the real shell derives from
+telemetry. Heartbeats are left out: a connection that cannot answer gets a lapse in the future, which is dropped when it
+can answer again.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from rackrun.chaos.simulator.base.connections import SimulatedChannel
-from rackrun.chaos.simulator.base.ground_truth import must
+from rackrun.chaos.simulator.base.coordinator_checks import KEPT, CheckedCore, CheckedJournal, CommandChecks
+from rackrun.chaos.simulator.base.virtual_loop import VirtualLoop
+from rackrun.coordinator.shell.driver import Driver
 from rackrun.core.machine.control_plane import ControlPlane
-from rackrun.protocol.commands import (
-    Answer,
-    AskPolicy,
-    BreakGeneration,
-    Command,
-    CondemnWorker,
-    DealShards,
-    Decided,
-    DismissTray,
-    DrainWorkers,
-    FenceWorker,
-    Notice,
-    PauseWorkers,
-    ReleaseRack,
-    ReleaseWorkers,
-    RequestRack,
-    ResumeGeneration,
-    SetTimer,
-    StartWorker,
-    StopJob,
-    Worker,
-)
+from rackrun.link.channel import split_frames
+from rackrun.protocol.commands import AskPolicy, StopJob, WorkerCommand
 from rackrun.protocol.events import (
     CostsMeasured,
-    DeviceChecked,
     Event,
     PolicyAnswered,
-    ReplicasDiffer,
     SlowRank,
     SlowRanksChanged,
-    SnapshotMirrored,
-    TimerFired,
     TrayJoined,
-    TrayLost,
-    WorkerExited,
 )
-from rackrun.protocol.ids import SlotId, Step, TrayId, slot_id, tray_of
+from rackrun.protocol.ids import Step, TrayId
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import Rung
-from rackrun.protocol.timers import QuarantineOver
+from rackrun.protocol.wire import decode_command
 
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.agent_model import Agent
     from rackrun.chaos.simulator.cluster.simulation import Simulation
 
-__all__ = ["Coordinator", "SimulatedLink"]
+__all__ = ["Coordinator", "Gone", "SimulatedLink"]
 
-KEPT = 60
-"""The number of last exchanges with the core that are kept for a report."""
 LOOK_EVERY = 5
 """The number of units between two looks for slow ranks."""
 
 
 class SimulatedLink:
     """The link to one agent, over one connection after the other: commands of the core go down, events of the agent go
-    up."""
+    up. The driver sends by it as by a real one (`rackrun.coordinator.shell.ports.AgentConnection`)."""
 
     def __init__(self, sim: Simulation, agent: Agent) -> None:
         self.agent, self.tray = agent, agent.tray
+        self.host, self.pid = str(agent.tray), 0
         cuts, draw, costs = sim.cuts[agent.tray], sim.draw["network"], sim.costs
         self.broken = False
         """Whether its connection has ended, and there is no other one yet. What is sent meanwhile waits."""
@@ -87,6 +59,10 @@ class SimulatedLink:
         self._coordinator = sim.coordinator
         self.silent = 0
         """A counter that changes whenever the connection becomes silent or can be heard again; odd: it is silent."""
+
+    def send(self, data: bytes) -> None:
+        """Send a frame down. It arrives as the command that it holds."""
+        self.down.send(self._coordinator.command_in(data))
 
     def _heard(self, message: object) -> None:
         self._coordinator.hear(self, message)
@@ -116,66 +92,86 @@ class Gone(msgspec.Struct, frozen=True):
 
 
 class Coordinator:
-    """The shell of one job's coordinator."""
+    """The coordinator of one job: a driver, and all that it needs."""
 
     def __init__(self, sim: Simulation, config: JobConfig, core: type[ControlPlane] = ControlPlane) -> None:
-        self.sim, self.config = sim, config
+        self.sim = sim
         self.core = core(config)
-        self.links: dict[TrayId, SimulatedLink] = {}
-        self.stopped: StopJob | None = None
-        self.events = 0
-        self.last: deque[str] = deque(maxlen=KEPT)
+        self.checks = CommandChecks(sim)
         self.notices: deque[str] = deque(maxlen=KEPT)
-        self.answers: dict[str, list[Answer]] = {}
-        self.withdrawn: dict[SlotId, str] = {}
-        self.departing: set[TrayId] = set()
-        self.unfit: dict[SlotId, tuple[str, ...]] = {}
-        """Slot -> why its GPU is unfit, as last reported."""
-        self._left_out: dict[SlotId, None] = {}
-        """Slots that were left out at any time, because workers were lost there."""
+        self.loop = VirtualLoop(sim.engine, self._late_s)
+        journal = CheckedJournal(self.checks)
+        self.checked = CheckedCore(self.core, journal, self.checks, self.loop.time)
+        self.driver = Driver(self.checked, journal, run_id="simulated", observer=_SimulatedScreen(self), loop=self.loop)
+        self.driver.returns = lambda _tray: sim.buggify("coordinator: an agent is said to be started again")
+        self.driver.ask = self._ask
+        self.driver.provide = sim.provider.provide
+        self._journal = journal
+        self._sent: tuple[bytes, WorkerCommand | None] = b"", None
+        """The frame that was sent last, and the command in it."""
         self._slow: tuple[SlowRank, ...] = ()
-        self.launches = 0
-        self._inbox: deque[Event] = deque()
-        self._handling = False
-        self._at_ms = 0
-        self._asleep: deque[tuple[SimulatedLink, object] | Event] | None = None
-        self._hash = hashlib.blake2b(digest_size=16)
         self._costs_told = False
         self._checkpoint: Step | None = None
-        self._encode = msgspec.msgpack.Encoder().encode
 
-    def trace(self) -> str:
-        return self._hash.hexdigest()
+    @property
+    def stopped(self) -> StopJob | None:
+        """How the job ended; None: it goes on."""
+        return self.driver.over
+
+    def submit(self, event: Event) -> None:
+        """Give an event to the driver, now or when the coordinator goes on."""
+        self.loop.call(self.driver.submit, event)
+
+    # -- what leaves the process
+    def command_in(self, data: bytes) -> WorkerCommand:
+        """Return the command in a frame that is sent to an agent."""
+        known, command = self._sent
+        if command is None or known is not data:
+            (body,) = split_frames(bytearray(data))
+            command = decode_command(body)
+            self._journal.sent(command)
+            self._sent = data, command
+        return command
+
+    def _ask(self, command: AskPolicy) -> None:
+        draw = self.sim.draw["policy"]
+        trouble = "raised ValueError: no" if draw.random() < 0.3 else ""
+        answer = PolicyAnswered(question=command.question, trouble=trouble)
+        self.sim.engine.after(0.02 + draw.random(), self.submit, answer)
+
+    def _late_s(self) -> float:
+        return 0.2 * self.sim.draw["timers"].random() if self.sim.buggify("coordinator: a late timer") else 0.0
 
     # -- connections
     def accept(self, agent: Agent) -> SimulatedLink:
         return SimulatedLink(self.sim, agent)
 
+    def counts_on(self, tray: TrayId, link: SimulatedLink | None) -> bool:
+        """Return whether ``link`` is the tray's current one."""
+        return link is not None and self.driver.link_of(tray) is link
+
     def hear(self, link: SimulatedLink, message: object) -> None:
-        """Receive a message of an agent; while the coordinator is stopped, it waits."""
-        if self._asleep is not None:
-            self._asleep.append((link, message))
-        elif isinstance(message, Gone):
+        """Receive a message of an agent."""
+        self.loop.call(self._take_in, link, message)
+
+    def _take_in(self, link: SimulatedLink, message: object) -> None:
+        if isinstance(message, Gone):
             self.lose(link, message.because)
         elif isinstance(message, TrayJoined):
-            if message.tray in self.links:
-                self._forget(message.tray, "its agent connected anew")
-            self.links[message.tray] = link
-            self.submit(message)
-        elif isinstance(message, msgspec.Struct) and self.links.get(link.tray) is link:
-            self.submit(message)  # type: ignore[arg-type]
+            before = self.driver.link_of(message.tray)
+            if isinstance(before, SimulatedLink):
+                self.lose(before, "its agent connected anew")
+            self.driver.joined(message, link)
+        elif isinstance(message, msgspec.Struct) and self.counts_on(link.tray, link):
+            self.driver.submit(message)  # type: ignore[arg-type]
 
     def lose(self, link: SimulatedLink, because: str) -> None:
+        """Give an agent up, now or when the coordinator goes on."""
+        if self.loop.stopped:
+            self.loop.call(self.lose, link, because)
+            return
         link.close()
-        if self.links.get(link.tray) is link:
-            self._forget(link.tray, because)
-
-    def _forget(self, tray: TrayId, because: str) -> None:
-        self.links.pop(tray).close()
-        self.departing.discard(tray)
-        self.unfit = {slot: why for slot, why in self.unfit.items() if tray_of(slot) != tray}
-        returns = self.sim.buggify("coordinator: an agent is said to be started again")
-        self.submit(TrayLost(tray=tray, because=because, returns=returns))
+        self.driver.lost(link.tray, link, because)
 
     def check_connection(self, link: SimulatedLink) -> None:
         """React to a change in whether the connection answers."""
@@ -191,189 +187,13 @@ class Coordinator:
     def _lapse(self, link: SimulatedLink, silent: int) -> None:
         if link.silent != silent or link.up.closed:
             return
-        if self._asleep is not None:  # the coordinator looks when it wakes up
+        if self.loop.stopped:  # the coordinator looks when it wakes up
             self.sim.engine.after(0.05, self._lapse, link, silent)
             return
         self.sim.marks.sometimes("a lease lapsed")
         self.lose(link, f"no word from its agent for {self.sim.costs.lease_s:.0f} s")
 
-    # -- the coordinator is stopped and woken
-    def sleep(self) -> None:
-        if self._asleep is None:
-            self._asleep = deque()
-
-    def wake(self) -> None:
-        """Go on after a stop, with all that has arrived meanwhile."""
-        asleep, self._asleep = self._asleep or deque(), None
-        for one in asleep:
-            if isinstance(one, tuple):
-                self.hear(*one)
-            else:
-                self.submit(one)
-
-    # -- events
-    def submit(self, event: Event) -> None:
-        """Give an event to the core, after those that are waiting, and carry out the commands that follow."""
-        if self._asleep is not None:
-            self._asleep.append(event)
-            return
-        self._inbox.append(event)
-        if self._handling:
-            return
-        self._handling = True
-        try:
-            while self._inbox and self.stopped is None:
-                self._handle(self._inbox.popleft())
-        finally:
-            self._inbox.clear()
-            self._handling = False
-
-    def _handle(self, event: Event) -> None:
-        timed = event.at_ms if isinstance(event, TimerFired) else 0
-        self._at_ms = max(self._at_ms, self.sim.engine.now_ms, timed)
-        event = msgspec.structs.replace(event, at_ms=self._at_ms)
-        self.events += 1
-        self._mark(event)
-        if isinstance(event, DeviceChecked):
-            self.unfit.pop(slot_id(event.tray, event.index), None)
-            self.unfit |= {slot_id(event.tray, event.index): event.unfit} if event.unfit else {}
-        if isinstance(event, SnapshotMirrored):
-            self.sim.memory.record_copy(event)
-        self.sim.rollbacks.on_event(event)
-        if isinstance(event, ReplicasDiffer):
-            self._distrust(event)
-        commands = self.core.handle(event)
-        self._hash.update(self._encode(event))
-        self._hash.update(self._encode(commands))
-        self.last.append(f"{self.sim.engine.now_s:.6f} {event} -> {[*commands] or 'nothing'}")
-        self.core.check_invariants()
-        decided = [one.decision for one in commands if isinstance(one, Decided)]
-        restarts = any(one.rung is Rung.RESTART and one.by != "rule" for one in decided)
-        must(
-            not (restarts and commands and isinstance(commands[-1], StopJob)),
-            "a restart was decided, and the job ended",
-        )
-        launch = any(isinstance(command, StartWorker) and not command.spare for command in commands)
-        for number, command in enumerate(commands):
-            must(self.stopped is None, f"after the end: {command}")
-            self._carry_out(command, launch=launch)
-            must(self.stopped is None or number == len(commands) - 1, "the end is not the last")
-
-    def _distrust(self, event: ReplicasDiffer) -> None:
-        """Take in a found difference.
-
-        The first report from a generation that trains is believed; all ranks report the same.
-        """
-        truth, found = self.sim.truth, self.sim.differences[int(event.generation)]
-        phase = self.core.view().phase
-        if event.generation == max(truth.plans) and phase in ("training", "resuming", "parking"):
-            truth.distrust(int(event.good.step), found.flaws)
-
-    def _mark(self, event: Event) -> None:
-        if isinstance(event, TrayLost) or (isinstance(event, WorkerExited) and event.exit_code != 0):
-            phase = self.core.view().phase
-            if phase in ("parking", "resuming"):
-                self.sim.marks.sometimes(f"a loss came while others {'parked' if phase == 'parking' else 'resumed'}")
-
-    def _carry_out(self, command: Command, *, launch: bool) -> None:
-        sim = self.sim
-        match command:
-            case SetTimer():
-                self._set(command)
-            case BreakGeneration():
-                must(command.because, "a break without a reason")
-                sim.truth.announces(command.generation)
-                self._send(command, command.workers)
-            case ResumeGeneration():
-                must(command.because, "a plan without a reason")
-                self._planned(command, launch=launch)
-                members = command.plan.members
-                self._send(command, [Worker(m.slot, m.incarnation) for m in members])
-            case StartWorker():
-                self._may_start(command.slot)
-                self._send_to(command, [tray_of(command.slot)])
-            case FenceWorker():
-                if not command.swept_along:
-                    sim.marks.sometimes("a rank was fenced")
-                self._send_to(command, [tray_of(command.slot)])
-            case PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
-                self._send(command, command.workers)
-            case DismissTray():
-                sim.marks.sometimes("a tray was dismissed")
-                self._send_to(command, [command.tray])
-            case AskPolicy():
-                sim.marks.sometimes("the policy was asked")
-                trouble = "raised ValueError: no" if sim.draw["policy"].random() < 0.3 else ""
-                answer = PolicyAnswered(question=command.question, trouble=trouble)
-                sim.engine.after(0.02 + sim.draw["policy"].random(), self.submit, answer)
-            case Notice():
-                self._notice(command.text)
-            case Answer():
-                self._hear(command)
-            case Decided() | CondemnWorker():
-                pass
-            case RequestRack() | ReleaseRack():
-                sim.provider.provide(command)
-            case StopJob():
-                must(command.because, "a stop without a reason")
-                self.stopped = command
-
-    def _notice(self, text: str) -> None:
-        must(text, "a notice without words")
-        self.notices.append(text)
-        if "is slow" in text:
-            self.sim.marks.sometimes("a slow rank was told of")
-        if text.startswith("all ranks are held"):
-            self.sim.operators.page()
-
-    def _set(self, timer: SetTimer) -> None:
-        sim = self.sim
-        if isinstance(timer.timer, QuarantineOver):
-            self._left_out[timer.timer.slot] = None
-            sim.marks.sometimes("a slot was left out for a while")
-        late_s = 0.2 * sim.draw["timers"].random() if sim.buggify("coordinator: a late timer") else 0.0
-        at_ns = timer.at_ms * 1_000_000 + round(late_s * 1e9)
-        sim.engine.at(at_ns, self.submit, TimerFired(timer=timer.timer, at_ms=timer.at_ms))
-
-    def _may_start(self, slot: SlotId) -> None:
-        if slot in self._left_out:
-            self.sim.marks.sometimes("a slot that was left out was tried again")
-        must(slot not in self.withdrawn_slots(), "a worker starts in a place that is drained")
-
-    def _planned(self, command: ResumeGeneration, *, launch: bool) -> None:
-        plan, before = command.plan, self.sim.truth.plans
-        known = {(m.slot, m.incarnation) for m in before[max(before)].members} if before else set()
-        new = [m.slot for m in plan.members if (m.slot, m.incarnation) not in known]
-        if self.unfit and new:
-            self.sim.marks.sometimes("a GPU was unfit when ranks were placed")
-        must(not any(slot in self.unfit for slot in new), "a rank on a GPU that may not be used")
-        must(not any(slot in self.withdrawn_slots() for slot in new), "a rank in a place that is drained")
-        self.launches += launch
-        self.sim.planned(plan, launch=launch)
-
-    def withdrawn_slots(self) -> dict[SlotId, str]:
-        leaving = {slot: "departs" for slot in self.sim.all_slots() if tray_of(slot) in self.departing}
-        return {**self.withdrawn, **leaving}
-
-    def _hear(self, answer: Answer) -> None:
-        self.withdrawn, self.departing = dict(answer.drained), set(answer.departing)
-        said = self.answers.setdefault(answer.request, [])
-        must(answer.text, "an answer without words")
-        must(all(one.outcome == "begun" for one in said), "an answer after the last one")
-        must(bool(answer.refusal) == (answer.outcome == "refused"), "a refusal that is none")
-        said.append(answer)
-        if answer.outcome == "refused":
-            self.sim.marks.sometimes("a person was refused")
-
-    # -- commands on their way
-    def _send(self, command: Command, workers: Iterable[Worker]) -> None:
-        self._send_to(command, dict.fromkeys(tray_of(worker.slot) for worker in workers))
-
-    def _send_to(self, command: Command, trays: Iterable[TrayId]) -> None:
-        for tray in trays:
-            if (link := self.links.get(tray)) is not None:
-                link.down.send(command)
-
+    # -- what the real shell derives from telemetry
     def measured(self, unit: int) -> None:
         """Report the costs that the real shell derives from telemetry, once they are known."""
         if unit >= 2 and not self._costs_told:
@@ -409,3 +229,24 @@ class Coordinator:
         if tuple(found) != self._slow:
             self._slow = tuple(found)
             self.submit(SlowRanksChanged(generation=newest.generation, slow=self._slow))
+
+
+class _SimulatedScreen:
+    """What operators see of the job, as `rackrun.coordinator.shell.ports.Observer`."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def line(self, text: str, logged: object) -> None: ...
+
+    def recovered(self, recovery: object) -> None: ...
+
+    def protected(self, text: str) -> None: ...
+
+    def notice(self, text: str) -> None:
+        sim = self._coordinator.sim
+        self._coordinator.notices.append(text)
+        if "is slow" in text:
+            sim.marks.sometimes("a slow rank was told of")
+        if text.startswith("all ranks are held"):
+            sim.operators.page()

@@ -161,13 +161,13 @@ class _Strike:
         if sim.coordinator_asleep:
             return False
         sim.coordinator_asleep = True
-        sim.coordinator.sleep()
+        sim.coordinator.loop.stop()
         for agent in sim.agents.values():
             agent.look_at_link()
 
         def wake() -> None:
             sim.coordinator_asleep = False
-            sim.coordinator.wake()
+            sim.coordinator.loop.go_on()
             for agent in list(sim.agents.values()):
                 agent.look_at_link()
 

@@ -75,7 +75,7 @@ class OperatorModel:
                 name = f"drain {number} {target}"
                 return DrainRequested(request=name, target=target, wait=kind != "drain", steps=steps)
             case "return":
-                drained = sorted(sim.coordinator.withdrawn)
+                drained = sorted(sim.coordinator.checks.withdrawn)
                 target = draw.choice(drained) if drained else target
                 return ReturnRequested(
                     request=f"return {number}", target=draw.choice([target, tray_of(slot) or target])

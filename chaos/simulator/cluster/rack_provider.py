@@ -54,7 +54,6 @@ class SimulatedProvider:
             self._sim.engine.after(self._draw.choice([0.1, 3.0]), self._take, command.request)
 
     def _request(self, command: RequestRack) -> None:
-        self._sim.marks.sometimes("a rack was asked for")
         way, draw = self._draw.choice(_WAYS), self._draw
         seconds = draw.choice([0.1, 5.0, 40.0])
         names = [TrayId(f"rack{command.request}-{number}") for number in range(command.trays)]

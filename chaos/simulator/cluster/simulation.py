@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,6 +19,7 @@ from rackrun.chaos.faults.targets import Scene, SlotOccupant
 from rackrun.chaos.plan.conductor import Conductor, Order, See, StrikeOrder
 from rackrun.chaos.plan.definition import Plan as ChaosPlan
 from rackrun.chaos.simulator.base.connections import TrayCuts
+from rackrun.chaos.simulator.base.coordinator_checks import Halt
 from rackrun.chaos.simulator.base.coverage_marks import Buggify, CoverageMarks
 from rackrun.chaos.simulator.base.durations import SimCosts
 from rackrun.chaos.simulator.base.ground_truth import GroundTruth, Violation, must
@@ -35,10 +37,9 @@ from rackrun.chaos.simulator.cluster.rollback_bounds import Rollbacks
 from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.protocol.commands import GenerationPlan, StopJob
-from rackrun.protocol.events import TimerFired
+from rackrun.protocol.events import Event, ReplicasDiffer, SnapshotMirrored
 from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import JobBegins
 from rackrun.topology.model.racks import CliqueId
 from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology
 
@@ -51,6 +52,9 @@ LIVE_S_MAX = 4 * 3600.0
 The delays of ranks are added: a rank that is alone is waited for however late it is, because no other rank could
 notice.
 """
+
+
+_NO_END = f"no end {LIVE_S_MAX:.0f} s after the last fault"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +129,16 @@ class Simulation:
         """Generation -> the conclusion that its ranks drew from comparing states."""
         self.rollbacks = Rollbacks(self)
         self.coordinator_asleep = False
-        self.coordinator = Coordinator(self, job.config, core)
         self.provider = SimulatedProvider(self)
+        self.coordinator = Coordinator(self, job.config, core)
         self.operators = OperatorModel(self)
         self.injectors = Injectors(self, job.plan)
         self.conductor: Conductor | None = Conductor(job.plan)
         self._carried_out = self.conductor
+        self._own_trays = [TrayId(f"tray-{number}") for number in range(job.trays)]
+        self._slots: list[SlotId] = []
+        self._slots_of: list[TrayId] = []
+        """The trays whose slots these are."""
         self._live_until_s = math.inf
         self._stirred = False
         self._wake_ms = -1
@@ -143,37 +151,36 @@ class Simulation:
         violation = ""
         try:
             self._run()
-        except Violation as found:
-            violation = str(found)
-        except AssertionError as found:
-            violation = f"the core contradicts itself: {found}"
+        except Halt as found:
+            violation = _described(found.because)
         except Exception as found:  # noqa: BLE001 - whatever it is, it is the seed's result, and the others go on
-            violation = f"{type(found).__name__}: {found}"
+            violation = _described(found)
         shell = self.coordinator
         return SimulationOutcome(
             seed=self.job.seed,
-            trace=shell.trace(),
+            trace=shell.checked.trace(),
             stopped=shell.stopped,
             violation=violation,
-            core_events=shell.events,
+            core_events=shell.checked.events,
             happened=self.engine.ran,
             virtual_s=self.engine.now_s,
             marks=dict(sorted(self.marks.items())),
-            last=tuple(shell.last) if violation else (),
+            last=shell.checked.last() if violation else (),
             resolved=self._carried_out.resolved() if violation else None,
         )
 
     def _run(self) -> None:
-        self.coordinator.submit(TimerFired(timer=JobBegins()))
+        self.coordinator.driver.begin()
         for number in range(self.job.trays):
             self.engine.after(0.5 * self.draw["joins"].random(), self.switch_on, TrayId(f"tray-{number}"))
         self.operators.begin()
         self.engine.after(self.job.faults_s, self._heal, priority=FIRST)
-        while self.coordinator.stopped is None:
-            must(self.engine.ran < EVENTS_MAX, "it goes round in circles")
-            must(self.engine.now_s < self._live_until_s, f"no end {LIVE_S_MAX:.0f} s after the last fault")
-            must(self.engine.step(), "nothing can happen any more")
-        self._ended(self.coordinator.stopped)
+        engine, end = self.engine, self.coordinator.driver.finished
+        while end.stop is None:
+            must(engine.ran < EVENTS_MAX, "it goes round in circles")
+            must(engine.now_s < self._live_until_s, _NO_END)
+            must(engine.step(), "nothing can happen any more")
+        self._ended(end.stop)
 
     def _heal(self) -> None:
         """End the faults. What stays broken now stays so for good."""
@@ -228,10 +235,14 @@ class Simulation:
         self.wake_conductor()
 
     def _trays(self) -> list[TrayId]:
-        return [*(TrayId(f"tray-{number}") for number in range(self.job.trays)), *self.provider.trays()]
+        return [*self._own_trays, *self.provider.trays()]
 
     def all_slots(self) -> list[SlotId]:
-        return [slot_id(tray, index) for tray in self._trays() for index in range(self.job.slots)]
+        trays = self._trays()
+        if trays != self._slots_of:
+            self._slots = [slot_id(tray, index) for tray in trays for index in range(self.job.slots)]
+            self._slots_of = trays
+        return self._slots
 
     @staticmethod
     def _clique(tray: TrayId) -> str:
@@ -278,6 +289,16 @@ class Simulation:
         return any(classes.count(one) == 1 or not one for one in classes)
 
     # -- what happens in it
+    def on_event(self, event: Event) -> None:
+        """Take in an event of the coordinator, right before the core does."""
+        if isinstance(event, SnapshotMirrored):
+            self.memory.record_copy(event)
+        self.rollbacks.on_event(event)
+
+    def flaws_found(self, event: ReplicasDiffer) -> Iterable[str]:
+        """Return the flaws of the state of those who differ."""
+        return self.differences[int(event.generation)].flaws
+
     def planned(self, plan: GenerationPlan, *, launch: bool) -> None:
         """Take in a new plan of the core: check it, and make its generation. ``launch``: a world begins with it."""
         before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
@@ -370,17 +391,27 @@ class Simulation:
         ranks = {(m.slot, int(m.incarnation)): int(m.rank) for m in newest.members} if newest else {}
         places = []
         for slot in self.all_slots():
-            agent = self.agents.get(tray_of(slot))
+            tray = tray_of(slot)
+            agent = self.agents.get(tray)
             process = agent.in_slot(slot) if agent is not None and agent.alive else None
             if process is None:
                 continue
             rank = ranks.get(process.owner)
             if rank is None and process.rank is not None:
                 continue  # it belongs to an earlier world
-            place = SlotOccupant(slot, tray_of(slot), self._clique(tray_of(slot)), "rack", rank, process.incarnation)
+            place = SlotOccupant(slot, tray, self._clique(tray), "rack", rank, process.incarnation)
             places.append(place)
         mirrors = newest.mirrors if newest else {}
         return Scene(tuple(places), {str(tray): holder.partition("/")[2] for tray, holder in mirrors.items()})
+
+
+def _described(error: Exception) -> str:
+    """Describe what went wrong, as the seed's result."""
+    if isinstance(error, Violation):
+        return str(error)
+    if isinstance(error, AssertionError):
+        return f"the core contradicts itself: {error}"
+    return f"{type(error).__name__}: {error}"
 
 
 class _Streams(dict[str, random.Random]):

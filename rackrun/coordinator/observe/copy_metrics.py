@@ -43,6 +43,7 @@ class CopyMetrics:
         self.copies = Counter(
             "rackrun_snapshot_copies", "Copies of snapshots to other trays, by outcome.", ["outcome"], registry=registry
         )
+        self._made = self.copies.labels("made")
         self.damaged = Counter(
             "rackrun_snapshots_damaged", "Snapshots that did not match their checksums.", registry=registry
         )
@@ -66,7 +67,7 @@ class CopyMetrics:
             self._elsewhere(event, event.step)
 
     def _elsewhere(self, event: SnapshotMirrored | SnapshotStriped, step: Step) -> None:
-        self.copies.labels("made").inc()
+        self._made.inc()
         plan = self._plan()
         for member in plan.members if plan else ():
             if (member.slot, member.incarnation) == (event.slot, event.incarnation):

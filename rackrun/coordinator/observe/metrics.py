@@ -52,6 +52,7 @@ class Metrics:
             "rackrun_corruptions", "Times that replicas differed.", ["blamed"], registry=self.registry
         )
         self._differed = Generation(0)
+        self._events: dict[type[Event], Counter] = {}
         self.trays = Gauge("rackrun_trays", "Agents connected.", registry=self.registry)
         self.copies = CopyMetrics(self.registry, plan)
         self.fillers = FillerMetrics(self.registry)
@@ -66,6 +67,11 @@ class Metrics:
             self.recovery_s.observe(recovery.seconds)
 
     def record_event(self, event: Event) -> None:
+        self.copies.record_event(event)
+        counter = self._events.get(type(event))
+        if counter is None:
+            counter = self._events[type(event)] = self.events.labels(type(event).__name__)
+        counter.inc()
         if isinstance(event, ReplicasDiffer) and event.generation != self._differed:  # all ranks report it
             self._differed = event.generation
             self.corruptions.labels("yes" if event.culprits else "no").inc()

@@ -243,7 +243,7 @@ class Server:
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check_token(request)
-        over = await asyncio.shield(self._driver.finished)
+        over = await self._driver.finished
         return web.Response(body=json_of(over), content_type="application/json")
 
     def _check_token(self, request: web.Request) -> None:

@@ -1,7 +1,8 @@
 """The shell around the core: sets the time of events, asks the core, and carries out its commands in order.
 
 Everything runs on the event loop's thread, without an await between an event and the last of its commands: the journal
-first, then the outboxes. `rackrun.coordinator.server.http_server` sends from the outboxes.
+first, then the outboxes. `rackrun.coordinator.server.http_server` sends from the outboxes. All that is outside comes
+through `rackrun.coordinator.shell.ports`, so the simulator runs this very driver, in virtual time.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, assert_never
+from collections.abc import Callable, Iterable
+from typing import assert_never
 
 import msgspec
 
-from rackrun.coordinator.journal.journal_writer import Journal, JournalError
+from rackrun.coordinator.journal.journal_writer import JournalError
 from rackrun.coordinator.observe.job_progress import JobProgress, Ledger, UnreportedCommits
 from rackrun.coordinator.observe.metrics import Metrics
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.coordinator.observe.slow_ranks import SlowWatch
 from rackrun.coordinator.observe.speed_measurements import SpeedMeasurements
 from rackrun.coordinator.observe.step_log import StepLog
+from rackrun.coordinator.shell.job_end import JobEnd
+from rackrun.coordinator.shell.ports import AgentConnection, Core, JobJournal, Loop, LoopTimer, Observer
 from rackrun.coordinator.shell.request_waiters import Requests
 from rackrun.link.channel import frame
 from rackrun.protocol.commands import (
@@ -62,44 +64,12 @@ from rackrun.protocol.ids import SlotId, TrayId, tray_of
 from rackrun.protocol.timers import JobBegins
 from rackrun.protocol.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 
-__all__ = ["Core", "Driver", "AgentConnection", "Observer", "Status"]
+__all__ = ["Driver", "Status"]
 
 _log = logging.getLogger(__name__)
 _STOOD_STILL_MS, _CATCH_UP_MS = 1_000, 250
 """A timer that is this late shows that the coordinator stood still. It first handles what has arrived meanwhile
 (`_CATCH_UP_MS`), because workers whose time seems to be up may have answered long ago."""
-
-
-class Core(Protocol):
-    """The part of `rackrun.core.machine.control_plane.ControlPlane` that the driver uses."""
-
-    def handle(self, event: Event) -> Sequence[Command]: ...
-
-    def view(self) -> msgspec.Struct: ...
-
-
-class AgentConnection(Protocol):
-    """The link to one agent. ``send`` never blocks and keeps the order."""
-
-    host: str
-    pid: int
-    """Process id of the agent on its host; 0: not reported."""
-
-    def send(self, data: bytes) -> None: ...
-
-
-class Observer(Protocol):
-    """Shows people what happens in the job."""
-
-    def line(self, text: str, logged: Logged) -> None: ...
-
-    def recovered(self, recovery: RecoveryRecord) -> None: ...
-
-    def protected(self, text: str) -> None:
-        """Show which losses the snapshots survive from now on."""
-
-    def notice(self, text: str) -> None:
-        """Show a decision about hardware, or what became of a request."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,39 +89,34 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Driver:
-    """Runs one job. Await `finished` for its end. ``slow_after_s`` is as in `SlowWatch`."""
+    """Runs one job. Await `finished` for its end. ``slow_after_s`` is as in `SlowWatch`; ``loop`` is the running event
+    loop if none is given."""
 
     def __init__(
         self,
         core: Core,
-        journal: Journal,
+        journal: JobJournal,
         *,
         run_id: str,
         observer: Observer,
         slow_after_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        loop: Loop | None = None,
     ) -> None:
-        self.finished: asyncio.Future[StopJob] = asyncio.get_running_loop().create_future()
+        self.finished = JobEnd()
         self.ledger = Ledger()
         self.watch = RecoveryWatch(self._recovered)
         self.metrics = Metrics(run_id, lambda: self.watch.plan)
         self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.slow)
         self.recoveries: list[RecoveryRecord] = []
-        self.requests = Requests(self.finished)
+        self.requests = Requests()
         self._unreported_commits = UnreportedCommits()
         self._core = core
         self._journal = journal
-        loop = asyncio.get_running_loop()
-
-        def journal_died(because: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._stop_without_journal, because)
-
-        journal.on_death = journal_died
+        self._loop: Loop = asyncio.get_running_loop() if loop is None else loop
+        journal.on_death = self._journal_died
         self._run_id = run_id
         self._observer = observer
-        self._clock = clock
-        self._began = clock()
+        self._began = self._loop.time()
         journal.fact("began_monotonic_s", self._began)
         self._at_ms = 0
         self._links: dict[TrayId, AgentConnection] = {}
@@ -171,7 +136,7 @@ class Driver:
         """Trays that were told to leave, and leave by themselves."""
         self._inbox: deque[tuple[Event, float]] = deque()
         self._handling = False
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers: set[LoopTimer] = set()
         self._step_log = StepLog(self._line)
         self._unusable: set[tuple[type, type]] = set()
         """Type of a telemetry message and of the error that it caused: each is shown once."""
@@ -180,7 +145,7 @@ class Driver:
     # -- who is there
     @property
     def over(self) -> StopJob | None:
-        return self.finished.result() if self.finished.done() and not self.finished.cancelled() else None
+        return self.finished.stop
 
     def link_of(self, tray: TrayId) -> AgentConnection | None:
         return self._links.get(tray)
@@ -278,6 +243,11 @@ class Driver:
             self._journal.command(command, int(self.now_ms()), 0)
             self._carry_out(command)
 
+    def _journal_died(self, because: str) -> None:
+        """Called on the journal's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(lambda: self._stop_without_journal(because))
+
     def _stop_without_journal(self, because: str) -> None:
         because = f"the journal {self._journal.path} is not written any more: {because}"
         self.stop(StopJob(exit_code=3, because=because, remedy="start the same command again, and please report this."))
@@ -291,7 +261,7 @@ class Driver:
     # -- what it looks like
     def now_ms(self) -> float:
         """Return the milliseconds since the job's time started."""
-        return (self._clock() - self._began) * 1e3
+        return (self._loop.time() - self._began) * 1e3
 
     def status(self) -> Status:
         last = self.recoveries[-1] if self.recoveries else None
@@ -316,7 +286,6 @@ class Driver:
         if isinstance(event, DepartureAnnounced):
             self._going.add(event.tray)
         self.watch.on_event(event, arrived_ms)
-        self.metrics.copies.record_event(event)
         self._slow.on_event(event)
         self.metrics.record_event(event)
         try:
@@ -335,7 +304,6 @@ class Driver:
         if self._elastic and self._protected != self._told_protected:
             self._told_protected = self._protected
             self._observer.protected(self._protected or "one tray is left: snapshots are lost with it")
-        self.metrics.events.labels(type(event).__name__).inc()
         self.metrics.handle_s.observe((self.now_ms() - arrived_ms) / 1e3)
 
     def _carry_out(self, command: Command) -> None:
@@ -368,8 +336,8 @@ class Driver:
                 data = frame(command)
                 for link in self._links.values():
                     link.send(data)
-                if not self.finished.done():
-                    self.finished.set_result(command)
+                self.finished.reach(command)
+                self.requests.end(command)
             case _:
                 assert_never(command)
 
@@ -428,7 +396,7 @@ class Driver:
                 self.submit(TimerFired(timer=command.timer, at_ms=command.at_ms))
 
         # One that is due already has its place in the order of all that are.
-        timer = asyncio.get_running_loop().call_later((at_ms - now_ms) / 1e3, fire)
+        timer = self._loop.call_later((at_ms - now_ms) / 1e3, fire)
         self._timers.add(timer)
 
     # -- telemetry

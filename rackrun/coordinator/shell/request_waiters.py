@@ -14,10 +14,10 @@ ANSWERS_MAX = 1_000
 
 
 class Requests:
-    """Latest answers to requests. ``over`` is the end of the job, which answers all waiting clients."""
+    """Latest answers to requests. The end of the job answers all waiting clients."""
 
-    def __init__(self, over: asyncio.Future[StopJob]) -> None:
-        self._over = over
+    def __init__(self) -> None:
+        self._over: StopJob | None = None
         self._newest: dict[str, Answer] = {}
         self._order: deque[str] = deque()
         self._waiting: dict[str, asyncio.Event] = {}
@@ -44,20 +44,19 @@ class Requests:
         """Wait for the final answer to a request; None as in `newest`."""
         if (answer := self.newest(request)) is None:
             return None
-        if answer.outcome == "begun":
-            done = self._waiting.setdefault(request, asyncio.Event())
-            waits = asyncio.create_task(done.wait())
-            try:
-                await asyncio.wait((waits, self._over), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                waits.cancel()
+        if answer.outcome == "begun" and self._over is None:
+            await self._waiting.setdefault(request, asyncio.Event()).wait()
             answer = self._newest[request]
         return self.ended(request) if answer.outcome == "begun" else answer
 
+    def end(self, stop: StopJob) -> None:
+        """Answer all waiting clients: the job has ended."""
+        self._over = stop
+        for waiting in self._waiting.values():
+            waiting.set()
+
     def ended(self, request: str) -> Answer:
         """Return the answer for a client that asks after the end of the job."""
-        because = (
-            self._over.result().because if self._over.done() and not self._over.cancelled() else "no reason is known"
-        )
+        because = self._over.because if self._over is not None else "no reason is known"
         text = f"the job has ended: {because}"
         return Answer(request=request, outcome="refused", refusal="over", text=text, remedy="see rackctl status.")

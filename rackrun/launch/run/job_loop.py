@@ -135,7 +135,7 @@ async def host(
             _repeating(lambda: screen.status(status_text(driver.status())), screen.live),
             _telling_who_is_missing(options, config, driver),
         ):
-            over = await asyncio.shield(driver.finished)
+            over = await driver.finished
             if idle := _idle(options, core, over):
                 screen.say(idle)
             if racks is not None:
