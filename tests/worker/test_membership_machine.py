@@ -174,6 +174,21 @@ def test_a_collective_of_another_generation_breaks_nothing(machine: MembershipMa
     assert not machine.is_whole(2)
 
 
+def test_a_broken_generation_does_not_look_whole_while_the_next_is_joined(machine: MembershipMachine) -> None:
+    """A thread that asks without the lock, and is interrupted between its two reads."""
+
+    class Interrupted(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            machine.join(plan_of(2))
+            return int(self) == other
+
+    breaks(machine)
+    plans(machine)
+    assert not machine.is_whole(Interrupted(1))
+
+
 def test_what_is_outdated_changes_nothing(machine: MembershipMachine) -> None:
     breaks(machine, 4)
     for generation in (1, 2, 3):

@@ -208,7 +208,8 @@ class MembershipMachine:
     def is_whole(self, generation: int) -> bool:
         """Return whether ``generation`` is this worker's and is not broken. What the coordinator asks of any other
         generation is outdated."""
-        return generation == self.generation and not self.broken
+        # in this order: without the lock, a join between the two reads must not make an old generation look whole
+        return not self.broken and generation == self.generation
 
     def is_superseded(self, generation: int) -> bool:
         """Return whether a generation other than ``generation`` was announced last."""
