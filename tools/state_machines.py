@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,6 +14,7 @@ from rackrun.agent.tray import process_states  # noqa: E402
 from rackrun.core.generation import world  # noqa: E402
 from rackrun.core.members import workers  # noqa: E402
 from rackrun.core.resize import rented_rack  # noqa: E402
+from rackrun.worker.membership import membership_states  # noqa: E402
 
 PAGE = ROOT / "docs" / "state_machines.md"
 LEGEND = {
@@ -28,6 +29,14 @@ joined. Serving: one of its workers is ready. Leaving: its ranks leave it, and i
     "process": """Waiting: the slot's former process is not gone. Starting (after `cleared`): what it needs is being found.
 Forking (after `found`): the fork server was asked. Running (after `born`): the process exists. Fencing: it is killed.
 Ending: its exit was reported. Gone (after `reap`): the kernel has reaped it. `fail`: there will be no process.""",
+    "membership": """Waiting: it is in no generation, and none is announced. Called: a plan has come, and nothing of this worker
+was broken before, as on a spare. Whole: it is in the newest generation that it knows. Failed: a collective has failed,
+and no break is announced. Broken: a break is announced, and the worker has reported what it holds. Planned: the plan
+has come. No gate passes in the last three. `leave`: it leaves `main` as a newcomer. `reenter`: it leaves `main` for a
+world of another size. `start`: there is no coordinator.""",
+    "unit": """Open: its gate is not entered, or the unit is to be done again. Entered: the sums or a plan will say whether it
+counts. Counted: it cannot be undone. `refuse`: all ranks conclude from the sums that it is to be done again. `count`,
+`discard`: a plan says so. `place`: the committed position is set, for a newcomer or after a rollback.""",
 }
 HEAD = """# State machines
 
@@ -48,6 +57,16 @@ def _plain(table: Mapping[Enum, tuple[Enum, ...]]) -> list[tuple[str, str, str]]
     return [(now.value, after.value, "") for now, follow in table.items() for after in follow if after is not now]
 
 
+def _triggered(table: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> list[tuple[str, str, str]]:
+    """Return the arrows of a table with triggers, without those that lead back to their own state."""
+    return [
+        (now.value, after.value, trigger.value)
+        for now, follow in table.items()
+        for trigger, after in follow.items()
+        if after is not now
+    ]
+
+
 def page() -> str:
     """Return the whole page."""
     phases, stages = _plain(world.PHASES), _plain(rented_rack.STAGES)
@@ -56,12 +75,9 @@ def page() -> str:
         for now, follow in workers.TRANSITIONS.items()
         for trigger, after in follow.items()
     ]
-    processes = [
-        (now.value, after.value, trigger.value)
-        for now, follow in process_states.PROCESS_TRANSITIONS.items()
-        for trigger, after in follow.items()
-        if after is not now
-    ]
+    processes = _triggered(process_states.PROCESS_TRANSITIONS)
+    memberships = _triggered(membership_states.MEMBERSHIP_TRANSITIONS)
+    units = _triggered(membership_states.UNIT_TRANSITIONS)
     every = [arrow for arrow in triggers if arrow[2] not in ("fence", "exit")]
     parts = [
         HEAD,
@@ -84,6 +100,14 @@ def page() -> str:
         "`PROCESS_TRANSITIONS` in `rackrun.agent.tray.process_states`.",
         LEGEND["process"],
         _diagram(processes, "waiting", ["gone"]),
+        "## A worker, as it sees itself",
+        "`MEMBERSHIP_TRANSITIONS` in `rackrun.worker.membership.membership_states`.",
+        LEGEND["membership"],
+        _diagram(memberships, "waiting", []),
+        "## A unit, as a worker sees it",
+        "`UNIT_TRANSITIONS` in `rackrun.worker.membership.membership_states`.",
+        LEGEND["unit"],
+        _diagram(units, "open", []),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

@@ -21,7 +21,7 @@ from rackrun.worker.membership.worker_membership import WorkerMembership
 def group(world: WorkerMembership) -> ElasticGroup:
     """Of two ranks, in generation 1."""
     group = world.create_default(0, 2)
-    world.generation, world._broken = Generation(1), False
+    world.machine.start_alone(Generation(1))
     return group
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.events import CollectiveWait
+from rackrun.protocol.ids import Generation
 from rackrun.worker.communicators.gate_tree import GATE_SUM
 from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
@@ -77,7 +78,8 @@ def in_step(world: WorkerMembership, slow: Slow) -> None:
     """Rank 0 of four, in a step of generation 7, with a pair besides."""
     world.create_default(0, SIZE)
     assert world.new_group([0, 1], "", "pair") is not None
-    world.scope, world.generation = Scope.UNIT, 7
+    world.scope = Scope.UNIT
+    world.machine.start_alone(Generation(7))
     for group in world.groups:
         group.communicator = slow
 

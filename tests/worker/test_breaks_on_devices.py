@@ -26,6 +26,7 @@ from rackrun.worker.device.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device.device_return import RETURNS_S, DeviceReturn
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership import worker_membership as world_module
+from rackrun.worker.membership.membership_machine import MembershipMachine
 from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_undo import Undo
@@ -331,7 +332,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerMembership]:
     monkeypatch.setattr(world_module, "queue_of", lambda _: Queue(stream))
     world = WorkerMembership(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
     world.create_default(0, 2)
-    world.generation = Generation(1)
+    world.machine.start_alone(Generation(1))
     yield world
     page.close()
 
@@ -513,7 +514,7 @@ def test_a_collective_in_a_graph_is_refused_before_it_is_captured(
 
 
 def test_a_world_that_nobody_changes_may_capture_its_loopbacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = SimpleNamespace(queue=SimpleNamespace(is_capturing=lambda: True), _plan=None)
+    world = SimpleNamespace(queue=SimpleNamespace(is_capturing=lambda: True), machine=MembershipMachine())
     WorkerMembership._refuse_capture(
         cast("WorkerMembership", world), cast("Any", SimpleNamespace(size=lambda: 1)), "allreduce"
     )

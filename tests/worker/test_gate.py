@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
-from rackrun.worker.membership.gate import CollectiveOrder, GateSums, agreed, complete, offered
+from rackrun.worker.membership.gate import CollectiveOrder, agreed, complete, offered
+from rackrun.worker.membership.gate_sums import GateSums
 
 AT = Position(3, 1)
 NOTHING = GateSums(*[0.0] * len(GateSums._fields))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rackrun.protocol.ids import Generation
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.collective_work import GuardedWork
 from rackrun.worker.membership.elastic_group import ElasticGroup
@@ -135,6 +136,7 @@ class EndsWhileItIsLookedAfter(dist.Work):
 @pytest.mark.parametrize("error", ["", "Connection reset by peer"])
 def test_a_look_that_times_out_is_no_verdict(world: WorkerMembership, error: str) -> None:
     tensor = ones(4)
+    world.machine.start_alone(Generation(1))
     work = EndsWhileItIsLookedAfter(error)
     GuardedWork(world, world.generation, work, [tensor], lambda: None, entered=world.progress.enter()).wait()
     assert work.looks == 2

@@ -484,8 +484,8 @@ def test_another_rank_is_lost_while_one_undoes_its_changes_to_hand_its_shards_ov
             if run.rank == 0 and end.changed() and not undone.exists():
                 done = put_back()
                 undone.touch()
-                generation = world._announced
-                while world._announced == generation:
+                generation = world.machine.announced
+                while world.machine.announced == generation:
                     time.sleep(0.01)
                 return done
             return put_back()

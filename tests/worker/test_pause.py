@@ -20,7 +20,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
-from rackrun.protocol.commands import BreakGeneration
+from rackrun.protocol.commands import BreakGeneration, GenerationPlan
 from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.worker_membership import WorkerMembership
@@ -264,14 +264,16 @@ def test_a_pause_is_of_one_generation_and_nobody_else_hears_of_it() -> None:
     world = WorkerMembership(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
     world.on_pause(Generation(0))
     assert not world.pausing, "a spare"
-    world.generation = 3
+    world.machine.start_alone(Generation(3))
     for other in (2, 4):
         world.on_pause(Generation(other))
         assert not world.pausing
     for _ in range(2):
         world.on_pause(Generation(3))
         assert world.pausing
-    world.generation = 4
+    fourth = GenerationPlan(generation=Generation(4), world_size=1, members=(), store="", layout=Generation(0), full=1)
+    world.machine.take_plan(fourth)
+    world.machine.join(fourth)
     assert not world.pausing, "forgotten"
     world.on_break(BreakGeneration(generation=Generation(5), workers=(), because=""), lambda: ())
     world.on_pause(Generation(4))

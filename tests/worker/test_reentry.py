@@ -351,7 +351,7 @@ def test_a_rank_that_is_lost_while_another_has_left_its_groups_and_made_no_new_o
             os.kill(os.getpid(), signal.SIGKILL)
         if plan.generation == 2 and self._slot == "t/2":
             with self._changed:
-                assert self._changed.wait_for(lambda: self._announced > 2, timeout=60)
+                assert self._changed.wait_for(lambda: self.machine.announced > 2, timeout=60)
 
     def patched(_: Run) -> None:
         WorkerMembership.begin_again = slowly  # type: ignore[method-assign]

@@ -37,7 +37,8 @@ from rackrun.worker.loop.join_generation import Rejoin
 from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
-from rackrun.worker.membership.gate import GateSums, complete, offered
+from rackrun.worker.membership.gate import complete, offered
+from rackrun.worker.membership.gate_sums import GateSums
 from rackrun.worker.membership.worker_membership import Abandoned, Scope
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.process.runtime import Runtime
@@ -495,7 +496,7 @@ class UnitRunner:
                 self._before_first_update(step, trains=False)  # as ranks do that have read the loss
             self._world.after_update = None
             self._parts.ends()
-            if not self._world.unit_passed:
+            if not self._world.machine.unit_passed:
                 self._pass_gate()
         except Abandoned:
             pass
@@ -511,7 +512,7 @@ class UnitRunner:
         self._world.let_device_return()
         if self._post_gate.any:
             self._judge_post_gate_failures(at)
-        if self._world.unit_passed:
+        if self._world.machine.unit_passed:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)
             if self._to_pause(at):
@@ -659,7 +660,8 @@ class UnitRunner:
         ``trains``: False when perhaps no ``optimizer.step()`` follows. Raises `Abandoned` when the world is broken.
         """
         self._world.stages.reached("computed")
-        left = self._world.broken or not self._world.generation
+        machine = self._world.machine
+        left = machine.broken or not machine.generation
         self._may_be_left(updates_next=not left)
         if left:
             raise Abandoned

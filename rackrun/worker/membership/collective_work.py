@@ -196,7 +196,7 @@ class GuardedWork(dist.Work):
             if self._on_device and world.result_is_final:
                 _zero(self._garbage)  # the script may still read it where it cannot be left, such as inside autograd
             self._loopback()
-        if self._generation == world.generation and not self._on_device:
+        if self._generation == world.machine.generation and not self._on_device:
             world.progress.completed(self._entered)
         if self._future is not None:
             world.inflight.remove(self)

@@ -9,62 +9,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
+from rackrun.worker.membership.gate_sums import GateSums
 
-__all__ = ["CollectiveOrder", "GateSums", "Offer", "agreed", "complete", "elements", "offered"]
+__all__ = ["CollectiveOrder", "Offer", "agreed", "complete", "elements", "offered"]
 
 _FINGERPRINT_BITS = 20
 """Bits of a fingerprint. The sum of its square over 8,192 ranks is exact in a float64."""
 
 _POINT_TO_POINT = {"send", "recv", "recv_anysource", "batch"}
 _SAME_SIZE_EVERYWHERE = {"allreduce", "broadcast", "reduce", "_allgather_base", "_reduce_scatter_base"}
-
-
-class GateSums(NamedTuple):
-    """Sums over all ranks of what each offers to the gate."""
-
-    loss: float
-    samples: float
-    ids_digest: float
-    draining: float
-    """Number of ranks that were asked to end the run."""
-    snapshot_cost_s: float
-    step_s: float
-    """Sum of each rank's median step time, in seconds."""
-    changed_late: float
-    """Number of ranks whose buffers have changed after the gate before."""
-    mirroring: float
-    """Number of ranks whose last snapshot is still being copied to another tray."""
-    mirrored: float
-    """Number of ranks whose last snapshot that was meant for another tray has arrived there."""
-    writing: float
-    """Number of ranks whose last checkpoint is still being written."""
-    cut_short: float
-    """Number of ranks that found the last checkpoint incomplete, after a loss."""
-    ahead: float
-    """Number of ranks that had begun a later unit already, before a rollback."""
-    pausing: float
-    """Number of ranks that were asked to pause for a planned swap."""
-    shares_received: float
-    """Number of ranks that have received the next change of shares (`rackrun.worker.batch.share_changes`)."""
-    not_finite: float
-    """Number of ranks whose part of the loss is inf or NaN (``--nan-probation``)."""
-    tried: float
-    """Number of ranks that computed this step before and refused it for a loss that is not finite, or that accept such
-    a loss."""
-    parts: float = 0.0
-    """Number of ranks that have seen a step go on with collectives after its first ``optimizer.step()``
-    (`rackrun.worker.steps.multi_part_steps`)."""
-    rollback_incomplete: float = 0.0
-    """Number of ranks that repeat the step and cannot restore the state that it began with."""
-    changed_between: float = 0.0
-    """Number of ranks whose state had changed between the unit before and this one."""
 
 
 Offer = np.ndarray[Any, Any]

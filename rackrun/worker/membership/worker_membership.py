@@ -2,9 +2,9 @@
 
 Two threads use it. The *main thread* runs the user's script: collectives, gates, recoveries. The *control thread*
 (`rackrun.worker.process.control_thread`) brings messages of the coordinator: a generation is broken, a plan has come.
-Everything that decides whether a unit counts (the gate entered, the gate passed, the generation broken) changes under
-one lock. So the report that the control thread sends is final the moment it is sent, even while the main thread still
-computes.
+What is decided here, `rackrun.worker.membership.membership_machine` decides: whether the generation is whole, and
+whether a unit counts. This module calls it under one lock, and has the threads, communicators and messages. So the
+report that the control thread sends is final the moment it is sent, even while the main thread still computes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from rackrun.worker.membership.blocked_collective import BlockedCollective
 from rackrun.worker.membership.collective_progress import CollectiveProgress, Entered
 from rackrun.worker.membership.communicator_builder import Builder
 from rackrun.worker.membership.elastic_group import ElasticGroup
-from rackrun.worker.membership.gate import CollectiveOrder, GateSums, Offer, agreed, elements
+from rackrun.worker.membership.gate import CollectiveOrder, Offer, agreed, elements
+from rackrun.worker.membership.gate_sums import GateSums
 from rackrun.worker.membership.group_registry import GroupRegistry
 from rackrun.worker.membership.inflight import InflightCollectives
+from rackrun.worker.membership.membership_machine import MembershipMachine
 from rackrun.worker.membership.recovery_stages import RecoveryStages
 from rackrun.worker.membership.setup_broadcasts import Broadcasts
 from rackrun.worker.torch_compat import c10d
@@ -46,10 +48,6 @@ from rackrun.worker.torch_compat import c10d
 if TYPE_CHECKING:
     from rackrun.link.heartbeat_page import HeartbeatPage
     from rackrun.worker.communicators.communicator import Communicator
-
-_SEVERED_S = 0.2
-"""Seconds after which a failed collective is reported. It fails when a peer is lost, and BreakGeneration normally
-follows within milliseconds; if it does not, nobody else knows."""
 
 __all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "WorkerMembership", "lost_after_loop"]
 
@@ -92,8 +90,8 @@ class WorkerMembership:
         self.scope = Scope.SETUP
         self.groups: list[ElasticGroup] = []
         self.group_registry = GroupRegistry()
-        self.generation = 0
-        """The generation that this worker's communicators belong to; 0 before the first."""
+        self.machine = MembershipMachine()
+        """Decides whether the generation is whole, and whether a unit counts. It changes under the lock only."""
         self.began = BEGIN
         """The position that was committed when the run began or was resumed, or when its ``main`` was entered again."""
         self.layout = Generation(0)
@@ -102,8 +100,6 @@ class WorkerMembership:
         """Number of collectives and groups that the script has called for before ``run.steps()``, as the other ranks
         have."""
         self.replica_class = ""
-        self.unit_passed = False
-        """Whether the current unit's gate has passed, so that what it does from here on cannot be undone."""
         self.updated = False
         """Whether an optimizer has stepped in the current unit."""
         self.after_update: Callable[[str, Any], None] | None = None
@@ -131,14 +127,10 @@ class WorkerMembership:
         self.handshakes = Handshakes()
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
-        self._changed = threading.Condition()
-        self._broken = False
-        self._failed: tuple[float, str] | None = None
-        """When a collective of this generation failed on its own, and the error; None once that is reported."""
-        self._announced = 0
-        self._pause_in = 0
-        """The generation that was asked to pause and then to end; 0: none."""
-        self._plan: GenerationPlan | None = None
+        self._lock = threading.RLock()
+        """The lock under which the machine changes."""
+        self._changed = threading.Condition(self._lock)
+        """Notified when the machine has changed in a way that somebody may wait for."""
         self._unbuilt: WorkerUnbuilt | None = None
         self.joined: GenerationPlan | None = None
         """The plan of this generation."""
@@ -150,8 +142,6 @@ class WorkerMembership:
         self._seated: tuple[Member, ...] = ()
         """The members of the world by rank, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
-        self._passed = BEGIN
-        self._entered = BEGIN
         self._in_gate = False
         self._after_in: int | None = None
         """The generation in which the script has called its first collective after the loop; None if it has called
@@ -166,7 +156,6 @@ class WorkerMembership:
         self.may_leave_phase: Callable[[], bool] = lambda: True
         self.may_be_left: Callable[[], None] = lambda: None
         """Called at every place at which a step that will not count may be left."""
-        self._gate: GateSums | None = None
         self._released = False
         self._fixed: Callable[[str, int, int], Communicator] | None = None
 
@@ -190,9 +179,9 @@ class WorkerMembership:
             self.progress.completed(entered)
 
     def _new_group(self, ranks: Sequence[int], name: str, desc: str) -> ElasticGroup | None:
-        with self._changed:
+        with self._lock:
             self._check_whole()
-            plan = self._plan
+            plan = self.machine.plan
         self.met += self.size > 1
         key = self.group_registry.add(ranks, desc)
         if self.rank not in ranks:
@@ -228,7 +217,8 @@ class WorkerMembership:
     @property
     def has_mirrors(self) -> bool:
         """Whether the plan has other trays keep copies of snapshots, or parity of them."""
-        return self._plan is not None and bool(self._plan.mirrors or self._plan.sets)
+        plan = self.machine.plan
+        return plan is not None and bool(plan.mirrors or plan.sets)
 
     # -- collectives
     def enter_collective(self, group: ElasticGroup, name: str, result: Any) -> int | None:
@@ -239,31 +229,33 @@ class WorkerMembership:
         """
         if threading.get_ident() != threading.main_thread().ident:
             self._refuse_thread(name)
-        if self.scope is Scope.OUTSIDE and self.size > 1:
+        machine, scope = self.machine, self.scope
+        if scope is Scope.OUTSIDE and self.size > 1:
             raise StepError(
                 "a collective was called outside steps and phases, where a lost peer could not be replaced.",
                 remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end. After a "
                 "`break`, let go of what still iterates over run.steps(), such as a progress bar: it may yet go on.",
             )
-        if self.scope is Scope.AFTER and self.size > 1:
+        if scope is Scope.AFTER and self.size > 1:
             self._check_after()
         self._refuse_capture(group, name)
         self.progress.enter()
         self.own_time.main_thread_resumed()
-        if group.size() == self.size:
+        size = group.size()
+        if size == self.size:
             self.order.add_collective(name, result)
         if self.after_update is not None:
             self.after_update(name, result)
-        if group.size() > 1:
+        if size > 1:
             self.traffic += elements(result)
         if self.microbatch_collectives.checks:
             self.microbatch_collectives.check_collective(name, group.ranks, uneven=bool(self.share_changes.shares))
-        if self.scope is Scope.SETUP:
+        if scope is Scope.SETUP:
             self._check_whole()
-            self.met += group.size() > 1
-        if not self._broken:
-            return self.generation or None
-        if self.unit_passed:
+            self.met += size > 1
+        if not machine.broken:
+            return machine.generation or None
+        if machine.unit_passed:
             self.on_post_gate_failure(result)
         self.leave_phase()
         return None
@@ -290,7 +282,7 @@ class WorkerMembership:
     def _check_whole(self) -> None:
         """Raise `CollectiveBroken` if the world broke before ``run.steps()``, where a loopback's values would be
         kept."""
-        if self._broken and self.generation:
+        if self.machine.broken and self.machine.generation:
             raise CollectiveBroken(
                 "a peer was lost before the first step.", remedy="none needed: the world starts again."
             )
@@ -303,7 +295,7 @@ class WorkerMembership:
         newcomer replaces it. Autograd cannot be left, so it gets a loopback's values there, and this rank counts as one
         that has called a collective.
         """
-        gone = self._broken or self._after_in not in (None, self.generation)
+        gone = self.machine.broken or self._after_in not in (None, self.generation)
         if gone and torch._C._current_graph_task_id() == -1:
             before = self.size, self.rank
             self.rejoin()
@@ -319,7 +311,7 @@ class WorkerMembership:
     def _refuse_capture(self, group: ElasticGroup, name: str) -> None:
         """Raise `StepError` if a CUDA graph is being captured: it would keep using this generation's communicator,
         which the next one frees, or a loopback, in which no other rank takes part."""
-        if self.queue.is_capturing() and (group.size() > 1 or self._plan is not None):
+        if self.queue.is_capturing() and (group.size() > 1 or self.machine.plan is not None):
             raise StepError(
                 f"a collective ({name}) was called while a CUDA graph is captured: after a failure it would be replayed on a "
                 "communicator that is gone.",
@@ -340,7 +332,7 @@ class WorkerMembership:
     def report_blocked(self, entered: Entered, generation: int) -> None:
         """Report that this thread has waited on the host for a while in a collective of ``generation``, if that may be
         part of a deadlock."""
-        in_unit = self.scope is Scope.UNIT and generation == self.generation and not self._broken
+        in_unit = self.scope is Scope.UNIT and self.machine.is_whole(generation)
         nobody_else = threading.get_ident() == threading.main_thread().ident and not (
             self.in_phase and _script_threads()
         )
@@ -374,10 +366,10 @@ class WorkerMembership:
         peer's garbage."""
         if self.lost_a_peer():
             self.collective_failed(self.generation, error)
-        return self._broken
+        return self.machine.broken
 
     def _is_gone(self, generation: int) -> bool:
-        return self._broken or generation != self.generation
+        return not self.machine.is_whole(generation)
 
     def _wait_for_device(
         self, passed: Callable[[], bool], gives_up: Callable[[], bool], waits: Waits | None = None
@@ -402,68 +394,75 @@ class WorkerMembership:
         """
         if self.scope is Scope.AFTER and self._after_in is not None:
             self._check_after()
-        if not self.in_phase or not self._broken or self._in_gate or torch._C._current_graph_task_id() != -1:
+        if not self.in_phase or not self.machine.broken or self._in_gate or torch._C._current_graph_task_id() != -1:
             return
         if self.may_leave_phase():
             raise Abandoned
 
     def may_abandon(self, generation: int) -> bool:
         """Whether to go on without a collective of ``generation`` that has not ended yet."""
-        leave = generation != self.generation or self.inflight.overdue()
+        leave = generation != self.machine.generation or self.inflight.overdue()
         self.inflight.some_abandoned |= leave
         return leave
 
     def collective_failed(self, generation: int, error: Exception, result: Any = ()) -> None:
         """Record that a collective of ``generation`` has failed: nothing of that generation counts any more."""
-        with self._changed:
-            if generation == self.generation:
-                if not self._broken:
-                    self._failed = time.monotonic(), str(error).partition("\n")[0]
-                self._broken = True
+        because = str(error).partition("\n")[0]
+        with self._lock:
+            ours = self.machine.fail_collective(generation, because, time.monotonic())
+            if ours:
                 self._changed.notify_all()
-            late = self.unit_passed and generation == self.generation
+            late = ours and self.machine.unit_passed
         if late:
             self.on_post_gate_failure(result)
 
     def unreported_failure(self) -> WorkerSevered | WorkerUnbuilt | None:
         """Return the report to send when nobody else knows that this generation is broken or cannot be built; else
         None. The control thread calls this at intervals."""
-        with self._changed:
+        with self._lock:
             unbuilt, self._unbuilt = self._unbuilt, None
-            if unbuilt is not None and unbuilt.generation == self._announced:
+            if unbuilt is not None and not self.machine.is_superseded(unbuilt.generation):
                 return unbuilt
-            if self._failed is None or time.monotonic() - self._failed[0] < _SEVERED_S:
-                return None
-            because, self._failed = self._failed[1], None
-            if self._announced > self.generation:
-                return None
+            because = self.machine.take_unreported_failure(time.monotonic())
             generation = Generation(self.generation)
+        if because is None:
+            return None
         return WorkerSevered(slot=self._slot, incarnation=self._incarnation, generation=generation, because=because)
 
     @property
+    def generation(self) -> int:
+        """The generation that this worker's communicators belong to; 0 before the first."""
+        return self.machine.generation
+
+    @property
     def broken(self) -> bool:
-        return self._broken
+        return self.machine.broken
 
     @property
     def pausing(self) -> bool:
         """Whether this worker was told to pause in this generation."""
-        return self._pause_in == self.generation != 0
+        return self.machine.pausing
 
     def wait_broken(self) -> None:
         """Wait until the generation is broken, as a pause does."""
         with self._changed:
-            self._changed.wait_for(lambda: self._broken)
+            self._changed.wait_for(lambda: self.machine.broken)
 
     # -- gates
     @property
     def passed(self) -> Position:
         """The last unit that is known on this rank to be committed."""
-        return self._passed
+        return self.machine.passed
+
+    @property
+    def unit_passed(self) -> bool:
+        """Whether the current unit's gate has passed, so that what it does from here on cannot be undone."""
+        return self.machine.unit_passed
 
     @property
     def gate(self) -> GateSums | None:
         """The sums of the gate of ``passed``; None before the first gate, and after a rollback."""
-        return self._gate
+        return self.machine.gate
 
     def pass_gate(self, at: Position, mine: Offer, refuses: Callable[[Position, GateSums], bool]) -> None:
         """Enter the gate of ``at`` and wait for its result, once the device has come (`synchronise_device`).
@@ -475,20 +474,22 @@ class WorkerMembership:
         ``mine``: this rank's offer, which is overwritten by the sums. ``refuses``: decides from the sums whether the
         unit is to be done again; it answers alike on all ranks. Raises `Abandoned` if the unit will not count.
         """
-        with self._changed:
-            if self._broken or not self.generation:
+        machine = self.machine
+        with self._lock:
+            if not machine.enter_gate(at):
                 raise Abandoned
-            self._entered = at
         values = self._sum(mine)
-        with self._changed:
-            sums = None if self._broken else agreed(values, self.size, at)
+        with self._lock:
+            size = self.size
+            sums = None if machine.broken else agreed(values, size, at)
             if sums is not None and refuses(at, sums):
-                self._entered = self._passed
+                machine.refuse_gate()
                 raise Abandoned
             if sums is not None:
-                self._passed, self._gate, self.unit_passed, self.updated = at, sums, True, True
+                machine.pass_gate(sums)
+                self.updated = True
                 self.stages.reached("passed")
-                if sums.shares_received == self.size:
+                if sums.shares_received == size:
                     self.share_changes.agree()
                 return
         self.own_time.invalidate()
@@ -496,17 +497,17 @@ class WorkerMembership:
         with self.page.no_deadline():
             self.wait_plan()  # the plan says whether the unit counts
         self.waited_s = time.monotonic() - began
-        if self._passed < at:
+        if not machine.count_by_plan(at):
             raise Abandoned
-        self.unit_passed = self.updated = True
+        self.updated = True
 
     def sum_before_gate(self, at: Position, mine: Offer) -> GateSums:
         """Return what the gate of ``at`` would sum up now that the device has come, without committing anything. Raises
         `Abandoned` when the unit will not count."""
-        if self._broken or not self.generation:
+        if self.machine.broken or not self.machine.generation:
             raise Abandoned
         values = self._sum(mine)
-        sums = None if self._broken else agreed(values, self.size, at)
+        sums = None if self.machine.broken else agreed(values, self.size, at)
         if sums is None:
             raise Abandoned
         return sums
@@ -529,7 +530,7 @@ class WorkerMembership:
 
         Raises `Abandoned` when something was, because a broken collective leaves garbage that looks complete.
         """
-        if not self._wait_for_device(self.queue.mark(), lambda: self._broken, self._gate_waits):
+        if not self._wait_for_device(self.queue.mark(), lambda: self.machine.broken, self._gate_waits):
             raise Abandoned
 
     def abandon(self) -> None:
@@ -545,7 +546,8 @@ class WorkerMembership:
         self.share_changes.take_effect()
         self.inflight.some_abandoned = False
         self.scope = Scope.UNIT
-        self.unit_passed = self.updated = False
+        self.machine.begin_unit()
+        self.updated = False
         self.after_update = None
         c10d.leave_coalescing()
         for group in self.groups:
@@ -560,20 +562,19 @@ class WorkerMembership:
     def set_position(self, position: Position, gate: tuple[float, ...]) -> None:
         """Set the committed position and its gate as a plan says them: for a newcomer, and for all ranks after a
         rollback."""
-        with self._changed:
-            self._passed = self._entered = position
-            self._gate = GateSums(*gate) if gate else None
+        with self._lock:
+            self.machine.place(position, gate)
 
     def begin_alone(self) -> None:
         """Begin as a world of one rank without a coordinator, where loopbacks are exact."""
-        self.generation = 1
+        self.machine.start_alone(Generation(1))
 
     # -- called by the control thread
     def unless_broken(self, act: Callable[[], None]) -> bool:
         """Call ``act`` under the lock unless the generation is broken, and return whether it was called. After a break
         this worker has already reported, for the next plan, what it holds."""
-        with self._changed:
-            if self._broken:
+        with self._lock:
+            if self.machine.broken:
                 return False
             act()
             return True
@@ -583,8 +584,8 @@ class WorkerMembership:
         ``plan`` is the newest that was announced."""
 
         def unless(act: Callable[[], None]) -> bool:
-            with self._changed:
-                if self._announced != plan.generation:
+            with self._lock:
+                if self.machine.is_superseded(plan.generation):
                     return False
                 act()
                 return True
@@ -594,11 +595,10 @@ class WorkerMembership:
     def on_break(self, command: BreakGeneration, snapshots: Callable[[], tuple[Step, ...]]) -> WorkerParked | None:
         """Break the generation, and return the report of what this worker holds; None if a newer one was announced
         already. ``snapshots``: returns the steps of its snapshots."""
-        with self._changed:
-            if command.generation <= self._announced:
+        machine = self.machine
+        with self._lock:
+            if not machine.announce_break(command.generation):
                 return None
-            self._announced = command.generation
-            self._broken = True
             self.returns.break_begins()
             self.stages.begin()
             self.inflight.mark_broken()
@@ -606,9 +606,9 @@ class WorkerMembership:
                 slot=self._slot,
                 incarnation=self._incarnation,
                 generation=command.generation,
-                passed=self._passed,
-                entered=self._entered,
-                gate=self._gate or (),
+                passed=machine.passed,
+                entered=machine.entered,
+                gate=machine.gate or (),
                 snapshots=snapshots(),
                 layout=Generation(self.layout) if self._has_state else None,
                 replica_class=self._class_to_report(),
@@ -640,12 +640,13 @@ class WorkerMembership:
     def let_device_return(self) -> None:
         """Wait, after a break and before anything is done again, until all that was in flight on the device is over.
         The process ends if that takes too long."""
-        if self.queue.is_host or not self._broken or not self.generation:
+        machine = self.machine
+        if self.queue.is_host or not machine.broken or not machine.generation:
             return
         with self.page.no_deadline():
             # a collective that failed on its own is broken on the device only once the break is announced
             with self._changed:
-                self._changed.wait_for(lambda: self._announced > self.generation or self._released)
+                self._changed.wait_for(lambda: machine.announced > machine.generation or self._released)
             self.returns.wait()
             self.returns.break_begins()  # this thread may have enqueued something after the others were broken
             self.returns.watch_device()
@@ -654,40 +655,32 @@ class WorkerMembership:
     def _class_to_report(self) -> str:
         """Return this rank's replica class for the report. Ranks that were equal at the start may differ after the
         first step; until that is checked, none counts as a replica."""
-        if self.replica_class.startswith("start") and self._entered > self.began:
+        if self.replica_class.startswith("start") and self.machine.entered > self.began:
             return f"unchecked rank {self.rank}"
         return self.replica_class
 
     def on_plan(self, plan: GenerationPlan, mine: Member) -> None:
         """Accept a newer plan. Its groups are built at once, unless this worker must take another place first.
         ``mine``: this process's entry in the plan."""
-        with self._changed:
-            if plan.generation < self._announced or (self._plan and plan.generation <= self._plan.generation):
+        with self._lock:
+            if not self.machine.take_plan(plan):
                 return
-            self._announced = plan.generation
-            self._plan = plan
-            if not self.generation:  # a spare receives no BreakGeneration
+            if not self.machine.generation:  # a spare receives no BreakGeneration
                 self.stages.begin()
             self.stages.reached("planned")
-            if self._entered > self._passed:
-                if plan.committed >= self._entered:
-                    self._passed, self._gate = self._entered, GateSums(*plan.gate) if plan.gate else None
-                else:
-                    self._entered = self._passed
             if not mine.fresh and plan.reshard is None and self.counts_as(plan, mine):
                 self._start_build(plan)
             self._changed.notify_all()
 
     def on_pause(self, generation: Generation) -> None:
         """Note that ``generation`` is to pause. Ignored between two generations and on a spare."""
-        with self._changed:
-            if generation == self.generation and not self._broken:
-                self._pause_in = generation
+        with self._lock:
+            self.machine.ask_pause(generation)
 
     def on_share_change(self, command: DealShards) -> None:
         """Note the next deal of micro-batches. Ignored between two generations and on a spare."""
-        with self._changed:
-            if command.generation == self.generation and not self._broken:
+        with self._lock:
+            if self.machine.is_whole(command.generation):
                 self.share_changes.receive(command.number, command.shares)
 
     def on_release(self) -> None:
@@ -701,24 +694,24 @@ class WorkerMembership:
         """Wait for the plan of the newest announced generation, and return it. Ends the process when the job ends
         first, as for a spare that was never needed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._plan_has_come() or self._released)
-            if not self._plan_has_come():
+            self._changed.wait_for(lambda: self.machine.has_next_plan or self._released)
+            if not self.machine.has_next_plan:
                 raise SystemExit(0)
-            assert self._plan is not None
-            return self._plan
+            assert self.machine.plan is not None
+            return self.machine.plan
 
     def wait_released(self) -> bool:
         """Wait, on a finished rank, until the job is over (returns True) or there is something to recover first
         (returns False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self._released or self._plan_has_come())
+            self._changed.wait_for(lambda: self._released or self.machine.has_next_plan)
             return self._released
 
     def start_build(self, plan: GenerationPlan) -> None:
         """Start to build the groups of ``plan``. Raises `Superseded` when a newer generation was announced
         meanwhile."""
-        with self._changed:
-            if plan.generation != self._announced:
+        with self._lock:
+            if self.machine.is_superseded(plan.generation):
                 raise Superseded
             self._start_build(plan)
 
@@ -729,20 +722,18 @@ class WorkerMembership:
         assert builder is not None, "a plan without a build"
         self.returns.wait()
         self._wait_built(plan, builder)
-        with self._changed:
-            if self._announced != plan.generation:
+        with self._lock:
+            if self.machine.is_superseded(plan.generation):
                 raise Superseded
             dropped: list[Communicator | None] = []
             for group in self.groups:
                 dropped.append(group.communicator)
                 group.communicator = builder.communicators.get(group)
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
-            self.generation = plan.generation
             self.joined = plan
             self.share_changes.begin(plan.shares)
             self._seated = plan.members
-            self._broken = False
-            self._failed = None
+            self.machine.join(plan)
             self.own_time.invalidate()
             self.inflight.new_generation()
             self.progress.new_generation(plan.generation)
@@ -775,8 +766,8 @@ class WorkerMembership:
         The committed position stays if the plan cuts all shards anew. If it does not, this process is a newcomer, and
         begins as a spare does. Raises `Superseded`.
         """
-        with self._changed:
-            if self._announced != plan.generation:
+        with self._lock:
+            if self.machine.is_superseded(plan.generation):
                 raise Superseded
             dropped = [group.communicator for group in self.groups]
             if self._builder is not None:
@@ -786,20 +777,15 @@ class WorkerMembership:
                 group.communicator = None
             self.groups.clear()
             self.group_registry = GroupRegistry()
+            self.machine.leave_main(plan)
+            self.began = self.machine.passed
             if plan.reshard is None:
                 self.good = None
-                self.generation = 0
-                self._passed = self._entered = self.began = BEGIN
-                self._gate = None
                 self._has_state = True  # as on any spare: the core knows that it has restored nothing yet
-            else:
-                self._passed = self._entered = self.began = plan.committed
-                self._gate = GateSums(*plan.gate) if plan.gate else None
-            self._broken = plan.reshard is not None
             self._seated = plan.members
             self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
             self.scope, self.met, self._after_in = Scope.SETUP, 0, None
-            self.unit_passed = self.updated = self.in_phase = False
+            self.updated = self.in_phase = False
             self.order = CollectiveOrder()
         threading.Thread(target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True).start()
         del dropped
@@ -809,7 +795,7 @@ class WorkerMembership:
         the one communicator that ``build(key, rank, size)`` makes for it."""
         self.groups[0].communicator = build(self.groups[0].key, self.rank, self.size)
         self._fixed = build
-        self.generation = 1
+        self.machine.start_alone(Generation(1))
 
     def close(self) -> None:
         """Drop the communicators before the interpreter ends, because gloo's threads must not outlive it.
@@ -846,8 +832,8 @@ class WorkerMembership:
         Returns the groups with their new ranks, and for each new rank which rank it was before; None for one that joins
         now. Raises `Superseded`.
         """
-        with self._changed:  # the control thread builds for a newer plan from the groups as they are then
-            if self._announced != plan.generation:
+        with self._lock:  # the control thread builds for a newer plan from the groups as they are then
+            if self.machine.is_superseded(plan.generation):
                 raise Superseded
             before = {(member.slot, member.incarnation): int(member.rank) for member in self._seated}
             moved = self.group_registry.resize(self.groups, rank, plan.world_size)
@@ -869,8 +855,8 @@ class WorkerMembership:
 
         threading.Thread(target=run, name=f"rackrun-restore-{plan.generation}", daemon=True).start()
         with self._changed:
-            self._changed.wait_for(lambda: ended or self._announced != plan.generation)
-            if self._announced != plan.generation:
+            self._changed.wait_for(lambda: ended or self.machine.is_superseded(plan.generation))
+            if self.machine.is_superseded(plan.generation):
                 raise Superseded
         if isinstance(ended[0], BaseException):
             raise ended[0]
@@ -878,14 +864,7 @@ class WorkerMembership:
 
     def superseded(self, generation: Generation | int) -> bool:
         """Whether a generation other than ``generation`` was announced last."""
-        return self._announced != generation
-
-    def _plan_has_come(self) -> bool:
-        return (
-            self._plan is not None
-            and self._plan.generation == self._announced
-            and self._plan.generation > self.generation
-        )
+        return self.machine.is_superseded(generation)
 
     def _start_build(self, plan: GenerationPlan) -> None:
         if self._builder is not None:
@@ -915,8 +894,8 @@ class WorkerMembership:
         """Wait until ``builder`` is done. A failed build is reported; raises `Superseded` when a newer generation is
         announced, and errors that are this process's own fault."""
         with self._changed:
-            self._changed.wait_for(lambda: builder.over or self._announced != plan.generation)
-            if self._announced != plan.generation:
+            self._changed.wait_for(lambda: builder.over or self.machine.is_superseded(plan.generation))
+            if self.machine.is_superseded(plan.generation):
                 raise Superseded
         self.stages.reached("built")
         if isinstance(builder.error, OWN_FAULTS):
@@ -935,7 +914,7 @@ class WorkerMembership:
                     cut_off=isinstance(builder.error, ExchangeUnreachable),
                     because=str(builder.error)[:300],
                 )
-                self._changed.wait_for(lambda: self._announced != plan.generation)
+                self._changed.wait_for(lambda: self.machine.is_superseded(plan.generation))
             raise Superseded
 
 

@@ -318,12 +318,13 @@ class ScriptChecks:
             )
 
     def _check_reduced(self, optimizer: Any) -> None:
+        machine = self._world.machine
         if (
             not self._are_to_be_reduced
             or id(optimizer) in self._reduced
             or self._data_ranks() < 2
-            or self._world.broken
-            or not self._world.generation
+            or machine.broken
+            or not machine.generation
         ):
             return
         self._reduced.add(id(optimizer))

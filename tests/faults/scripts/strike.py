@@ -113,7 +113,7 @@ class Striker:
     # -- when
     def _is_met(self, fault: Fault) -> bool:
         units, world = self._units, self._world
-        spare = units.waiting_spare and world._plan is None
+        spare = units.waiting_spare and world.machine.plan is None
         if (fault.rank is None) is not spare or fault.rank not in {None, ANYONE, world.rank}:
             return False
         step = units.step_in_hand._at.step if units.step_in_hand is not None else world.passed.step
