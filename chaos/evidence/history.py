@@ -38,7 +38,7 @@ __all__ = [
     "Started",
     "Strike",
     "TakenBack",
-    "Told",
+    "JobNotice",
     "read_history",
     "schema",
     "write_history",
@@ -179,7 +179,7 @@ class Overtaken(_Entry, frozen=True, kw_only=True, tag="overtaken"):
     generation: int
 
 
-class Told(_Entry, frozen=True, kw_only=True, tag="told"):
+class JobNotice(_Entry, frozen=True, kw_only=True, tag="told"):
     """The coordinator has issued a notice."""
 
     text: str
@@ -200,7 +200,7 @@ Entry = (
     | Resumed
     | Recovered
     | Overtaken
-    | Told
+    | JobNotice
 )
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Entry)
 

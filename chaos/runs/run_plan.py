@@ -28,7 +28,7 @@ from rackrun.chaos.base.job_layout import layout_of
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.evidence.history import HistoryWriter
 from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, read_trace
-from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
+from rackrun.chaos.evidence.summary import StrikeSummary, Summary, host_facts, write_summary
 from rackrun.chaos.faults.crash_points import POINTS
 from rackrun.chaos.faults.fault_row import Need
 from rackrun.chaos.faults.fault_types import Subjects, name_of
@@ -62,7 +62,7 @@ from rackrun.chaos.testbed.job_under_test import JobResult, JobUnderTest, Sight,
 from rackrun.chaos.testbed.network.hosts import HostSpread
 from rackrun.errors import UsageError
 
-__all__ = ["Performance", "StrikeTold", "Summary", "check_run", "run_plan"]
+__all__ = ["Performance", "StrikeSummary", "Summary", "check_run", "run_plan"]
 
 POLL_S = 0.02
 COMPARED = ("losses", "samples", "weights", "untracked")
@@ -432,7 +432,7 @@ def _summary(
         holds=overall(verdicts),
         verdicts=tuple(verdicts),
         strikes=tuple(
-            StrikeTold(
+            StrikeSummary(
                 number=record.strike.number,
                 family=record.strike.fault.family,
                 fault=name_of(record.strike.fault),

@@ -47,13 +47,13 @@ from rackrun.checkpoint.commit.commit_records import (
     Disagreement,
     EpochBegan,
     Event,
-    Heal,
     HolderJoined,
     HolderLost,
     Item,
     Output,
     ParitySet,
     Pinned,
+    Repair,
     Retire,
     ShardSealed,
     UnderReplicated,
@@ -65,7 +65,7 @@ from rackrun.checkpoint.commit.commit_records import (
 
 __all__ = [
     "Abandon", "Begin", "Commit", "CommitPolicy", "CommitRecord", "Committer", "Confirmed", "Deadline", "Disagreement",
-    "EpochBegan", "Event", "CheckpointBegan", "Heal", "HolderJoined", "HolderLost", "Output", "ParitySet", "Pinned",
+    "EpochBegan", "Event", "CheckpointBegan", "Repair", "HolderJoined", "HolderLost", "Output", "ParitySet", "Pinned",
     "Retire", "ShardSealed", "UnderReplicated", "Unpinned", "decode_record",
 ]  # fmt: skip
 
@@ -385,7 +385,7 @@ class Committer:
             to = ranked[0][-1]
             mine |= {to}
             places |= {(item, to)}
-            outputs.append(Heal(number=n, owner=item[0], kind=item[1], to=to))
+            outputs.append(Repair(number=n, owner=item[0], kind=item[1], to=to))
             self._healing[n] = self._healing.get(n, frozenset()) | {(item, to)}
         return outputs
 

@@ -29,7 +29,7 @@ __all__ = [
     "CommitRecord", "ShardRecord", "decode_record",
     "Event", "CheckpointBegan", "ShardSealed", "Confirmed", "Deadline", "HolderJoined", "HolderLost", "EpochBegan",
     "Pinned", "Unpinned",
-    "Output", "Begin", "Commit", "Retire", "Abandon", "UnderReplicated", "Heal", "Disagreement",
+    "Output", "Begin", "Commit", "Retire", "Abandon", "UnderReplicated", "Repair", "Disagreement",
 ]  # fmt: skip
 
 Kind: TypeAlias = Literal["data", "parity"]
@@ -341,7 +341,7 @@ class UnderReplicated(_Message, frozen=True, kw_only=True):
     owners: tuple[int, ...]
 
 
-class Heal(_Message, frozen=True, kw_only=True):
+class Repair(_Message, frozen=True, kw_only=True, tag="Heal"):
     """Copy or rebuild the item at ``to``, which verifies it against the record and reports `ShardSealed`."""
 
     number: int
@@ -361,4 +361,4 @@ class Disagreement(_Message, frozen=True, kw_only=True):
     digests: tuple[str, ...]
 
 
-Output: TypeAlias = Begin | Commit | Retire | Abandon | UnderReplicated | Heal | Disagreement
+Output: TypeAlias = Begin | Commit | Retire | Abandon | UnderReplicated | Repair | Disagreement

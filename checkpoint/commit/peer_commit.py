@@ -26,7 +26,7 @@ from rackrun.checkpoint.commit.commit_records import CommitRecord
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["CommitDesk", "CommitOutcome", "Sealed"]
+__all__ = ["CommitParticipant", "CommitOutcome", "Sealed"]
 
 register("commit.said", "commit.decided", "commit.announced")
 
@@ -62,7 +62,7 @@ class CommitOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint was due on disk, and is skipped because some rank is still writing an older one."""
 
 
-class CommitDesk:
+class CommitParticipant:
     """One rank's part in the commits. One thread uses it, one checkpoint after the other."""
 
     def __init__(self, peers: Peers, epoch: int, *, seconds: float) -> None:

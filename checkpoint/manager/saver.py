@@ -18,8 +18,8 @@ from rackrun.checkpoint.arena.arena_folder import ArenaFolder
 from rackrun.checkpoint.arena.memory_plan import with_spare_room
 from rackrun.checkpoint.base.deprecation import warn_renamed
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
-from rackrun.checkpoint.base.messages import Complaints
-from rackrun.checkpoint.commit.peer_commit import CommitDesk, Sealed
+from rackrun.checkpoint.base.messages import SaveWarnings
+from rackrun.checkpoint.commit.peer_commit import CommitParticipant, Sealed
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
@@ -72,7 +72,7 @@ class Saver:
 
     def __init__(self, place: SaveLocation, device: HostCopies, counters: Counters) -> None:
         self._place, self._device, self._counters = place, device, counters
-        self._desk = CommitDesk(place.peers.another(), place.epoch, seconds=place.seconds)
+        self._commits = CommitParticipant(place.peers.another(), place.epoch, seconds=place.seconds)
         self._next = place.first
         self._arena: Arena | None = None
         self._outgrown: list[Arena] = []
@@ -96,7 +96,7 @@ class Saver:
         """The checkpoint that was restored; -1 for none."""
         self._lost = ""
         """Why nothing more is saved; empty while saving works."""
-        self._complaints = Complaints()
+        self._warnings = SaveWarnings()
         self.newest: Saved | None = None
         """The newest checkpoint that is committed or was restored. Its slot must not be overwritten."""
         self._attach()
@@ -164,7 +164,7 @@ class Saver:
         handle = SaveHandle(self._next, step)
         self._next += 1
         if self._lost:
-            self._desk.decline(handle.number, Sealed(step=step, failure=self._lost))
+            self._commits.decline(handle.number, Sealed(step=step, failure=self._lost))
             handle.fail(self._lost)
             return handle
         saving = Saving(handle, image.layout, settled)
@@ -224,7 +224,7 @@ class Saver:
 
     def complain(self, what: str) -> None:
         """Report a problem on stderr, once for each reason: a full disk stays full."""
-        self._complaints.say(self._place.peers.rank, what)
+        self._warnings.say(self._place.peers.rank, what)
 
     # -- the steps of a save
     def _begin(self, saving: Saving, image: Image) -> None:
@@ -258,7 +258,7 @@ class Saver:
         """Commit the checkpoint with all ranks, or give it up with them."""
         handle, arena = saving.handle, self._arena
         assert arena is not None
-        outcome = self._desk.settle(handle.number, self._said(saving, arena, due, asked))
+        outcome = self._commits.settle(handle.number, self._said(saving, arena, due, asked))
         if outcome.record is None:
             if not saving.failure:
                 arena.release(handle.number)

@@ -29,10 +29,10 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Disagreement,
     EpochBegan,
     Event,
-    Heal,
     HolderJoined,
     HolderLost,
     Output,
+    Repair,
     Retire,
     ShardSealed,
     UnderReplicated,
@@ -321,7 +321,7 @@ class Model:
                 return w._replace(log=(*w.log, index), outbox=told)
             case Retire():
                 return w._replace(outbox=tuple(box | {("retire", output.number)} for box in w.outbox))
-            case Heal():
+            case Repair():
                 place = 2 * NAMES.index(output.to) + output.owner
                 assert w.coordinator is not None
                 coordinator = self._by_id[w.coordinator]

@@ -27,10 +27,10 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Deadline,
     EpochBegan,
     Event,
-    Heal,
     HolderJoined,
     HolderLost,
     Pinned,
+    Repair,
     Retire,
     ShardSealed,
     Unpinned,
@@ -342,7 +342,7 @@ class Trays:
             elif isinstance(output, Retire) and self.rng.random() < 0.5:
                 for tray in self.trays:
                     self.works.append((f"release {tray.index}", self._release(tray, output.number)))
-            elif isinstance(output, Heal):
+            elif isinstance(output, Repair):
                 self.works.append((f"heal {output.to}", self._heal(output)))
 
     def _announce(self, record: CommitRecord) -> None:
@@ -364,7 +364,7 @@ class Trays:
         with contextlib.suppress(CheckpointError):
             tray.arena.release(n)
 
-    def _heal(self, heal: Heal) -> Work:
+    def _heal(self, heal: Repair) -> Work:
         """From wherever there is one."""
         yield
         to = next(tray for tray in self.trays if tray.name == heal.to)

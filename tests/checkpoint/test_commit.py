@@ -20,12 +20,12 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Deadline,
     Disagreement,
     EpochBegan,
-    Heal,
     HolderJoined,
     HolderLost,
     Output,
     ParitySet,
     Pinned,
+    Repair,
     Retire,
     ShardSealed,
     UnderReplicated,
@@ -71,8 +71,8 @@ def record_in(outputs: list[Output]) -> CommitRecord:
     return record
 
 
-def heals_in(outputs: list[Output]) -> list[Heal]:
-    return [output for output in outputs if isinstance(output, Heal)]
+def heals_in(outputs: list[Output]) -> list[Repair]:
+    return [output for output in outputs if isinstance(output, Repair)]
 
 
 # -- committing --
@@ -200,7 +200,7 @@ def test_a_degraded_commit_is_flagged_healed_and_keeps_the_older_checkpoint_unti
     job.seal(2, 0, "A"), job.seal(2, 0, "B"), job.seal(2, 1, "B")
     outputs = job.tell(Deadline(number=2))
     assert record_in(outputs).degraded
-    assert outputs[1:] == [UnderReplicated(number=2, owners=(1,)), Heal(number=2, owner=1, to="A")]
+    assert outputs[1:] == [UnderReplicated(number=2, owners=(1,)), Repair(number=2, owner=1, to="A")]
     assert job.confirm(2) == []
     assert job.committer.keep() == (1, 2)
     assert job.seal(2, 1, "A") == [UnderReplicated(number=2, owners=()), Retire(number=1)]
@@ -271,8 +271,8 @@ def test_a_lost_holder_counts_no_more_and_the_newest_checkpoint_is_healed_elsewh
     job.commit(1)
     assert job.tell(HolderLost(holder="B")) == [
         UnderReplicated(number=1, owners=(0, 1)),
-        Heal(number=1, owner=0, to="C"),
-        Heal(number=1, owner=1, to="C"),
+        Repair(number=1, owner=0, to="C"),
+        Repair(number=1, owner=1, to="C"),
     ]
     assert job.seal(1, 0, "B") == []
     assert job.seal(1, 0, "C") == [UnderReplicated(number=1, owners=(1,))]
@@ -283,7 +283,7 @@ def test_a_copy_that_heals_in_a_newer_epoch_counts_if_it_is_the_records() -> Non
     job = Job()
     job.commit(1)
     job.tell(HolderLost(holder="B"), EpochBegan(epoch=2, owners=(0, 1)))
-    assert [o.to for o in job.tell(HolderJoined(holder="B", domain="rack B")) if isinstance(o, Heal)] == ["B", "B"]
+    assert [o.to for o in job.tell(HolderJoined(holder="B", domain="rack B")) if isinstance(o, Repair)] == ["B", "B"]
     assert job.seal(1, 0, "B", epoch=1, digest="x") == []
     assert job.seal(1, 0, "B", epoch=1) == [UnderReplicated(number=1, owners=(1,))]
 
@@ -293,10 +293,10 @@ def test_a_heal_whose_target_is_lost_is_given_to_another() -> None:
     job.tell(*(HolderJoined(holder=h, domain=f"rack {h}") for h in "CD"))
     job.commit(1)
     assert heals_in(job.tell(HolderLost(holder="B"))) == [
-        Heal(number=1, owner=0, to="C"),
-        Heal(number=1, owner=1, to="D"),  # the least loaded
+        Repair(number=1, owner=0, to="C"),
+        Repair(number=1, owner=1, to="D"),  # the least loaded
     ]
-    assert heals_in(job.tell(HolderLost(holder="C"))) == [Heal(number=1, owner=0, to="D")]
+    assert heals_in(job.tell(HolderLost(holder="C"))) == [Repair(number=1, owner=0, to="D")]
 
 
 def test_a_loss_before_the_commit_takes_its_copies_away() -> None:
@@ -349,8 +349,8 @@ def test_the_lost_member_of_a_set_is_healed_once_with_its_parity_block_beside_it
     job.tell(HolderJoined(holder="D", domain="rack D"))
     assert job.tell(HolderLost(holder="B")) == [
         UnderReplicated(number=1, owners=(0, 1, 2)),
-        Heal(number=1, owner=1, kind="data", to="D"),
-        Heal(number=1, owner=1, kind="parity", to="D"),
+        Repair(number=1, owner=1, kind="data", to="D"),
+        Repair(number=1, owner=1, kind="parity", to="D"),
     ]
     job.seal(1, 1, "D")
     assert job.seal(1, 1, "D", kind="parity") == [UnderReplicated(number=1, owners=())]
@@ -363,7 +363,7 @@ def test_two_losses_in_a_set_heal_nothing_because_there_is_no_source() -> None:
         for kind in ("data", "parity"):
             job.seal(1, r, HOME[r], kind=kind)
     job.tell(HolderLost(holder="A"), HolderLost(holder="B"))
-    heals = [o for o in job.tell(HolderJoined(holder="D", domain="rack D")) if isinstance(o, Heal)]
+    heals = [o for o in job.tell(HolderJoined(holder="D", domain="rack D")) if isinstance(o, Repair)]
     assert 0 not in {h.owner for h in heals if h.kind == "data"}
 
 

@@ -1,4 +1,4 @@
-"""The real core and the real driver, told as in `tests.core.core_told`, with all of it in a journal."""
+"""The real core and the real driver, told as in `tests.core.core_harness`, with all of it in a journal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rackrun.protocol.commands import Command, StartWorker
 from rackrun.protocol.events import Event
 from rackrun.protocol.job_config import JobConfig
 from tests.coordinator.fakes import Onlooker
-from tests.core.core_told import Told
+from tests.core.core_harness import CoreHarness
 
 
-class JournaledJob(Told):
+class JournaledJob(CoreHarness):
     """Time is ``now``, in milliseconds. Timers fire when the test says so: it never awaits."""
 
     def __init__(self, config: JobConfig, journal: Journal) -> None:

@@ -35,8 +35,8 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
 from rackrun.protocol.job_config import JobConfig, SlowRanks
 from tests.core.core_followed import Followed, FollowedCore
+from tests.core.core_harness import slow_rank, verdict_on
 from tests.core.core_model import SHORT, TIMEOUTS, Cluster, Process
-from tests.core.core_told import slow_rank, verdict_on
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 400
 

@@ -21,12 +21,12 @@ from rackrun.protocol.policy_types import (
     Costs,
     Decision,
     Failure,
+    FailureCause,
     RankNow,
     Rules,
     Rung,
     SpareNow,
     Weights,
-    Whose,
 )
 
 __all__ = ["PolicyAdapter", "Policy", "Situation"]
@@ -154,8 +154,8 @@ class PolicyAdapter:
         return hall.board.slots[slot]
 
 
-def _whose(ranks: tuple[Rank, ...]) -> Whose:
-    return Whose.HARDWARE if ranks else Whose.NETWORK
+def _whose(ranks: tuple[Rank, ...]) -> FailureCause:
+    return FailureCause.HARDWARE if ranks else FailureCause.NETWORK
 
 
 def _no_shrink(stays: int, min_ranks: int, *, state: bool) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from rackrun.chaos.evidence.history import (
     Committed,
     Entry,
+    JobNotice,
     Noticed,
     Overtaken,
     Planned,
@@ -23,7 +24,6 @@ from rackrun.chaos.evidence.history import (
     Strike,
     StrikeConfirmed,
     TakenBack,
-    Told,
 )
 from rackrun.chaos.report.analysis.journal_timeline import SEEN, Happened, JournalTimeline
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
@@ -157,7 +157,7 @@ def entries_of(chains: Sequence[Chain], job: JournalTimeline) -> list[Entry]:
             cause = _tell_recovery(recovery, cause, chain, job, add)
     for one in job.said:
         if one.name in ("Notice", "Answer"):
-            add(Told(at_s=one.at_s, id=f"j{one.id}", by="job", text=str(one.body["text"])))
+            add(JobNotice(at_s=one.at_s, id=f"j{one.id}", by="job", text=str(one.body["text"])))
     return found
 
 

@@ -97,7 +97,7 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     reasons: tuple[str, ...] = ()
     """The reason for each rung, with its figures."""
     whose: str = ""
-    """What the failure was attributed to (`rackrun.policy.Whose`)."""
+    """What the failure was attributed to (`rackrun.policy.FailureCause`)."""
     decided_ms: float | None = None
     """Time of the first decision."""
     predicted_gpu_s: float | None = None

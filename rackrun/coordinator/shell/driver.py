@@ -60,7 +60,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
 from rackrun.protocol.timers import JobBegins
-from rackrun.protocol.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
+from rackrun.protocol.wire import FillerState, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 
 __all__ = ["Core", "Driver", "AgentConnection", "Observer", "Status"]
 
@@ -253,7 +253,7 @@ class Driver:
         if self.over is None and (news := self._pace.news()) is not None:
             self.submit(news)
 
-    def _receive_one(self, message: UnitCommitted | UnitSealed | StateCopied | FillerTold, now_ms: float) -> None:
+    def _receive_one(self, message: UnitCommitted | UnitSealed | StateCopied | FillerState, now_ms: float) -> None:
         match message:
             case UnitCommitted():
                 self._committed(message, now_ms)
@@ -266,7 +266,7 @@ class Driver:
                 self.metrics.copies.record_copy(message)
                 self._pace.copied(message, now_ms)
                 self.watch.copied(message)
-            case FillerTold():
+            case FillerState():
                 self._journal.filler(message, now_ms)
                 self.metrics.fillers.record_state(message)
             case _:

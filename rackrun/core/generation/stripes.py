@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rackrun.core.generation.restore_plan import Kept
+from rackrun.core.generation.restore_plan import StoredSnapshots
 from rackrun.protocol.commands import GenerationPlan, Keeper, Restore, Stripes
 from rackrun.protocol.events import SnapshotStriped
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step
@@ -77,7 +77,7 @@ class ParityRows:
                 for member in self._sets[generation][rows[row]] if row in rows else ():
                     given.pop(member, None)
 
-    def rebuild(self, rank: Rank, step: Step, snapshots: Callable[[Rank], Sequence[Kept]]) -> Restore | None:
+    def rebuild(self, rank: Rank, step: Step, snapshots: Callable[[Rank], Sequence[StoredSnapshots]]) -> Restore | None:
         """Return how ``rank``'s snapshot of ``step`` can be rebuilt; None if it cannot.
 
         ``snapshots`` returns the snapshots of a rank on live trays.

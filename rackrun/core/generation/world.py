@@ -277,7 +277,7 @@ class World:
         return kept
 
     # -- what the last plan settled --------------------------------------------------------------------------------
-    def torn(self) -> bool:
+    def rollback_incomplete(self) -> bool:
         """Return whether a rollback was interrupted before all ranks had gone back."""
         if self.plan is None or self.plan.rollback is None:
             return False
@@ -287,7 +287,7 @@ class World:
         """Return the least position that is committed, and the values of its gate."""
         if self.plan is None:
             return BEGIN, ()
-        if self.plan.rollback is not None and self.stateful() and not self.torn():
+        if self.plan.rollback is not None and self.stateful() and not self.rollback_incomplete():
             return Position(self.plan.rollback), ()
         return self.plan.committed, self.plan.gate
 

@@ -11,7 +11,7 @@ from rackrun.core.members.rack import RackMachine
 from rackrun.core.recovery.view_builder import Prospect
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure, FailureCause, Rung
 
 __all__ = ["FailedRecovery"]
 
@@ -29,7 +29,7 @@ class FailedRecovery:
         """Stop because no other rung is possible, or the rules or the user's function do not want another."""
         rungs = [one.rung for one in decision.options if one.possible and not one.rung.only_by_name]
         others = [rung for rung in rungs if rung is not Rung.STOP]
-        if failure.whose is Whose.USER:
+        if failure.whose is FailureCause.USER:
             self.end.stop(
                 3,
                 f"the same step was done again {view.absorbs} times and failed again: {failure.what}",

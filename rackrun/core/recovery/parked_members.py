@@ -95,13 +95,13 @@ class ParkedMembers:
                 classes=self.classes,
                 world_size=world.size,
                 upto=committed,
-                torn=all_go_back,
+                rollback_incomplete=all_go_back,
                 trusted=world.trusted,
                 rebuild=snapshots.rebuilding(world.members, self.rack.trays, world.layout),
             )
 
         found = planned(all_go_back=True) if world.unsure else None
-        return found or planned(all_go_back=world.torn())
+        return found or planned(all_go_back=world.rollback_incomplete())
 
     def _has_just_begun(self, committed: Position) -> bool:
         """Return whether no more than `FEW_STEPS` steps were computed, according to living members and to those seen to

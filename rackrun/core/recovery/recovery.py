@@ -337,7 +337,7 @@ class Recovery:
         if late:
             self.condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
         elif state is WorkerState.RESUMING:
-            self._judge_rift(at_ms)
+            self._judge_partition(at_ms)
 
     def condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
         for record in records:
@@ -467,7 +467,7 @@ class Recovery:
         """Return whether a condemned worker's exit, with the snapshots that it leaves, is still to come."""
         old = self.world.old.ranks if self.world.old is not None else {}
         return self._owed and any(
-            ((record.rank is not None and record.stateful) or record.worker in old) and not record.lied
+            ((record.rank is not None and record.stateful) or record.worker in old) and not record.corrupt
             for record in self.rack.condemned()
         )
 
@@ -596,9 +596,9 @@ class Recovery:
         if all(
             other.state is not WorkerState.RESUMING or self.partition_reports.has_told(rank) for rank, other in members
         ):
-            self._judge_rift(event.at_ms)
+            self._judge_partition(event.at_ms)
 
-    def _judge_rift(self, at_ms: int) -> None:
+    def _judge_partition(self, at_ms: int) -> None:
         """Condemn the members that are cut off, or plan again. All members live, and their groups could not be
         built."""
         assert self.world.plan is not None

@@ -16,7 +16,7 @@ from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.policy.measured_costs import CostMeter
 from rackrun.protocol.ids import Position, Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import ClusterView, Failure, ProviderNow, RankNow, SpareNow, TrayNow, Whose
+from rackrun.protocol.policy_types import ClusterView, Failure, FailureCause, ProviderNow, RankNow, SpareNow, TrayNow
 
 __all__ = ["ViewBuilder", "Prospect", "failure_of", "whose"]
 
@@ -33,17 +33,23 @@ _STORAGE = ("builtins.OSError", "builtins.FileNotFoundError", "builtins.Permissi
 counts as this too, until it repeats."""
 
 
-def whose(loss: Loss) -> Whose:
+def whose(loss: Loss) -> FailureCause:
     """Return what a first failure is attributed to. `rackrun.core.faults.script_bug` recognizes the script's own errors
     when they repeat."""
     if loss.exit is None:
-        return Whose.HARDWARE
+        return FailureCause.HARDWARE
     if loss.failure is not None:
         kind = loss.failure.type
-        return Whose.NETWORK if kind in _NETWORK else Whose.STORAGE if kind in _STORAGE else Whose.HARDWARE
+        return (
+            FailureCause.NETWORK
+            if kind in _NETWORK
+            else FailureCause.STORAGE
+            if kind in _STORAGE
+            else FailureCause.HARDWARE
+        )
     if why_exited(loss.exit) == "SIGTERM" and not fingerprint(loss.exit):
-        return Whose.PREEMPTION
-    return Whose.HARDWARE
+        return FailureCause.PREEMPTION
+    return FailureCause.HARDWARE
 
 
 def failure_of(
@@ -56,11 +62,11 @@ def failure_of(
     """
     found = [whose(loss) for _, loss in sorted(losses.items())]
     if again:
-        taken_for = Whose.USER
+        taken_for = FailureCause.USER
     elif not lost:
-        taken_for = Whose.NETWORK
+        taken_for = FailureCause.NETWORK
     else:
-        taken_for = found[0] if found and len(dict.fromkeys(found)) == 1 else Whose.HARDWARE
+        taken_for = found[0] if found and len(dict.fromkeys(found)) == 1 else FailureCause.HARDWARE
     return Failure(
         what=what,
         whose=taken_for,

@@ -19,7 +19,7 @@ from pathlib import Path
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.base.location import parse_location
-from rackrun.checkpoint.base.messages import Complaints
+from rackrun.checkpoint.base.messages import SaveWarnings
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import InUse, Lease
@@ -93,7 +93,7 @@ class DurableCheckpoints:
         """Step -> whether its checkpoint is complete, as far as this rank has checked."""
         ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._buffers = CheckpointBuffers(ranks, self._device.pin, self._device.unpin)
-        self._complaints = Complaints()
+        self._warnings = SaveWarnings()
         token = runtime.boot.token if runtime.boot else ""
         self._owner = content_digest(token.encode())[:16] if token else ""
         """The job's name in the lease; "" for a job without a token, which takes no lease."""
@@ -378,4 +378,4 @@ class DurableCheckpoints:
 
     def _complain(self, what: str, reason: str = "") -> None:
         """Print a complaint once for each reason, because a full disk stays full."""
-        self._complaints.say(self._world.rank, what, reason)
+        self._warnings.say(self._world.rank, what, reason)
