@@ -22,7 +22,7 @@ import msgspec
 from rackrun.errors import UsageError
 
 __all__ = [
-    "Begun",
+    "InjectorDone",
     "Committed",
     "StrikeConfirmed",
     "RungChosen",
@@ -30,7 +30,7 @@ __all__ = [
     "Entry",
     "HistoryWriter",
     "Noticed",
-    "Overtaken",
+    "RecoveryInterrupted",
     "Placed",
     "Planned",
     "Recovered",
@@ -96,7 +96,7 @@ class Strike(_Entry, frozen=True, kw_only=True, tag="strike"):
     """Slot and incarnation of every worker that is struck."""
 
 
-class Begun(_Entry, frozen=True, kw_only=True, tag="begun"):
+class InjectorDone(_Entry, frozen=True, kw_only=True, tag="begun"):
     """The injector has done its part; `StrikeConfirmed` says whether the strike has taken effect."""
 
     strike: int
@@ -173,7 +173,7 @@ class Recovered(_Entry, frozen=True, kw_only=True, tag="recovered"):
     step: int
 
 
-class Overtaken(_Entry, frozen=True, kw_only=True, tag="overtaken"):
+class RecoveryInterrupted(_Entry, frozen=True, kw_only=True, tag="overtaken"):
     """Another failure came in the middle of the recovery."""
 
     generation: int
@@ -190,7 +190,7 @@ Entry = (
     | Placed
     | Committed
     | Strike
-    | Begun
+    | InjectorDone
     | StrikeConfirmed
     | TakenBack
     | Ended
@@ -199,7 +199,7 @@ Entry = (
     | Planned
     | Resumed
     | Recovered
-    | Overtaken
+    | RecoveryInterrupted
     | JobNotice
 )
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Entry)

@@ -54,7 +54,7 @@ from rackrun.protocol.crash_points import crash_point, register
 if TYPE_CHECKING:
     from rackrun.checkpoint.durable.durable_store import DurableStore
 
-__all__ = ["CheckpointWriter", "SealedPayload", "Sliced"]
+__all__ = ["CheckpointWriter", "SealedPayload", "SliceReadable"]
 
 register(
     "durable.directory",
@@ -72,7 +72,7 @@ register(
 )
 
 
-class Sliced(Protocol):
+class SliceReadable(Protocol):
     """Bytes that are read by slices."""
 
     nbytes: int
@@ -84,7 +84,7 @@ class SealedPayload(Protocol):
     """The part of an arena's reader that a writer uses."""
 
     @property
-    def payload(self) -> memoryview | Sliced: ...
+    def payload(self) -> memoryview | SliceReadable: ...
 
 
 class CheckpointWriter:
@@ -207,7 +207,7 @@ class CheckpointWriter:
             return self._files.stat(path.with_name(shard_name(fragment.rank, self.world_size))).st_size == fragment.size
         return False
 
-    def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
+    def _write(self, fragment: Fragment, data: memoryview | SliceReadable) -> None:
         """Write, sync and name the shard; read it back; then write its fragment."""
         self._make_directories()
         crash_point("durable.directory")
@@ -404,7 +404,7 @@ class CheckpointWriter:
                     pass
 
 
-def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
+def _checked_chunks(data: memoryview | SliceReadable, fragment: Fragment) -> Iterator[memoryview]:
     """Yield a private copy of each chunk, after comparing it with its sealed CRC32C.
 
     Raises FileRefused for a difference.

@@ -32,7 +32,7 @@ from rackrun.checkpoint.durable.files import FileFailure, delete_tree, failure_o
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["Choice", "Collected", "Retention", "choose", "collect", "sweep"]
+__all__ = ["RetentionChoice", "Collected", "Retention", "choose", "collect", "sweep"]
 
 register(
     "retention.synced",
@@ -63,7 +63,7 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RetentionChoice:
     """The checkpoints to keep and to drop. ``keep``: checkpoint number -> why. ``drop``: oldest first."""
 
     keep: Mapping[int, str]
@@ -90,7 +90,7 @@ def choose(
     newest_verified: int | None,
     barred: Collection[int] = (),
     superseded: int | None = None,
-) -> Choice:
+) -> RetentionChoice:
     """Choose which checkpoints stay. Choosing again after dropping the others drops nothing more.
 
     ``barred``: checkpoints that no restore takes, or that may not be on disk. ``superseded``: the newest step that is
@@ -116,7 +116,7 @@ def choose(
     if superseded is not None:
         later = [info.number for info in checkpoints if info.step > superseded and info.number not in keep]
         keep |= dict.fromkeys(later, f"this run has nothing verified of a step after {superseded}")
-    return Choice(keep, tuple(number for number in reversed(newest) if number not in keep))
+    return RetentionChoice(keep, tuple(number for number in reversed(newest) if number not in keep))
 
 
 def collect(  # noqa: PLR0913 - all that a caller knows about its job
@@ -234,7 +234,7 @@ def _newest_verified(store: DurableStore, checkpoints: Sequence[CheckpointInfo])
     return None
 
 
-def _write_down(store: DurableStore, choice: Choice, epoch: int, done: Collected) -> None:
+def _write_down(store: DurableStore, choice: RetentionChoice, epoch: int, done: Collected) -> None:
     """Write the decision to ``RETENTION.json``. A failure is recorded, not raised."""
     decision = {"epoch": epoch, "keep": {str(key): why for key, why in choice.keep.items()}, "drop": choice.drop}
     try:

@@ -28,12 +28,12 @@ from rackrun.checkpoint.durable.durable_manifest import Manifest
 from rackrun.checkpoint.durable.durable_reader import CheckpointReader, ShardReader
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore
 
-__all__ = ["DISK", "Seen", "ShardBytes", "Sources", "identity_of", "newest_records"]
+__all__ = ["DISK", "RestorableData", "ShardBytes", "Sources", "identity_of", "newest_records"]
 
 DISK = "disk"
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class RestorableData(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank can restore from."""
 
     place: str = ""
@@ -68,7 +68,7 @@ class Sources:
         self._opened: list[Arena] = []
         self._durable: dict[int, CheckpointReader] = {}
 
-    def look(self) -> Seen:
+    def look(self) -> RestorableData:
         """Return what this rank can restore from, after verifying every byte of the arenas assigned to it.
 
         Damage is left out and recorded, not raised.
@@ -107,7 +107,7 @@ class Sources:
                     holdings.append(_in_memory(info, self.place))
                 if info.state is SlotState.COMMITTED and all(info.number != one.number for one in records):
                     left_out.setdefault(info.number, "it was committed in memory, and its commit record is gone.")
-        return Seen(
+        return RestorableData(
             place=self.place,
             holdings=tuple(holdings),
             records=tuple(records),

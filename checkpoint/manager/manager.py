@@ -46,7 +46,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import Lease
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.host_copies import copies_from
-from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
+from rackrun.checkpoint.manager.checkpoint_sources import RestorableData, Sources
 from rackrun.checkpoint.manager.restoring import RestoreReport, restore
 from rackrun.checkpoint.manager.save_handle import Counters, SaveHandle
 from rackrun.checkpoint.manager.saver import Saved, SaveLocation, Saver
@@ -64,7 +64,7 @@ _SECONDS = 300.0
 class _Hello(msgspec.Struct, frozen=True):
     """What each rank reports to rank 0 in `prepare`."""
 
-    seen: Seen
+    seen: RestorableData
     host: str
     clock_ms: int
     quarantined: tuple[int, ...]
@@ -123,7 +123,7 @@ class CheckpointManager:
         self._folder: ArenaFolder | None = None
         self._restored: Saved | None = None
         self._hooks: list[Any] = []
-        self._seen: list[Seen] = []
+        self._seen: list[RestorableData] = []
         """What every rank has seen. Set on rank 0 only."""
         self._epoch = -1
         self._lease: Lease | None = None

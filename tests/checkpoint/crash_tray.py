@@ -16,7 +16,7 @@ from rackrun.checkpoint.base.process_identity import end_session
 from rackrun.checkpoint.commit.checkpoint_choice import Holding, Tier
 from rackrun.checkpoint.commit.commit_records import ShardSealed
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
+from rackrun.checkpoint.manager.checkpoint_sources import RestorableData, Sources
 from rackrun.protocol.boot import SNAPSHOT_JOB as JOB
 from tests.checkpoint.crash_stage import Killed
 from tests.checkpoint.storage import Hooked
@@ -59,7 +59,7 @@ class Tray:
         self.arena: Arena
 
     # -- its processes
-    def start(self, epoch: int) -> Seen:
+    def start(self, epoch: int) -> RestorableData:
         """The agent says what it has; the rank begins to write."""
         self.folder = ArenaFolder(MemoryTier(self.base), JOB, self._disk, self.index, self._world)
         sources = Sources(self.folder, self.store, rank=self.index, world=self._world)

@@ -16,9 +16,9 @@ from rackrun.chaos.evidence.history import (
     Entry,
     JobNotice,
     Noticed,
-    Overtaken,
     Planned,
     Recovered,
+    RecoveryInterrupted,
     Resumed,
     RungChosen,
     Strike,
@@ -190,7 +190,11 @@ def _tell_recovery(
     name = f"g{generation}"
     if recovery.overtaken:
         ended_s = _moment(job, recovery.resumed_ms or recovery.plan_ms or recovery.break_ms or recovery.fault_ms)
-        return add(Overtaken(at_s=ended_s or 0.0, id=f"{name}.overtaken", cause=cause, by="job", generation=generation))
+        return add(
+            RecoveryInterrupted(
+                at_s=ended_s or 0.0, id=f"{name}.overtaken", cause=cause, by="job", generation=generation
+            )
+        )
     if recovery.resumed_ms is not None:
         at_s = job.at_s(recovery.resumed_ms)
         cause = add(Resumed(at_s=at_s, id=f"{name}.resumed", cause=cause, by="job", generation=generation))

@@ -27,7 +27,7 @@ class PartitionReports:
     def add(self, rank: Rank, *, cut_off: bool) -> None:
         self._told[rank] = cut_off
 
-    def has_told(self, rank: Rank) -> bool:
+    def has_reported(self, rank: Rank) -> bool:
         return rank in self._told
 
     def attempt(self) -> None:

@@ -18,7 +18,7 @@ from rackrun.protocol.ids import Position, Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ClusterView, Failure, FailureCause, ProviderNow, RankNow, SpareNow, TrayNow
 
-__all__ = ["ViewBuilder", "Prospect", "failure_of", "whose"]
+__all__ = ["ViewBuilder", "DecisionInputs", "failure_of", "cause_of"]
 
 _NETWORK = (
     "rackrun.errors.CollectiveBroken",
@@ -33,7 +33,7 @@ _STORAGE = ("builtins.OSError", "builtins.FileNotFoundError", "builtins.Permissi
 counts as this too, until it repeats."""
 
 
-def whose(loss: Loss) -> FailureCause:
+def cause_of(loss: Loss) -> FailureCause:
     """Return what a first failure is attributed to. `rackrun.core.faults.script_bug` recognizes the script's own errors
     when they repeat."""
     if loss.exit is None:
@@ -60,7 +60,7 @@ def failure_of(
     ``lost`` holds all ranks without a worker, also those lost before an older plan. ``again``: the same step has failed
     in place repeatedly, so the hardware is not to blame.
     """
-    found = [whose(loss) for _, loss in sorted(losses.items())]
+    found = [cause_of(loss) for _, loss in sorted(losses.items())]
     if again:
         taken_for = FailureCause.USER
     elif not lost:
@@ -80,7 +80,7 @@ def failure_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
+class DecisionInputs:
     """What is known when a decision is taken, from fresh reports."""
 
     committed: Position
@@ -117,7 +117,7 @@ class ViewBuilder:
 
     def view(
         self,
-        prospect: Prospect,
+        prospect: DecisionInputs,
         *,
         moved: tuple[Rank, ...],
         waited_ms: int,
@@ -195,7 +195,7 @@ class ViewBuilder:
         unfit = len([slot for slot in unusable if self.world.rank_at(slot) is None and self.rack.may_come(slot)])
         return unfit + sum(self.rack.returning.values())
 
-    def _why_short(self, prospect: Prospect, coming: int) -> str:
+    def _why_short(self, prospect: DecisionInputs, coming: int) -> str:
         lost = self.world.lost()
         if prospect.enough:
             return f"{len(lost)} ranks to replace, and no spare inside their NVLink clique"
@@ -203,7 +203,7 @@ class ViewBuilder:
         last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
         return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}{self.rack.held_back()}"
 
-    def _placeable(self, prospect: Prospect) -> bool:
+    def _placeable(self, prospect: DecisionInputs) -> bool:
         """Return whether a restart finds a slot for every rank.
 
         It is computed only where a restart may be chosen although state is left, so that it does not end what could

@@ -35,7 +35,7 @@ from rackrun.worker.exact.exact_checks import (
 )
 from rackrun.worker.exact.exactly_once import ExactlyOnce, ParameterSum
 from rackrun.worker.exact.fixed_point import FixedPoint, fixed_point
-from rackrun.worker.exact.fixed_point_scales import Scales, Width, fit
+from rackrun.worker.exact.fixed_point_scales import BitBudget, Scales, fit
 from rackrun.worker.exact.parameter_segments import Factors, Segments
 from rackrun.worker.membership.worker_membership import Abandoned, WorkerMembership
 from rackrun.worker.process.reports import say
@@ -51,7 +51,7 @@ class ExactReduction:
     """The exact reduction of one run, between its gradients and its collectives. ``shards``: number of micro-batches in
     the global batch."""
 
-    def __init__(self, world: WorkerMembership, state: TrackedState, width: Width, shards: int) -> None:
+    def __init__(self, world: WorkerMembership, state: TrackedState, width: BitBudget, shards: int) -> None:
         self._world, self._state, self._width, self._shards = world, state, width, shards
         self._bits = width.of_a_shard(shards)
         self._arithmetic: FixedPoint = fixed_point(world.device)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, Observed, choose_interval
+from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, ObservedCosts, choose_interval
 from rackrun.checkpoint.image.host_copies import ImageCopy, copies_from
 from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.boot import SNAPSHOT_JOB
@@ -140,7 +140,7 @@ class Snapshots:
         """Return the number of steps between two snapshots. It is a power of two, so that noise in the estimates seldom
         changes it, and the former interval need not be known."""
         size = self._runtime.world.size
-        observed = Observed(
+        observed = ObservedCosts(
             steps=1,
             step_ns=round(gate.step_s / size * 1e9),
             snapshots=1,
