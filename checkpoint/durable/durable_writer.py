@@ -93,17 +93,18 @@ class CheckpointWriter:
     Any number of writers, anywhere, may work on one checkpoint.
     """
 
-    def __init__(self, store: DurableStore, number: int, step: int, epoch: int, world_size: int) -> None:
-        if number < 0 or epoch < 0 or world_size < 1:
+    def __init__(self, store: DurableStore, number: int, step: int, fencing_token: int, world_size: int) -> None:
+        if number < 0 or fencing_token < 0 or world_size < 1:
             raise ValueError(
-                f"checkpoint {number}, epoch {epoch} or world size {world_size} is too small: give 0, 0 and 1 or more"
+                f"checkpoint {number}, fencing token {fencing_token} or world size {world_size} is too small: "
+                "give 0, 0 and 1 or more"
             )
-        self.number, self.step, self.epoch, self.world_size = number, step, epoch, world_size
+        self.number, self.step, self.fencing_token, self.world_size = number, step, fencing_token, world_size
         self.failure: FileFailure | None = None
         """Why the last call returned False. None: fragments of other ranks are not there yet."""
         self._store, self._files = store, store.files
         self._final = store.path(number)
-        self._temporary = store.attempt(number, step, epoch, world_size)
+        self._temporary = store.attempt(number, step, fencing_token, world_size)
 
     def write_shard(
         self,
@@ -315,7 +316,7 @@ class CheckpointWriter:
             job=self._store.job,
             number=self.number,
             step=self.step,
-            epoch=self.epoch,
+            fencing_token=self.fencing_token,
             world_size=self.world_size,
             shards=tuple(shards),
         )

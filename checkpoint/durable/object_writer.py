@@ -4,7 +4,7 @@
 
     <root>/<job>/gen-000000000123/
         data-<epoch>-<nonce>/       uploads of the writers of one attempt: shards and fragments, by their usual names
-        MANIFEST.json               the checkpoint is whole when this exists; step, epoch, world size name the attempt
+        MANIFEST.json               the checkpoint is whole when this exists; step, token, world size name the attempt
 
 An object appears whole or not at all, so there are no temporary names and no renames. Attempts that differ in anything
 have different prefixes, so a late writer overwrites nothing that was published. The manifest is created only where none

@@ -54,7 +54,7 @@ class SaveLocation:
     store: DurableStore
     folder: ArenaFolder | None
     """None: arenas are private to this process, and end with it."""
-    epoch: int
+    fencing_token: int
     first: int
     """Number of the first checkpoint."""
     slots: int
@@ -72,7 +72,7 @@ class Saver:
 
     def __init__(self, place: SaveLocation, device: HostCopies, counters: Counters) -> None:
         self._place, self._device, self._counters = place, device, counters
-        self._commits = CommitParticipant(place.peers.another(), place.epoch, seconds=place.seconds)
+        self._commits = CommitParticipant(place.peers.another(), place.fencing_token, seconds=place.seconds)
         self._next = place.first
         self._arena: Arena | None = None
         self._outgrown: list[Arena] = []
@@ -106,7 +106,7 @@ class Saver:
         folder, peers = self._place.folder, self._place.peers
         for path, mine in folder.arenas().items() if folder is not None else ():
             if folder is not None and mine == (peers.rank, peers.world_size) and self._arena is None:
-                self._arena = folder.attach(path, self._place.epoch)
+                self._arena = folder.attach(path, self._place.fencing_token)
         if self._arena is not None:
             self._device.pin(*self._arena.memory())
 
@@ -142,10 +142,10 @@ class Saver:
         place, room = self._place, with_spare_room(size)
         if place.folder is not None:
             self._arena = place.folder.create(
-                place.epoch, slots=place.slots, payload_bytes=room, local_ranks=place.local_ranks
+                place.fencing_token, slots=place.slots, payload_bytes=room, local_ranks=place.local_ranks
             )
         else:
-            self._arena = _private_arena(place.job, place.peers.rank, place.epoch, place.slots, room)
+            self._arena = _private_arena(place.job, place.peers.rank, place.fencing_token, place.slots, room)
         self._device.pin(*self._arena.memory())
         return self._arena
 
@@ -302,7 +302,7 @@ class Saver:
         """After a commit, remove the arenas that only an older world or a smaller state could have used."""
         folder = self._place.folder
         if folder is not None:
-            folder.sweep(self._place.epoch)
+            folder.sweep(self._place.fencing_token)
         while self._outgrown:
             arena = self._outgrown.pop()
             if folder is not None:
@@ -314,7 +314,7 @@ class Saver:
         place, handle = self._place, saving.handle
         flush = Flush(
             saving,
-            DurableTier(place.store, place.epoch, place.keep, self._began, place.hold),
+            DurableTier(place.store, place.fencing_token, place.keep, self._began, place.hold),
             arena,
             peers=place.peers.another(),
             former=self._flushed,
@@ -358,9 +358,11 @@ class Saver:
         return thread
 
 
-def _private_arena(job: str, rank: int, epoch: int, slots: int, payload_bytes: int) -> Arena:
+def _private_arena(job: str, rank: int, fencing_token: int, slots: int, payload_bytes: int) -> Arena:
     fd = os.memfd_create("rackrun-checkpoint", os.MFD_CLOEXEC)
     try:
-        return Arena.create(fd, job=job, rank=rank, epoch=epoch, slots=slots, payload_bytes=payload_bytes)
+        return Arena.create(
+            fd, job=job, rank=rank, fencing_token=fencing_token, slots=slots, payload_bytes=payload_bytes
+        )
     finally:
         os.close(fd)

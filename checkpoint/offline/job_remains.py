@@ -45,7 +45,7 @@ class CommittedCheckpoint:
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     shards: tuple[Identity | None, ...]
     """The identity of each rank's shard; None when nothing says what it was."""
 
@@ -114,7 +114,7 @@ class Remains:
         if (record := self._records.get(number)) is not None:
             return _recorded(record)
         manifest = self._manifest(number)
-        return CommittedCheckpoint(number, manifest.step, manifest.epoch, identities(self.store, manifest))
+        return CommittedCheckpoint(number, manifest.step, manifest.fencing_token, identities(self.store, manifest))
 
     def find(self, sought: CommittedCheckpoint) -> tuple[dict[int, VerifiedShard], dict[int, str]]:
         """Return rank -> its shard, from memory where possible; and rank -> why no verified shard was found."""
@@ -207,7 +207,7 @@ def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
 def _recorded(record: CommitRecord) -> CommittedCheckpoint:
     shards = {shard.owner: (shard.digest, shard.layout_hash) for shard in record.shards if shard.kind == "data"}
     return CommittedCheckpoint(
-        record.number, record.step, record.epoch, tuple(shards.get(r) for r in range(max(shards) + 1))
+        record.number, record.step, record.fencing_token, tuple(shards.get(r) for r in range(max(shards) + 1))
     )
 
 

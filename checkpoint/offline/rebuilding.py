@@ -141,7 +141,9 @@ def _finished(remains: Remains, beside: DurableStore, number: int) -> _Source | 
         if (sought.step, len(sought.shards), known) != (manifest.step, len(shards), list(shards)):
             return None
     where = {rank: str(beside.path(number) / shard_name(rank, len(shards))) for rank in range(len(shards))}
-    return _Source(replace(told, sources=where), CommittedCheckpoint(number, manifest.step, manifest.epoch, shards), {})
+    return _Source(
+        replace(told, sources=where), CommittedCheckpoint(number, manifest.step, manifest.fencing_token, shards), {}
+    )
 
 
 def _found(remains: Remains, number: int) -> _Source:
@@ -263,7 +265,7 @@ def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> 
             f"{beside.root} cannot be made: {error.strerror or error}.",
             remedy="give a directory that can be written to.",
         ) from error
-    writer = beside.writer(sought.number, sought.step, sought.epoch, len(found))
+    writer = beside.writer(sought.number, sought.step, sought.fencing_token, len(found))
     done = 0
     for rank, one in found.items():
         if not _write_shard(writer, rank, one, shares.get(rank)):

@@ -107,8 +107,8 @@ class DurableCheckpoints:
         resumption = Resumption(self._world, self._state, self._store, self._options.facts)
         position, life = resumption.run(self._take_lease() if self._world.rank == 0 else None)
         if self._lease is not None:
-            self._lease.epoch = life
-            sweep(self._store, epoch=life)
+            self._lease.fencing_token = life
+            sweep(self._store, fencing_token=life)
             self._lease.keep(self._complain)
         if position is not None:
             self._reports.copied("resume", position.step, seconds=time.monotonic() - began)
@@ -363,12 +363,12 @@ class DurableCheckpoints:
             collect(
                 self._store,
                 Retention(self._options.keep),
-                epoch=life,
+                fencing_token=life,
                 now=time.time,
                 orphan_ttl_s=_ORPHANS_S,
                 finished=step if not last else -1,
                 began=self._state.lineage.began,
-                over=lambda epoch: self._lease is not None and not self._lease.lost and epoch < life,
+                over=lambda token: self._lease is not None and not self._lease.lost and token < life,
             )
 
     def _failed(self, step: int, why: str, reason: str = "") -> None:

@@ -225,7 +225,7 @@ class Snapshots:
         if self._fds[0] < 0 or self._arenas.complete:
             return
         size = self._images.describe("").layout.total_bytes if size is None else size
-        self._arenas.ahead(size, rank=self._runtime.world.rank, epoch=self._runtime.world.generation)
+        self._arenas.ahead(size, rank=self._runtime.world.rank, fencing_token=self._runtime.world.generation)
 
     def expect(self) -> None:
         """Begin to allocate memory like `warm`, perhaps before the first step, with room for what optimizers will hold.
@@ -249,7 +249,7 @@ class Snapshots:
         memory."""
         world = self._runtime.world
         arena = self._arenas.arena(
-            slot, size, rank=world.rank, epoch=world.generation, waiting=self._runtime.page.progress
+            slot, size, rank=world.rank, fencing_token=world.generation, waiting=self._runtime.page.progress
         )
         for info in arena.slots():
             if info.number == named and info.manifest_digest:  # the step is being done again
