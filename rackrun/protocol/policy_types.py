@@ -288,6 +288,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def possible(self) -> bool:
+        """Whether the rung can be taken now; otherwise ``why_not`` says why it cannot."""
         return not self.why_not
 
 

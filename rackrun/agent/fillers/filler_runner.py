@@ -131,6 +131,7 @@ class Fillers:
 
     # -- what the tray tells
     def spare_waits(self, slot: SlotId, incarnation: Incarnation) -> None:
+        """Start a filler beside a spare that waits now, unless none is configured or one runs already."""
         if not self._places or self._closing:
             return
         place = self._place(slot)

@@ -111,6 +111,7 @@ class AgentPauses:
     """Begin and end of the latest interval without a look."""
 
     def add(self, from_ns: int, until_ns: int) -> None:
+        """Add an interval in which the agent did not look, on the monotonic clock in ns."""
         if from_ns > self._until_ns:
             self._from_ns = from_ns
         self._until_ns = until_ns
@@ -160,9 +161,11 @@ class ProgressTimer:
         self._signs, self._worked_ns, self._lived_ns, self._starved_ns = None, 0, 0, 0
 
     def is_due(self, now_ns: int, every_ns: int) -> bool:
+        """Return whether the last reading is at least ``every_ns`` old."""
         return self._signs is None or now_ns - self._signs.at_ns >= every_ns
 
     def add_reading(self, signs: ActivityTotals) -> None:
+        """Add a reading of the process, and count what has changed since the one before."""
         before, self._signs = self._signs, signs
         if before is None:
             return

@@ -170,12 +170,15 @@ class Journal:
         return self._entry("event", event, event.at_ms, None)
 
     def command(self, command: Command, at_ms: int, cause: int) -> None:
+        """Queue a command; ``cause``: the id of the event that it follows from. Never blocks."""
         self._entry("command", command, at_ms, cause)
 
     def recovery(self, recovery: RecoveryRecord) -> None:
+        """Queue a recovery; a later call for the same generation and fault replaces it. Never blocks."""
         self._put(_RECOVERY, (recovery.generation, recovery.fault_ms, recovery))
 
     def unit(self, unit: UnitCommitted, at_ms: float) -> None:
+        """Queue a rank's committed unit, with its gate and its ledger of sample ids. Never blocks."""
         where = (unit.at.step, unit.at.phase, unit.rank, unit.generation)
         gate = struct.pack(f"<{len(unit.gate)}d", *unit.gate)
         self._put(_UNIT, (*where, unit.attempt, at_ms, unit.seconds, gate, unit.own))
@@ -184,9 +187,11 @@ class Journal:
             self._put(_LEDGER, (*where, len(unit.ids) // 8, digest_of(unit.ids), ids))
 
     def filler(self, told: FillerState, at_ms: float) -> None:
+        """Queue the state of a filler; the last one of each start is kept. Never blocks."""
         self._put(_FILLER, (told.slot, told.incarnation, told.start, at_ms, told))
 
     def fact(self, key: str, value: object) -> None:
+        """Queue a fact about the run as text, such as its configuration or exit code. Never blocks."""
         self._put(_META, (key, clean(str(value))))
 
     # -- the end

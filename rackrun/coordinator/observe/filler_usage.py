@@ -34,6 +34,7 @@ class FillerMetrics:
         )
 
     def record_state(self, told: FillerState) -> None:
+        """Count a filler's state: starts, seconds and processor time since the last report."""
         before = self._running.pop(told.slot, None)
         if before is None or (before.incarnation, before.start) != (told.incarnation, told.start):
             self.starts.inc()

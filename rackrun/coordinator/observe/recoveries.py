@@ -255,6 +255,7 @@ class RecoveryWatch:
                 pass
 
     def committed(self, unit: UnitCommitted, now_ms: float) -> None:
+        """Note a rank's committed unit: a recovery is over when every rank has committed one."""
         recovery = self._open
         self._newest_step = max(self._newest_step, unit.at.step)
         if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:

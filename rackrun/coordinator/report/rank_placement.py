@@ -61,6 +61,7 @@ class RankPlacement:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of the newest plan; before the first, one data-parallel axis over all ranks."""
         return self.past.seating.mesh or Mesh.of({"dp": max(len(self.past.seats), 1)})
 
     @property

@@ -73,9 +73,11 @@ _STOOD_STILL_MS, _CATCH_UP_MS = 1_000, 250
 class Core(Protocol):
     """The part of `rackrun.core.machine.control_plane.ControlPlane` that the driver uses."""
 
-    def handle(self, event: Event) -> Sequence[Command]: ...
+    def handle(self, event: Event) -> Sequence[Command]:
+        """Apply an event, and return the commands that follow, in order."""
 
-    def view(self) -> msgspec.Struct: ...
+    def view(self) -> msgspec.Struct:
+        """Return what can be shown of the job now."""
 
 
 class AgentConnection(Protocol):
@@ -85,15 +87,18 @@ class AgentConnection(Protocol):
     pid: int
     """Process id of the agent on its host; 0: not reported."""
 
-    def send(self, data: bytes) -> None: ...
+    def send(self, data: bytes) -> None:
+        """Send one encoded message. Never blocks."""
 
 
 class Observer(Protocol):
     """Shows people what happens in the job."""
 
-    def line(self, text: str, logged: Logged) -> None: ...
+    def line(self, text: str, logged: Logged) -> None:
+        """Show a line that the script logged; ``text`` is how it reads."""
 
-    def recovered(self, recovery: RecoveryRecord) -> None: ...
+    def recovered(self, recovery: RecoveryRecord) -> None:
+        """Show a recovery that is over."""
 
     def protected(self, text: str) -> None:
         """Show which losses the snapshots survive from now on."""
@@ -180,9 +185,11 @@ class Driver:
     # -- who is there
     @property
     def over(self) -> StopJob | None:
+        """The command that ended the job; None while it runs."""
         return self.finished.result() if self.finished.done() and not self.finished.cancelled() else None
 
     def link_of(self, tray: TrayId) -> AgentConnection | None:
+        """Return the connection to a tray's agent; None if there is none now."""
         return self._links.get(tray)
 
     def joined(self, event: TrayJoined, link: AgentConnection) -> None:
@@ -283,6 +290,7 @@ class Driver:
         self.stop(StopJob(exit_code=3, because=because, remedy="start the same command again, and please report this."))
 
     def close(self) -> None:
+        """Cancel all timers and end the measurement of an open recovery."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
@@ -294,6 +302,7 @@ class Driver:
         return (self._clock() - self._began) * 1e3
 
     def status(self) -> Status:
+        """Return the status that ``/status`` and ``rackctl status`` show."""
         last = self.recoveries[-1] if self.recoveries else None
         return Status(
             run_id=self._run_id,

@@ -58,6 +58,7 @@ class RestoreSources:
             self.snapshots.striped(record.rank, event)
 
     def forget_tray(self, tray: TrayId) -> None:
+        """Drop the snapshots on a lost tray, also those of the world before a resize."""
         self.snapshots.forget_tray(tray)
         if self.world.old is not None:
             self.world.old.snapshots.forget_tray(tray)

@@ -124,6 +124,7 @@ class SnapshotLocations:
         return {rank: [*self._left.get(rank, ()), *self._copies.get(rank, ())] for rank in ranks}
 
     def forget_tray(self, tray: TrayId) -> None:
+        """Drop the snapshots and copies on a lost tray."""
         for rank in self._there.pop(tray, ()):
             for held in (self._left, self._copies):
                 if rank in held:
@@ -141,6 +142,7 @@ class SnapshotLocations:
         self.behind = {rank: None for rank, newest in self.told.items() if newest < plan.generation}
 
     def clear(self) -> None:
+        """Forget all snapshots, copies and parity: nothing from before is used."""
         self.behind.clear()
         self._there.clear()
         self._left.clear()

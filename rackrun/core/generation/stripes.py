@@ -57,6 +57,7 @@ class ParityRows:
         self._forget_old()
 
     def striped(self, rank: Rank, event: SnapshotStriped) -> None:
+        """Record complete parity of a snapshot of ``rank``. A late event, or one from no set, changes nothing."""
         ends = [end for generation, end in self._ends.items() if generation > event.generation]
         if rank not in self._sets.get(event.generation, {}) or any(end < Position(event.step) for end in ends):
             return  # the event comes late: its step is computed again
@@ -103,6 +104,7 @@ class ParityRows:
         return None
 
     def clear(self) -> None:
+        """Forget all parity, and the sets of all generations."""
         self._sets.clear()
         self._parity.clear()
         self._keepers.clear()

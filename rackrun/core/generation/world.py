@@ -163,6 +163,7 @@ class World:
         self.trusted, self.unsure, self.doubted = None, False, False
 
     def ranks(self) -> list[Rank]:
+        """Return all ranks, 0 to size - 1, whether or not they have a worker."""
         return [Rank(rank) for rank in range(self.size)]
 
     def lost(self) -> dict[Rank, SlotId]:
@@ -188,9 +189,11 @@ class World:
         return {rank: record for rank, record in sorted(self.members.items()) if record.stateful}
 
     def workers(self) -> tuple[Worker, ...]:
+        """Return the workers of all members, ordered by rank."""
         return tuple([record.worker for _, record in sorted(self.members.items())])
 
     def as_members(self, fresh: Collection[Rank] = ()) -> tuple[Member, ...]:
+        """Return the members as a plan lists them, ordered by rank; those in ``fresh`` receive their state."""
         fresh = dict.fromkeys(fresh)
         return tuple(
             [

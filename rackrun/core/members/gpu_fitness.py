@@ -56,10 +56,12 @@ class GpuFitness:
         self._refused |= {slot_id(tray, index): why for index in range(slots)}
 
     def put_on_probation(self, slot: SlotId, because: str) -> None:
+        """Make a slot the last choice from now on; ``because`` is shown to operators."""
         self.edition += 1
         self._probation[slot] = because
 
     def end_probation(self, slot: SlotId) -> None:
+        """Forget what was held against a slot, results that did not repeat included."""
         self.edition += 1
         self._probation.pop(slot, None)
         self._unrepeated.pop(slot, None)
@@ -76,6 +78,7 @@ class GpuFitness:
         return again
 
     def on_probation(self, slot: SlotId) -> bool:
+        """Return whether a slot is a last choice."""
         return slot in self._probation
 
     def forget(self, tray: TrayId) -> None:

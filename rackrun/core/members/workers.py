@@ -133,6 +133,7 @@ class Loss:
 
     @property
     def failure(self) -> ScriptFailure | None:
+        """The script's failure as the worker reported it; None if there was none or its exit was not seen."""
         return self.exit.failure if self.exit else None
 
 

@@ -58,6 +58,7 @@ class SnapshotCoverage:
 
     @classmethod
     def of(cls, plan: GenerationPlan) -> SnapshotCoverage:
+        """Return what ``plan`` protects, indexed for `of_rank`."""
         keepers = [keeper for members in plan.sets for keeper in members]
         holders = [TrayId(holder.rpartition("/")[2]) for holder in plan.mirrors.values()]
         trays = frozenset((*holders, *(keeper.tray for keeper in keepers)))

@@ -340,6 +340,7 @@ class Recovery:
             self._judge_partition(at_ms)
 
     def condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
+        """Fence these living workers and handle them as lost. ``because``: the reason that is shown."""
         for record in records:
             self.fencing.fence(record, because, fault=fault)
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
@@ -404,6 +405,7 @@ class Recovery:
         return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
 
     def answered(self, event: PolicyAnswered) -> None:
+        """Decide with the answer of the user's policy function, if it belongs to the open question."""
         if self.decision_maker.answered(event):
             self.decide(event.at_ms)
 

@@ -167,6 +167,7 @@ class TreeWork(dist.Work):
         return self._current is None or self._error is not None
 
     def is_success(self) -> bool:
+        """Return whether the sum has ended without an error."""
         return self._current is None and self._error is None
 
     def _go_on(self) -> None:

@@ -69,9 +69,11 @@ class Scales:
         """fp32, by slot; 0 until a gradient other than 0 was seen."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the largest magnitudes, a tensor of shape (slots,) in fp32."""
         return {"largest": self.largest}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy a `state_dict` in place. The number of slots must be the same."""
         self.largest.copy_(state["largest"])
 
     def seen(self, largest: torch.Tensor) -> None:

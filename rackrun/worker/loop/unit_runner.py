@@ -175,6 +175,7 @@ class UnitRunner:
     # -- the run
     @property
     def passed(self) -> Position:
+        """The position of the last unit whose gate this rank saw pass."""
         return self._world.passed
 
     @property

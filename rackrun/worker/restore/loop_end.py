@@ -28,9 +28,11 @@ __all__ = ["LoopEndState", "StateSource"]
 class StateSource(Protocol):
     """The state that a newcomer receives: the current one, or a former one."""
 
-    def manifest(self, replica_class: str) -> StateManifest: ...
+    def manifest(self, replica_class: str) -> StateManifest:
+        """Return the description of the state, for replicas of ``replica_class``."""
 
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return path -> tensor of the state, without copies."""
 
 
 class LoopEndState:

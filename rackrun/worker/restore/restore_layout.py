@@ -44,6 +44,7 @@ class TensorPiece:
 
     @property
     def nbytes(self) -> int:
+        """The size of the piece in bytes."""
         return self.stop - self.start
 
 

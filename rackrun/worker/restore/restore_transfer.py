@@ -58,6 +58,7 @@ class Transfer:
         self._work, self._limited = work, limited
 
     def wait(self) -> None:
+        """Wait for the transfer. Raises `RuntimeError` if it failed."""
         if self._work is None:  # NCCL: it is in the current stream already
             return
         if self._limited:

@@ -34,6 +34,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
+        """The size of the tensor in bytes, dense."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property

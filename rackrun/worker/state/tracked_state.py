@@ -401,6 +401,7 @@ class TrackedState:
         return self._structure
 
     def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of all tracked modules, as `ModuleStructure` lists them."""
         return self.structure().parameters
 
     def trained(self) -> list[torch.Tensor]:

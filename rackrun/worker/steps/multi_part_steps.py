@@ -46,6 +46,7 @@ class MultiPartWatch:
         """Why this script's steps have several parts, for a message; empty while none was seen."""
 
     def begin_unit(self) -> None:
+        """Forget the collectives of the unit before."""
         self._signature, self._because = None, ""
 
     def called(self, name: str, result: Any) -> None:

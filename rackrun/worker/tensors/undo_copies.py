@@ -48,6 +48,7 @@ class UndoCopies:
         self._fresh.clear()
 
     def clear(self) -> None:
+        """Drop all copies and free their memory."""
         self._held.clear()
         self._fresh.clear()
 
