@@ -2,7 +2,7 @@
 
 ::
 
-    board = PlacementArrays(topology)                           # once for a topology
+    board = PlacementArrays(topology)                        # once for a topology
     first = place(board, Mesh.of({"pp": 2, "dp": 8, "tp": 4}), spares=8)
     after = place(board, first.mesh, previous=first, health={"tray-03": Fitness.BAD})
     after.moves                                              # who moved where, and why
