@@ -268,16 +268,17 @@ class Striker:
         group.ElasticGroup.sum_on_host = patched_sum_on_host  # type: ignore[method-assign]
 
     def _patch_snapshots(self) -> None:
-        """After its head; its tensors and the seal are to come."""
+        """After its head and what may change next; its other tensors and the seal are to come."""
         from rackrun.worker.snapshots import shard_snapshots
 
-        write_head = shard_snapshots.write_head
+        image_copy = shard_snapshots.ImageCopy
 
-        def patched(*args: Any) -> None:
-            write_head(*args)
+        def patched(*args: Any) -> Any:
+            begun = image_copy(*args)
             self.here("snapshot half written")
+            return begun
 
-        shard_snapshots.write_head = patched
+        shard_snapshots.ImageCopy = patched  # type: ignore[assignment, misc]
 
     def _strike_soon(self, place: str) -> None:
         """From another thread, when this one waits in the collective that it has just entered."""
