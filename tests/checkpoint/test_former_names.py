@@ -32,7 +32,7 @@ FRAGMENT = (
 )  # fmt: skip
 MANIFEST = (
     Manifest(
-        job="run", number=12, step=34, epoch=56, world_size=1,
+        job="run", number=12, step=34, fencing_token=56, world_size=1,
         shards=(ManifestEntry(rank=0, size=5, layout_hash="layout", fragment="digest", fragment_bytes=7),),
     ),
     (b'{"body":{"format":1,"job":"run","generation":12,"step":34,"epoch":56,"world_size":1,"shards":'
@@ -80,7 +80,9 @@ def test_a_header_of_parity_has_the_bytes_that_it_had() -> None:
 
 
 def test_the_header_of_a_slot_has_the_bytes_that_it_had() -> None:
-    header = SlotHeader(bytes(range(16)), 1, SlotState.COMMITTED, number=5, step=50, epoch=2, digest=bytes(range(32)))
+    header = SlotHeader(
+        bytes(range(16)), 1, SlotState.COMMITTED, number=5, step=50, fencing_token=2, digest=bytes(range(32))
+    )
     assert _digest(header.encode()) == "4b72aed92e9f3c02"
 
 
@@ -129,6 +131,13 @@ def test_an_argument_is_not_accepted_under_both_names() -> None:
         pytest.raises(TypeError, match="which are one argument"),
     ):
         accept(generation=1, number=1)
+
+
+def test_a_stale_epoch_is_the_former_name_of_a_stale_fencing_token() -> None:
+    with pytest.warns(DeprecationWarning, match="it is called StaleFencingToken now") as told:
+        former = errors.StaleEpoch  # type: ignore[attr-defined]
+    assert former is errors.StaleFencingToken
+    assert told[0].filename == __file__
 
 
 def test_no_usable_generation_is_the_former_name_of_an_error() -> None:
