@@ -1,8 +1,8 @@
 """The memory that snapshots are written to: what it costs to have it, and who waits for it.
 
-    python benchmarks/snapshot_memory.py                      2 GiB, and jobs with half a GB of state (about 5 minutes
-    on 2 cores) python benchmarks/snapshot_memory.py --against /tmp/old   the same jobs with another tree of this
-    repository, in turn python benchmarks/snapshot_memory.py --quick              a quarter of it, once
+    python benchmarks/snapshot_memory.py                      2 GiB, and jobs with half a GB of state (about 5 minutes)
+    python benchmarks/snapshot_memory.py --against /tmp/old   the same jobs with another tree of this repository too
+    python benchmarks/snapshot_memory.py --quick              a quarter of it, once
 
 **Pages**: an arena is made as Python's own calls make it (``posix_fallocate``, then ``mmap`` with MAP_POPULATE), and
 by `Arena.create` with several threads. *Others stood* is the longest time in which another thread of the process did

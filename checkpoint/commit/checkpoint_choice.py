@@ -8,7 +8,7 @@ together.
 Rules:
 
 * A holding counts only if it has the record's step, fencing token, digest and layout, and if its holder has verified
-  it. "Not   verified" is not "bad": verify the holding, and choose again.
+  it. "Not verified" is not "bad": verify the holding, and choose again.
 * A parity rebuild reads the other members' shards and parity blocks of the *same* checkpoint, each with a source of its
   own. The result is checked against the record like any other source.
 * Without a commit record nothing shows that a checkpoint is whole. Only ``best_effort`` reads such a checkpoint, and
@@ -51,7 +51,7 @@ class Tier(IntEnum):
     """A directory that every tray can read."""
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True, rename={"fencing_token": "epoch"}):
     """A sealed copy of one shard, or one parity block, as reported by the agent that holds it."""
 
     number: int
@@ -80,7 +80,7 @@ class ShardSource(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[Holding, ...] = ()
 
 
-class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
+class RestorePlan(msgspec.Struct, frozen=True, kw_only=True, rename={"fencing_token": "epoch"}):
     """What all ranks restore: one checkpoint, and the sources of each shard in the order in which to try them."""
 
     number: int

@@ -33,7 +33,7 @@ __all__ = ["DISK", "RestorableData", "ShardBytes", "Sources", "identity_of", "ne
 DISK = "disk"
 
 
-class RestorableData(msgspec.Struct, frozen=True, kw_only=True):
+class RestorableData(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_fencing_token": "newest_epoch"}):
     """What one rank can restore from."""
 
     place: str = ""

@@ -71,7 +71,7 @@ class _Hello(msgspec.Struct, frozen=True):
     quarantined: tuple[int, ...]
 
 
-class _Agreed(msgspec.Struct, frozen=True):
+class _Agreed(msgspec.Struct, frozen=True, rename={"fencing_token": "epoch"}):
     """What rank 0 decides for all ranks in `prepare`."""
 
     fencing_token: int

@@ -6,15 +6,25 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rackrun.checkpoint import CheckpointManager, RestoreReport, SaveHandle
 from rackrun.checkpoint.arena.arena_format import SlotHeader, SlotState
 from rackrun.checkpoint.base import errors
 from rackrun.checkpoint.base.deprecation import renamed_argument
-from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy, decode_record
+from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan
+from rackrun.checkpoint.commit.commit_records import (
+    Begin,
+    CommitRecord,
+    Copy,
+    MembershipBegan,
+    Repair,
+    decode_record,
+)
 from rackrun.checkpoint.durable.durable_manifest import Fragment, Manifest, ManifestEntry, seal, unseal
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.manager.checkpoint_sources import RestorableData
 from rackrun.checkpoint.manager.saver import Saved
 from rackrun.checkpoint.redundancy.stripe_set import RowHeader, decode_header, encode_header
 from tests.checkpoint.storage import save, store_at
@@ -131,6 +141,26 @@ def test_an_argument_is_not_accepted_under_both_names() -> None:
         pytest.raises(TypeError, match="which are one argument"),
     ):
         accept(generation=1, number=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (Holding, ("number", "step", "epoch")),
+        (RestorePlan, ("number", "step", "epoch")),
+        (RestorableData, ("newest_number", "newest_epoch")),
+        (MembershipBegan, ("epoch",)),
+        (Begin, ("number", "step", "epoch")),
+    ],
+)
+def test_messages_call_the_fencing_token_by_its_former_name(kind: type[msgspec.Struct], keys: tuple[str, ...]) -> None:
+    assert set(keys) <= set(kind.__struct_encode_fields__)
+    assert not [key for key in kind.__struct_encode_fields__ if "fencing" in key]
+
+
+@pytest.mark.parametrize(("kind", "tag"), [(MembershipBegan, "EpochBegan"), (Repair, "Heal")])
+def test_messages_keep_their_former_tags(kind: type[msgspec.Struct], tag: str) -> None:
+    assert kind.__struct_config__.tag == tag
 
 
 def test_a_stale_epoch_is_the_former_name_of_a_stale_fencing_token() -> None:

@@ -23,7 +23,7 @@ from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.coordinator.observe.slow_ranks import SlowWatch
 from rackrun.coordinator.observe.speed_measurements import SpeedMeasurements
 from rackrun.coordinator.observe.step_log import StepLog
-from rackrun.coordinator.shell.job_end import JobEnd
+from rackrun.coordinator.shell.job_completion import JobCompletion
 from rackrun.coordinator.shell.ports import AgentConnection, Core, JobJournal, Loop, LoopTimer, Observer
 from rackrun.coordinator.shell.request_waiters import Requests
 from rackrun.link.channel import frame
@@ -102,7 +102,7 @@ class Driver:
         slow_after_s: float | None = None,
         loop: Loop | None = None,
     ) -> None:
-        self.finished = JobEnd()
+        self.finished = JobCompletion()
         self.ledger = Ledger()
         self.watch = RecoveryWatch(self._recovered)
         self.metrics = Metrics(run_id, lambda: self.watch.plan)
