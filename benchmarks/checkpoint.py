@@ -1,17 +1,18 @@
-"""What a checkpoint costs in bytes per second, as ratios to what this machine does at best, and beside torch's and safetensors'.
+"""What a checkpoint costs in bytes per second, as ratios to what this machine does at best, and beside torch's and
+safetensors'.
 
     python benchmarks/checkpoint.py            a state of 1 GB (6 GB of memory, 3 GB of disk)
     python benchmarks/checkpoint.py --quick    256 MB
 
-One process, one rank, one thread unless it says otherwise; fp32 tensors of 4 MiB, a small one beside each. In every round each
-case runs once, in an order that changes; a ratio is taken within a round, and the median of all rounds is reported. CPU time
-of the process is measured too, because somebody else may be using the machine. Writes to disk end with an fsync, for all;
-reads come from the page cache.
+One process, one rank, one thread unless it says otherwise; fp32 tensors of 4 MiB, a small one beside each. In every
+round each case runs once, in an order that changes; a ratio is taken within a round, and the median of all rounds is
+reported. CPU time of the process is measured too, because somebody else may be using the machine. Writes to disk end
+with an fsync, for all; reads come from the page cache.
 
-**Sealing** copies the state into an arena and takes the CRC32C of each chunk; **memcpy** copies as many bytes in one block.
-**Stall**: for how long a training loop that takes a snapshot in every step does not compute, before its step and at the fence
-after it. **Restore** verifies an arena's image, all of it, and then copies it into tensors, with two threads, so its ratio is of
-wall times; a **plain read** only copies.
+**Sealing** copies the state into an arena and takes the CRC32C of each chunk; **memcpy** copies as many bytes in one
+block. **Stall**: for how long a training loop that takes a snapshot in every step does not compute, before its step
+and at the fence after it. **Restore** verifies an arena's image, all of it, and then copies it into tensors, with two
+threads, so its ratio is of wall times; a **plain read** only copies.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Bench:
         self.flat = np.ones(self.bytes, dtype=np.uint8)
         self.folder = folder
         self.fd = os.memfd_create("rackrun-benchmark", os.MFD_CLOEXEC)
-        self.arena = Arena.create(self.fd, job="bench", rank=0, epoch=1, slots=2, payload_bytes=self.bytes)
+        self.arena = Arena.create(self.fd, job="bench", rank=0, fencing_token=1, slots=2, payload_bytes=self.bytes)
         self.number = 0
         self._seal_one()
         self.stripe_set = StripeSet((0, 1, 2, 3))
@@ -276,7 +277,8 @@ class Bench:
 
     # -- a training loop
     def stall(self, step_s: float, steps: int) -> list[dict[str, float]]:
-        """A snapshot in every step: what the loop waits for, in milliseconds. A step is ``step_s`` of products of matrices."""
+        """A snapshot in every step: what the loop waits for, in milliseconds. A step is ``step_s`` of products of
+        matrices."""
         a, b = torch.randn(512, 512), torch.randn(512, 512)
         found = []
         for _ in range(steps):

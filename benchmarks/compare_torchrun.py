@@ -26,7 +26,7 @@ from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import AtStep, Inject, Plan
 from rackrun.chaos.runs.run_plan import run_plan
-from rackrun.chaos.runs.torchrun import TorchrunComparison, compare, run_outside, told_by
+from rackrun.chaos.runs.torchrun import TorchrunComparison, compare, run_outside, steps_of_run
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "examples" / "chaos" / "either.py")
 STEPS, EVERY = 60, 10
@@ -44,7 +44,7 @@ def under_rackrun(seed: int, out: Path) -> tuple[TorchrunComparison, float]:
     history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     began_s = next(one["wall_s"] for one in history if one["what"] == "started")
     struck = [began_s + one["at_s"] for one in history if one["what"] == "begun"]
-    found = compare(told_by(out / "reference" / "run"), told_by(out / "faulted" / "run"), struck)
+    found = compare(steps_of_run(out / "reference" / "run"), steps_of_run(out / "faulted" / "run"), struck)
     return found, summary.seconds - summary.reference_seconds
 
 

@@ -85,12 +85,12 @@ class Reads:
     """What a step under rackrun reads of a model and its optimizer to notice what would be lost when it is done again, and nothing else."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        from rackrun.worker.state.module_structure import Structure
+        from rackrun.worker.state.module_structure import ModuleStructure
         from rackrun.worker.tensors.tensor_lists import versions
 
         self._all_versions = versions
         self._roots, self._optimizer = {"model": model}, optimizer
-        self._structure = Structure(self._roots)
+        self._structure = ModuleStructure(self._roots)
         self._versions = list[int]()
 
     def before_step(self) -> None:

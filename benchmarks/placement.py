@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Clique, CliqueId, Gpu, Rack, Topology, Tray
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.rank_assignment import Fitness, Placement, place
 
 TRAYS, GPUS, SPARES = 18, 4, 8
@@ -76,7 +76,7 @@ def main() -> int:
         vars(fresh).pop("seats", None)
         return place(fresh, mesh, spares=SPARES)
 
-    board = Board(topology)
+    board = PlacementArrays(topology)
     placed = place(board, mesh, spares=SPARES)
     whole = dict.fromkeys([f"r0007-t{tray:02}" for tray in (16, 17)], Fitness.BAD)
     wide = Mesh.of({"pp": 8, "dp": args.racks - 1, "tp": 8})
@@ -98,7 +98,7 @@ def main() -> int:
         "racks": args.racks,
         "ranks": mesh.world_size,
         "from_nothing": median(from_nothing, times),
-        "read_into_arrays": median(lambda: Board(topology), times),
+        "read_into_arrays": median(lambda: PlacementArrays(topology), times),
         "from_nothing_with_arrays": median(lambda: place(board, mesh, spares=SPARES), times),
         "one_gpu_lost": median(repaired(placed, {"r0007-t03/1": Fitness.BAD}, 1), 20 * times),
         "one_tray_lost": median(repaired(placed, {"r0007-t03": Fitness.BAD}, 4), 20 * times),

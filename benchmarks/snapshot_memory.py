@@ -1,13 +1,14 @@
 """The memory that snapshots are written to: what it costs to have it, and who waits for it.
 
-    python benchmarks/snapshot_memory.py                      2 GiB, and jobs with half a GB of state (about 5 minutes on 2 cores)
-    python benchmarks/snapshot_memory.py --against /tmp/old   the same jobs with another tree of this repository, in turn
+    python benchmarks/snapshot_memory.py                      2 GiB, and jobs with half a GB of state (about 5 minutes)
+    python benchmarks/snapshot_memory.py --against /tmp/old   the same jobs with another tree of this repository too
     python benchmarks/snapshot_memory.py --quick              a quarter of it, once
 
-**Pages**: an arena is made as Python's own calls make it (``posix_fallocate``, then ``mmap`` with MAP_POPULATE), and by `Arena.create`
-with several threads. *Others stood* is the longest time in which another thread of the process did not run. **Jobs**: one rank and a
-spare; the rank is killed in a step, and the spare goes on from its snapshot. Each has no live copy of its state, so its first snapshot
-follows its first step. All figures are also told as ratios: machines differ, and this one may be busy.
+**Pages**: an arena is made as Python's own calls make it (``posix_fallocate``, then ``mmap`` with MAP_POPULATE), and
+by `Arena.create` with several threads. *Others stood* is the longest time in which another thread of the process did
+not run. **Jobs**: one rank and a spare; the rank is killed in a step, and the spare goes on from its snapshot. Each
+has no live copy of its state, so its first snapshot follows its first step. All figures are also told as ratios:
+machines differ, and this one may be busy.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def by_python(fd: int, size: int) -> Callable[[], None]:
 def by_threads(threads: int) -> Callable[[int, int], Callable[[], None]]:
     def make(fd: int, size: int) -> Callable[[], None]:
         how = Populating(threads)
-        return Arena.create(fd, job="bench", rank=0, epoch=1, slots=1, payload_bytes=size, populating=how).close
+        return Arena.create(fd, job="bench", rank=0, fencing_token=1, slots=1, payload_bytes=size, populating=how).close
 
     return make
 

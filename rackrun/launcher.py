@@ -24,8 +24,8 @@ from rackrun.link.process.standard_streams import open_closed_streams, say_what_
 from rackrun.version import __version__
 
 if TYPE_CHECKING:
-    from rackrun.launch.options.arguments import Options
-    from rackrun.launch.run.run_directory import RunPlace
+    from rackrun.launch.options.arguments import LaunchOptions
+    from rackrun.launch.run.run_directory import RunDirectory
     from rackrun.protocol.agent_config import AgentConfig
     from rackrun.protocol.commands import StopJob
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
     from rackrun.launch.options.arguments import parse
     from rackrun.launch.run.rendezvous import listen, meet
-    from rackrun.launch.run.run_directory import RunPlace, new_run_id, read_token
+    from rackrun.launch.run.run_directory import RunDirectory, new_run_id, read_token
 
     options = parse(arguments)
     _check_gpus()
@@ -84,7 +84,7 @@ def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
     if listening is None:
         return _follow(options, run_id, token), hidden
     try:
-        place = RunPlace.make(run_id, options.out_dir)
+        place = RunDirectory.make(run_id, options.out_dir)
         try:
             return _host(options, run_id, token, listening, place), hidden
         finally:
@@ -102,7 +102,7 @@ def _check_gpus() -> None:
     check_gpus(os.environ, torch=torch.__version__, accelerated=accelerated)
 
 
-def _host(options: Options, run_id: str, token: str, listening: socket.socket, place: RunPlace) -> StopJob:
+def _host(options: LaunchOptions, run_id: str, token: str, listening: socket.socket, place: RunDirectory) -> StopJob:
     from rackrun.agent.worker_start.fork_server import preload
     from rackrun.launch.run.job_loop import host
     from rackrun.launch.run.local_agents import LocalAgents
@@ -127,7 +127,7 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
         agents.kill()
 
 
-def _follow(options: Options, run_id: str, token: str) -> StopJob:
+def _follow(options: LaunchOptions, run_id: str, token: str) -> StopJob:
     from rackrun.agent.worker_start.fork_server import preload
     from rackrun.launch.run.job_loop import follow
     from rackrun.launch.run.local_agents import LocalAgents
@@ -145,7 +145,7 @@ def _follow(options: Options, run_id: str, token: str) -> StopJob:
         agents.kill()
 
 
-def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir: str) -> list[AgentConfig]:
+def _agent_configs(options: LaunchOptions, run_id: str, token: str, url: str, log_dir: str) -> list[AgentConfig]:
     from rackrun.protocol.agent_config import AgentConfig, LogConfig
     from rackrun.protocol.ids import TrayId
 
@@ -182,7 +182,7 @@ def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir:
     ]
 
 
-def _tray_names(options: Options) -> list[str]:
+def _tray_names(options: LaunchOptions) -> list[str]:
     """Return names for this launcher's trays: by node rank if it is known, else by host and process, because two
     launchers may share a host."""
     if options.endpoint is None or options.node_rank is not None:
@@ -192,7 +192,7 @@ def _tray_names(options: Options) -> list[str]:
     return [f"{host}-{os.getpid()}-{index:02}" for index in range(options.trays)]
 
 
-def _advertise(options: Options) -> str:
+def _advertise(options: LaunchOptions) -> str:
     """Return the address at which other hosts reach this one.
 
     The local address of a route to the coordinator is reachable from other hosts. If there are no other hosts, it is an

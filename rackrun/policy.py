@@ -16,6 +16,9 @@ notice says so.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from rackrun.checkpoint.base.deprecation import warn_renamed
 from rackrun.core.policy.choice import choose, parse_rules, parse_weights, refusal
 from rackrun.core.policy.rungs import options
 from rackrun.protocol.ids import Rank, SlotId, TrayId
@@ -24,6 +27,7 @@ from rackrun.protocol.policy_types import (
     Costs,
     Decision,
     Failure,
+    FailureCause,
     Option,
     Priors,
     ProviderNow,
@@ -33,7 +37,6 @@ from rackrun.protocol.policy_types import (
     SpareNow,
     TrayNow,
     Weights,
-    Whose,
 )
 
 __all__ = [
@@ -53,10 +56,18 @@ __all__ = [
     "TrayId",
     "TrayNow",
     "Weights",
-    "Whose",
+    "FailureCause",
     "choose",
     "options",
     "parse_rules",
     "parse_weights",
     "refusal",
 ]
+
+if not TYPE_CHECKING:  # for a type checker there is no other name than those above
+
+    def __getattr__(name: str) -> object:
+        if name == "Whose":
+            warn_renamed("rackrun.policy.Whose", "FailureCause")
+            return FailureCause
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

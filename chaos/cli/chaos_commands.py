@@ -22,7 +22,7 @@ from rackrun.chaos.plan.definition import Plan, read_plan, write_plan
 from rackrun.chaos.plan.definition import schema as schema_of_plans
 from rackrun.chaos.report.run_text import NAMES, markdown, one_line
 from rackrun.chaos.report.write_reports import make_report
-from rackrun.chaos.runs.campaign import Sums, run_campaign
+from rackrun.chaos.runs.campaign import TallySums, run_campaign
 from rackrun.chaos.runs.draw_run import FLAGS
 from rackrun.chaos.runs.run_plan import Summary, run_plan
 from rackrun.chaos.runs.shrink_failure import NotFailing, reduce_plan
@@ -222,7 +222,7 @@ def campaign(
     Runs that fail keep their folders in FILE.runs. Exit codes: 0 all are right; 1 one is wrong; 2 bad usage; 3 one is
     unknown; 70 rackctl itself failed; 130 interrupted.
     """
-    told, sums, interrupted = Console(stderr=True, markup=False, emoji=False), Sums(), False
+    told, sums, interrupted = Console(stderr=True, markup=False, emoji=False), TallySums(), False
     try:
         run_campaign(
             _seeds(seeds),

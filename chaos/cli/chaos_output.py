@@ -10,13 +10,13 @@ from rich.text import Text
 from rackrun.chaos.evidence.explanations import explain
 from rackrun.chaos.evidence.summary import Summary
 from rackrun.chaos.report.run_text import NAMES, one_line
-from rackrun.chaos.runs.campaign import Sums
+from rackrun.chaos.runs.campaign import TallySums
 from rackrun.chaos.runs.soak import Soak
 
 __all__ = ["plain", "render", "render_soak", "render_sums"]
 
 
-def plain(sums: Sums) -> dict[str, object]:
+def plain(sums: TallySums) -> dict[str, object]:
     """Return the sums of a campaign as plain values, for JSON."""
     runs = {
         family: {
@@ -35,7 +35,7 @@ def plain(sums: Sums) -> dict[str, object]:
     }
 
 
-def render_sums(console: Console, sums: Sums) -> None:
+def render_sums(console: Console, sums: TallySums) -> None:
     """Print the sums of a campaign, and a line for each run that was false or unknown."""
     table = Table(box=None, pad_edge=False)
     table.add_column("faults")

@@ -22,7 +22,7 @@ import msgspec
 from rackrun.errors import UsageError
 
 __all__ = [
-    "Begun",
+    "InjectorDone",
     "Committed",
     "StrikeConfirmed",
     "RungChosen",
@@ -30,7 +30,7 @@ __all__ = [
     "Entry",
     "HistoryWriter",
     "Noticed",
-    "Overtaken",
+    "RecoveryInterrupted",
     "Placed",
     "Planned",
     "Recovered",
@@ -38,7 +38,7 @@ __all__ = [
     "Started",
     "Strike",
     "TakenBack",
-    "Told",
+    "JobNotice",
     "read_history",
     "schema",
     "write_history",
@@ -96,7 +96,7 @@ class Strike(_Entry, frozen=True, kw_only=True, tag="strike"):
     """Slot and incarnation of every worker that is struck."""
 
 
-class Begun(_Entry, frozen=True, kw_only=True, tag="begun"):
+class InjectorDone(_Entry, frozen=True, kw_only=True, tag="begun"):
     """The injector has done its part; `StrikeConfirmed` says whether the strike has taken effect."""
 
     strike: int
@@ -173,13 +173,13 @@ class Recovered(_Entry, frozen=True, kw_only=True, tag="recovered"):
     step: int
 
 
-class Overtaken(_Entry, frozen=True, kw_only=True, tag="overtaken"):
+class RecoveryInterrupted(_Entry, frozen=True, kw_only=True, tag="overtaken"):
     """Another failure came in the middle of the recovery."""
 
     generation: int
 
 
-class Told(_Entry, frozen=True, kw_only=True, tag="told"):
+class JobNotice(_Entry, frozen=True, kw_only=True, tag="told"):
     """The coordinator has issued a notice."""
 
     text: str
@@ -190,7 +190,7 @@ Entry = (
     | Placed
     | Committed
     | Strike
-    | Begun
+    | InjectorDone
     | StrikeConfirmed
     | TakenBack
     | Ended
@@ -199,8 +199,8 @@ Entry = (
     | Planned
     | Resumed
     | Recovered
-    | Overtaken
-    | Told
+    | RecoveryInterrupted
+    | JobNotice
 )
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Entry)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rackrun.chaos.evidence.journal_replay import Replayed, replay
-from rackrun.chaos.inprocess.state_recorder import EndState, StepState, read_ends, read_witness
+from rackrun.chaos.inprocess.state_recorder import EndState, StepState, read_end_states, read_step_states
 from rackrun.chaos.plan.conductor import StrikeRecord
 from rackrun.chaos.plan.definition import Plan
 from rackrun.chaos.testbed.job_under_test import JobResult
@@ -174,7 +174,7 @@ def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
     trace = Trace(result=read_json(run / "result.json", Result))
     if (inside / "held").is_dir():
         trace.held = {path.name: path.read_text() for path in (inside / "held").iterdir() if not path.suffix}
-    trace.witness, trace.ends = read_witness(inside), read_ends(inside)
+    trace.witness, trace.ends = read_step_states(inside), read_end_states(inside)
     path = run / "journal.sqlite"
     if path.exists():
         with closing(sqlite3.connect(path)) as journal:

@@ -23,7 +23,7 @@ __all__ = [
     "FORMAT",
     "FaultTimes",
     "Host",
-    "StrikeTold",
+    "StrikeSummary",
     "Summary",
     "host_facts",
     "read_summary",
@@ -35,7 +35,7 @@ FORMAT = 2
 NAME = "summary.json"
 
 
-class StrikeTold(msgspec.Struct, frozen=True, kw_only=True):
+class StrikeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One strike, and how the job responded to it."""
 
     number: int = 0
@@ -115,7 +115,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool | None
     """Whether all oracles hold; None if that is unknown."""
     verdicts: tuple[Verdict, ...]
-    strikes: tuple[StrikeTold, ...]
+    strikes: tuple[StrikeSummary, ...]
     recoveries: tuple[str, ...]
     """The recoveries, in the words of ``rackctl report``."""
     faults: tuple[FaultTimes, ...] = ()

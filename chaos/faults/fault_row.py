@@ -13,7 +13,17 @@ from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import Target
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
-__all__ = ["FaultAndTarget", "FaultRow", "HookPlace", "InProcess", "Inside", "Need", "StrikeCost", "Visit", "always"]
+__all__ = [
+    "FaultAndTarget",
+    "FaultRow",
+    "HookPlace",
+    "InProcess",
+    "ProcessAction",
+    "Need",
+    "StrikeCost",
+    "HookVisit",
+    "always",
+]
 
 F = TypeVar("F", bound=BaseFault)
 T = TypeVar("T")
@@ -68,7 +78,7 @@ class HookPlace(Enum):
     """The beginning of a micro-batch."""
 
 
-class Visit(NamedTuple):
+class HookVisit(NamedTuple):
     """A process has come to a place."""
 
     place: HookPlace
@@ -82,7 +92,7 @@ class InProcess(Protocol):
     """What a fault can do inside a process of the job. It says what it does first: some faults end the process."""
 
     @property
-    def visit(self) -> Visit:
+    def visit(self) -> HookVisit:
         """The place that the process has come to."""
 
     def tell(self, detail: str) -> None:
@@ -102,10 +112,10 @@ class InProcess(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Inside(Generic[F]):
+class ProcessAction(Generic[F]):
     """How a fault is carried out inside a process of the job."""
 
-    due: Callable[[F, Visit], bool]
+    due: Callable[[F, HookVisit], bool]
     """Whether the fault is carried out at this visit."""
     run: Callable[[F, InProcess], None]
 
@@ -135,7 +145,7 @@ class FaultRow(Generic[F]):
     """Why a real job cannot have the fault at a subject of this kind."""
     nonsense: Callable[[F], Complaint | None] = _NO_COMPLAINT
     """What is wrong with its fields in any job, besides what is wrong with any fault's."""
-    inside: Inside[F] | None = None
+    inside: ProcessAction[F] | None = None
     needs: Callable[[F], frozenset[Need]] = _NO_NEEDS
     points: Callable[[F], tuple[str, ...]] = _EMPTY
     """The points of `rackrun.chaos.faults.crash_points` that it waits for. They may never be reached."""

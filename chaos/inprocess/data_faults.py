@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rackrun.chaos.faults.fault_row import HookPlace, Visit
+from rackrun.chaos.faults.fault_row import HookPlace, HookVisit
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class Poison:
             partial.rename(self._folder / str(sample))
             return f"sample {sample} {does}, from step {step} on"
 
-        self._hooks.carry_out(Visit(HookPlace.SAMPLES), poison=poison)
+        self._hooks.carry_out(HookVisit(HookPlace.SAMPLES), poison=poison)
 
     def among(self, ids: list[int]) -> tuple[int, str] | None:
         """Return the first poisoned sample among ``ids``, and what it does; None if there is none."""

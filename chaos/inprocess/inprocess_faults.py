@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rackrun.chaos.faults.crash_points import FUNCTIONS, surround
-from rackrun.chaos.faults.fault_row import HookPlace, Visit
+from rackrun.chaos.faults.fault_row import HookPlace, HookVisit
 from rackrun.chaos.faults.table.fault_table import Fault, row_of
 from rackrun.chaos.inprocess.restore_times import watch_restores
-from rackrun.chaos.inprocess.state_recorder import STEP_BY_STEP, Ends, Witness
+from rackrun.chaos.inprocess.state_recorder import STEP_BY_STEP, EndRecorder, StateRecorder
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rackrun.protocol.agent_config import AgentConfig
     from rackrun.worker.loop.unit_runner import UnitRunner
 
-__all__ = ["FOLDER", "POINTS", "FaultOrder", "Struck"]
+__all__ = ["FOLDER", "POINTS", "FaultOrder", "FaultReport"]
 
 Poisons = Callable[[random.Random, str, str], str]
 """Poison a drawn sample in hand, given how and what that does; returns what was done."""
@@ -60,7 +60,7 @@ class FaultOrder(msgspec.Struct, frozen=True):
     """The seed of what the fault draws at random when it strikes."""
 
 
-class Struck(msgspec.Struct, frozen=True):
+class FaultReport(msgspec.Struct, frozen=True):
     """The report of a process that it carries out an order."""
 
     detail: str
@@ -75,7 +75,7 @@ class _Hooks:
         self._folder = folder
         self._visits: dict[str, int] = {}
 
-    def take(self, visit: Visit) -> FaultOrder | None:
+    def take(self, visit: HookVisit) -> FaultOrder | None:
         """Take an order for this process that is due at this visit, so that it is carried out once; None if there is
         none."""
         orders = self._folder / "orders" / str(os.getpid())
@@ -93,10 +93,10 @@ class _Hooks:
         """Report that ``order`` is being carried out. Call it first: some faults end the process."""
         path = self._folder / "done" / f"{order.number}-{os.getpid()}"
         partial = path.with_suffix(".part")
-        partial.write_bytes(msgspec.json.encode(Struck(detail, time.monotonic())))
+        partial.write_bytes(msgspec.json.encode(FaultReport(detail, time.monotonic())))
         partial.rename(path.with_suffix(".json"))
 
-    def carry_out(self, visit: Visit, units: UnitRunner | None = None, poison: Poisons | None = None) -> None:
+    def carry_out(self, visit: HookVisit, units: UnitRunner | None = None, poison: Poisons | None = None) -> None:
         """Carry out an order that is due at this visit, if there is one.
 
         ``units`` has the step in hand, ``poison`` poisons a sample in hand, where the place has these.
@@ -109,23 +109,23 @@ class _Hooks:
     # -- places
     def in_step(self, units: UnitRunner) -> None:
         """Carry out an order at the beginning of an attempt of a step."""
-        self.carry_out(Visit(HookPlace.STEP), units)
+        self.carry_out(HookVisit(HookPlace.STEP), units)
 
     def before_update(self, units: UnitRunner) -> None:
         """Carry out an order before the first optimizer step of a step, when the gradients are complete."""
         if units.step_in_hand is not None:
-            self.carry_out(Visit(HookPlace.UPDATE), units)
+            self.carry_out(HookVisit(HookPlace.UPDATE), units)
 
     def in_collective(self) -> None:
         """Carry out an order before a collective."""
-        self.carry_out(Visit(HookPlace.COLLECTIVE))
+        self.carry_out(HookVisit(HookPlace.COLLECTIVE))
 
     def at_point(self, point: str) -> None:
         """Count a visit of ``point``, and carry out an order there."""
         with (self._folder / "points" / point).open("ab") as file:
             file.write(b".")
         self._visits[point] = nth = self._visits.get(point, 0) + 1
-        self.carry_out(Visit(HookPlace.POINT, point, nth))
+        self.carry_out(HookVisit(HookPlace.POINT, point, nth))
 
     def at_end(self, units: UnitRunner) -> None:
         """Write a digest of the rank's tracked state, once it has finished."""
@@ -145,7 +145,7 @@ class _Process:
         self,
         hooks: _Hooks,
         order: FaultOrder,
-        visit: Visit,
+        visit: HookVisit,
         units: UnitRunner | None,
         poison: Poisons | None,
     ) -> None:
@@ -189,7 +189,7 @@ class _Process:
         self.tell(self._poison(random.Random(self._order.seed), how, does))
 
 
-def is_due(order: FaultOrder, visit: Visit) -> bool:
+def is_due(order: FaultOrder, visit: HookVisit) -> bool:
     """Whether a process that comes to a place carries out the order there."""
     inside = row_of(order.fault).inside
     return inside is not None and inside.due(order.fault, visit)
@@ -247,11 +247,11 @@ def _install(folder: Path, points: list[str]) -> None:
             functools.partial(hooks.at_point, f"{name}.after"),
         )
     if os.environ.get(STEP_BY_STEP) == "1":
-        _hook_witness(Witness(folder))
-    _hook_ends(Ends(folder))  # the outermost hook: it is given the user's function
+        _hook_witness(StateRecorder(folder))
+    _hook_ends(EndRecorder(folder))  # the outermost hook: it is given the user's function
 
 
-def _hook_ends(ends: Ends) -> None:
+def _hook_ends(ends: EndRecorder) -> None:
     from rackrun.worker.loop import run
     from rackrun.worker.loop import unit_runner as units
 
@@ -282,7 +282,7 @@ def _hook_ends(ends: Ends) -> None:
     runner.run, runner.finish, run.Run.steps = hooked_run, hooked_finish, hooked_steps  # type: ignore[method-assign]
 
 
-def _hook_witness(witness: Witness) -> None:
+def _hook_witness(witness: StateRecorder) -> None:
     from rackrun.worker.loop import unit_runner as units
 
     runner = units.UnitRunner

@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from rackrun.worker.loop.unit_runner import UnitRunner
     from rackrun.worker.state.tracked_state import TrackedState
 
-__all__ = ["FREE", "STEP_BY_STEP", "EndState", "Ends", "StepState", "Witness", "let_go_on", "read_ends", "read_witness"]
+__all__ = [
+    "FREE",
+    "STEP_BY_STEP",
+    "EndState",
+    "EndRecorder",
+    "StepState",
+    "StateRecorder",
+    "let_go_on",
+    "read_end_states",
+    "read_step_states",
+]
 
 STEP_BY_STEP = "RACKRUN_CHAOS_STEP_BY_STEP"
 FREE = 2**53
@@ -60,7 +70,7 @@ class EndState(msgspec.Struct, frozen=True, kw_only=True):
     """Name -> value or digest, for what the step function and the variables of the functions around the loop reach."""
 
 
-class Ends:
+class EndRecorder:
     """The recorder of `EndState` in a worker.
 
     It reads the state when the loop ends and writes it when the rank has finished, because the rank's number is final
@@ -74,7 +84,7 @@ class Ends:
         self._reached: dict[str, str] = {}
 
     def began(self, step: int, body: Callable[..., Any]) -> None:
-        """Note that this process begins a step. ``body``: as in `Witness.write`."""
+        """Note that this process begins a step. ``body``: as in `StateRecorder.write`."""
         self._since = step if self._since < 0 else self._since
         self._body = body
 
@@ -99,7 +109,7 @@ class Ends:
         partial.rename(partial.with_suffix(".json"))
 
 
-class Witness:
+class StateRecorder:
     """The recorder of `StepState` in a worker, for step-by-step runs."""
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +153,7 @@ def let_go_on(folder: Path, step: int) -> None:
     partial.replace(folder / "go")
 
 
-def read_witness(folder: Path) -> list[StepState]:
+def read_step_states(folder: Path) -> list[StepState]:
     """Return the records of a run, by step, rank and attempt. A half-written line of a killed process is left out."""
     found: list[StepState] = []
     for path in sorted((folder / "witness").glob("*.jsonl")):
@@ -152,7 +162,7 @@ def read_witness(folder: Path) -> list[StepState]:
     return sorted(found, key=lambda held: (held.step, held.rank, held.attempt))
 
 
-def read_ends(folder: Path) -> dict[int, EndState]:
+def read_end_states(folder: Path) -> dict[int, EndState]:
     """Return rank -> its `EndState`, for a run."""
     paths = sorted((folder / "ends").glob("*.json"))
     return {end.rank: end for end in (msgspec.json.decode(path.read_bytes(), type=EndState) for path in paths)}
@@ -192,7 +202,7 @@ def _called(body: Callable[..., Any] | None) -> tuple[Callable[..., Any] | None,
 
 def _tracked(units: UnitRunner) -> dict[str, str]:
     """Return the tracked state of this rank: readable name -> value or digest. State of rackrun's own is left out."""
-    from rackrun.chaos.inprocess.untracked_state import told
+    from rackrun.chaos.inprocess.untracked_state import described
 
     state = units._state
     parameters = {id(p): path for module in state.modules.values() for path, p in module.named_parameters()}
@@ -210,10 +220,10 @@ def _tracked(units: UnitRunner) -> dict[str, str]:
         name, group, index, key = match.groups()
         return f"{name}/{key} of {of_optimizer.get((name, int(group), int(index)), path)}"
 
-    found = {readable(path): told(tensor) for path, tensor in state.tensors().items()}
+    found = {readable(path): described(tensor) for path, tensor in state.tensors().items()}
     plain: dict[str, Any] = msgspec.msgpack.decode(state.encode_plain(), strict=False)
     for path, value in _flat("", plain):
-        found.setdefault(readable(path), told(value))
+        found.setdefault(readable(path), described(value))
     return {name: found[name] for name in sorted(found) if not name.startswith("rackrun.")}  # rackrun's own state
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["FOLDER", "FinishedStep", "read_told", "report_step"]
+__all__ = ["FOLDER", "FinishedStep", "read_finished_steps", "report_step"]
 
 FOLDER = "RACKRUN_CHAOS_TOLD"
 
@@ -55,7 +55,7 @@ def report_step(*, rank: int, step: int, loss: float, samples: Sequence[int] = (
             os.close(fd)
 
 
-def read_told(folder: Path) -> list[FinishedStep]:
+def read_finished_steps(folder: Path) -> list[FinishedStep]:
     """Return the records of all ranks in ``folder``, in the order of time. Incomplete lines are left out."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
     return sorted(

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from rackrun.worker.data.loader import Loader
 
-__all__ = ["frames_of_script", "reached", "told"]
+__all__ = ["frames_of_script", "reached", "described"]
 
 LOOKED_AT_MAX = 20_000
 DEPTH_MAX = 8
@@ -96,7 +96,7 @@ def frames_of_script(frame: types.FrameType | None) -> list[types.FrameType]:
     return found
 
 
-def told(value: Any, folder: str = "") -> str:
+def described(value: Any, folder: str = "") -> str:
     """Return a plain value or a tensor as text, such that values that are equal bit for bit give the same text.
 
     ``folder``: as in `reached`.
@@ -180,7 +180,7 @@ class _Walk:
         """Record ``value`` under ``path`` if it is plain or has a digest as a whole; otherwise follow what it
         contains."""
         if isinstance(value, _PLAIN):
-            self._tell(path, told(value, self._folder))
+            self._tell(path, described(value, self._folder))
             return
         if isinstance(value, types.FunctionType | types.MethodType):
             if _is_users(value.__module__):
@@ -204,7 +204,7 @@ class _Walk:
             case list() | tuple() | deque():
                 self._items(path, [(f"{path}[{index}]", one) for index, one in enumerate(value)], depth)
             case dict():
-                self._items(path, [(f"{path}[{told(key)}]", one) for key, one in value.items()], depth)
+                self._items(path, [(f"{path}[{described(key)}]", one) for key, one in value.items()], depth)
             case type():
                 self._class(value, depth)
             case types.GeneratorType() if value.gi_frame and _is_users(value.gi_frame.f_globals["__name__"]):
@@ -296,9 +296,9 @@ def _as_one(value: Any) -> str | None:
     """Return the digest of an object that is recorded as a whole; None if the walk has to look into it."""
     match value:
         case torch.Tensor() | np.ndarray():
-            return told(value)
+            return described(value)
         case torch.Generator():
-            return told(value.get_state())
+            return described(value.get_state())
         case random.Random() | np.random.RandomState():
             state = value.getstate() if isinstance(value, random.Random) else value.get_state()
             return _hash(repr(state).encode())
@@ -309,7 +309,7 @@ def _as_one(value: Any) -> str | None:
         case _ if isinstance(value, _ITERATORS):
             return f"an iterator with {operator.length_hint(value)} left"
         case set() | frozenset():
-            return _hash(repr(sorted(told(one) for one in value if isinstance(one, _PLAIN))).encode())
+            return _hash(repr(sorted(described(one) for one in value if isinstance(one, _PLAIN))).encode())
         case _:
             return None
 

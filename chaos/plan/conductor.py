@@ -1,6 +1,6 @@
 """Carry out a chaos plan as a pure state machine, for real runs and for simulated ones.
 
-The conductor is given what can be seen of the job (`See`) and the outcome of each of its orders; it returns new orders.
+The conductor is given what can be seen of the job (`Observation`) and the outcome of each of its orders; it returns new orders.
 Everything random comes from streams of the plan's seed, each named by the part of the plan that draws from it, so the
 same observations give the same orders.
 
@@ -42,14 +42,14 @@ from rackrun.chaos.plan.definition import (
     is_endless,
 )
 
-__all__ = ["TARGET_PATIENCE_S", "Conductor", "Order", "StrikeRecord", "See", "StrikeOrder", "TakeBack"]
+__all__ = ["TARGET_PATIENCE_S", "Conductor", "Order", "StrikeRecord", "Observation", "StrikeOrder", "TakeBack"]
 
 TARGET_PATIENCE_S = 10.0
 """How many seconds a strike waits for a subject, such as a spare that still starts or a rank that is being replaced."""
 
 
 @dataclass(frozen=True, slots=True)
-class See:
+class Observation:
     """An observation of the job."""
 
     now_s: float
@@ -93,7 +93,7 @@ class StrikeRecord:
     """Whether the strike took effect; None while that is not known."""
     detail: str = ""
     back_s: float | None = None
-    """When the fault was taken back, on the clock of `See.now_s`; None if it was not."""
+    """When the fault was taken back, on the clock of `Observation.now_s`; None if it was not."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Conductor:
         """Strikes that found no subject, each as a text."""
         self._orders: list[Order] = []
         self._tasks: list[tuple[_Script, _Wait]] = []
-        self._seen: See | None = None
+        self._seen: Observation | None = None
         self._started_s: float | None = None
         self._step_s = 0.0
         self._whole = Scene(())
@@ -131,7 +131,7 @@ class Conductor:
         self._start(self._perform(plan.plan, ""))
 
     # -- input
-    def see(self, seen: See) -> list[Order]:
+    def see(self, seen: Observation) -> list[Order]:
         """Take in an observation, and return the orders that follow from it, in order."""
         if self._seen is None or seen.step > self._seen.step:
             self._step_s = seen.now_s
@@ -402,7 +402,7 @@ class Conductor:
     def _now(self) -> float:
         return self._sight().now_s
 
-    def _sight(self) -> See:
+    def _sight(self) -> Observation:
         assert self._seen is not None, "nothing is carried out before the job is seen"
         return self._seen
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rackrun.chaos.planner.analysis.applicable_formulas import Formula
-from rackrun.chaos.planner.analysis.recommendation import Candidate, Grid, GridSurvey, Point
+from rackrun.chaos.planner.analysis.recommendation import Candidate, Grid, GridPoint, GridSurvey
 from rackrun.chaos.planner.inputs.option_values import spell
 from rackrun.chaos.planner.predict import Prediction
 
@@ -69,7 +69,7 @@ def render_prediction(console: Console, found: Prediction) -> None:
         _say(console, f"guessed, not measured: {', '.join(found.guessed)}")
 
 
-def _points(console: Console, points: Iterable[Point]) -> None:
+def _points(console: Console, points: Iterable[GridPoint]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in (
         "",
@@ -112,7 +112,7 @@ def _points(console: Console, points: Iterable[Point]) -> None:
         _say(console, f"- {why}")
 
 
-def _where(console: Console, best: Point) -> None:
+def _where(console: Console, best: GridPoint) -> None:
     total = best.where.total()
     parts = [(name, getattr(best.where, name) / total) for name in best.where.__struct_fields__]
     shown = ", ".join(f"{name} {share:.2%}" for name, share in parts if share >= 5e-5)
@@ -158,7 +158,7 @@ def _tornado(console: Console, found: GridSurvey) -> None:
         _say(console, "~ by arithmetic: the seconds that a cost accounts for are scaled, the decisions stay the same")
 
 
-def _rungs(one: Point) -> str:
+def _rungs(one: GridPoint) -> str:
     counts = ", ".join(f"{count:.0f} {name}" for name, count in sorted(one.rungs.items(), key=lambda pair: -pair[1]))
     return f"answered by {counts}" if counts else "nothing ever struck it"
 

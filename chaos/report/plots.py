@@ -20,7 +20,7 @@ from rackrun.chaos.report.analysis.slot_occupancy import seats_of
 from rackrun.coordinator.report.run_report import Goodput
 from rackrun.pages.plots import Bar, Chart, Curve, Span
 
-__all__ = ["GOODPUT", "Losses", "Plots", "Waterfall", "losses", "plots_of"]
+__all__ = ["GOODPUT", "LossPlot", "Plots", "RecoveryWaterfall", "losses", "plots_of"]
 
 POINTS = 1_000
 """The most points of a curve: more than a screen has columns."""
@@ -39,7 +39,7 @@ STAGES = ("detect", "break", "decide", "regroup", "restore", "resume", "rework")
 _SPANS = "a strike, up to the first step afterwards"
 
 
-class Losses(NamedTuple):
+class LossPlot(NamedTuple):
     """The losses of both runs. They are compared by bits, step by step, before anything is thinned."""
 
     chart: Chart | None
@@ -55,7 +55,7 @@ class Losses(NamedTuple):
     """How many steps a point of the chart stands for."""
 
 
-class Waterfall(NamedTuple):
+class RecoveryWaterfall(NamedTuple):
     """The recoveries, or the longest of them."""
 
     bars: list[Bar]
@@ -65,7 +65,7 @@ class Waterfall(NamedTuple):
     strikes: int
 
 
-class Slot(NamedTuple):
+class MapSlot(NamedTuple):
     """A slot on the map of racks."""
 
     name: str
@@ -83,11 +83,11 @@ class Slot(NamedTuple):
 class Plots(NamedTuple):
     """What all plots of a page show."""
 
-    losses: Losses
+    losses: LossPlot
     progress: Chart | None
-    waterfall: Waterfall
+    waterfall: RecoveryWaterfall
     goodput: list[Bar]
-    racks: dict[str, dict[str, list[Slot]]]
+    racks: dict[str, dict[str, list[MapSlot]]]
 
 
 def plots_of(material: Material) -> Plots:
@@ -102,7 +102,7 @@ def plots_of(material: Material) -> Plots:
     )
 
 
-def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> Losses:
+def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chains: Sequence[Chain]) -> LossPlot:
     """Return the losses of the steps, without phases."""
     mine, theirs = (of.losses() if of is not None else {} for of in (job, reference))
     steps = sorted(step for step, phase in mine.keys() | theirs.keys() if not phase)
@@ -133,7 +133,7 @@ def losses(job: JournalTimeline | None, reference: JournalTimeline | None, chain
             spans=spans,
             spans_label=_SPANS,
         )
-    return Losses(
+    return LossPlot(
         chart,
         compared=len(both),
         differ=len(differing),
@@ -189,7 +189,7 @@ def _commits(job: JournalTimeline | None) -> list[tuple[float, float, float, flo
     return [(at_s, at_s, step, step) for at_s, step in every_nth(rows, POINTS)]
 
 
-def waterfall(job: JournalTimeline | None, chains: Sequence[Chain]) -> Waterfall:
+def waterfall(job: JournalTimeline | None, chains: Sequence[Chain]) -> RecoveryWaterfall:
     """Return a bar for each strike that needed a recovery; where there are more than `BARS`, the longest ones."""
     bars = []
     for chain in chains:
@@ -200,7 +200,7 @@ def waterfall(job: JournalTimeline | None, chains: Sequence[Chain]) -> Waterfall
             bars.append(Bar(f"{name} → {rungs[-1]}" if rungs else name, parts))
     shown = sorted(bars, key=lambda bar: -sum(part[2] for part in bar.parts))[:BARS] if len(bars) > BARS else bars
     occur = {part[:2] for bar in shown for part in bar.parts}
-    return Waterfall(shown, sorted(occur, key=lambda key: STAGES.index(key[0])), len(bars), len(chains))
+    return RecoveryWaterfall(shown, sorted(occur, key=lambda key: STAGES.index(key[0])), len(bars), len(chains))
 
 
 def goodput(faulted: Goodput | None, reference: Goodput | None) -> list[Bar]:
@@ -214,7 +214,7 @@ def goodput(faulted: Goodput | None, reference: Goodput | None) -> list[Bar]:
 
 def rack_map(
     places: Sequence[Placed], job: JournalTimeline | None, chains: Sequence[Chain]
-) -> dict[str, dict[str, list[Slot]]]:
+) -> dict[str, dict[str, list[MapSlot]]]:
     """Return rack -> tray -> slots: the ranks there at the start and at the end, strikes, and takeovers."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -231,10 +231,10 @@ def rack_map(
             if one.to and one.to != one.slot:
                 took.setdefault(str(one.to), []).append(f"rank {one.rank} from {one.slot}")
     used = {seat.slot for seat in seats_of(job)} if job is not None else set()
-    racks: dict[str, dict[str, list[Slot]]] = {}
+    racks: dict[str, dict[str, list[MapSlot]]] = {}
     for place in sorted(places, key=lambda one: (one.rack, one.tray, _index(one.slot))):
         slot = place.slot
-        shown = Slot(slot, first.get(slot), last.get(slot), struck.get(slot, []), took.get(slot, []), slot in used)
+        shown = MapSlot(slot, first.get(slot), last.get(slot), struck.get(slot, []), took.get(slot, []), slot in used)
         racks.setdefault(place.rack, {}).setdefault(place.tray, []).append(shown)
     return racks
 

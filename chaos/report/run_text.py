@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.summary import StrikeTold, Summary
+from rackrun.chaos.evidence.summary import StrikeSummary, Summary
 
 __all__ = ["NAMES", "duration", "markdown", "next_steps", "one_line", "sentence", "story"]
 
@@ -61,7 +61,7 @@ def sentence(summary: Summary) -> str:
     )
 
 
-def story(one: StrikeTold) -> str:
+def story(one: StrikeSummary) -> str:
     """Return what happened to one strike, in sentences."""
     whom = ", ".join(one.whom)
     where = f" ({', '.join(one.slots)})" if one.slots and whom not in one.slots else ""

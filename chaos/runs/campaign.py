@@ -3,7 +3,7 @@ again.
 
 ::
 
-    TALLY                 JSON lines: `Head`, then a `Line` for each seed
+    TALLY                 JSON lines: `TallyHeader`, then a `TallyLine` for each seed
     TALLY.runs/ racks/               rack files of jobs whose GPUs fail
                 references/NAME/     runs without faults: one for all seeds that compute the same
                 seed-000012/         kept only if the run was not right: as `rackrun.chaos.runs.run_plan` leaves it
@@ -28,12 +28,12 @@ from rackrun.chaos.base.job_command import check_script
 from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.faults.fault_types import name_of
 from rackrun.chaos.faults.table.fault_table import all_faults
-from rackrun.chaos.runs.draw_run import FLAGS, Drawn, draw_flags, draw_run
+from rackrun.chaos.runs.draw_run import FLAGS, DrawnRun, draw_flags, draw_run
 from rackrun.chaos.runs.reference_run import ReferenceRun, run_reference, writable
 from rackrun.chaos.runs.run_plan import Summary, run_plan
 from rackrun.errors import UsageError
 
-__all__ = ["Head", "Line", "Sums", "read_tally", "run_campaign"]
+__all__ = ["TallyHeader", "TallyLine", "TallySums", "read_tally", "run_campaign"]
 
 FORMAT = 1
 _DRAWN_OPTIONS = (
@@ -47,14 +47,14 @@ _DRAWN_OPTIONS = (
 )
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class TallyHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The first line of a tally."""
 
     campaign: int = FORMAT
     command: tuple[str, ...]
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class TallyLine(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one seed."""
 
     seed: int
@@ -76,7 +76,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Sums:
+class TallySums:
     """The sums of a campaign, by family of faults; a run counts for each family that it has."""
 
     runs: Counter[tuple[str, str, bool | None]] = field(default_factory=Counter)
@@ -84,9 +84,9 @@ class Sums:
     seeds: int = 0
     faults: int = 0
     seconds: float = 0.0
-    wrong: list[Line] = field(default_factory=list)
+    wrong: list[TallyLine] = field(default_factory=list)
 
-    def add(self, line: Line) -> None:
+    def add(self, line: TallyLine) -> None:
         """Count one run."""
         self.seeds += 1
         self.faults += line.struck
@@ -121,7 +121,7 @@ class _References:
         self._locks: dict[_Same, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def of(self, drawn: Drawn) -> ReferenceRun:
+    def of(self, drawn: DrawnRun) -> ReferenceRun:
         """Return the reference of a drawn job. Raises `UsageError` when the script fails without faults."""
         same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
         alone = JobLayout(slots=same.ranks)
@@ -145,10 +145,10 @@ def run_campaign(  # noqa: PLR0913 - all but three have a default
     limit_s: float | None = None,
     jobs: int = 2,
     tell: Callable[[str], None] = lambda _line: None,
-    draw: Callable[[int], Drawn] | None = None,
+    draw: Callable[[int], DrawnRun] | None = None,
     flags: Sequence[str] = FLAGS,
-    sums: Sums | None = None,
-) -> Sums:
+    sums: TallySums | None = None,
+) -> TallySums:
     """Run the seeds that are not in the tally yet, and return the sums of the whole tally.
 
     ``command``: rackrun's options that hold for all runs, the script, its arguments; ``{wrap}``, ``{reduction}`` and
@@ -159,7 +159,7 @@ def run_campaign(  # noqa: PLR0913 - all but three have a default
     for word in command:
         if word.replace("_", "-").partition("=")[0] in _DRAWN_OPTIONS:
             raise UsageError(f"{word} is drawn by the campaign.", remedy="leave it out.")
-    sums, known = Sums() if sums is None else sums, set()
+    sums, known = TallySums() if sums is None else sums, set()
     for line in read_tally(tally, command):
         sums.add(line)
         known.add(line.seed)
@@ -203,7 +203,7 @@ def run_campaign(  # noqa: PLR0913 - all but three have a default
     return sums
 
 
-def read_tally(path: Path, command: Sequence[str] | None = None) -> list[Line]:
+def read_tally(path: Path, command: Sequence[str] | None = None) -> list[TallyLine]:
     """Return the lines of a tally; empty if there is none. Raises `UsageError` for a tally of another command or
     another file."""
     if not path.exists() or not path.stat().st_size:
@@ -212,8 +212,8 @@ def read_tally(path: Path, command: Sequence[str] | None = None) -> list[Line]:
         head, *rest = (
             path.read_bytes().rpartition(b"\n")[0].split(b"\n")
         )  # a last line without an end was being written
-        found = msgspec.json.decode(head, type=Head)
-        lines = [msgspec.json.decode(line, type=Line) for line in rest]
+        found = msgspec.json.decode(head, type=TallyHeader)
+        lines = [msgspec.json.decode(line, type=TallyLine) for line in rest]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise UsageError(
             f"{path} is not a file of campaign results: {error}.", remedy="name another --tally."
@@ -236,14 +236,14 @@ def _open_tally(tally: Path) -> None:
         raise UsageError(f"{tally} cannot be written: {error.strerror}.", remedy="choose another --tally.") from error
 
 
-def _append(path: Path, command: Sequence[str], line: Line) -> None:
+def _append(path: Path, command: Sequence[str], line: TallyLine) -> None:
     with path.open("ab") as file:
         if not file.tell():
-            file.write(msgspec.json.encode(Head(command=tuple(command))) + b"\n")
+            file.write(msgspec.json.encode(TallyHeader(command=tuple(command))) + b"\n")
         file.write(msgspec.json.encode(line) + b"\n")
 
 
-def _one(drawn: Drawn, seed: int, command: Sequence[str], references: _References, runs: Path) -> Line:
+def _one(drawn: DrawnRun, seed: int, command: Sequence[str], references: _References, runs: Path) -> TallyLine:
     reference = references.of(drawn)
     out = runs / f"seed-{seed:06}"
     shutil.rmtree(out, ignore_errors=True)  # left by a campaign that was interrupted
@@ -255,10 +255,10 @@ def _one(drawn: Drawn, seed: int, command: Sequence[str], references: _Reference
     return _line(drawn, seed, summary)
 
 
-def _line(drawn: Drawn, seed: int, summary: Summary) -> Line:
+def _line(drawn: DrawnRun, seed: int, summary: Summary) -> TallyLine:
     layout = drawn.layout
     size = f"{layout.trays}x{layout.slots}-{layout.spares}{' on a rack' * bool(layout.rack)}{' + disk' * layout.checkpoints}"
-    return Line(
+    return TallyLine(
         seed=seed,
         label=drawn.label.value,
         holds=summary.holds,
@@ -281,7 +281,7 @@ def _command(command: Sequence[str], layout: JobLayout, same: _Same) -> list[str
     return [*layout.options(), *words]
 
 
-def _told(line: Line) -> str:
+def _told(line: TallyLine) -> str:
     verdict = {True: "as it must", False: "WRONG", None: "unknown"}[line.holds]
     end = "; ".join(f"{name}: {why}" for name, why in line.wrong.items()) or line.because
     return f"seed {line.seed}: {line.label}, {', '.join(line.faults)} ({line.layout}): {verdict}, {end}"

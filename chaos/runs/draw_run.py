@@ -42,7 +42,7 @@ from rackrun.chaos.plan.survivability import BEGUN_STEPS, Label, judge_plan
 from rackrun.chaos.runs.run_plan import check_run
 from rackrun.errors import UsageError
 
-__all__ = ["FLAGS", "STEPS", "VARIANTS", "Drawn", "draw_flags", "draw_run"]
+__all__ = ["FLAGS", "STEPS", "VARIANTS", "DrawnRun", "draw_flags", "draw_run"]
 
 STEPS = 40
 """The number of steps that a script should do, each of some tens of milliseconds: faults strike after steps 2 to 14."""
@@ -67,7 +67,7 @@ _IN_AGENTS = ("agent_pass.before", "agent_pass.after", "agent_tell.before", "age
 _BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "group.before", "group.after")
 
 
-class Drawn(NamedTuple):
+class DrawnRun(NamedTuple):
     """A drawn job, its plan, and the end that is known for it."""
 
     layout: JobLayout
@@ -116,7 +116,7 @@ _SPARES_OF_SHARDS = 2
 
 def draw_run(
     seed: int, *, racks: Path | None = None, allowed: Callable[[Plan, JobLayout], bool] | None = None
-) -> Drawn:
+) -> DrawnRun:
     """Draw the run of a seed.
 
     ``racks``: the folder for rack files; without it no GPU fails. ``allowed``: whether a plan can be carried out in a
@@ -143,7 +143,7 @@ def _here(plan: Plan, layout: JobLayout) -> bool:
     return True
 
 
-def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path | None) -> Drawn | None:
+def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path | None) -> DrawnRun | None:
     """Draw a survivable plan with one fault of each family in ``wanted``; None if the draw is not survivable."""
     parts: list[Part] = []
     for family in wanted:
@@ -210,7 +210,7 @@ def _in_a_recovery(draw: random.Random) -> Part:
     return Seq(parts=(first, Inject(fault=second, target=whom, when=Now(plus_s=round(0.3 * draw.random(), 3)))))
 
 
-def _beyond(seed: int, draw: random.Random) -> Drawn | None:
+def _beyond(seed: int, draw: random.Random) -> DrawnRun | None:
     """Draw a plan that the job cannot survive; None if the draw is not certain to stop it."""
     step = draw.randint(BEGUN_STEPS, _LAST_STEP + 2)
     when = AtStep(step=step, plus_s=round(0.05 * draw.random(), 3))
@@ -239,7 +239,7 @@ def _beyond(seed: int, draw: random.Random) -> Drawn | None:
     return _told(layout, wrap, reduction, plan, Label.BEYOND)
 
 
-def _told(layout: JobLayout, wrap: str, reduction: str, plan: Plan, wanted: Label) -> Drawn | None:
+def _told(layout: JobLayout, wrap: str, reduction: str, plan: Plan, wanted: Label) -> DrawnRun | None:
     """Return the drawn run; None if it has another label than wanted, or a fault would have no subject."""
     kinds = [
         part.target.of for part in parts_of(plan.plan) if isinstance(part, Inject) and isinstance(part.target, One)
@@ -252,4 +252,4 @@ def _told(layout: JobLayout, wrap: str, reduction: str, plan: Plan, wanted: Labe
     if label is not wanted:
         return None
     faults = tuple(name_of(part.fault) for part in parts_of(plan.plan) if isinstance(part, Inject))
-    return Drawn(layout, wrap, reduction, plan, label, because, faults)
+    return DrawnRun(layout, wrap, reduction, plan, label, because, faults)

@@ -28,7 +28,7 @@ from rackrun.chaos.base.job_layout import layout_of
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.evidence.history import HistoryWriter
 from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, read_trace
-from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
+from rackrun.chaos.evidence.summary import StrikeSummary, Summary, host_facts, write_summary
 from rackrun.chaos.faults.crash_points import POINTS
 from rackrun.chaos.faults.fault_row import Need
 from rackrun.chaos.faults.fault_types import Subjects, name_of
@@ -39,7 +39,7 @@ from rackrun.chaos.injectors.doctor import check_plan
 from rackrun.chaos.injectors.resources.gpu_errors import driver_for
 from rackrun.chaos.oracles import judge, overall
 from rackrun.chaos.oracles.training.diagnosis import judge_script, judge_untracked
-from rackrun.chaos.plan.conductor import Conductor, Order, See, StrikeOrder, StrikeRecord, TakeBack
+from rackrun.chaos.plan.conductor import Conductor, Observation, Order, StrikeOrder, StrikeRecord, TakeBack
 from rackrun.chaos.plan.definition import (
     AtPoint,
     FlipFlop,
@@ -58,11 +58,11 @@ from rackrun.chaos.report.write_reports import report_on
 from rackrun.chaos.runs.reference_run import Reference, ReferenceRun, make_folder, read_reference, run_reference
 from rackrun.chaos.runs.repro_script import write_repro
 from rackrun.chaos.testbed.host_placement import check_hosts, hosts_needed, links_needed, trays_of
-from rackrun.chaos.testbed.job_under_test import JobResult, JobUnderTest, Sight, checkpoints_in
+from rackrun.chaos.testbed.job_under_test import JobObservation, JobResult, JobUnderTest, checkpoints_in
 from rackrun.chaos.testbed.network.hosts import HostSpread
 from rackrun.errors import UsageError
 
-__all__ = ["Performance", "StrikeTold", "Summary", "check_run", "run_plan"]
+__all__ = ["Performance", "StrikeSummary", "Summary", "check_run", "run_plan"]
 
 POLL_S = 0.02
 COMPARED = ("losses", "samples", "weights", "untracked")
@@ -194,7 +194,7 @@ class Performance:
         """Strikes of faults that last, until they are taken back, by number."""
         self._close: Callable[[], None] = lambda: None
         """Frees, after the job, what was made for it."""
-        self._sight: Sight | None = None
+        self._sight: JobObservation | None = None
         self.places: dict[int, tuple[str, ...]] = {}
         self.began_wall_s = 0.0
         self.began_monotonic_s = 0.0
@@ -271,7 +271,7 @@ class Performance:
             for place in sight.scene.places:
                 self._place(place)
         if self._sight is not None:  # a stopped coordinator hides the job, and the plan goes on
-            see = See(self._job.now_s, self._sight.step, self._sight.scene, self._job.points())
+            see = Observation(self._job.now_s, self._sight.step, self._sight.scene, self._job.points())
             self._obey(self.conductor.see(see))
 
     def _let_go_on(self) -> None:
@@ -311,7 +311,7 @@ class Performance:
         if self._sight is None or is_endless(self._plan):
             return
         while (wake_s := self.conductor.wake_s) is not None and not self._under_way:
-            see = See(max(wake_s, self._job.now_s), self._sight.step, self._sight.scene, self._job.points())
+            see = Observation(max(wake_s, self._job.now_s), self._sight.step, self._sight.scene, self._job.points())
             self._obey(self.conductor.see(see))
 
     def _obey(self, orders: Sequence[Order]) -> None:
@@ -432,7 +432,7 @@ def _summary(
         holds=overall(verdicts),
         verdicts=tuple(verdicts),
         strikes=tuple(
-            StrikeTold(
+            StrikeSummary(
                 number=record.strike.number,
                 family=record.strike.fault.family,
                 fault=name_of(record.strike.fault),

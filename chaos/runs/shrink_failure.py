@@ -31,14 +31,14 @@ from rackrun.chaos.runs.simulated_counterpart import reduced_in_simulator
 from rackrun.errors import UsageError
 from rackrun.launch.run.run_directory import read_json
 
-__all__ = ["NotFailing", "Reduced", "Try", "reduce_plan"]
+__all__ = ["NotFailing", "ReducedPlan", "ShrinkAttempt", "reduce_plan"]
 
 
 class NotFailing(UsageError):
     """The plan does not fail, so there is nothing to reduce."""
 
 
-class Try(msgspec.Struct, frozen=True, kw_only=True):
+class ShrinkAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """A line of ``tries.jsonl``: one plan that was tried."""
 
     key: str
@@ -51,7 +51,7 @@ class Try(msgspec.Struct, frozen=True, kw_only=True):
     """The folder of the run that failed."""
 
 
-class Reduced(msgspec.Struct, frozen=True, kw_only=True):
+class ReducedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a reduction."""
 
     plan: Plan
@@ -81,7 +81,7 @@ def reduce_plan(  # noqa: PLR0913 - all but two have a default
     play: Play | None = None,
     may_differ: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _line: None,
-) -> Reduced:
+) -> ReducedPlan:
     """Reduce ``plan``, which strikes by names and steps, as ``resolved.json`` does.
 
     A plan counts as failing when one of ``repeats`` runs fails an oracle that the first failing run failed.
@@ -116,7 +116,7 @@ def reduce_plan(  # noqa: PLR0913 - all but two have a default
     options = ["--step-by-step"] if _closely(known) else []
     options += [word for name in may_differ for word in ("--may-differ", name)]
     write_repro(out / "repro.sh", "smallest.json", command, options=options, env=env or {})
-    return Reduced(
+    return ReducedPlan(
         plan=smallest,
         wrong=last.wrong,
         diagnosis=last.diagnosis,
@@ -138,7 +138,7 @@ class _Tries:
     def runs(self) -> int:
         return sum(one.runs for one in self._known.values())
 
-    def fails(self, plan: Plan, like: tuple[str, ...]) -> Try | None:
+    def fails(self, plan: Plan, like: tuple[str, ...]) -> ShrinkAttempt | None:
         """Try the plan, unless that has been done, and return the failure or None.
 
         ``like``: a failure counts only if one of these oracles is false; empty: any oracle.
@@ -149,14 +149,14 @@ class _Tries:
                 check_plan(plan)
                 tried = self._try(plan, key, like)
             except PlanError:
-                tried = Try(key=key, runs=0, wrong=())
+                tried = ShrinkAttempt(key=key, runs=0, wrong=())
             with self._log.open("ab") as file:
                 file.write(msgspec.json.encode(tried) + b"\n")
             self._known[key] = tried
         known = self._known[key]
         return known if known.wrong and (not like or set(like) & set(known.wrong)) else None
 
-    def _try(self, plan: Plan, key: str, like: tuple[str, ...]) -> Try:
+    def _try(self, plan: Plan, key: str, like: tuple[str, ...]) -> ShrinkAttempt:
         told = msgspec.to_builtins(plan.plan)
         count = len(told.get("parts", (told,))) if told["do"] != "heal" else 0
         for turn in range(self._repeats):
@@ -166,17 +166,17 @@ class _Tries:
             wrong = tuple(verdict.oracle for verdict in summary.verdicts if verdict.holds is False)
             if wrong and (not like or set(like) & set(wrong)):
                 self._tell(f"{count} faults: still wrong ({', '.join(wrong)})")
-                return Try(key=key, runs=turn + 1, wrong=wrong, diagnosis=summary.diagnosis, out=str(folder))
+                return ShrinkAttempt(key=key, runs=turn + 1, wrong=wrong, diagnosis=summary.diagnosis, out=str(folder))
             shutil.rmtree(folder, ignore_errors=True)
         self._tell(f"{count} faults: not any more, in {self._repeats} runs")
-        return Try(key=key, runs=self._repeats, wrong=())
+        return ShrinkAttempt(key=key, runs=self._repeats, wrong=())
 
-    def _read(self) -> list[Try]:
+    def _read(self) -> list[ShrinkAttempt]:
         if not self._log.exists():
             return []
         whole = self._log.read_bytes().rpartition(b"\n")[0]
         self._log.write_bytes(whole + b"\n" if whole else b"")  # drops half a line of an interrupted call
-        return [msgspec.json.decode(line, type=Try) for line in whole.splitlines()]
+        return [msgspec.json.decode(line, type=ShrinkAttempt) for line in whole.splitlines()]
 
 
 def _reference(

@@ -37,7 +37,7 @@ from rackrun.coordinator.report.run_report import read_report
 from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
 
-__all__ = ["CALM_STEPS_MIN", "FAULTS", "Soak", "Waterfall", "run_soak", "waterfall"]
+__all__ = ["CALM_STEPS_MIN", "FAULTS", "Soak", "LostTime", "run_soak", "waterfall"]
 
 FORMAT = 1
 CALM_STEPS_MIN = 20
@@ -59,7 +59,7 @@ _CLOCK_MS = 100.0
 """A kill may be noticed this many milliseconds before its injector has read the clock."""
 
 
-class Waterfall(msgspec.Struct, frozen=True, kw_only=True):
+class LostTime(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds lost, each counted once for all ranks together."""
 
     detect: float = 0.0
@@ -96,7 +96,7 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step without faults; None if there were too few such steps."""
     kept: float | None
     """The share of the throughput without faults that was kept."""
-    lost_s: Waterfall
+    lost_s: LostTime
     recoveries_s: tuple[float, ...]
     """For each recovery, the seconds from the fault until all ranks compute again."""
     spares: tuple[int, int]
@@ -321,14 +321,14 @@ def waterfall(
     grouped_ms: Sequence[float],
     calm_ms: Sequence[tuple[float, float]],
     step_s: float | None,
-) -> Waterfall:
+) -> LostTime:
     """Return where the time between the first and the last commit went, beyond what steps of ``step_s`` seconds need.
 
     All times are in milliseconds on the coordinator's clock, in order.
     """
     if step_s is None or len(commits_ms) < 2:
-        return Waterfall()
-    step_ms, lost = step_s * 1e3, dict.fromkeys(Waterfall.__struct_fields__, 0.0)
+        return LostTime()
+    step_ms, lost = step_s * 1e3, dict.fromkeys(LostTime.__struct_fields__, 0.0)
     for recovery in recoveries:
         plan_ms, resumed_ms, committed_ms = recovery.plan_ms, recovery.resumed_ms, recovery.committed_ms
         if plan_ms is None or resumed_ms is None or committed_ms is None or recovery.overtaken or recovery.planned:
@@ -348,7 +348,7 @@ def waterfall(
         lost["spares"] += _start_of_spare(committed_ms, commits_ms, calm_ms, step_ms)
     whole = commits_ms[-1] - commits_ms[0] - (len(commits_ms) - 1) * step_ms
     lost["other"] = whole - sum(lost.values())
-    return Waterfall(**{name: round(ms / 1e3, 3) for name, ms in lost.items()})
+    return LostTime(**{name: round(ms / 1e3, 3) for name, ms in lost.items()})
 
 
 def _start_of_spare(

@@ -22,16 +22,16 @@ from rackrun.chaos.evidence.run_evidence import began_wall_s
 from rackrun.chaos.faults.fault_types import Subjects, name_of
 from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.faults.targets import Scene, SlotOccupant
-from rackrun.chaos.inprocess.step_probe import FOLDER, FinishedStep, read_told
+from rackrun.chaos.inprocess.step_probe import FOLDER, FinishedStep, read_finished_steps
 from rackrun.chaos.plan.definition import AtPoint, FlipFlop, Inject, Plan, Swizzle, kind_of, parts_of, write_plan
 from rackrun.chaos.runs.reference_run import writable
 from rackrun.chaos.runs.run_plan import Performance
-from rackrun.chaos.testbed.job_under_test import JobUnderTest, Sight
+from rackrun.chaos.testbed.job_under_test import JobObservation, JobUnderTest
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.coordinator.journal.journal_reader import open_journal
 from rackrun.errors import UsageError
 
-__all__ = ["TorchrunComparison", "Outside", "compare", "run_outside", "told_by"]
+__all__ = ["TorchrunComparison", "TorchrunSummary", "compare", "run_outside", "steps_of_run"]
 
 FORMAT = 1
 _TRAY = "host"
@@ -63,7 +63,7 @@ class TorchrunComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that two finished steps or two ranks report, beyond those that do so without faults."""
 
 
-class Outside(TorchrunComparison, frozen=True, kw_only=True):
+class TorchrunSummary(TorchrunComparison, frozen=True, kw_only=True):
     """``summary.json`` of a job that rackrun did not start."""
 
     format: int = FORMAT
@@ -99,7 +99,7 @@ def run_outside(
     limit_s: float | None = None,
     env: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda _line: None,
-) -> Outside:
+) -> TorchrunSummary:
     """Run the script under torchrun without and with the faults of ``plan``, and compare.
 
     ``command``: torchrun's options, the script, its arguments. The script must report its steps
@@ -116,7 +116,7 @@ def run_outside(
     folder.mkdir()
     with _Torchrun(folder, _filled(command, folder), env={**ENV, **(env or {})}) as job:
         reference_ended = job.finish(_REFERENCE_LIMIT_S)
-    without = read_told(folder / "told")
+    without = read_finished_steps(folder / "told")
     if reference_ended.exit_code != 0 or not without:
         raise UsageError(
             f"the run without faults ended with exit code {reference_ended.exit_code}, and told of {len(without)} steps.",
@@ -131,8 +131,8 @@ def run_outside(
     missed += (
         [] if not conductor.owes else [f"the job ended (exit code {ended.exit_code}) before the plan was carried out"]
     )
-    found = compare(without, read_told(performance.folder / "told"), struck_s)
-    outside = Outside(
+    found = compare(without, read_finished_steps(performance.folder / "told"), struck_s)
+    outside = TorchrunSummary(
         **msgspec.structs.asdict(found),
         plan=plan.name,
         seed=plan.seed,
@@ -187,7 +187,7 @@ def _twice(told: Iterable[FinishedStep]) -> int:
     return sum(count - 1 for count in ids.values())
 
 
-def told_by(run: Path) -> list[FinishedStep]:
+def steps_of_run(run: Path) -> list[FinishedStep]:
     """Return the same reports for a job of rackrun, from its journal. ``run``: its ``--out-dir``."""
     with open_journal(run / "journal.sqlite") as (journal, _):
         began_s = began_wall_s(journal) or 0.0
@@ -227,7 +227,7 @@ class _Torchrun(JobUnderTest):
     def _program(self, arguments: Sequence[str]) -> list[str]:
         return ["-m", "torch.distributed.run", *arguments]
 
-    def sight(self) -> Sight | None:
+    def sight(self) -> JobObservation | None:
         """Return what the reports of the script and the processes show."""
         for path in self.told.glob("*.jsonl"):
             with path.open("rb") as file:
@@ -241,7 +241,7 @@ class _Torchrun(JobUnderTest):
             SlotOccupant(slot, _TRAY, _TRAY, _TRAY, int(slot.rpartition("/")[2]), pid.pid)
             for slot, pid in self._ranks()
         ]
-        return Sight(self._step, Scene(tuple(places)))
+        return JobObservation(self._step, Scene(tuple(places)))
 
     def workers(self) -> dict[str, Process]:
         return dict(self._ranks())

@@ -37,7 +37,7 @@ from rackrun.chaos.testbed.network.proxy_control import Links
 from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
 
-__all__ = ["JobResult", "JobUnderTest", "Sight", "checkpoints_in"]
+__all__ = ["JobResult", "JobUnderTest", "JobObservation", "checkpoints_in"]
 
 MARK = "RACKRUN_CHAOS_JOB"
 SETTLE_S = 20.0
@@ -48,7 +48,7 @@ _PAGE = "/memfd:rackrun-page-"
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class JobObservation:
     """What can be seen of the job at one moment."""
 
     step: int
@@ -208,7 +208,7 @@ class JobUnderTest:
         """Seconds since the job was started."""
         return time.monotonic() - self.started_s
 
-    def sight(self) -> Sight | None:
+    def sight(self) -> JobObservation | None:
         """Return what can be seen of the job; None if its coordinator does not answer, or not yet."""
         own = contextlib.nullcontext() if self.hosts is None else visit(self.hosts.space(HEAD))
         try:
@@ -222,7 +222,7 @@ class JobUnderTest:
         places = [_place(one, one["rank"], trays) for one in there]
         places += [_place(one, None, trays) for one in core["spares"] if one["state"] == "ready"]
         buddies = {name: tray["keepers"][0] for name, tray in trays.items() if tray["keepers"]}
-        return Sight(int(status["progress"]["position"][0]), Scene(tuple(places), buddies))
+        return JobObservation(int(status["progress"]["position"][0]), Scene(tuple(places), buddies))
 
     def joined(self) -> set[str]:
         """Return the trays whose agents the coordinator has accepted; empty if it does not answer."""

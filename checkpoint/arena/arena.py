@@ -10,10 +10,10 @@ An arena has slots, each with room for one image::
 A crash at any moment leaves every other slot unchanged, and this slot in a state that matches its content: the payload
 is written first, then the chunk table, then the header. The newest committed image of each owner is never overwritten.
 
-One process in one epoch may write. A larger epoch fences the smaller ones, whose writers notice at their next call. A
-fenced process cannot be stopped from storing into a slot that it has begun; such a slot stays out of use until that
-process is dead. If the same user truncates the file between the check and the read, the reader gets SIGBUS. A memfd is
-sealed against truncation.
+One process may write under one fencing token. A larger token fences the smaller ones, whose writers notice at their
+next call. A fenced process cannot be stopped from storing into a slot that it has begun; such a slot stays out of use
+until that process is dead. If the same user truncates the file between the check and the read, the reader gets SIGBUS.
+A memfd is sealed against truncation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rackrun.checkpoint.base.errors import (
     DuplicateOwner,
     IntegrityError,
     NoUsableCheckpoint,
-    StaleEpoch,
+    StaleFencingToken,
 )
 from rackrun.checkpoint.base.process_identity import NOBODY, ProcessIdentity, begin_session, end_session
 from rackrun.checkpoint.commit.commit_records import NUMBER_MAX
@@ -41,7 +41,7 @@ from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["Arena", "SlotInfo", "SlotReader", "SlotState", "SlotWriter"]
 
-EPOCH_MAX = STEP_MAX = 2**63 - 1
+FENCING_TOKEN_MAX = STEP_MAX = 2**63 - 1
 OWNER_MAX = 2**32 - 1
 _PASSES_MAX = 100
 _REUSED_FIRST = (SlotState.FREE, SlotState.BAD, SlotState.WRITING)
@@ -67,25 +67,29 @@ class Arena:
         *,
         job: str,
         rank: int,
-        epoch: int,
+        fencing_token: int,
         slots: int,
         payload_bytes: int,
         chunk_bytes: int = CHUNK_BYTES,
         populating: Populating = BY_ITSELF,
     ) -> Arena:
-        """Make a new arena, with all of its memory allocated and faulted in, and the caller as the writer of ``epoch``.
+        """Make a new arena, with all of its memory allocated and faulted in. The caller writes under ``fencing_token``.
 
         It takes seconds for some gigabytes. ``payload_bytes``: room of one slot. Raises `MemoryPlanError` when there is
         not enough memory, and `CheckpointError` when a file exists at the path, a number is out of range, or
         ``populating`` says that the arena is no longer wanted. Nothing is left behind then.
         """
         geometry = Geometry(slots, payload_bytes, chunk_bytes)
-        problem = geometry.problem() or _out_of("rank", rank, OWNER_MAX) or _out_of("epoch", epoch, EPOCH_MAX)
+        problem = (
+            geometry.problem()
+            or _out_of("rank", rank, OWNER_MAX)
+            or _out_of("fencing_token", fencing_token, FENCING_TOKEN_MAX)
+        )
         if problem:
             raise CheckpointError(f"no such arena can be: {problem}.", remedy="correct that number.")
         me = begin_session()
         try:
-            superblock = Superblock(secrets.token_bytes(16), job, rank, epoch, geometry, me, seq=1)
+            superblock = Superblock(secrets.token_bytes(16), job, rank, fencing_token, geometry, me, seq=1)
             records = {
                 geometry.header_at(index): SlotHeader(superblock.arena_id, index, seq=1).encode()
                 for index in range(slots)
@@ -99,16 +103,23 @@ class Arena:
 
     @classmethod
     def attach(
-        cls, path_or_fd: str | os.PathLike[str] | int, *, job: str, writable: bool = False, epoch: int | None = None
+        cls,
+        path_or_fd: str | os.PathLike[str] | int,
+        *,
+        job: str,
+        writable: bool = False,
+        fencing_token: int | None = None,
     ) -> Arena:
-        """Open an existing arena: read-only, or with ``writable`` as the writer of ``epoch``.
+        """Open an existing arena: read-only, or with ``writable`` as the writer of ``fencing_token``.
 
-        Raises `StaleEpoch` when a newer epoch has attached, `DuplicateOwner` when the writer of this epoch is alive,
-        `IntegrityError` when the file is not a whole arena of this user, and `FormatVersionError` for a newer format.
+        Raises `StaleFencingToken` when a writer with a newer token has attached, `DuplicateOwner` when the writer with
+        this token is alive, `IntegrityError` when the file is not a whole arena of this user, and `FormatVersionError`
+        for a newer format.
         """
-        if writable and (epoch is None or not 0 <= epoch <= EPOCH_MAX):
+        if writable and (fencing_token is None or not 0 <= fencing_token <= FENCING_TOKEN_MAX):
             raise CheckpointError(
-                f"a writer of an arena needs an epoch, not {epoch}.", remedy="pass the world's epoch."
+                f"a writer of an arena needs a fencing token, not {fencing_token}.",
+                remedy="pass the world's fencing token.",
             )
         file = ArenaFile.open(path_or_fd, writable=writable)
         try:
@@ -122,15 +133,15 @@ class Arena:
                 raise CheckpointError(
                     f"the arena {file} is of job {superblock.job!r}, not of {job!r}.", remedy="use another path."
                 )
-            if epoch is not None and epoch < superblock.epoch:
-                raise _stale(epoch, superblock)
+            if fencing_token is not None and fencing_token < superblock.fencing_token:
+                raise _stale(fencing_token, superblock)
             file.map_all()
             if writable:
                 with contextlib.suppress(OSError):  # populated already, or populated on first write
                     file.populate()
             arena = cls(file, superblock, None)
-            if writable and epoch is not None:
-                arena._claim(epoch)
+            if writable and fencing_token is not None:
+                arena._claim(fencing_token)
             return arena
         except BaseException:
             file.close()
@@ -141,9 +152,9 @@ class Arena:
         return self._superblock.rank
 
     @property
-    def epoch(self) -> int:
-        """The epoch in which this arena was created or attached."""
-        return self._superblock.epoch
+    def fencing_token(self) -> int:
+        """The fencing token with which this arena was created or attached."""
+        return self._superblock.fencing_token
 
     @property
     def payload_bytes(self) -> int:
@@ -209,7 +220,7 @@ class Arena:
                         kind,
                         number,
                         step,
-                        self.epoch,
+                        self.fencing_token,
                         owner,
                         writer=me,
                     )
@@ -317,20 +328,20 @@ class Arena:
         self.close()
 
     # -- helpers
-    def _claim(self, epoch: int) -> None:
-        """Become the writer of ``epoch``. Raises `StaleEpoch` or `DuplicateOwner`."""
+    def _claim(self, fencing_token: int) -> None:
+        """Become the writer of ``fencing_token``. Raises `StaleFencingToken` or `DuplicateOwner`."""
         with self._file.exclusive():
             superblock = _superblock(self._file)
-            if epoch < superblock.epoch:
-                raise _stale(epoch, superblock)
-            if epoch == superblock.epoch and superblock.claim.alive():
+            if fencing_token < superblock.fencing_token:
+                raise _stale(fencing_token, superblock)
+            if fencing_token == superblock.fencing_token and superblock.claim.alive():
                 raise DuplicateOwner(
-                    f"the arena {self._file} has a writer in epoch {epoch} already: {superblock.claim}.",
-                    remedy="end that process, or attach in a newer epoch, which fences it.",
+                    f"the arena {self._file} has a writer with token {fencing_token} already: {superblock.claim}.",
+                    remedy="end that process, or attach with a newer fencing token, which fences it.",
                 )
             me = begin_session()
             try:
-                self._superblock = superblock._replace(epoch=epoch, claim=me)
+                self._superblock = superblock._replace(fencing_token=fencing_token, claim=me)
                 self._file.store(0, self._superblock, "arena.attach")
             except BaseException:
                 end_session(me)
@@ -341,7 +352,8 @@ class Arena:
     def _changing(self) -> Iterator[ProcessIdentity]:
         """Hold the file's lock, after checking that the file is whole and that this process is still its writer.
 
-        Every change runs inside it. Raises `CheckpointError`, `StaleEpoch`, `DuplicateOwner` or `IntegrityError`.
+        Every change runs inside it. Raises `CheckpointError`, `StaleFencingToken`, `DuplicateOwner` or
+        `IntegrityError`.
         """
         if self._me is None:
             raise CheckpointError(f"the arena {self._file} was attached to read.", remedy="attach with writable=True.")
@@ -353,12 +365,12 @@ class Arena:
         with self._file.exclusive():
             self._file.check()
             superblock = _superblock(self._file)
-            if superblock.epoch > self.epoch:
-                raise _stale(self.epoch, superblock)
+            if superblock.fencing_token > self.fencing_token:
+                raise _stale(self.fencing_token, superblock)
             if superblock.arena_id != self._superblock.arena_id or superblock.claim != self._me:
                 raise DuplicateOwner(
                     f"the arena {self._file} is claimed by {superblock.claim}.",
-                    remedy="attach again, in a newer epoch.",
+                    remedy="attach again, under a newer fencing token.",
                 )
             yield self._me
 
@@ -440,9 +452,9 @@ def _superblock(file: ArenaFile) -> Superblock:
     return superblock
 
 
-def _stale(epoch: int, superblock: Superblock) -> StaleEpoch:
-    return StaleEpoch(
-        f"epoch {epoch} is over: epoch {superblock.epoch} has taken the arena.",
+def _stale(fencing_token: int, superblock: Superblock) -> StaleFencingToken:
+    return StaleFencingToken(
+        f"fencing token {fencing_token} is stale: {superblock.fencing_token} has taken the arena.",
         remedy="end this process; it is fenced.",
     )
 

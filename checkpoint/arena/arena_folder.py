@@ -106,47 +106,52 @@ class ArenaFolder:
                 found[self.path / name] = int(match[1]), int(match[2])
         return found
 
-    def attach(self, path: Path, epoch: int | None = None) -> Arena | None:
-        """Open an arena to write in ``epoch``, or to read.
+    def attach(self, path: Path, fencing_token: int | None = None) -> Arena | None:
+        """Open an arena to write in ``fencing_token``, or to read.
 
         Return None, and report on stderr, when it cannot be used.
         """
         try:
-            return Arena.attach(path, job=self._job, writable=epoch is not None, epoch=epoch)
+            return Arena.attach(path, job=self._job, writable=fencing_token is not None, fencing_token=fencing_token)
         except CheckpointError as error:
             say(f"the arena {path} is not used: {error.what}")
             return None
 
-    def create(self, epoch: int, *, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
-        """Make this rank's arena. Arenas of older epochs are removed if there is no room beside them.
+    def create(self, fencing_token: int, *, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
+        """Make this rank's arena. Arenas with older fencing tokens are removed if there is no room beside them.
 
         ``payload_bytes``: room of one slot. Raises `MemoryPlanError` when ``local_ranks`` such arenas do not fit.
         """
         try:
-            return self._create(epoch, slots, payload_bytes, local_ranks)
+            return self._create(fencing_token, slots, payload_bytes, local_ranks)
         except MemoryPlanError:
-            if not self.sweep(epoch):
+            if not self.sweep(fencing_token):
                 raise
             say(f"no room beside older arenas in {self.path}: they are gone")
-            return self._create(epoch, slots, payload_bytes, local_ranks)
+            return self._create(fencing_token, slots, payload_bytes, local_ranks)
 
-    def _create(self, epoch: int, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
+    def _create(self, fencing_token: int, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
         held = sum(path.stat().st_size for path in self.arenas() if path.exists())
         MemoryPlan(
             local_ranks, payload_bytes, Redundancy.local(), ceilings(self.path), slots=slots, held_bytes=held,
             usable=self._tier.usable,
         ).check()  # fmt: skip
-        name = f"rank-{self._rank:05d}-of-{self._world_size:05d}-{epoch}-{secrets.token_hex(4)}.arena"
+        name = f"rank-{self._rank:05d}-of-{self._world_size:05d}-{fencing_token}-{secrets.token_hex(4)}.arena"
         return Arena.create(
-            self.path / name, job=self._job, rank=self._rank, epoch=epoch, slots=slots, payload_bytes=payload_bytes
+            self.path / name,
+            job=self._job,
+            rank=self._rank,
+            fencing_token=fencing_token,
+            slots=slots,
+            payload_bytes=payload_bytes,
         )
 
-    def sweep(self, epoch: int) -> int:
-        """Remove the arenas of epochs before ``epoch``. Return how many were removed."""
+    def sweep(self, fencing_token: int) -> int:
+        """Remove the arenas with older fencing tokens than ``fencing_token``. Return how many were removed."""
         gone = 0
         for path in self.arenas():
             with contextlib.suppress(FileNotFoundError):
-                if _epoch_of(path, self._job) < epoch:
+                if _fencing_token_of(path, self._job) < fencing_token:
                     crash_point("commit.sweeping")
                     path.unlink()
                     gone += 1
@@ -173,17 +178,18 @@ class ArenaFolder:
         return commits_in(self.path)
 
     # -- end
-    def leave(self, *, remove: bool, epoch: int) -> None:
+    def leave(self, *, remove: bool, fencing_token: int) -> None:
         """Leave the folder.
 
-        With ``remove`` nobody comes back: this rank's arenas are removed, except those that a later epoch has taken,
-        and the last process to leave removes the folder. Otherwise the arenas stay for the next start of the same job.
+        With ``remove`` nobody comes back: this rank's arenas are removed, except those that a later fencing token has
+        taken, and the last process to leave removes the folder. Otherwise the arenas stay for the next start of the
+        same job.
         """
         with contextlib.suppress(OSError), self._locked():
             if remove:
                 (self.path / _keeper_name(self._me)).unlink(missing_ok=True)
                 for path, (rank, _) in self.arenas().items():
-                    if rank == self._rank and _epoch_of(path, self._job) <= epoch:
+                    if rank == self._rank and _fencing_token_of(path, self._job) <= fencing_token:
                         path.unlink(missing_ok=True)
                 mine = {self._me, *_restarter()}
                 if not any(keeper.alive() for keeper in keepers_in(self.path) if keeper not in mine):
@@ -231,7 +237,8 @@ def job_folder(tier: Path, job: str, directory: Path) -> Path:
 
 
 def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:
-    """Return the commit records in ``folder`` that can be read, and checkpoint number -> why its record cannot be read."""
+    """Return the commit records in ``folder`` that can be read, and checkpoint number -> why its record cannot be
+    read."""
     found, unreadable = list[CommitRecord](), dict[int, str]()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(folder)):
@@ -274,10 +281,10 @@ def _keeper_name(process: ProcessIdentity) -> str:
     return "keeper-{}-{}-{}-{}".format(*process)
 
 
-def _epoch_of(path: Path, job: str) -> int:
-    """Return the epoch of an arena; -1 when it cannot be read."""
+def _fencing_token_of(path: Path, job: str) -> int:
+    """Return the fencing token of an arena; -1 when it cannot be read."""
     try:
         with Arena.attach(path, job=job) as arena:
-            return arena.epoch
+            return arena.fencing_token
     except CheckpointError:
         return -1

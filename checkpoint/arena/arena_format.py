@@ -2,7 +2,7 @@
 
 ::
 
-    0      superblock A | superblock B                     rank and job, geometry, epoch, claim
+    0      superblock A | superblock B                     rank and job, geometry, fencing token, claim
     8192   slot 0: header A | header B | chunk table | payload
            slot 1: ...
 
@@ -126,11 +126,11 @@ class Superblock(NamedTuple):
     """16 random bytes that every header repeats, so that a header copied from another arena does not count."""
     job: str
     rank: int
-    epoch: int
-    """The newest epoch that has attached as writer. Smaller epochs are fenced."""
+    fencing_token: int
+    """The newest fencing token with which a writer has attached. Writers with smaller ones are fenced."""
     geometry: Geometry
     claim: ProcessIdentity
-    """The process that writes in this epoch."""
+    """The process that writes with this fencing token."""
     seq: int = 0
 
     def encode(self) -> bytes:
@@ -142,7 +142,7 @@ class Superblock(NamedTuple):
             )
         slots, payload_bytes, chunk_bytes = self.geometry
         body = _SUPERBLOCK.pack(
-            self.arena_id, self.rank, self.epoch, slots, payload_bytes, chunk_bytes, len(job), job, *self.claim
+            self.arena_id, self.rank, self.fencing_token, slots, payload_bytes, chunk_bytes, len(job), job, *self.claim
         )
         return _record(_SUPERBLOCK_MAGIC, self.seq, body)
 
@@ -156,12 +156,12 @@ class Superblock(NamedTuple):
         if found is None:
             return None
         seq, body = found
-        arena_id, rank, epoch, slots, payload, chunk, job_bytes, job, *claim = _SUPERBLOCK.unpack_from(body)
+        arena_id, rank, fencing_token, slots, payload, chunk, job_bytes, job, *claim = _SUPERBLOCK.unpack_from(body)
         geometry = Geometry(slots, payload, chunk)
         text = _text(job, job_bytes)
         if text is None or geometry.problem():
             return None
-        return cls(arena_id, text, rank, epoch, geometry, ProcessIdentity(*claim), seq)
+        return cls(arena_id, text, rank, fencing_token, geometry, ProcessIdentity(*claim), seq)
 
 
 class SlotHeader(NamedTuple):
@@ -173,7 +173,7 @@ class SlotHeader(NamedTuple):
     kind: Kind = "data"
     number: int = -1
     step: int = -1
-    epoch: int = 0
+    fencing_token: int = 0
     owner: int = 0
     payload_bytes: int = 0
     layout_hash: str = ""
@@ -200,7 +200,7 @@ class SlotHeader(NamedTuple):
             KINDS.index(self.kind),
             self.number,
             self.step,
-            self.epoch,
+            self.fencing_token,
             self.owner,
             self.payload_bytes,
             len(layout_hash),
@@ -229,7 +229,7 @@ class SlotHeader(NamedTuple):
             kind,
             number,
             step,
-            epoch,
+            fencing_token,
             owner,
             payload_bytes,
             layout_hash_bytes,
@@ -249,7 +249,7 @@ class SlotHeader(NamedTuple):
             KINDS[kind],
             number,
             step,
-            epoch,
+            fencing_token,
             owner,
             payload_bytes,
             texts[0],
@@ -276,7 +276,7 @@ class SlotHeader(NamedTuple):
 def manifest_digest(header: SlotHeader, chunk_bytes: int, table: bytes) -> bytes:
     """Return the blake2b digest of an image's identity and chunk table, 32 bytes.
 
-    It is equal for every copy of one image, whichever arena and epoch holds the copy.
+    It is equal for every copy of one image, whatever the arena and fencing token of the copy.
     """
     identity = (
         f"{header.kind} {header.owner} {header.number} {header.step} {header.payload_bytes} {chunk_bytes} "

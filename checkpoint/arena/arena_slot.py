@@ -18,7 +18,7 @@ import numpy as np
 from rackrun.checkpoint.arena.arena_file import change_points
 from rackrun.checkpoint.arena.arena_format import Kind, SlotHeader, SlotState, manifest_digest, table_bytes
 from rackrun.checkpoint.base.digest import chunk_crcs, crc
-from rackrun.checkpoint.base.errors import CheckpointError, DuplicateOwner, IntegrityError, StaleEpoch
+from rackrun.checkpoint.base.errors import CheckpointError, DuplicateOwner, IntegrityError, StaleFencingToken
 from rackrun.protocol.crash_points import crash_point, register
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     state: SlotState
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     kind: Kind
     owner: int
     """Whose image it is: the arena's own rank, another rank (a mirror), or a parity set."""
@@ -55,7 +55,7 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
             state=header.state,
             number=header.number,
             step=header.step,
-            epoch=header.epoch,
+            fencing_token=header.fencing_token,
             kind=header.kind,
             owner=header.owner,
             payload_bytes=header.payload_bytes,
@@ -110,7 +110,7 @@ class SlotWriter:
     def seal(self, payload_bytes: int, layout_hash: str, threads: int = 1) -> None:
         """Make the first ``payload_bytes`` bytes the image: digest them chunk by chunk, then mark the slot as sealed.
 
-        Raises `StaleEpoch` or `DuplicateOwner` when another writer has taken over since `Arena.begin`,
+        Raises `StaleFencingToken` or `DuplicateOwner` when another writer has taken over since `Arena.begin`,
         `CheckpointError` when the image is too large or the slot was ended already.
         """
         arena, at = self._arena, self._arena._superblock.geometry
@@ -142,7 +142,7 @@ class SlotWriter:
         """Free the slot. No effect after `seal`, or when another writer has taken over."""
         if self not in self._arena._writers:
             return
-        with contextlib.suppress(StaleEpoch, DuplicateOwner, IntegrityError), self._arena._changing():
+        with contextlib.suppress(StaleFencingToken, DuplicateOwner, IntegrityError), self._arena._changing():
             self._check_ours()
             self._arena._store(SlotHeader(self._header.arena_id, self.index), "arena.abandon")
         self._end()

@@ -53,7 +53,7 @@ class FoundArena:
     why: str
     job: str = ""
     rank: int = -1
-    epoch: int = -1
+    fencing_token: int = -1
 
 
 def find_arenas(folder: Path = SHARED_MEMORY) -> list[FoundArena]:
@@ -138,7 +138,7 @@ def _state_of(file: ArenaFile, held: dict[Inode, int], besides: int = 0) -> Foun
             processes.append(header.writer)
     status = os.fstat(file.fd)
     state, why = _judged(processes, held.get((status.st_dev, status.st_ino), 0), besides)
-    return FoundArena(file.path, file.size, state, why, superblock.job, superblock.rank, superblock.epoch)
+    return FoundArena(file.path, file.size, state, why, superblock.job, superblock.rank, superblock.fencing_token)
 
 
 def _judged(processes: list[ProcessIdentity], holder: int, besides: int) -> tuple[ArenaState, str]:

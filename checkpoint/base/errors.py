@@ -10,8 +10,8 @@
         +-- LayoutMismatch           yours: saved and wanted tensors do not fit
         +-- MemoryPlanError          yours: the request exceeds the available memory or disk space
         +-- FormatVersionError       yours: another release, or another kind of machine, wrote a format not read here
-        +-- DuplicateOwner           two living processes claim one thing in one epoch
-        +-- StaleEpoch               a newer epoch has taken over: the caller is fenced
+        +-- DuplicateOwner           two living processes claim one thing under one fencing token
+        +-- StaleFencingToken        a newer fencing token has taken over: the caller is fenced
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "LayoutMismatch",
     "MemoryPlanError",
     "NoUsableCheckpoint",
-    "StaleEpoch",
+    "StaleFencingToken",
     "Unreadable",
     "is_damage",
 ]
@@ -72,11 +72,11 @@ class FormatVersionError(CheckpointError, UsageError):
 
 
 class DuplicateOwner(CheckpointError):
-    """Two living processes claim one thing in one epoch."""
+    """Two living processes claim one thing under one fencing token."""
 
 
-class StaleEpoch(CheckpointError):
-    """A newer epoch has taken over. The caller is fenced and writes no more."""
+class StaleFencingToken(CheckpointError):
+    """A writer with a newer fencing token has taken over. The caller is fenced and writes no more."""
 
 
 if not TYPE_CHECKING:  # for a type checker there is no other name than those above
@@ -85,4 +85,7 @@ if not TYPE_CHECKING:  # for a type checker there is no other name than those ab
         if name == "NoUsableGeneration":
             warn_renamed("NoUsableGeneration", "NoUsableCheckpoint")
             return NoUsableCheckpoint
+        if name == "StaleEpoch":
+            warn_renamed("StaleEpoch", "StaleFencingToken")
+            return StaleFencingToken
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["Complaints", "say"]
+__all__ = ["SaveWarnings", "say"]
 
 
 def say(what: str) -> None:
@@ -12,7 +12,7 @@ def say(what: str) -> None:
     print(f"rackrun: {what}", file=sys.stderr, flush=True)
 
 
-class Complaints:
+class SaveWarnings:
     """Prints what went wrong with a save once for each reason, because a full disk stays full."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Identities of writer processes that a later process with the same pid does not match.
 
 A pid is reused, but pid and start time together are unique until the host restarts, which empties tmpfs too. Pids of
-another pid namespace mean nothing here, so a process there counts as alive: a larger epoch fences it.
+another pid namespace mean nothing here, so a process there counts as alive: a larger fencing token fences it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ together.
 
 Rules:
 
-* A holding counts only if it has the record's step, epoch, digest and layout, and if its holder has verified it. "Not
-  verified" is not "bad": verify the holding, and choose again.
+* A holding counts only if it has the record's step, fencing token, digest and layout, and if its holder has verified
+  it. "Not verified" is not "bad": verify the holding, and choose again.
 * A parity rebuild reads the other members' shards and parity blocks of the *same* checkpoint, each with a source of its
   own. The result is checked against the record like any other source.
 * Without a commit record nothing shows that a checkpoint is whole. Only ``best_effort`` reads such a checkpoint, and
@@ -51,12 +51,12 @@ class Tier(IntEnum):
     """A directory that every tray can read."""
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True, rename={"fencing_token": "epoch"}):
     """A sealed copy of one shard, or one parity block, as reported by the agent that holds it."""
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     owner: int
     kind: Kind = "data"
     holder: str
@@ -80,12 +80,12 @@ class ShardSource(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[Holding, ...] = ()
 
 
-class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
+class RestorePlan(msgspec.Struct, frozen=True, kw_only=True, rename={"fencing_token": "epoch"}):
     """What all ranks restore: one checkpoint, and the sources of each shard in the order in which to try them."""
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     committed: bool
     digests: dict[int, str]
     sources: dict[int, tuple[ShardSource, ...]]
@@ -98,7 +98,7 @@ class _Wanted(NamedTuple):
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     committed: bool
     shards: tuple[ShardRecord, ...]
     sets: tuple[ParitySet, ...]
@@ -117,8 +117,8 @@ def choose(
 ) -> RestorePlan:
     """Return the plan for the newest checkpoint that can be restored.
 
-    ``lost``: holders that are gone. ``quarantined``: checkpoints that turned out bad. ``attempts``: checkpoint number ->
-    failed restores, from the log. ``owners``: the ranks that must be whole in an uncommitted checkpoint; needed by
+    ``lost``: holders that are gone. ``quarantined``: checkpoints that turned out bad. ``attempts``: checkpoint number
+    -> failed restores, from the log. ``owners``: the ranks that must be whole in an uncommitted checkpoint; needed by
     ``best_effort``.
 
     Raises NoUsableCheckpoint, with the reason for each checkpoint, when there is none, and IntegrityError when two
@@ -137,7 +137,8 @@ def choose(
             sources, missing = _sources(wanted, [holding for holding in alive if holding.number == n], lost)
             if not missing:
                 return RestorePlan(
-                    number=n, step=wanted.step, epoch=wanted.epoch, committed=wanted.committed, sources=sources,
+                    number=n, step=wanted.step, fencing_token=wanted.fencing_token, committed=wanted.committed,
+                    sources=sources,
                     digests={shard.owner: shard.digest for shard in wanted.shards if shard.kind == "data"},
                     passed_over=reasons,
                 )  # fmt: skip
@@ -162,20 +163,20 @@ def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owner
         if records.setdefault(record.number, record) != record:
             raise IntegrityError(
                 f"two commit records of checkpoint {record.number} differ.",
-                remedy="Two coordinators have written: keep the log with the larger epoch.",
+                remedy="Two coordinators have written: keep the log with the larger fencing token.",
             )
-    found = [_Wanted(r.number, r.step, r.epoch, True, r.shards, r.sets) for r in records.values()]
+    found = [_Wanted(r.number, r.step, r.fencing_token, True, r.shards, r.sets) for r in records.values()]
     for n in sorted({holding.number for holding in alive} - set(records)) if owners else ():
         data = [holding for holding in alive if holding.number == n and holding.kind == "data"]
         data = [holding for holding in data if holding.owner in owners]
         told = {owner: {(h.digest, h.layout_hash) for h in data if h.owner == owner} for owner in sorted(owners)}
-        if len({(h.step, h.epoch) for h in data}) == 1 and all(len(said) == 1 for said in told.values()):
+        if len({(h.step, h.fencing_token) for h in data}) == 1 and all(len(said) == 1 for said in told.values()):
             shards = [
                 ShardRecord(owner=owner, kind="data", digest=digest, layout_hash=layout_hash, holders=())
                 for owner, said in told.items()
                 for digest, layout_hash in said
             ]
-            found.append(_Wanted(n, data[0].step, data[0].epoch, False, tuple(shards), ()))
+            found.append(_Wanted(n, data[0].step, data[0].fencing_token, False, tuple(shards), ()))
     return sorted(found, key=lambda wanted: wanted.number, reverse=True)
 
 
@@ -183,7 +184,7 @@ def _sources(
     wanted: _Wanted, holdings: Sequence[Holding], lost: Collection[str]
 ) -> tuple[dict[int, tuple[ShardSource, ...]], list[str]]:
     """Return each shard's sources, nearest first, and a sentence for each shard that has none."""
-    identity = wanted.step, wanted.epoch
+    identity = wanted.step, wanted.fencing_token
     records = {(shard.owner, shard.kind): shard for shard in wanted.shards}
     copies: dict[Item, list[Holding]] = {}
     unfit: dict[Item, list[str]] = {}
@@ -191,8 +192,8 @@ def _sources(
         record = records.get(holding.item)
         if record is None:
             continue
-        if (holding.step, holding.epoch) != identity:
-            why = f"is of step {holding.step}, epoch {holding.epoch}"
+        if (holding.step, holding.fencing_token) != identity:
+            why = f"is of step {holding.step}, fencing token {holding.fencing_token}"
         elif (holding.digest, holding.layout_hash) != (record.digest, record.layout_hash):
             why = "differs from the record"
         elif not holding.verified:

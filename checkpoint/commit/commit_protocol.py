@@ -1,7 +1,7 @@
 """The coordinator of the commit protocol: it decides when a checkpoint is whole, and when an older one may go.
 
 ``handle(event) -> outputs``, pure. A checkpoint commits when every owner's shard has the requested redundancy, counting
-copies of one (number, step, epoch) with one digest for each shard. A newer checkpoint retires an older one only
+copies of one (number, step, fencing token) with one digest for each shard. A newer checkpoint retires an older one only
 when the newer one's own holders have confirmed the commit record, and it is at least as safe as the older still is.
 Until then both are kept.
 
@@ -9,14 +9,14 @@ The rules that keep a commit true:
 
 * A holder overwrites nothing that may still commit: `Begin.keep` lists it. So a checkpoint is known here from
   `CheckpointBegan` on, before anyone seals it, and a checkpoint not known here never commits.
-* A checkpoint that cannot commit any more (its deadline passed, a newer one committed, a new epoch began) first leaves
-  ``keep`` and is then refused, within one call.
+* A checkpoint that cannot commit any more (its deadline passed, a newer one committed, a new membership began) first
+  leaves ``keep`` and is then refused, within one call.
 * A degraded commit keeps the older checkpoint until the newer is healed, or until the older is no safer.
 
 What callers must know:
 
-* Epochs fence writers, not bytes: a copy of an *already committed* checkpoint counts in any epoch if it matches the
-  record. That is how healing works after a recovery.
+* Fencing tokens fence writers, not bytes: a copy of an *already committed* checkpoint counts under any token if it
+  matches the record. That is how healing works after a recovery.
 * After a restart of the coordinator, the holders in the records are trusted until they connect (`HolderJoined` lists
   what they really hold) or are given up (send `HolderLost` for each one that does not come). They are not assumed to
   have confirmed: send the records of `committed` to everyone who connects or has healed. Pins are not in the log: pin
@@ -34,7 +34,7 @@ from typing import assert_never
 
 import msgspec
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, StaleEpoch
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, StaleFencingToken
 from rackrun.checkpoint.commit.commit_records import (
     Abandon,
     Begin,
@@ -45,15 +45,15 @@ from rackrun.checkpoint.commit.commit_records import (
     Copy,
     Deadline,
     Disagreement,
-    EpochBegan,
     Event,
-    Heal,
     HolderJoined,
     HolderLost,
     Item,
+    MembershipBegan,
     Output,
     ParitySet,
     Pinned,
+    Repair,
     Retire,
     ShardSealed,
     UnderReplicated,
@@ -65,7 +65,8 @@ from rackrun.checkpoint.commit.commit_records import (
 
 __all__ = [
     "Abandon", "Begin", "Commit", "CommitPolicy", "CommitRecord", "Committer", "Confirmed", "Deadline", "Disagreement",
-    "EpochBegan", "Event", "CheckpointBegan", "Heal", "HolderJoined", "HolderLost", "Output", "ParitySet", "Pinned",
+    "MembershipBegan", "Event", "CheckpointBegan", "Repair", "HolderJoined", "HolderLost", "Output", "ParitySet",
+    "Pinned",
     "Retire", "ShardSealed", "UnderReplicated", "Unpinned", "decode_record",
 ]  # fmt: skip
 
@@ -100,14 +101,14 @@ class Committer:
         Raises IntegrityError when a record is damaged, or two records of one checkpoint differ.
         """
         self.policy = policy
-        self.epoch = -1
+        self.fencing_token = -1
         self.owners: tuple[int, ...] = ()
         self.sets: tuple[ParitySet, ...] = ()
         self.newest_known = -1
         """The largest checkpoint number seen."""
         self.committed: dict[int, CommitRecord] = {}
         self._open: dict[int, int] = {}
-        """Number of a checkpoint of this epoch that may still commit -> its step."""
+        """Number of a checkpoint of this fencing token that may still commit -> its step."""
         self._copies: dict[int, frozenset[Copy]] = {}
         """Number of a checkpoint, open or committed -> its copies at holders that are not lost."""
         self._confirmed: dict[int, frozenset[str]] = {}
@@ -122,12 +123,12 @@ class Committer:
             if self.committed.setdefault(record.number, record) != record:
                 raise IntegrityError(
                     f"two commit records of checkpoint {record.number} differ.",
-                    remedy="Two coordinators have written: keep the log with the larger epoch.",
+                    remedy="Two coordinators have written: keep the log with the larger fencing token.",
                 )
             self._copies[record.number] = record.all_copies()
             self._domain |= {copy.holder: copy.domain for copy in record.all_copies()}
             self.newest_known = max(self.newest_known, record.number)
-            self.epoch = max(self.epoch, record.epoch)
+            self.fencing_token = max(self.fencing_token, record.fencing_token)
 
     @property
     def newest(self) -> CommitRecord | None:
@@ -135,18 +136,19 @@ class Committer:
         return self.committed[max(self.committed)] if self.committed else None
 
     def keep(self) -> tuple[int, ...]:
-        """Return the numbers of the checkpoints that no slot may lose: committed and not retired, pinned, or still able to commit."""
+        """Return the numbers of the checkpoints that no slot may lose: committed and not retired, pinned, or still
+        able to commit."""
         pinned = (number for number, _ in self._pins)
         return tuple(sorted({*self.committed, *self._open, *pinned}))
 
     def handle(self, event: Event) -> list[Output]:
         """Apply one event and return what is to be done.
 
-        Raises `StaleEpoch` or `CheckpointError` for an impossible event.
+        Raises `StaleFencingToken` or `CheckpointError` for an impossible event.
         """
         match event:
-            case EpochBegan():
-                return self._epoch_began(event)
+            case MembershipBegan():
+                return self._membership_began(event)
             case CheckpointBegan():
                 return self._checkpoint_began(event)
             case ShardSealed():
@@ -168,27 +170,29 @@ class Committer:
 
     # -- events --
 
-    def _epoch_began(self, event: EpochBegan) -> list[Output]:
-        if event.epoch < self.epoch or (event.epoch == self.epoch and self.owners not in ((), event.owners)):
-            raise StaleEpoch(
-                f"epoch {event.epoch} of owners {list(event.owners)} began after epoch {self.epoch}.",
+    def _membership_began(self, event: MembershipBegan) -> list[Output]:
+        if event.fencing_token < self.fencing_token or (
+            event.fencing_token == self.fencing_token and self.owners not in ((), event.owners)
+        ):
+            raise StaleFencingToken(
+                f"fencing token {event.fencing_token} of owners {list(event.owners)} came after {self.fencing_token}.",
                 remedy="Another coordinator is ahead: stop this one.",
             )
-        repeated = event.epoch == self.epoch
-        self.epoch, self.owners, self.sets = event.epoch, event.owners, event.sets
-        return [] if repeated else self._abandon(self._open, f"epoch {event.epoch} began")
+        repeated = event.fencing_token == self.fencing_token
+        self.fencing_token, self.owners, self.sets = event.fencing_token, event.owners, event.sets
+        return [] if repeated else self._abandon(self._open, f"fencing token {event.fencing_token} began")
 
     def _checkpoint_began(self, event: CheckpointBegan) -> list[Output]:
         if event.number <= self.newest_known or not self.owners:
             raise CheckpointError(
-                f"checkpoint {event.number} began in epoch {self.epoch} after checkpoint {self.newest_known}.",
-                remedy="Draw numbers from one durable counter, after the epoch has begun.",
+                f"checkpoint {event.number} of token {self.fencing_token} began after checkpoint {self.newest_known}.",
+                remedy="Draw numbers from one durable counter, after the membership has begun.",
             )
         self.newest_known = event.number
         keep = self.keep()
         self._open[event.number] = event.step
         self._copies[event.number] = frozenset()
-        return [Begin(number=event.number, step=event.step, epoch=self.epoch, keep=keep)]
+        return [Begin(number=event.number, step=event.step, fencing_token=self.fencing_token, keep=keep)]
 
     def _shard_sealed(self, event: ShardSealed) -> list[Output]:
         if not self._counts(event):
@@ -209,11 +213,14 @@ class Committer:
         self._domain.setdefault(event.holder, event.domain)
         if record := self.committed.get(n):
             known = {(s.owner, s.kind, s.digest, s.layout_hash) for s in record.shards}
-            same = (event.step, event.epoch) == (record.step, record.epoch)
+            same = (event.step, event.fencing_token) == (record.step, record.fencing_token)
             if not same or (copy.owner, copy.kind, copy.digest, copy.layout_hash) not in known:
                 return False
             self._healing[n] = self._healing.get(n, frozenset()) - {(copy.item, copy.holder)}
-        elif (event.epoch, event.step) != (self.epoch, self._open.get(n)) or event.owner not in self.owners:
+        elif (event.fencing_token, event.step) != (
+            self.fencing_token,
+            self._open.get(n),
+        ) or event.owner not in self.owners:
             return False
         self._copies[n] |= {copy}
         return True
@@ -281,7 +288,7 @@ class Committer:
             return outputs
         level = min(self._level(owner, domains, self.sets) for owner in self.owners)
         record = CommitRecord.of(
-            n, self._open.pop(n), self.epoch, copies=copies, sets=self.sets, wanted=self.policy.copies,
+            n, self._open.pop(n), self.fencing_token, copies=copies, sets=self.sets, wanted=self.policy.copies,
             degraded=level < self.policy.copies,
         )  # fmt: skip
         self.committed[n] = record
@@ -385,7 +392,7 @@ class Committer:
             to = ranked[0][-1]
             mine |= {to}
             places |= {(item, to)}
-            outputs.append(Heal(number=n, owner=item[0], kind=item[1], to=to))
+            outputs.append(Repair(number=n, owner=item[0], kind=item[1], to=to))
             self._healing[n] = self._healing.get(n, frozenset()) | {(item, to)}
         return outputs
 

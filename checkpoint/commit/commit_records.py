@@ -6,8 +6,8 @@ rule: ``copies=2`` means "the loss of a single domain does not lose it", however
 
 Rules:
 
-* A copy is identified by its digest, never by its number alone: a checkpoint is (number, step, epoch), and a copy
-  that differs from the record is no copy of it.
+* A copy is identified by its digest, never by its number alone: a checkpoint is (number, step, fencing token), and a
+  copy that differs from the record is no copy of it.
 * ``layout_hash`` describes one rank's image, so it differs between the owners of a sharded state. It is compared
   between the copies of one owner, and with the record.
 * A parity block is named by the member of the set that keeps it, not by the shards it protects.
@@ -27,9 +27,9 @@ from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
 __all__ = [
     "NUMBER_MAX", "Copy", "Kind", "ParitySet", "rebuild_inputs", "redundancy", "domains_of",
     "CommitRecord", "ShardRecord", "decode_record",
-    "Event", "CheckpointBegan", "ShardSealed", "Confirmed", "Deadline", "HolderJoined", "HolderLost", "EpochBegan",
+    "Event", "CheckpointBegan", "ShardSealed", "Confirmed", "Deadline", "HolderJoined", "HolderLost", "MembershipBegan",
     "Pinned", "Unpinned",
-    "Output", "Begin", "Commit", "Retire", "Abandon", "UnderReplicated", "Heal", "Disagreement",
+    "Output", "Begin", "Commit", "Retire", "Abandon", "UnderReplicated", "Repair", "Disagreement",
 ]  # fmt: skip
 
 NUMBER_MAX = 2**63 - 1
@@ -44,7 +44,9 @@ class _Value(msgspec.Struct, frozen=True, kw_only=True, order=True):
     pass
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
+class _Message(
+    msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type", rename={"fencing_token": "epoch"}
+):
     pass
 
 
@@ -134,13 +136,15 @@ class ShardRecord(_Value, frozen=True, kw_only=True, order=True):
     """(holder, domain), sorted."""
 
 
-class CommitRecord(_Value, frozen=True, kw_only=True, order=True, rename={"number": "generation"}):
+class CommitRecord(
+    _Value, frozen=True, kw_only=True, order=True, rename={"number": "generation", "fencing_token": "epoch"}
+):
     """A line of the commit log, which states that a checkpoint is whole. Its ``digest`` covers all other fields."""
 
     number: int
     """Checkpoint number; ``generation`` in the encoded record, as decision 12 says."""
     step: int
-    epoch: int
+    fencing_token: int
     copies: int
     """The redundancy that was asked for."""
     degraded: bool
@@ -151,7 +155,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True, rename={"numbe
 
     @classmethod
     def of(
-        cls, number: int, step: int, epoch: int, *, copies: Iterable[Copy], sets: Sequence[ParitySet] = (),
+        cls, number: int, step: int, fencing_token: int, *, copies: Iterable[Copy], sets: Sequence[ParitySet] = (),
         wanted: int = 1, degraded: bool = False,
     ) -> CommitRecord:  # fmt: skip
         """Build a record from copies that agree. ``wanted``: the redundancy asked for."""
@@ -169,7 +173,7 @@ class CommitRecord(_Value, frozen=True, kw_only=True, order=True, rename={"numbe
             for (owner, kind), found in by_item.items()
         )
         bare = cls(
-            number=number, step=step, epoch=epoch, copies=wanted, degraded=degraded, shards=shards,
+            number=number, step=step, fencing_token=fencing_token, copies=wanted, degraded=degraded, shards=shards,
             sets=tuple(sets),
         )  # fmt: skip
         return msgspec.structs.replace(bare, digest=bare.computed_digest())
@@ -225,13 +229,13 @@ def decode_record(data: bytes) -> CommitRecord:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-class EpochBegan(_Message, frozen=True, kw_only=True):
-    """A new membership of the world began. Checkpoints that older epochs left uncommitted never commit.
+class MembershipBegan(_Message, frozen=True, kw_only=True, tag="EpochBegan"):
+    """A new membership of the world began. Checkpoints that older memberships left uncommitted never commit.
 
     Pin beforehand what a recovery wants to read.
     """
 
-    epoch: int
+    fencing_token: int
     owners: tuple[int, ...]
     sets: tuple[ParitySet, ...] = ()
 
@@ -248,7 +252,7 @@ class ShardSealed(_Message, frozen=True, kw_only=True):
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     owner: int
     holder: str
     domain: str
@@ -299,7 +303,15 @@ class Unpinned(_Message, frozen=True, kw_only=True):
 
 
 Event: TypeAlias = (
-    EpochBegan | CheckpointBegan | ShardSealed | Confirmed | Deadline | HolderJoined | HolderLost | Pinned | Unpinned
+    MembershipBegan
+    | CheckpointBegan
+    | ShardSealed
+    | Confirmed
+    | Deadline
+    | HolderJoined
+    | HolderLost
+    | Pinned
+    | Unpinned
 )
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
@@ -310,7 +322,7 @@ class Begin(_Message, frozen=True, kw_only=True):
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     keep: tuple[int, ...]
 
 
@@ -343,7 +355,7 @@ class UnderReplicated(_Message, frozen=True, kw_only=True):
     owners: tuple[int, ...]
 
 
-class Heal(_Message, frozen=True, kw_only=True):
+class Repair(_Message, frozen=True, kw_only=True, tag="Heal"):
     """Copy or rebuild the item at ``to``, which verifies it against the record and reports `ShardSealed`."""
 
     number: int
@@ -363,4 +375,4 @@ class Disagreement(_Message, frozen=True, kw_only=True):
     digests: tuple[str, ...]
 
 
-Output: TypeAlias = Begin | Commit | Retire | Abandon | UnderReplicated | Heal | Disagreement
+Output: TypeAlias = Begin | Commit | Retire | Abandon | UnderReplicated | Repair | Disagreement

@@ -19,14 +19,14 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Committer,
     Confirmed,
     Deadline,
-    EpochBegan,
+    MembershipBegan,
     ShardSealed,
 )
 from rackrun.checkpoint.commit.commit_records import CommitRecord
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["CommitDesk", "CommitOutcome", "Sealed"]
+__all__ = ["CommitParticipant", "CommitOutcome", "Sealed"]
 
 register("commit.said", "commit.decided", "commit.announced")
 
@@ -62,13 +62,13 @@ class CommitOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint was due on disk, and is skipped because some rank is still writing an older one."""
 
 
-class CommitDesk:
+class CommitParticipant:
     """One rank's part in the commits. One thread uses it, one checkpoint after the other."""
 
-    def __init__(self, peers: Peers, epoch: int, *, seconds: float) -> None:
-        self._peers, self._epoch, self._seconds = peers, epoch, seconds
+    def __init__(self, peers: Peers, fencing_token: int, *, seconds: float) -> None:
+        self._peers, self._fencing_token, self._seconds = peers, fencing_token, seconds
         self._committer = Committer(CommitPolicy(copies=1))
-        self._committer.handle(EpochBegan(epoch=epoch, owners=tuple(range(peers.world_size))))
+        self._committer.handle(MembershipBegan(fencing_token=fencing_token, owners=tuple(range(peers.world_size))))
         self._heard: list[str] = []
         """Keys that all ranks have read once all have sealed the next checkpoint."""
 
@@ -113,7 +113,7 @@ class CommitDesk:
             if not sealed.failure:
                 outputs = self._committer.handle(
                     ShardSealed(
-                        number=number, step=sealed.step, epoch=self._epoch, owner=rank, holder=holder,
+                        number=number, step=sealed.step, fencing_token=self._fencing_token, owner=rank, holder=holder,
                         domain=holder, digest=sealed.digest, layout_hash=sealed.layout_hash,
                     )
                 )  # fmt: skip

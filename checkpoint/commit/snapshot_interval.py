@@ -32,12 +32,12 @@ import msgspec
 
 from rackrun.checkpoint.base.errors import CheckpointError
 
-__all__ = ["Interval", "IntervalPolicy", "Observed", "choose_interval"]
+__all__ = ["Interval", "IntervalPolicy", "ObservedCosts", "choose_interval"]
 
 NS = 10**9
 
 
-class Observed(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over the job so far, the same on every rank. Times are in ns."""
 
     steps: int
@@ -91,7 +91,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def choose_interval(observed: Observed, policy: IntervalPolicy, current: int | None = None) -> Interval:
+def choose_interval(observed: ObservedCosts, policy: IntervalPolicy, current: int | None = None) -> Interval:
     """Return the interval from here on. ``current``: the interval in use, for the hysteresis; None for none.
 
     Raises CheckpointError when a sum is negative or ``current`` is below 1.
@@ -123,7 +123,7 @@ def choose_interval(observed: Observed, policy: IntervalPolicy, current: int | N
     return Interval(steps=target, reason=reason)
 
 
-def mtbf_ns(observed: Observed, policy: IntervalPolicy) -> Fraction:
+def mtbf_ns(observed: ObservedCosts, policy: IntervalPolicy) -> Fraction:
     """Return the mean time between failures in ns, by the posterior mean of the failure rate.
 
     It is (prior time + run time) / (prior failures + failures).
@@ -133,7 +133,7 @@ def mtbf_ns(observed: Observed, policy: IntervalPolicy) -> Fraction:
     return (prior_ns + observed.run_ns) / (prior_failures + observed.failures)
 
 
-def _check(observed: Observed, current: int | None) -> None:
+def _check(observed: ObservedCosts, current: int | None) -> None:
     if min(msgspec.structs.astuple(observed)) < 0 or (current is not None and current < 1):
         raise CheckpointError(
             f"measured sums and the interval in use cannot be negative: {observed}, {current}.",

@@ -88,7 +88,7 @@ class _Part:
     """The checkpoint and the shard that a rank writes. Ranks receive it in their plans."""
 
     number: int
-    epoch: int
+    fencing_token: int
     world_size: int
     rank: int
 
@@ -213,11 +213,11 @@ class RackrunStorageWriter(StorageWriter):
         metadata.storage_data, metadata.storage_meta = {}, self.storage_meta()
         if self._keep is not None:
             store, _ = place_of(self._path)
-            collect(store, self._keep, epoch=self._part.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S)
+            collect(store, self._keep, fencing_token=self._part.fencing_token, now=time.time, orphan_ttl_s=_ORPHANS_S)
 
     def _writer(self, part: _Part) -> CheckpointWriter:
         store, _ = place_of(self._path)
-        return store.writer(part.number, part.number, part.epoch, part.world_size)
+        return store.writer(part.number, part.number, part.fencing_token, part.world_size)
 
     def _failed(self, writer: CheckpointWriter) -> CheckpointError:
         return CheckpointError(

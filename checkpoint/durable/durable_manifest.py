@@ -10,8 +10,8 @@
         VERIFIED.json                     all bytes were read once and were right (`DurableStore.verify`)
 
 Fragments and manifest are ``{"body": ..., "digest": blake2b-256 of the body's bytes}``, byte for byte. A fragment does
-not name the epoch, so a checkpoint that two epochs wrote with equal bytes has equal fragments. File names are computed
-from ranks and never taken from a file. Lengths are bounded before anything is read.
+not name the fencing token, so a checkpoint that two runs wrote with equal bytes has equal fragments. File names are
+computed from ranks and never taken from a file. Lengths are bounded before anything is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "Record",
     "ManifestEntry",
     "TemporaryName",
-    "attempt_epoch",
+    "attempt_fencing_token",
     "attempt_name",
     "check_job",
     "fragment_name",
@@ -56,8 +56,8 @@ MANIFEST = "MANIFEST.json"
 VERIFIED = "VERIFIED.json"
 MANIFEST_BYTES_MAX = 64 * 2**20
 FRAGMENT_BYTES_MAX = 64 * 2**20
-_ON_DISK = {"number": "generation"}
-"""Field -> its key in files. Format 1 calls the checkpoint number ``generation``."""
+_ON_DISK = {"number": "generation", "fencing_token": "epoch"}
+"""Field -> its key in files. Format 1 calls the checkpoint number ``generation``, the fencing token ``epoch``."""
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True, rename=_ON_DISK):
@@ -112,13 +112,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename=_ON_DISK):
     job: str
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     world_size: int
     shards: tuple[ManifestEntry, ...]
 
     def same_content(self, other: Manifest) -> bool:
-        """Whether both are equal, apart from the epochs that wrote them."""
-        return msgspec.structs.replace(self, epoch=other.epoch) == other
+        """Whether both are equal, apart from the fencing tokens of their writers."""
+        return msgspec.structs.replace(self, fencing_token=other.fencing_token) == other
 
     def check(self) -> None:
         """Raise IntegrityError unless there is one shard for each rank, in order, with possible sizes."""
@@ -224,33 +224,33 @@ def checkpoint_number(name: str) -> int | None:
     return number if number <= NUMBER_MAX and checkpoint_name(number) == name else None
 
 
-def temporary_name(job: str, number: int, step: int, epoch: int, world_size: int) -> str:
+def temporary_name(job: str, number: int, step: int, fencing_token: int, world_size: int) -> str:
     """Return the name of the directory in which an attempt is written.
 
     All writers of one attempt compute the same name without communicating. Attempts that differ in any argument have
     different directories.
     """
-    nonce = content_digest(msgspec.json.encode([job, number, step, epoch, world_size]))[:16]
-    return f".tmp-gen-{number}-{epoch}-{nonce}"
+    nonce = content_digest(msgspec.json.encode([job, number, step, fencing_token, world_size]))[:16]
+    return f".tmp-gen-{number}-{fencing_token}-{nonce}"
 
 
-def attempt_name(job: str, number: int, step: int, epoch: int, world_size: int) -> str:
+def attempt_name(job: str, number: int, step: int, fencing_token: int, world_size: int) -> str:
     """Return the name of the prefix that holds one attempt's data in an object store. Like `temporary_name`."""
-    return f"data-{epoch}-{temporary_name(job, number, step, epoch, world_size).rpartition('-')[2]}"
+    return f"data-{fencing_token}-{temporary_name(job, number, step, fencing_token, world_size).rpartition('-')[2]}"
 
 
-def attempt_epoch(name: str) -> int | None:
-    """Return the epoch in the name of an attempt's prefix; None when the name is no attempt's."""
+def attempt_fencing_token(name: str) -> int | None:
+    """Return the fencing token in the name of an attempt's prefix; None when the name is no attempt's."""
     match = _ATTEMPT.fullmatch(name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class TemporaryName:
-    """Checkpoint number and epoch in the name of a temporary directory."""
+    """Checkpoint number and fencing token in the name of a temporary directory."""
 
     number: int
-    epoch: int
+    fencing_token: int
 
     @classmethod
     def parse(cls, name: str) -> TemporaryName | None:

@@ -36,7 +36,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
     Manifest,
     Record,
     TemporaryName,
-    attempt_epoch,
+    attempt_fencing_token,
     attempt_name,
     check_job,
     checkpoint_name,
@@ -62,7 +62,7 @@ class CheckpointInfo:
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     world_size: int
     bytes: int
     digest: str
@@ -94,11 +94,11 @@ class Verification:
 
 @dataclass(frozen=True)
 class UnpublishedCheckpoint:
-    """The directory in which the writers of one epoch have a checkpoint that is not published."""
+    """The directory in which the writers with one fencing token have a checkpoint that is not published."""
 
     path: Path
     number: int
-    epoch: int
+    fencing_token: int
 
 
 @contextlib.contextmanager
@@ -130,10 +130,10 @@ class DurableStore:
         self._rooted = False
         """Whether the root's entry of the job's directory is known to be on disk."""
 
-    def writer(self, number: int, step: int, epoch: int, world_size: int) -> CheckpointWriter:
+    def writer(self, number: int, step: int, fencing_token: int, world_size: int) -> CheckpointWriter:
         """Return a writer of one checkpoint."""
         kind = ObjectWriter if self.files.objects else CheckpointWriter
-        return kind(self, number, step, epoch, world_size)
+        return kind(self, number, step, fencing_token, world_size)
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the whole checkpoints, newest first. Checkpoints that are unreadable or not whole are left out.
@@ -203,16 +203,16 @@ class DurableStore:
     def path(self, number: int) -> Path:
         return self.directory / checkpoint_name(number)
 
-    def attempt(self, number: int, step: int, epoch: int, world_size: int) -> Path:
+    def attempt(self, number: int, step: int, fencing_token: int, world_size: int) -> Path:
         """Return where writers put what is not published yet. In an object store the data stays there."""
         if self.files.objects:
-            return self.path(number) / attempt_name(self.job, number, step, epoch, world_size)
-        return self.directory / temporary_name(self.job, number, step, epoch, world_size)
+            return self.path(number) / attempt_name(self.job, number, step, fencing_token, world_size)
+        return self.directory / temporary_name(self.job, number, step, fencing_token, world_size)
 
     def data(self, manifest: Manifest) -> Path:
         """Return the directory of a whole checkpoint's shards and fragments."""
         if self.files.objects:
-            return self.attempt(manifest.number, manifest.step, manifest.epoch, manifest.world_size)
+            return self.attempt(manifest.number, manifest.step, manifest.fencing_token, manifest.world_size)
         return self.path(manifest.number)
 
     def parts(self) -> list[UnpublishedCheckpoint]:
@@ -220,13 +220,13 @@ class DurableStore:
         found = []
         for name in self.files.listdir(self.directory):
             if (temporary := TemporaryName.parse(name)) is not None:
-                found.append(UnpublishedCheckpoint(self.directory / name, temporary.number, temporary.epoch))
+                found.append(UnpublishedCheckpoint(self.directory / name, temporary.number, temporary.fencing_token))
             elif self.files.objects and (number := checkpoint_number(name)) is not None:
                 with contextlib.suppress(FileNotFoundError):
                     for below in self.files.listdir(self.directory / name):
-                        epoch, path = attempt_epoch(below), self.directory / name / below
-                        if epoch is not None and not self.is_used(path):
-                            found.append(UnpublishedCheckpoint(path, number, epoch))
+                        fencing_token, path = attempt_fencing_token(below), self.directory / name / below
+                        if fencing_token is not None and not self.is_used(path):
+                            found.append(UnpublishedCheckpoint(path, number, fencing_token))
         return found
 
     def is_used(self, attempt: Path) -> bool:
@@ -257,15 +257,15 @@ class DurableStore:
                 names = self.files.listdir(self.directory / name) if number is not None else [MANIFEST]
                 if MANIFEST not in names:
                     assert number is not None
-                    for attempt in sorted(names, key=lambda one: attempt_epoch(one) or -1, reverse=True):
+                    for attempt in sorted(names, key=lambda one: attempt_fencing_token(one) or -1, reverse=True):
                         with contextlib.suppress(OSError, CheckpointError):
                             if self._finish(number, attempt):
                                 break
 
     def _finish(self, number: int, attempt: str) -> bool:
         """Publish the attempt of this name if all its shards are there. Return whether it is published."""
-        epoch, directory = attempt_epoch(attempt), self.path(number) / attempt
-        if epoch is None:
+        fencing_token, directory = attempt_fencing_token(attempt), self.path(number) / attempt
+        if fencing_token is None:
             return False
         first = next(
             (name for name in self.files.listdir(directory) if re.fullmatch(r"rank-0+-of-\d+\.json", name)), ""
@@ -273,8 +273,8 @@ class DurableStore:
         if not first:
             return False
         fragment, _ = unseal(read_small(self.files, directory / first, FRAGMENT_BYTES_MAX), Fragment, directory / first)
-        writer = self.writer(number, fragment.step, epoch, fragment.world_size)
-        return self.attempt(number, fragment.step, epoch, fragment.world_size) == directory and writer.finish()
+        writer = self.writer(number, fragment.step, fencing_token, fragment.world_size)
+        return self.attempt(number, fragment.step, fencing_token, fragment.world_size) == directory and writer.finish()
 
     def whole(self, number: int) -> tuple[Manifest, str]:
         """Return the manifest and its digest, after checking the sizes of all files. Raises as `open` does."""
@@ -337,7 +337,9 @@ class DurableStore:
             record, _ = unseal(read_small(self.files, path / VERIFIED, 4096), Record, path / VERIFIED)
             verified = record.manifest == digest
         size = sum(shard.size for shard in manifest.shards)
-        return CheckpointInfo(number, manifest.step, manifest.epoch, manifest.world_size, size, digest, verified, path)
+        return CheckpointInfo(
+            number, manifest.step, manifest.fencing_token, manifest.world_size, size, digest, verified, path
+        )
 
     def _keep_outcome(self, number: int, digest: str | None) -> None:
         name = self.path(number) / VERIFIED

@@ -54,7 +54,7 @@ from rackrun.protocol.crash_points import crash_point, register
 if TYPE_CHECKING:
     from rackrun.checkpoint.durable.durable_store import DurableStore
 
-__all__ = ["CheckpointWriter", "SealedPayload", "Sliced"]
+__all__ = ["CheckpointWriter", "SealedPayload", "SliceReadable"]
 
 register(
     "durable.directory",
@@ -72,7 +72,7 @@ register(
 )
 
 
-class Sliced(Protocol):
+class SliceReadable(Protocol):
     """Bytes that are read by slices."""
 
     nbytes: int
@@ -84,7 +84,7 @@ class SealedPayload(Protocol):
     """The part of an arena's reader that a writer uses."""
 
     @property
-    def payload(self) -> memoryview | Sliced: ...
+    def payload(self) -> memoryview | SliceReadable: ...
 
 
 class CheckpointWriter:
@@ -93,17 +93,18 @@ class CheckpointWriter:
     Any number of writers, anywhere, may work on one checkpoint.
     """
 
-    def __init__(self, store: DurableStore, number: int, step: int, epoch: int, world_size: int) -> None:
-        if number < 0 or epoch < 0 or world_size < 1:
+    def __init__(self, store: DurableStore, number: int, step: int, fencing_token: int, world_size: int) -> None:
+        if number < 0 or fencing_token < 0 or world_size < 1:
             raise ValueError(
-                f"checkpoint {number}, epoch {epoch} or world size {world_size} is too small: give 0, 0 and 1 or more"
+                f"checkpoint {number}, fencing token {fencing_token} or world size {world_size} is too small: "
+                "give 0, 0 and 1 or more"
             )
-        self.number, self.step, self.epoch, self.world_size = number, step, epoch, world_size
+        self.number, self.step, self.fencing_token, self.world_size = number, step, fencing_token, world_size
         self.failure: FileFailure | None = None
         """Why the last call returned False. None: fragments of other ranks are not there yet."""
         self._store, self._files = store, store.files
         self._final = store.path(number)
-        self._temporary = store.attempt(number, step, epoch, world_size)
+        self._temporary = store.attempt(number, step, fencing_token, world_size)
 
     def write_shard(
         self,
@@ -207,7 +208,7 @@ class CheckpointWriter:
             return self._files.stat(path.with_name(shard_name(fragment.rank, self.world_size))).st_size == fragment.size
         return False
 
-    def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
+    def _write(self, fragment: Fragment, data: memoryview | SliceReadable) -> None:
         """Write, sync and name the shard; read it back; then write its fragment."""
         self._make_directories()
         crash_point("durable.directory")
@@ -315,7 +316,7 @@ class CheckpointWriter:
             job=self._store.job,
             number=self.number,
             step=self.step,
-            epoch=self.epoch,
+            fencing_token=self.fencing_token,
             world_size=self.world_size,
             shards=tuple(shards),
         )
@@ -404,7 +405,7 @@ class CheckpointWriter:
                     pass
 
 
-def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
+def _checked_chunks(data: memoryview | SliceReadable, fragment: Fragment) -> Iterator[memoryview]:
     """Yield a private copy of each chunk, after comparing it with its sealed CRC32C.
 
     Raises FileRefused for a difference.

@@ -30,7 +30,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import read_small
 from rackrun.errors import UsageError
 
-__all__ = ["EXPIRY_S", "InUse", "Lease", "living_epoch"]
+__all__ = ["EXPIRY_S", "InUse", "Lease", "living_fencing_token"]
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
@@ -51,12 +51,12 @@ class InUse(CheckpointError, UsageError):
     """Another job, which is alive, saves to the directory."""
 
 
-class _Owner(msgspec.Struct, frozen=True, kw_only=True):
+class _Owner(msgspec.Struct, frozen=True, kw_only=True, rename={"fencing_token": "epoch"}):
     """The content of the lease file."""
 
     owner: str
-    epoch: int
-    """Epoch of the job's start. Unfinished data of other epochs belongs to no living job."""
+    fencing_token: int
+    """Fencing token of the job's start. Unfinished data with another one belongs to no living job."""
     boot: str = ""
     host: str = ""
     process: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -72,8 +72,8 @@ class Lease:
     ``owner`` is the same for all processes of a job, and unique to the job.
     """
 
-    def __init__(self, store: DurableStore, owner: str, epoch: int = 0) -> None:
-        self._store, self._owner, self.epoch = store, owner, epoch
+    def __init__(self, store: DurableStore, owner: str, fencing_token: int = 0) -> None:
+        self._store, self._owner, self.fencing_token = store, owner, fencing_token
         self._path = store.directory / NAME
         self._me = begin_session()
         self._beat = 0
@@ -178,7 +178,7 @@ class Lease:
         return msgspec.json.encode(
             _Owner(
                 owner=self._owner,
-                epoch=self.epoch,
+                fencing_token=self.fencing_token,
                 boot=_boot(),
                 host=socket.gethostname(),
                 process=(self._me.pid, self._me.start, self._me.namespace, self._me.session),
@@ -189,13 +189,13 @@ class Lease:
         )
 
 
-def living_epoch(store: DurableStore) -> tuple[bool, int | None]:
-    """Return whether the directory names an owner, and the owner's epoch if it is alive, else None. Raises OSError."""
+def living_fencing_token(store: DurableStore) -> tuple[bool, int | None]:
+    """Return whether the directory names an owner, and its fencing token if it is alive, else None. Raises OSError."""
     path = store.directory / NAME
     found = _read(store, path)
     if found is None:
         return False, None
-    return True, found.epoch if _is_alive(store, path, found) else None
+    return True, found.fencing_token if _is_alive(store, path, found) else None
 
 
 def _read(store: DurableStore, path: Path) -> _Owner | None:

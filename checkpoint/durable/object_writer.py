@@ -4,7 +4,7 @@
 
     <root>/<job>/gen-000000000123/
         data-<epoch>-<nonce>/       uploads of the writers of one attempt: shards and fragments, by their usual names
-        MANIFEST.json               the checkpoint is whole when this exists; step, epoch, world size name the attempt
+        MANIFEST.json               the checkpoint is whole when this exists; step, token, world size name the attempt
 
 An object appears whole or not at all, so there are no temporary names and no renames. Attempts that differ in anything
 have different prefixes, so a late writer overwrites nothing that was published. The manifest is created only where none
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name
-from rackrun.checkpoint.durable.durable_writer import CheckpointWriter, Sliced, _checked_chunks
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter, SliceReadable, _checked_chunks
 from rackrun.checkpoint.durable.files import FailureKind, FileRefused, delete_tree, write_new
 from rackrun.protocol.crash_points import crash_point
 
@@ -26,7 +26,7 @@ __all__ = ["ObjectWriter"]
 class ObjectWriter(CheckpointWriter):
     """Writes shards of one checkpoint into an object store. `_temporary` is this attempt's prefix."""
 
-    def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
+    def _write(self, fragment: Fragment, data: memoryview | SliceReadable) -> None:
         name = self._temporary / shard_name(fragment.rank, self.world_size)
         write_new(self._files, name, _checked_chunks(data, fragment))
         crash_point("durable.data_named")

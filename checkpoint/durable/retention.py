@@ -12,8 +12,8 @@ process, also while another one runs. What cannot be done is reported, and tried
 Nothing is deleted on account of a name that is not on disk. So the job's directory is synced first, and again between
 renaming and deleting; otherwise a power loss could bring back the name of a half-deleted checkpoint, or lose the one
 that replaced the others. Retention must work on a full disk, so writing down the decision may fail. Temporary
-directories belong to a living job as long as their epoch lasts, and clocks of hosts differ: they are deleted only when
-their epoch is over and they are older than a limit.
+directories belong to a living job as long as its run lasts, and clocks of hosts differ: they are deleted only when that
+run is over (a newer fencing token is in use) and they are older than a limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rackrun.checkpoint.durable.files import FileFailure, delete_tree, failure_o
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["Choice", "Collected", "Retention", "choose", "collect", "sweep"]
+__all__ = ["RetentionChoice", "Collected", "Retention", "choose", "collect", "sweep"]
 
 register(
     "retention.synced",
@@ -63,7 +63,7 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RetentionChoice:
     """The checkpoints to keep and to drop. ``keep``: checkpoint number -> why. ``drop``: oldest first."""
 
     keep: Mapping[int, str]
@@ -90,7 +90,7 @@ def choose(
     newest_verified: int | None,
     barred: Collection[int] = (),
     superseded: int | None = None,
-) -> Choice:
+) -> RetentionChoice:
     """Choose which checkpoints stay. Choosing again after dropping the others drops nothing more.
 
     ``barred``: checkpoints that no restore takes, or that may not be on disk. ``superseded``: the newest step that is
@@ -116,14 +116,14 @@ def choose(
     if superseded is not None:
         later = [info.number for info in checkpoints if info.step > superseded and info.number not in keep]
         keep |= dict.fromkeys(later, f"this run has nothing verified of a step after {superseded}")
-    return Choice(keep, tuple(number for number in reversed(newest) if number not in keep))
+    return RetentionChoice(keep, tuple(number for number in reversed(newest) if number not in keep))
 
 
 def collect(  # noqa: PLR0913 - all that a caller knows about its job
     store: DurableStore,
     retention: Retention,
     *,
-    epoch: int,
+    fencing_token: int,
     now: Callable[[], float],
     orphan_ttl_s: float,
     pins: Collection[int] = (),
@@ -133,13 +133,14 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
 ) -> Collected:
     """Delete what `choose` drops, unfinished data that no writer will finish, and trash. Return what was done.
 
-    Unfinished data of epochs before ``epoch`` goes when it is older than ``orphan_ttl_s``, or at once where ``over``
-    says that the epoch's job has ended. Unfinished data of ``epoch`` goes for checkpoints before ``finished``, which
-    the caller knows that no process writes any more.
+    Unfinished data with a token before ``fencing_token`` goes when it is older than ``orphan_ttl_s``, or at once where
+    ``over`` says that the token's job has ended. That of ``fencing_token`` goes for checkpoints before ``finished``,
+    which the caller knows that no process writes any more.
 
-    ``began``: the checkpoint that the run of ``epoch`` has restored; -1 when it restored none. A checkpoint stays
-    unless a verified one of this run, or of those it began from, supersedes it; the run's own were read back when they
-    were written. None: no run asks, and any verified checkpoint counts. ``now``: Unix time in seconds, like file times.
+    ``began``: the checkpoint that the run of ``fencing_token`` has restored; -1 when it restored none. A checkpoint
+    stays unless a verified one of this run, or of those it began from, supersedes it; the run's own were read back
+    when they were written. None: no run asks, and any verified checkpoint counts. ``now``: Unix time in seconds, like
+    file times.
 
     Errors of storage are recorded, not raised. Reads all bytes of the newest checkpoint when none is marked as
     verified.
@@ -160,12 +161,12 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
             pins=pins,
             newest_verified=newest_verified,
             barred=barred,
-            superseded=None if began is None else _superseded(checkpoints, epoch, began, newest_verified),
+            superseded=None if began is None else _superseded(checkpoints, fencing_token, began, newest_verified),
         )
         done.kept = choice.keep
         if choice.drop:
             crash_point("retention.marking")
-            _write_down(store, choice, epoch, done)
+            _write_down(store, choice, fencing_token, done)
             crash_point("retention.marked")
         for number in choice.drop:
             if _take_away(store, number, done):
@@ -174,7 +175,7 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
         before = now() - orphan_ttl_s
         _sweep(store, before)
         for part in store.parts():
-            gone = over(part.epoch) or _is_orphan(store, part, epoch, before, finished)
+            gone = over(part.fencing_token) or _is_orphan(store, part, fencing_token, before, finished)
             if gone and _discard(store, part.path, done):
                 done.orphans.append(part.path.name)
         _delete_trash(store, done)
@@ -183,28 +184,30 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
     return done
 
 
-def _superseded(checkpoints: Sequence[CheckpointInfo], epoch: int, began: int, newest_verified: int | None) -> int:
-    """Return the newest step that is verified in the run of ``epoch``; -1 for none.
+def _superseded(
+    checkpoints: Sequence[CheckpointInfo], fencing_token: int, began: int, newest_verified: int | None
+) -> int:
+    """Return the newest step that is verified in the run of ``fencing_token``; -1 for none.
 
     ``began``: the checkpoint that the run has restored. It and verified checkpoints before it count as the run's.
     """
     own = [
         info.step
         for info in checkpoints
-        if info.epoch == epoch
+        if info.fencing_token == fencing_token
         or info.number == began
         or (info.number < began and (info.verified or info.number == newest_verified))
     ]
     return max(own, default=-1)
 
 
-def sweep(store: DurableStore, *, epoch: int) -> Collected:
-    """Delete trash, and unfinished data of all epochs but ``epoch``, whose job owns the directory and is beginning."""
+def sweep(store: DurableStore, *, fencing_token: int) -> Collected:
+    """Delete trash, and unfinished data of all but ``fencing_token``, whose job owns the directory and begins."""
     done = Collected()
     with contextlib.suppress(FileNotFoundError):
         try:
             for part in store.parts():
-                if part.epoch != epoch and _discard(store, part.path, done):
+                if part.fencing_token != fencing_token and _discard(store, part.path, done):
                     done.orphans.append(part.path.name)
             _delete_trash(store, done)
         except FileNotFoundError:
@@ -234,9 +237,13 @@ def _newest_verified(store: DurableStore, checkpoints: Sequence[CheckpointInfo])
     return None
 
 
-def _write_down(store: DurableStore, choice: Choice, epoch: int, done: Collected) -> None:
+def _write_down(store: DurableStore, choice: RetentionChoice, fencing_token: int, done: Collected) -> None:
     """Write the decision to ``RETENTION.json``. A failure is recorded, not raised."""
-    decision = {"epoch": epoch, "keep": {str(key): why for key, why in choice.keep.items()}, "drop": choice.drop}
+    decision = {
+        "epoch": fencing_token,
+        "keep": {str(key): why for key, why in choice.keep.items()},
+        "drop": choice.drop,
+    }
     try:
         store.files.replace(store.directory / LOG, msgspec.json.encode(decision))
     except OSError as error:
@@ -289,11 +296,13 @@ def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     return gone
 
 
-def _is_orphan(store: DurableStore, part: UnpublishedCheckpoint, epoch: int, before: float, finished: int) -> bool:
+def _is_orphan(
+    store: DurableStore, part: UnpublishedCheckpoint, fencing_token: int, before: float, finished: int
+) -> bool:
     """Whether no process will finish this unfinished data."""
-    if part.epoch == epoch:
+    if part.fencing_token == fencing_token:
         return part.number < finished
-    if part.epoch > epoch:
+    if part.fencing_token > fencing_token:
         return False
     with contextlib.suppress(FileNotFoundError):
         return _last_touched(store, part.path) < before

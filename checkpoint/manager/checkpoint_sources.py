@@ -28,12 +28,12 @@ from rackrun.checkpoint.durable.durable_manifest import Manifest
 from rackrun.checkpoint.durable.durable_reader import CheckpointReader, ShardReader
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore
 
-__all__ = ["DISK", "Seen", "ShardBytes", "Sources", "identity_of", "newest_records"]
+__all__ = ["DISK", "RestorableData", "ShardBytes", "Sources", "identity_of", "newest_records"]
 
 DISK = "disk"
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class RestorableData(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_fencing_token": "newest_epoch"}):
     """What one rank can restore from."""
 
     place: str = ""
@@ -54,7 +54,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     The state of the others is not known.
     """
     newest_number: int = -1
-    newest_epoch: int = -1
+    newest_fencing_token: int = -1
 
 
 class Sources:
@@ -68,7 +68,7 @@ class Sources:
         self._opened: list[Arena] = []
         self._durable: dict[int, CheckpointReader] = {}
 
-    def look(self) -> Seen:
+    def look(self) -> RestorableData:
         """Return what this rank can restore from, after verifying every byte of the arenas assigned to it.
 
         Damage is left out and recorded, not raised.
@@ -87,10 +87,10 @@ class Sources:
         left_out = {**unreadable, **left_out}
         known = [*(info.number for info in durable), *(record.number for record in records), *left_out]
         newest = max(known, default=-1)  # lost checkpoints count too
-        epoch = max((info.epoch for info in durable), default=-1)
+        fencing_token = max((info.fencing_token for info in durable), default=-1)
         holdings: list[Holding] = []
         for arena, mine in self._visible():
-            epoch = max(epoch, arena.epoch)
+            fencing_token = max(fencing_token, arena.fencing_token)
             for info in arena.slots():
                 newest = max(newest, info.number)
                 if info.state not in (SlotState.SEALED, SlotState.COMMITTED) or info.kind != "data":
@@ -107,7 +107,7 @@ class Sources:
                     holdings.append(_in_memory(info, self.place))
                 if info.state is SlotState.COMMITTED and all(info.number != one.number for one in records):
                     left_out.setdefault(info.number, "it was committed in memory, and its commit record is gone.")
-        return Seen(
+        return RestorableData(
             place=self.place,
             holdings=tuple(holdings),
             records=tuple(records),
@@ -115,7 +115,7 @@ class Sources:
             left_out=left_out,
             damaged=damaged,
             newest_number=newest,
-            newest_epoch=epoch,
+            newest_fencing_token=fencing_token,
         )
 
     @property
@@ -141,7 +141,7 @@ class Sources:
         copies = [
             Copy(owner=h.owner, holder=DISK, domain=DISK, digest=h.digest, layout_hash=h.layout_hash) for h in holdings
         ]
-        return holdings, CommitRecord.of(number, holdings[0].step, holdings[0].epoch, copies=copies)
+        return holdings, CommitRecord.of(number, holdings[0].step, holdings[0].fencing_token, copies=copies)
 
     def shard(self, plan: RestorePlan, owner: int) -> ShardBytes:
         """Return the bytes of ``owner``'s shard, from the first source of the plan that this rank can open.
@@ -206,16 +206,17 @@ class ShardBytes:
 
 
 def newest_records(told: Iterable[CommitRecord]) -> list[CommitRecord]:
-    """Return one record for each checkpoint: the one of the largest epoch."""
+    """Return one record for each checkpoint: the one with the largest fencing token."""
     found: dict[int, CommitRecord] = {}
-    for record in sorted(told, key=lambda record: record.epoch):
+    for record in sorted(told, key=lambda record: record.fencing_token):
         found[record.number] = record
     return list(found.values())
 
 
 def _in_memory(info: SlotInfo, place: str) -> Holding:
     return Holding(
-        number=info.number, step=info.step, epoch=info.epoch, owner=info.owner, holder=place, domain=place,
+        number=info.number, step=info.step, fencing_token=info.fencing_token, owner=info.owner, holder=place,
+        domain=place,
         tier=Tier.OWN_TRAY, digest=info.manifest_digest, layout_hash=info.layout_hash, verified=True,
     )  # fmt: skip
 
@@ -228,7 +229,8 @@ def _durable_holdings(reader: CheckpointReader) -> list[Holding]:
         digest, layout_hash = identity_of(manifest, reader.reader(rank))
         found.append(
             Holding(
-                number=manifest.number, step=manifest.step, epoch=manifest.epoch, owner=rank, holder=DISK,
+                number=manifest.number, step=manifest.step, fencing_token=manifest.fencing_token, owner=rank,
+                holder=DISK,
                 domain=DISK, tier=Tier.SHARED, digest=digest, layout_hash=layout_hash, verified=True,
             )
         )  # fmt: skip

@@ -47,7 +47,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import Lease
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.host_copies import copies_from
-from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
+from rackrun.checkpoint.manager.checkpoint_sources import RestorableData, Sources
 from rackrun.checkpoint.manager.restoring import RestoreReport, restore
 from rackrun.checkpoint.manager.save_handle import Counters, SaveHandle
 from rackrun.checkpoint.manager.saver import Saved, SaveLocation, Saver
@@ -65,17 +65,17 @@ _SECONDS = 300.0
 class _Hello(msgspec.Struct, frozen=True):
     """What each rank reports to rank 0 in `prepare`."""
 
-    seen: Seen
+    seen: RestorableData
     host: str
     clock_ms: int
     quarantined: tuple[int, ...]
 
 
-class _Agreed(msgspec.Struct, frozen=True):
+class _Agreed(msgspec.Struct, frozen=True, rename={"fencing_token": "epoch"}):
     """What rank 0 decides for all ranks in `prepare`."""
 
-    epoch: int
-    """The fencing token of this start: larger than the epoch of every earlier writer."""
+    fencing_token: int
+    """The fencing token of this start: larger than that of every earlier writer."""
     first: int
     """The number of the first checkpoint that this start saves."""
     hosts: dict[str, int]
@@ -83,10 +83,11 @@ class _Agreed(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, everyone: Sequence[_Hello]) -> _Agreed:
-        """Choose an epoch and a first checkpoint number above all that any rank has seen, and count the ranks of each host."""
+        """Choose a fencing token and a first number above all that any rank has seen, and count the ranks of each
+        host."""
         used = [n for one in everyone for n in (one.seen.newest_number, *one.quarantined)]
-        epoch = max(everyone[0].clock_ms, *(one.seen.newest_epoch + 1 for one in everyone))
-        return cls(epoch, 1 + max(0, *used), dict(collections.Counter(one.host for one in everyone)))
+        fencing_token = max(everyone[0].clock_ms, *(one.seen.newest_fencing_token + 1 for one in everyone))
+        return cls(fencing_token, 1 + max(0, *used), dict(collections.Counter(one.host for one in everyone)))
 
 
 class CheckpointManager:
@@ -124,15 +125,15 @@ class CheckpointManager:
         self._folder: ArenaFolder | None = None
         self._restored: Saved | None = None
         self._hooks: list[Any] = []
-        self._seen: list[Seen] = []
+        self._seen: list[RestorableData] = []
         """What every rank has seen. Set on rank 0 only."""
-        self._epoch = -1
+        self._fencing_token = -1
         self._lease: Lease | None = None
         self._begun = self._closed = False
 
     # -- before training
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Register the state to save, and agree with all ranks on an epoch.
+        """Register the state to save, and agree with all ranks on a fencing token.
 
         Collective; once, after the process group is made.
 
@@ -164,7 +165,7 @@ class CheckpointManager:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()))
 
     def _agree(self) -> SaveLocation:
-        """Exchange with all ranks what each has seen, and agree on the epoch and the first checkpoint's number."""
+        """Exchange with all ranks what each has seen, and agree on the fencing token and the first number."""
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         clock_ms, quarantined = time.time_ns() // 1_000_000, tuple(self._probation.quarantined())
         peers, agreed = self._peers, None
@@ -179,16 +180,16 @@ class CheckpointManager:
             peers.forget(keys)
         agreed = peers.hear_first("agreed", agreed, _Agreed, seconds=2 * _SECONDS)
         crash_point("restore.epoch_agreed")
-        self._epoch = agreed.epoch
+        self._fencing_token = agreed.fencing_token
         if peers.rank == 0:
-            self._lease = Lease(self._store, f"{self.job}-{self._epoch}", self._epoch)
+            self._lease = Lease(self._store, f"{self.job}-{self._fencing_token}", self._fencing_token)
         slots = self._memory.slots if self._memory is not None else None
         return SaveLocation(
             job=self.job,
             peers=peers,
             store=self._store,
             folder=self._folder,
-            epoch=agreed.epoch,
+            fencing_token=agreed.fencing_token,
             first=agreed.first,
             slots=slots or (3 if self._durable_every else 2),
             local_ranks=agreed.hosts[host],
@@ -361,7 +362,7 @@ class CheckpointManager:
         if self._lease is not None:
             self._lease.leave(ended=remove and self._saver.durable)
         if self._folder is not None:
-            self._folder.leave(remove=remove, epoch=self._epoch)
+            self._folder.leave(remove=remove, fencing_token=self._fencing_token)
 
     # -- helpers
     def _prepared(self) -> Contents:

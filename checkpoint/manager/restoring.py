@@ -33,7 +33,7 @@ from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntr
 from rackrun.checkpoint.image.plain_part import Plain, decode_plain
 from rackrun.checkpoint.image.reshard import fill, plan_from
 from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
-from rackrun.checkpoint.manager.checkpoint_sources import Seen, ShardBytes, Sources, newest_records
+from rackrun.checkpoint.manager.checkpoint_sources import RestorableData, ShardBytes, Sources, newest_records
 from rackrun.checkpoint.manager.user_state import Contents
 from rackrun.protocol.crash_points import crash_point, register
 
@@ -96,7 +96,7 @@ class _Filled(msgspec.Struct, frozen=True):
 
 
 def restore(
-    contents: Contents, sources: Sources, seen: Sequence[Seen], peers: Peers, probation: Probation
+    contents: Contents, sources: Sources, seen: Sequence[RestorableData], peers: Peers, probation: Probation
 ) -> RestoreReport | None:
     """Fill ``contents`` from the newest usable checkpoint. Return a report; None when there is nothing to restore.
 
@@ -148,7 +148,7 @@ def restore(
 class _Chooser:
     """Chooses the checkpoint to restore. Exists on rank 0 only."""
 
-    def __init__(self, sources: Sources, seen: Sequence[Seen], probation: Probation) -> None:
+    def __init__(self, sources: Sources, seen: Sequence[RestorableData], probation: Probation) -> None:
         self._sources, self._probation = sources, probation
         self._inventory: list[Holding] = [holding for one in seen for holding in one.holdings]
         self._records = newest_records(record for one in seen for record in one.records)

@@ -135,7 +135,7 @@ class DurableTier:
     """Where checkpoints become durable, and how many stay. ``began``: the checkpoint that was restored; -1 for none."""
 
     store: DurableStore
-    epoch: int
+    fencing_token: int
     keep: int
     began: int
     hold: Callable[[], str] = str
@@ -182,7 +182,7 @@ class Flush:
         """
         number, peers = self._handle.number, self._peers
         disk = self._disk
-        writer = disk.store.writer(number, self._handle.step, disk.epoch, peers.world_size)
+        writer = disk.store.writer(number, self._handle.step, disk.fencing_token, peers.world_size)
         with self._lease:
             crash_point("flush.leased")
             elsewhere = self._elsewhere() if peers.world_size > 1 else {}
@@ -205,8 +205,8 @@ class Flush:
         if outcome:
             writer.give_up()  # all ranks have said that they are done with it
         collect(
-            disk.store, Retention(disk.keep), epoch=disk.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S,
-            finished=number, began=disk.began, over=lambda epoch: epoch < disk.epoch and not fenced,
+            disk.store, Retention(disk.keep), fencing_token=disk.fencing_token, now=time.time, orphan_ttl_s=_ORPHANS_S,
+            finished=number, began=disk.began, over=lambda token: token < disk.fencing_token and not fenced,
         )  # fmt: skip
         return outcome
 

@@ -18,8 +18,8 @@ from rackrun.checkpoint.arena.arena_folder import ArenaFolder
 from rackrun.checkpoint.arena.memory_plan import with_spare_room
 from rackrun.checkpoint.base.deprecation import warn_renamed
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
-from rackrun.checkpoint.base.messages import Complaints
-from rackrun.checkpoint.commit.peer_commit import CommitDesk, Sealed
+from rackrun.checkpoint.base.messages import SaveWarnings
+from rackrun.checkpoint.commit.peer_commit import CommitParticipant, Sealed
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
@@ -54,7 +54,7 @@ class SaveLocation:
     store: DurableStore
     folder: ArenaFolder | None
     """None: arenas are private to this process, and end with it."""
-    epoch: int
+    fencing_token: int
     first: int
     """Number of the first checkpoint."""
     slots: int
@@ -74,7 +74,7 @@ class Saver:
 
     def __init__(self, place: SaveLocation, device: HostCopies, counters: Counters) -> None:
         self._place, self._device, self._counters = place, device, counters
-        self._desk = CommitDesk(place.peers.another(), place.epoch, seconds=place.seconds)
+        self._commits = CommitParticipant(place.peers.another(), place.fencing_token, seconds=place.seconds)
         self._next = place.first
         self._arena: Arena | None = None
         self._outgrown: list[Arena] = []
@@ -98,7 +98,7 @@ class Saver:
         """The checkpoint that was restored; -1 for none."""
         self._lost = ""
         """Why nothing more is saved; empty while saving works."""
-        self._complaints = Complaints()
+        self._warnings = SaveWarnings()
         self.newest: Saved | None = None
         """The newest checkpoint that is committed or was restored. Its slot must not be overwritten."""
         self._attach()
@@ -108,7 +108,7 @@ class Saver:
         folder, peers = self._place.folder, self._place.peers
         for path, mine in folder.arenas().items() if folder is not None else ():
             if folder is not None and mine == (peers.rank, peers.world_size) and self._arena is None:
-                self._arena = folder.attach(path, self._place.epoch)
+                self._arena = folder.attach(path, self._place.fencing_token)
         if self._arena is not None:
             self._device.pin(*self._arena.memory())
 
@@ -144,10 +144,10 @@ class Saver:
         place, room = self._place, with_spare_room(size)
         if place.folder is not None:
             self._arena = place.folder.create(
-                place.epoch, slots=place.slots, payload_bytes=room, local_ranks=place.local_ranks
+                place.fencing_token, slots=place.slots, payload_bytes=room, local_ranks=place.local_ranks
             )
         else:
-            self._arena = _private_arena(place.job, place.peers.rank, place.epoch, place.slots, room)
+            self._arena = _private_arena(place.job, place.peers.rank, place.fencing_token, place.slots, room)
         self._device.pin(*self._arena.memory())
         return self._arena
 
@@ -166,7 +166,7 @@ class Saver:
         handle = SaveHandle(self._next, step)
         self._next += 1
         if self._lost:
-            self._desk.decline(handle.number, Sealed(step=step, failure=self._lost))
+            self._commits.decline(handle.number, Sealed(step=step, failure=self._lost))
             handle.fail(self._lost)
             return handle
         saving = Saving(handle, image.layout, settled)
@@ -226,7 +226,7 @@ class Saver:
 
     def complain(self, what: str) -> None:
         """Report a problem on stderr, once for each reason: a full disk stays full."""
-        self._complaints.say(self._place.peers.rank, what)
+        self._warnings.say(self._place.peers.rank, what)
 
     # -- the steps of a save
     def _begin(self, saving: Saving, image: Image) -> None:
@@ -260,7 +260,7 @@ class Saver:
         """Commit the checkpoint with all ranks, or give it up with them."""
         handle, arena = saving.handle, self._arena
         assert arena is not None
-        outcome = self._desk.settle(handle.number, self._said(saving, arena, due, asked))
+        outcome = self._commits.settle(handle.number, self._said(saving, arena, due, asked))
         if outcome.record is None:
             if not saving.failure:
                 arena.release(handle.number)
@@ -306,7 +306,7 @@ class Saver:
         """After a commit, remove the arenas that only an older world or a smaller state could have used."""
         folder = self._place.folder
         if folder is not None:
-            folder.sweep(self._place.epoch)
+            folder.sweep(self._place.fencing_token)
         while self._outgrown:
             arena = self._outgrown.pop()
             if folder is not None:
@@ -318,7 +318,7 @@ class Saver:
         place, handle = self._place, saving.handle
         flush = Flush(
             saving,
-            DurableTier(place.store, place.epoch, place.keep, self._began, place.hold),
+            DurableTier(place.store, place.fencing_token, place.keep, self._began, place.hold),
             arena,
             peers=place.peers.another(),
             former=self._flushed,
@@ -362,9 +362,11 @@ class Saver:
         return thread
 
 
-def _private_arena(job: str, rank: int, epoch: int, slots: int, payload_bytes: int) -> Arena:
+def _private_arena(job: str, rank: int, fencing_token: int, slots: int, payload_bytes: int) -> Arena:
     fd = os.memfd_create("rackrun-checkpoint", os.MFD_CLOEXEC)
     try:
-        return Arena.create(fd, job=job, rank=rank, epoch=epoch, slots=slots, payload_bytes=payload_bytes)
+        return Arena.create(
+            fd, job=job, rank=rank, fencing_token=fencing_token, slots=slots, payload_bytes=payload_bytes
+        )
     finally:
         os.close(fd)

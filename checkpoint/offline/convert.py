@@ -34,14 +34,14 @@ from rackrun.checkpoint.offline.export import export
 from rackrun.checkpoint.offline.safetensors_set import is_set, read_set
 from rackrun.errors import UsageError
 
-__all__ = ["Converted", "Layout", "convert", "layout_of"]
+__all__ = ["ConversionResult", "Layout", "convert", "layout_of"]
 
 Layout = Literal["rackrun", "dcp", "hf"]
 NameOf = Callable[[list[str]], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """What was converted. ``bytes``: of tensors."""
 
     source: Layout
@@ -71,7 +71,7 @@ def convert(
     names: NameOf | None = None,
     file_bytes_max: int = 5 * 10**9,
     unsafe_pickle: bool = False,
-) -> Converted:
+) -> ConversionResult:
     """Convert ``source`` into the new checkpoint ``target``.
 
     ``source``: a job's directory, or one checkpoint in it; a plain distributed checkpoint; a safetensors set.
@@ -103,7 +103,7 @@ def convert(
                 found = _write_set(part, state, file_bytes_max)
             _compare(wanted, found, part)
     size = sum(tensor.nbytes for tensor in wanted.values())
-    return Converted(kind, to, len(wanted), size, len(_flat(state)) - len(wanted))
+    return ConversionResult(kind, to, len(wanted), size, len(_flat(state)) - len(wanted))
 
 
 # -- reading

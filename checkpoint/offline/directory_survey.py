@@ -45,8 +45,8 @@ class Leftover:
     kind: Literal["unfinished", "trash"]
     path: Path
     number: int
-    epoch: int
-    """Epoch of the writers; -1 for trash."""
+    fencing_token: int
+    """Fencing token of the writers; -1 for trash."""
     shards: int
     """How many ranks' shards it has whole."""
     world_size: int | None
@@ -180,11 +180,11 @@ def _trash(store: DurableStore, name: str) -> Leftover | None:
 
 
 def _unfinished(store: DurableStore, part: UnpublishedCheckpoint) -> Leftover | None:
-    return _leftover(store, "unfinished", part.path, part.number, part.epoch)
+    return _leftover(store, "unfinished", part.path, part.number, part.fencing_token)
 
 
 def _leftover(
-    store: DurableStore, kind: Literal["unfinished", "trash"], path: Path, number: int, epoch: int
+    store: DurableStore, kind: Literal["unfinished", "trash"], path: Path, number: int, fencing_token: int
 ) -> Leftover | None:
     size, shards, world_size = 0, 0, None
     try:
@@ -197,4 +197,4 @@ def _leftover(
                     shards, world_size = shards + 1, int(fragment[1])
     except OSError:
         return None  # finished or deleted meanwhile
-    return Leftover(kind, path, number, epoch, shards, world_size, size, touched)
+    return Leftover(kind, path, number, fencing_token, shards, world_size, size, touched)

@@ -33,19 +33,19 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import read_small
 from rackrun.checkpoint.manager.checkpoint_sources import identity_of, newest_records
 
-__all__ = ["VerifiedShard", "Remains", "Sought", "identities"]
+__all__ = ["VerifiedShard", "Remains", "CommittedCheckpoint", "identities"]
 
 Identity = tuple[str, str]
 """(digest of a sealed image, its layout hash)."""
 
 
 @dataclass(frozen=True)
-class Sought:
+class CommittedCheckpoint:
     """A checkpoint as it was committed."""
 
     number: int
     step: int
-    epoch: int
+    fencing_token: int
     shards: tuple[Identity | None, ...]
     """The identity of each rank's shard; None when nothing says what it was."""
 
@@ -106,7 +106,7 @@ class Remains:
             on_disk = [checkpoint_number(name) for name in self.store.files.listdir(self.store.directory)]
         return sorted({*self._records, *(number for number in on_disk if number is not None)}, reverse=True)
 
-    def sought(self, number: int) -> Sought:
+    def sought(self, number: int) -> CommittedCheckpoint:
         """Return a checkpoint as it was committed.
 
         Raises IntegrityError when neither a record nor a manifest can be read.
@@ -114,9 +114,9 @@ class Remains:
         if (record := self._records.get(number)) is not None:
             return _recorded(record)
         manifest = self._manifest(number)
-        return Sought(number, manifest.step, manifest.epoch, identities(self.store, manifest))
+        return CommittedCheckpoint(number, manifest.step, manifest.fencing_token, identities(self.store, manifest))
 
-    def find(self, sought: Sought) -> tuple[dict[int, VerifiedShard], dict[int, str]]:
+    def find(self, sought: CommittedCheckpoint) -> tuple[dict[int, VerifiedShard], dict[int, str]]:
         """Return rank -> its shard, from memory where possible; and rank -> why no verified shard was found."""
         found: dict[int, VerifiedShard] = {}
         missing: dict[int, str] = {}
@@ -142,7 +142,7 @@ class Remains:
         self._open.close()
 
     # -- one shard
-    def _in_memory(self, sought: Sought, rank: int, identity: Identity) -> VerifiedShard:
+    def _in_memory(self, sought: CommittedCheckpoint, rank: int, identity: Identity) -> VerifiedShard:
         reasons = []
         for path, arena, info in self._slots:
             if (info.number, info.owner, info.kind, info.step) != (sought.number, rank, "data", sought.step):
@@ -157,7 +157,7 @@ class Remains:
                 reasons.append(f"{path}: {error.what}")
         raise CheckpointError(" ".join(reasons) or f"no arena holds rank {rank}'s shard of step {sought.step}.")
 
-    def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> VerifiedShard:
+    def _whole_on_disk(self, sought: CommittedCheckpoint, rank: int, identity: Identity) -> VerifiedShard:
         manifest = self._manifest(sought.number)
         # closed at once, so that there is not one open file for each rank
         with contextlib.closing(_shard(self.store, manifest, rank)) as shard:
@@ -204,9 +204,11 @@ def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
     return ShardReader(store.files, directory, manifest, manifest.shards[rank])
 
 
-def _recorded(record: CommitRecord) -> Sought:
+def _recorded(record: CommitRecord) -> CommittedCheckpoint:
     shards = {shard.owner: (shard.digest, shard.layout_hash) for shard in record.shards if shard.kind == "data"}
-    return Sought(record.number, record.step, record.epoch, tuple(shards.get(r) for r in range(max(shards) + 1)))
+    return CommittedCheckpoint(
+        record.number, record.step, record.fencing_token, tuple(shards.get(r) for r in range(max(shards) + 1))
+    )
 
 
 def _check_unused(arenas: Iterable[FoundArena]) -> None:

@@ -26,7 +26,7 @@ from rackrun.checkpoint.durable.files import delete_tree, set_aside
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, layout_in
 from rackrun.checkpoint.manager.replica_writers import Share, SharedTensors, assign, held_in
-from rackrun.checkpoint.offline.job_remains import Remains, Sought, VerifiedShard, identities
+from rackrun.checkpoint.offline.job_remains import CommittedCheckpoint, Remains, VerifiedShard, identities
 
 __all__ = ["BESIDE", "Rebuilt", "rebuild_checkpoint"]
 
@@ -103,7 +103,7 @@ def rebuild_checkpoint(
 @dataclass(frozen=True)
 class _Source:
     told: Rebuilt
-    sought: Sought
+    sought: CommittedCheckpoint
     found: Mapping[int, VerifiedShard]
     """Rank -> its shard. Empty when an earlier attempt has assembled the checkpoint, and it is right."""
     shares: Mapping[int, Share] = field(default_factory=dict)
@@ -141,7 +141,9 @@ def _finished(remains: Remains, beside: DurableStore, number: int) -> _Source | 
         if (sought.step, len(sought.shards), known) != (manifest.step, len(shards), list(shards)):
             return None
     where = {rank: str(beside.path(number) / shard_name(rank, len(shards))) for rank in range(len(shards))}
-    return _Source(replace(told, sources=where), Sought(number, manifest.step, manifest.epoch, shards), {})
+    return _Source(
+        replace(told, sources=where), CommittedCheckpoint(number, manifest.step, manifest.fencing_token, shards), {}
+    )
 
 
 def _found(remains: Remains, number: int) -> _Source:
@@ -263,7 +265,7 @@ def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> 
             f"{beside.root} cannot be made: {error.strerror or error}.",
             remedy="give a directory that can be written to.",
         ) from error
-    writer = beside.writer(sought.number, sought.step, sought.epoch, len(found))
+    writer = beside.writer(sought.number, sought.step, sought.fencing_token, len(found))
     done = 0
     for rank, one in found.items():
         if not _write_shard(writer, rank, one, shares.get(rank)):

@@ -10,24 +10,24 @@ from rich.table import Table
 from rich.text import Text
 
 from rackrun.coordinator.report.rank_placement import RankPlacement
-from rackrun.core.machine.hindsight import Standing
+from rackrun.core.machine.state_replay import SlotStatus
 from rackrun.protocol.ids import SlotId
-from rackrun.topology.drawing.rack_picture import Cell, Look, Meaning, letters_of, svg, terminal
+from rackrun.topology.drawing.rack_picture import Cell, CellStyle, LegendEntry, letters_of, svg, terminal
 
 __all__ = ["as_json", "draw_job", "draw_job_svg", "shape_of"]
 
 _LOOKS = {
-    "rank": Look("green", "#dcfce7", dashed=False),
-    "ready": Look("cyan", "#cffafe"),
-    "starting": Look("cyan", "#ecfeff"),
-    "nobody": Look("bright_black", "#f9fafb"),
-    "failing": Look("bold yellow", "#fde68a"),
-    "withheld": Look("bold blue", "#bfdbfe"),
-    "drained": Look("bold white", "#e5e7eb"),
-    "unfit": Look("bold magenta", "#f5d0fe"),
-    "quarantined": Look("bold bright_red", "#fecaca"),
-    "out": Look("bold red", "#f87171"),
-    "lost": Look("bold reverse", "#374151", "#ffffff"),
+    "rank": CellStyle("green", "#dcfce7", dashed=False),
+    "ready": CellStyle("cyan", "#cffafe"),
+    "starting": CellStyle("cyan", "#ecfeff"),
+    "nobody": CellStyle("bright_black", "#f9fafb"),
+    "failing": CellStyle("bold yellow", "#fde68a"),
+    "withheld": CellStyle("bold blue", "#bfdbfe"),
+    "drained": CellStyle("bold white", "#e5e7eb"),
+    "unfit": CellStyle("bold magenta", "#f5d0fe"),
+    "quarantined": CellStyle("bold bright_red", "#fecaca"),
+    "out": CellStyle("bold red", "#f87171"),
+    "lost": CellStyle("bold reverse", "#374151", "#ffffff"),
 }
 _LETTERS = {"failing": "F", "withheld": "W", "unfit": "U", "quarantined": "Q", "drained": "D", "out": "X", "lost": "L"}
 _MEANINGS = {
@@ -116,11 +116,11 @@ def _cells(found: RankPlacement) -> dict[SlotId, Cell]:
     }
 
 
-def _kind(one: Standing) -> str:
+def _kind(one: SlotStatus) -> str:
     return one.trouble or ("rank" if one.rank is not None else one.spare or "nobody")
 
 
-def _who(one: Standing) -> str:
+def _who(one: SlotStatus) -> str:
     if one.rank is not None:
         return f"{one.rank}"
     if one.spare:
@@ -128,15 +128,15 @@ def _who(one: Standing) -> str:
     return "" if one.trouble else "·"
 
 
-def _said(one: Standing) -> str:
+def _said(one: SlotStatus) -> str:
     who = f"rank {one.rank}" if one.rank is not None else "spare" if one.spare else "nobody"
     return f"{who}, {one.trouble}: {one.why}" if one.trouble else who
 
 
-def _legend(found: RankPlacement) -> list[Meaning]:
+def _legend(found: RankPlacement) -> list[LegendEntry]:
     """Return the meanings of the symbols that occur."""
     standings = found.standings.values()
     there = {kind for one in standings for kind in (_kind(one), _kind(msgspec.structs.replace(one, trouble="")))}
     if all(one.trouble or one.rank is not None or one.spare for one in standings):
         there.discard("nobody")
-    return [Meaning(*said, _LOOKS[kind].style) for kind, said in _MEANINGS.items() if kind in there]
+    return [LegendEntry(*said, _LOOKS[kind].style) for kind, said in _MEANINGS.items() if kind in there]

@@ -30,7 +30,7 @@ from rackrun.topology.model.errors import TopologyError
 from rackrun.topology.model.mesh import BOUND, Mesh
 from rackrun.topology.model.rack_file import read_rack_file
 from rackrun.topology.model.racks import Topology
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.rank_assignment import Placement, place_first
 from rackrun.topology.sources.discover import discover
 from rackrun.topology.sources.partial_topology import merge
@@ -191,7 +191,7 @@ def _found(file: Path | None) -> Topology:
 
 
 def _placed(rack: Topology, mesh: str, spares: int, bound: str | None) -> Placement:
-    axes, board = _axes(mesh), Board(rack)
+    axes, board = _axes(mesh), PlacementArrays(rack)
     axes_bound = None if bound is None else [name for name in bound.split(",") if name]
     if open_axis := next((name for name, size in axes.items() if size == -1), None):
         of_mesh = Mesh.of({name: max(size, 1) for name, size in axes.items()}, axes_bound)

@@ -63,6 +63,7 @@ class WorkerChannel:
         return None if body is None else decode_command(body)
 
     def fileno(self) -> int:
+        """Return the socket's descriptor, for polling."""
         return self._socket.fileno()
 
     def close(self) -> None:

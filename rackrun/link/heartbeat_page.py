@@ -77,6 +77,7 @@ class HeartbeatPage:
 
     @property
     def to_end(self) -> bool:
+        """Whether the agent has told the worker to end (`end`)."""
         return bool(self._words[_TO_END])
 
     # -- written in a worker that has no control thread (yet)
@@ -87,6 +88,7 @@ class HeartbeatPage:
 
     @property
     def plain_tick_ns(self) -> int:
+        """When `tick_plain` was last called, on the monotonic clock in ns; 0: never."""
         return int(self._words[_PLAIN_TICK])
 
     # -- written by the worker's control thread
@@ -239,6 +241,7 @@ class HeartbeatPage:
 
     @property
     def early(self) -> bool:
+        """Whether the worker failed before it could communicate with another rank (`failed_early`)."""
         return bool(self._words[_EARLY])
 
     # -- where the main thread is: asked by the agent, told by the control thread
@@ -283,6 +286,7 @@ class HeartbeatPage:
 
     @property
     def unit_name(self) -> str:
+        """The name of the present unit, as last written; "": it has none."""
         return self._read_text(_UNIT_TEXT, _PLACE_TEXT)
 
     def _write_text(self, at: int, text: str, end: int) -> None:
@@ -310,6 +314,7 @@ class HeartbeatPage:
 
     @property
     def tick_ns(self) -> int:
+        """When the control thread last ran, on the monotonic clock in ns; 0: never."""
         return int(self._words[_TICK])
 
     @property
@@ -318,6 +323,7 @@ class HeartbeatPage:
 
     @property
     def since_ns(self) -> int:
+        """When the main thread entered its present activity, on the monotonic clock in ns; 0: it has entered none."""
         return int(self._words[_SINCE])
 
     @property
@@ -400,10 +406,12 @@ class HeartbeatPage:
     # -- used by `rackrun.link.robust_mutex`
     @property
     def lifeline_address(self) -> int:
+        """The address, in this process, of the mutex that shows whether the worker lives."""
         return int(self._words.ctypes.data) + 8 * _LIFELINE
 
     @property
     def lifeline_held(self) -> bool:
+        """Whether the worker has locked its lifeline."""
         return bool(self._words[_LIFELINE_HELD])
 
     @lifeline_held.setter
@@ -411,5 +419,6 @@ class HeartbeatPage:
         self._words[_LIFELINE_HELD] = held
 
     def close(self) -> None:
+        """Unmap the page. No other method may be called afterwards."""
         del self._words
         self._map.close()

@@ -27,7 +27,7 @@ __all__ = [
     "SpareNow",
     "TrayNow",
     "Weights",
-    "Whose",
+    "FailureCause",
 ]
 
 
@@ -61,7 +61,7 @@ class Rung(Enum):
         return self is Rung.HOLD
 
 
-class Whose(Enum):
+class FailureCause(Enum):
     """What a failure is attributed to."""
 
     USER = "user"
@@ -80,7 +80,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     """Short description: ``ranks 2, 3 lost (SIGKILL)``."""
-    whose: Whose = Whose.HARDWARE
+    whose: FailureCause = FailureCause.HARDWARE
     ranks: tuple[Rank, ...] = ()
     """Lost ranks; (): none is lost, as in a stall or after a broken connection."""
     slots: tuple[SlotId, ...] = ()
@@ -296,6 +296,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def possible(self) -> bool:
+        """Whether the rung can be taken now; otherwise ``why_not`` says why it cannot."""
         return not self.why_not
 
 

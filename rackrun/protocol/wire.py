@@ -17,7 +17,7 @@ from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
 
 __all__ = [
     "PROTOCOL",
-    "FillerTold",
+    "FillerState",
     "Logged",
     "StateCopied",
     "Telemetry",
@@ -93,7 +93,7 @@ class StateCopied(_Telemetry, frozen=True, kw_only=True):
     """For a snapshot: the training time that it took; otherwise its duration from begin to end."""
 
 
-class FillerTold(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+class FillerState(msgspec.Struct, frozen=True, kw_only=True, tag="FillerTold", tag_field="event"):
     """A filler has started, still runs, or has ended with all processes that it started. For the metrics and the
     report; not for the core."""
 
@@ -120,8 +120,8 @@ class Logged(_Telemetry, frozen=True, kw_only=True):
     values: dict[str, float | int | str]
 
 
-Telemetry: TypeAlias = UnitCommitted | UnitSealed | StateCopied | FillerTold | Logged
-Upward: TypeAlias = Event | UnitCommitted | UnitSealed | StateCopied | FillerTold | Logged
+Telemetry: TypeAlias = UnitCommitted | UnitSealed | StateCopied | FillerState | Logged
+Upward: TypeAlias = Event | UnitCommitted | UnitSealed | StateCopied | FillerState | Logged
 """Every message that travels from worker to agent to coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -31,7 +31,7 @@ from rackrun.protocol.agent_config import FillerConfig, FillerPauses, LogConfig
 from rackrun.protocol.commands import GenerationPlan, Member, ReleaseWorkers, ResumeGeneration
 from rackrun.protocol.commands import Worker as Who
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.protocol.wire import FillerTold
+from rackrun.protocol.wire import FillerState
 from tests.agent import nasty_fillers
 from tests.agent.conftest import eventually
 from tests.agent.nasty_fillers import DAEMON, KINDS
@@ -99,16 +99,16 @@ async def spare_waits(rig, index: int = 0, incarnation: int = 1) -> None:
     await told(rig, index, incarnation, "running")
 
 
-async def told(rig, index: int, incarnation: int, state: str, start: int = 0) -> FillerTold:
+async def told(rig, index: int, incarnation: int, state: str, start: int = 0) -> FillerState:
     def wanted(message: object) -> bool:
         return (
-            isinstance(message, FillerTold)
+            isinstance(message, FillerState)
             and (message.slot, message.incarnation, message.state) == (f"tray-0/{index}", incarnation, state)
             and start in (0, message.start)
         )
 
     found = (await rig.coordinator.wait(wanted, f"filler {state} beside {index}")).message
-    assert isinstance(found, FillerTold)
+    assert isinstance(found, FillerState)
     return found
 
 
@@ -333,7 +333,7 @@ async def test_no_filler_outlives_a_killed_agent(rig):
 async def test_at_the_end_of_the_job_fillers_are_told_gone_and_counted(rig):
     await begin(rig, sys.executable, "-c", "import hashlib\nwhile True: hashlib.sha256(bytes(1 << 20))", sample_s=0.05)
     await spare_waits(rig)
-    await rig.coordinator.wait(lambda m: isinstance(m, FillerTold) and m.cpu_s > 0.0, "processor time")
+    await rig.coordinator.wait(lambda m: isinstance(m, FillerState) and m.cpu_s > 0.0, "processor time")
     assert await rig.end() == 0
     end = await told(rig, 0, 1, "ended")
     assert end.because in ("the job ends", "the spare is gone")
@@ -353,7 +353,9 @@ async def test_the_next_spare_in_the_slot_has_a_filler_again_and_a_rank_has_none
     await rig.fence(0, 1)
     await rig.coordinator.exit_of(1)
     await spare_waits(rig, 0, 3)
-    assert not [t for t in rig.coordinator.received if isinstance(t.message, FillerTold) and t.message.incarnation == 2]
+    assert not [
+        t for t in rig.coordinator.received if isinstance(t.message, FillerState) and t.message.incarnation == 2
+    ]
     assert await rig.end() == 0
 
 
@@ -363,7 +365,7 @@ async def test_a_spare_that_is_in_the_plan_before_it_is_ready_has_no_filler(rig)
     await rig.coordinator.wait(lambda m: type(m).__name__ == "WorkerReady", "WorkerReady")
     await told_of_plan(rig, 0, 1)
     assert await rig.end() == 0
-    assert not [timed for timed in rig.coordinator.received if isinstance(timed.message, FillerTold)]
+    assert not [timed for timed in rig.coordinator.received if isinstance(timed.message, FillerState)]
 
 
 @pytest.mark.stories
@@ -398,10 +400,10 @@ async def test_when_the_job_has_ended_nothing_is_started_any_more(monkeypatch):
     logs = WorkerLogs(LogConfig(directory=os.devnull), "a-run", 1)
     pauses = FillerPauses(first_s=0.0, most_s=0.0, at_once_s=0.0)
     fillers = Fillers(FillerConfig(command=SLEEP, pauses=pauses), 1, logs, lambda _index: NOWHERE, gpus=0)
-    heard: list[FillerTold] = []
+    heard: list[FillerState] = []
     three = asyncio.Event()
 
-    def tell(told: FillerTold) -> None:
+    def tell(told: FillerState) -> None:
         heard.append(told)
         if len(heard) == 3:
             three.set()
@@ -514,7 +516,7 @@ async def test_where_workers_have_gpus_the_plan_comes_when_the_filler_is_gone(ri
 
 
 def test_what_is_told_of_a_filler_travels_as_it_is():
-    message = FillerTold(
+    message = FillerState(
         slot=SlotId("tray-0/1"), incarnation=Incarnation(3), start=1, state="running", seconds=1.0, cpu_s=0.5
     )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=FillerTold) == message
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=FillerState) == message

@@ -66,7 +66,7 @@ async def holder() -> AsyncIterator[CopyHolder]:
 def seal(fd: int, step: int) -> bytes:
     """A snapshot of ``step`` in ``fd``, as a worker makes it. Returns all of its bytes."""
     os.ftruncate(fd, 0)
-    arena = Arena.create(fd, job=SNAPSHOT_JOB, rank=3, epoch=1, slots=1, payload_bytes=len(IMAGE))
+    arena = Arena.create(fd, job=SNAPSHOT_JOB, rank=3, fencing_token=1, slots=1, payload_bytes=len(IMAGE))
     with arena, arena.begin(step, step) as writer:
         writer.payload[:] = IMAGE
         writer.seal(len(IMAGE), "layout")

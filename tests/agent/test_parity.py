@@ -54,7 +54,7 @@ class Tray:
         image = random.Random(rank).randbytes(70_000 + 5_000 * rank)
         fd = self.worker.snapshot_fds[slot]
         os.ftruncate(fd, 0)
-        arena = Arena.create(fd, job=SNAPSHOT_JOB, rank=rank, epoch=1, slots=1, payload_bytes=len(image))
+        arena = Arena.create(fd, job=SNAPSHOT_JOB, rank=rank, fencing_token=1, slots=1, payload_bytes=len(image))
         with arena, arena.begin(step, step) as writer:
             writer.payload[:] = image
             writer.seal(len(image), "layout")
@@ -352,7 +352,8 @@ async def test_a_snapshot_that_is_written_over_on_its_way_is_not_taken(rack: Rac
 
 
 async def test_what_was_taken_in_another_generation_is_not_given_to_this_ones_keepers(rack: Rack) -> None:
-    """Else some members' stripes were in the rows of one set and others' in those of another, and all would say done."""
+    """Else some members' stripes were in the rows of one set and others' in those of another, and all would say
+    done."""
     rack.trays[0].seal(STEP)
     assert await rack.push(0, generation=GENERATION - 1) == -1
     assert not rack.told

@@ -10,18 +10,20 @@ import threading
 
 import pytest
 
-from rackrun.agent.workers.hang_detector import AgentPauses, ProgressTimer, Signs, starved_ns, works
+from rackrun.agent.workers.hang_detector import ActivityTotals, AgentPauses, ProgressTimer, starved_ns, works
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
 
 S = 1_000_000_000
 IDLE, BUSY = 3 * S, 30 * S
 
 
-def signs(at: float, *, cpu: float = 0.0, ran: float = 0.0, waited: float = 0.0, io: int = 0, wakes: int = 0) -> Signs:
-    return Signs(int(at * S), int(cpu * S), {1: (int(ran * S), int(waited * S))}, io, wakes)
+def signs(
+    at: float, *, cpu: float = 0.0, ran: float = 0.0, waited: float = 0.0, io: int = 0, wakes: int = 0
+) -> ActivityTotals:
+    return ActivityTotals(int(at * S), int(cpu * S), {1: (int(ran * S), int(waited * S))}, io, wakes)
 
 
-def watched(*seen: Signs) -> ProgressTimer:
+def watched(*seen: ActivityTotals) -> ProgressTimer:
     patience = ProgressTimer()
     patience.restart(0, 0)
     for one in seen:
@@ -71,7 +73,7 @@ def test_who_shows_no_sign_of_life_is_overdue_when_its_time_is() -> None:
     ],
     ids=["computes", "writes", "wakes", "gets no processor"],
 )
-def test_who_works_has_longer_outside_of_steps_but_not_for_ever(later: Signs) -> None:
+def test_who_works_has_longer_outside_of_steps_but_not_for_ever(later: ActivityTotals) -> None:
     patience = watched(signs(1.5), later)
     assert not overdue(patience, 5.0)
     assert overdue(patience, 5.6 + 0.9), "it stopped working at 2.5 s"
@@ -106,7 +108,7 @@ def test_a_main_thread_that_spins_needs_no_processor() -> None:
     ],
     ids=["polls once a second", "a slow upload", "another thread runs a little"],
 )
-def test_who_is_compared_with_others_shows_no_sign_of_life_at_all(later: Signs) -> None:
+def test_who_is_compared_with_others_shows_no_sign_of_life_at_all(later: ActivityTotals) -> None:
     before = signs(1.5)._replace(main=1, waits_ns={1: (0, 0), 2: (0, 0)})
     patience = watched(before, later._replace(main=1))
     assert not works(before, later)

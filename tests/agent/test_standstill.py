@@ -11,7 +11,7 @@ import pytest
 
 from rackrun.agent.host import proc
 from rackrun.agent.workers import standstill
-from rackrun.agent.workers.standstill import BOUND_NS, Moment, read_moment, stood_still_ns
+from rackrun.agent.workers.standstill import BOUND_NS, UsageReading, read_moment, stood_still_ns
 from rackrun.protocol.events import TrayStoodStill, WorkerExited, WorkerStalled
 
 S = 1_000_000_000
@@ -31,8 +31,8 @@ for step in range(10_000):
 """
 
 
-def moment(at_s: float, ran_s: float = 0.0, waited_s: float = 0.0) -> Moment:
-    return Moment(round(at_s * S), round(ran_s * S), round(waited_s * S))
+def moment(at_s: float, ran_s: float = 0.0, waited_s: float = 0.0) -> UsageReading:
+    return UsageReading(round(at_s * S), round(ran_s * S), round(waited_s * S))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def moment(at_s: float, ran_s: float = 0.0, waited_s: float = 0.0) -> Moment:
     ids=["on time", "late", "stood still", "and then it ran", "busy", "starved", "suspended for a day"],
 )
 def test_time_in_which_the_agent_neither_ran_nor_waited_for_a_processor_is_a_standstill(
-    now: Moment, stood_s: float
+    now: UsageReading, stood_s: float
 ) -> None:
     assert stood_still_ns(moment(0), now, ASLEEP_NS) == round(stood_s * S)
 

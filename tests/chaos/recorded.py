@@ -15,7 +15,7 @@ import msgspec
 
 from rackrun.chaos.evidence.history import HistoryWriter
 from rackrun.chaos.evidence.run_evidence import Verdict
-from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
+from rackrun.chaos.evidence.summary import StrikeSummary, Summary, host_facts, write_summary
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan, write_plan
@@ -219,7 +219,7 @@ def write_run(
     (out / "plan.yaml").write_text(write_plan(plan))
     (out / "resolved.json").write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
     told = [
-        StrikeTold(
+        StrikeSummary(
             number=number,
             fault="kill",
             family="process",

@@ -16,15 +16,15 @@ from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import AtStep, Inject, Plan
 from rackrun.chaos.plan.survivability import Label
-from rackrun.chaos.runs.campaign import Head, Line, read_tally, run_campaign
-from rackrun.chaos.runs.draw_run import Drawn
+from rackrun.chaos.runs.campaign import TallyHeader, TallyLine, read_tally, run_campaign
+from rackrun.chaos.runs.draw_run import DrawnRun
 from rackrun.errors import UsageError
 
 SMALL = Path(__file__).resolve().parents[2] / "examples" / "chaos" / "small.py"
 COMMAND = [str(SMALL), "{wrap}", "{reduction}", "40", "{out}"]
 
 
-def line(seed: int, **changes: Any) -> Line:
+def line(seed: int, **changes: Any) -> TallyLine:
     fields = {
         "label": "survivable",
         "holds": True,
@@ -33,7 +33,7 @@ def line(seed: int, **changes: Any) -> Line:
         "layout": "1x4-1 ddp fast",
     }
     told = {"recoveries": 1, "steps": 24, "seconds": 5.0, "because": "exit code 0"}
-    return Line(seed=seed, **{**fields, **told, **changes})
+    return TallyLine(seed=seed, **{**fields, **told, **changes})
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def tally(tmp_path: Path) -> Path:
     """Of three seeds, one of them wrong, one unknown."""
     path = tmp_path / "tally.jsonl"
     lines = [line(0), line(1, holds=False, wrong={"losses": "step 3"}), line(2, holds=None, label="beyond")]
-    head = Head(command=tuple(COMMAND))
+    head = TallyHeader(command=tuple(COMMAND))
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (head, *lines)))
     return path
 
@@ -92,12 +92,12 @@ def test_what_the_campaign_draws_is_not_given(word: str, tmp_path: Path) -> None
 def test_seeds_share_a_run_without_faults_and_what_fails_is_kept(tmp_path: Path) -> None:
     tally = tmp_path / "tally.jsonl"
 
-    def draw(seed: int) -> Drawn:
+    def draw(seed: int) -> DrawnRun:
         """Seed 1 flips a bit, which nobody was asked to see. Both compute the same, with and without a checkpoint."""
         fault = FlipBit(of="parameters") if seed else Kill()
         plan = Plan(plan=Inject(fault=fault, target=One(Subjects.RANK), when=AtStep(step=4)), seed=seed)
         layout = JobLayout(slots=3, spares=1, checkpoints=bool(seed), starts_over=bool(seed))
-        return Drawn(layout, "ddp", "fast", plan, Label.SURVIVABLE, "", ("flip_bit" if seed else "kill",))
+        return DrawnRun(layout, "ddp", "fast", plan, Label.SURVIVABLE, "", ("flip_bit" if seed else "kill",))
 
     told: list[str] = []
     sums = run_campaign(range(2), COMMAND, tally=tally, tell=told.append, draw=draw)

@@ -12,7 +12,7 @@ from rackrun.chaos.faults.hangs.pause_process import Pause
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.processes.return_tray import Return
 from rackrun.chaos.faults.targets import Exactly, Last, One, Scene, Several, Subject
-from rackrun.chaos.plan.conductor import TARGET_PATIENCE_S, Conductor, Order, See, StrikeOrder, TakeBack
+from rackrun.chaos.plan.conductor import TARGET_PATIENCE_S, Conductor, Observation, Order, StrikeOrder, TakeBack
 from rackrun.chaos.plan.definition import (
     AtPoint,
     AtStep,
@@ -56,7 +56,7 @@ class Played:
     def play(self, until_s: float) -> Played:
         now = 0.0
         while now <= until_s and not self.conductor.done:
-            self._obey(now, self.conductor.see(See(now, int(now) - 1, self.scene, self.points)))
+            self._obey(now, self.conductor.see(Observation(now, int(now) - 1, self.scene, self.points)))
             wake = self.conductor.wake_s
             now = min(int(now) + 1.0, wake if wake is not None and wake > now else now + 1.0)
         return self

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rackrun.chaos
-from rackrun.chaos.faults.fault_row import HookPlace, Need, StrikeCost, Visit
+from rackrun.chaos.faults.fault_row import HookPlace, HookVisit, Need, StrikeCost
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Subjects, name_of
 from rackrun.chaos.faults.table.fault_table import FAULTS
 from rackrun.chaos.faults.table.validate import nonsense_of
@@ -92,7 +92,7 @@ def test_a_row_is_complete(kind: type[BaseFault]) -> None:
     assert row.needs(row.example) <= {*Need}
     assert isinstance(row.justifies_loss(row.example, 0.1, True), bool)
     if row.inside is not None:
-        visits = [Visit(place, next(iter(row.points(row.example)), ""), 1) for place in HookPlace]
+        visits = [HookVisit(place, next(iter(row.points(row.example)), ""), 1) for place in HookPlace]
         assert sum(row.inside.due(row.example, visit) for visit in visits) == 1
 
 

@@ -20,7 +20,7 @@ from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import One, Scene
 from rackrun.chaos.injectors import StrikeOutcome
-from rackrun.chaos.plan.conductor import See
+from rackrun.chaos.plan.conductor import Observation
 from rackrun.chaos.plan.definition import Inject, Plan
 from rackrun.chaos.runs.run_plan import Performance
 from rackrun.chaos.testbed import job_under_test
@@ -127,7 +127,7 @@ def test_a_strike_that_cannot_be_looked_at_any_more_has_no_known_effect(tmp_path
     plan = Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK)))
     performance: Any = Performance(plan, [], tmp_path, None, said.append)
     performance._job, performance._history = SimpleNamespace(now_s=1.0), HistoryWriter(io.StringIO())
-    performance.conductor.see(See(1.0, 3, scene))
+    performance.conductor.see(Observation(1.0, 3, scene))
     performance._under_way[0] = Gone()
     performance._hear()
     assert [record.took for record in performance.conductor.records] == [False]

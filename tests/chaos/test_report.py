@@ -24,7 +24,7 @@ from rackrun.chaos.report.chrome_trace import STEP_SLICES
 from rackrun.chaos.report.plots import BARS, POINTS, losses
 from rackrun.chaos.report.run_text import duration, markdown, next_steps, one_line, sentence
 from rackrun.chaos.report.write_reports import make_report, report_on
-from rackrun.chaos.runs.campaign import Head, Line
+from rackrun.chaos.runs.campaign import TallyHeader, TallyLine
 from rackrun.coordinator.report.run_report import read_goodput, read_report
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import GenerationPlan
@@ -356,7 +356,7 @@ def test_where_a_report_cannot_be_written_that_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written: Is a directory"):
         make_report(out)
     tally = tmp_path / "tally.jsonl"
-    tally.write_bytes(msgspec.json.encode(Head(command=("train.py",))) + b"\n")
+    tally.write_bytes(msgspec.json.encode(TallyHeader(command=("train.py",))) + b"\n")
     with pytest.raises(UsageError, match="cannot be written"):
         write_overview(tally, tmp_path / "nowhere" / "page.html")
 
@@ -393,14 +393,14 @@ def test_quantiles_are_by_nearest_rank() -> None:
 
 
 # -- a campaign
-def line_of(seed: int, label: str = "survivable", holds: bool | None = True, **more: object) -> Line:
+def line_of(seed: int, label: str = "survivable", holds: bool | None = True, **more: object) -> TallyLine:
     some: dict[str, Any] = {"faults": ("kill", "pause"), "struck": 2, "because": "exit code 0"}
     some |= {"layout": "2x3-1 ddp exact", "recoveries": 2, "steps": 30, "seconds": 8.0}
-    return Line(seed=seed, label=label, holds=holds, **some | more)
+    return TallyLine(seed=seed, label=label, holds=holds, **some | more)
 
 
-def write_tally(path: Path, *lines: Line) -> Path:
-    rows = [Head(command=("train.py", "{wrap}")), *lines]
+def write_tally(path: Path, *lines: TallyLine) -> Path:
+    rows = [TallyHeader(command=("train.py", "{wrap}")), *lines]
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     return path
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rackrun.chaos.evidence import history
-from rackrun.chaos.evidence.summary import FORMAT, FaultTimes, Host, StrikeTold, Summary, read_summary
+from rackrun.chaos.evidence.summary import FORMAT, FaultTimes, Host, StrikeSummary, Summary, read_summary
 from rackrun.chaos.report.schemas import schemas
 from rackrun.chaos.report.write_reports import make_report
 from rackrun.coordinator.report.run_report import Goodput
@@ -25,7 +25,7 @@ def test_the_schemas_in_the_documentation_are_those_of_the_types(name: str) -> N
     assert (DOCS / "schemas" / name).read_bytes() == schemas()[name], told
 
 
-@pytest.mark.parametrize("kind", [Summary, StrikeTold, FaultTimes, Host, Goodput, *ENTRIES])
+@pytest.mark.parametrize("kind", [Summary, StrikeSummary, FaultTimes, Host, Goodput, *ENTRIES])
 def test_every_field_is_documented(kind: type[msgspec.Struct]) -> None:
     missing = [field.encode_name for field in msgspec.structs.fields(kind) if f"`{field.encode_name}`" not in PAGE]
     assert not missing

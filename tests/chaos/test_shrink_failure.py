@@ -29,7 +29,7 @@ from rackrun.chaos.base.errors import PlanError, Unsupported
 from rackrun.chaos.plan.definition import Inject, Par, parts_of, read_plan
 from rackrun.chaos.plan.shrink_plan import shrink
 from rackrun.chaos.runs.run_plan import run_plan
-from rackrun.chaos.runs.shrink_failure import NotFailing, Reduced, reduce_plan
+from rackrun.chaos.runs.shrink_failure import NotFailing, ReducedPlan, reduce_plan
 from rackrun.chaos.runs.simulated_counterpart import counterpart, reduced_in_simulator
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -79,28 +79,30 @@ class Pretended:
 
 
 @pytest.fixture
-def reduce(tmp_path: Path) -> Callable[..., Reduced]:
-    def run(play: Pretended, *, plan: Plan = PLAN, repeats: int = 1) -> Reduced:
+def reduce(tmp_path: Path) -> Callable[..., ReducedPlan]:
+    def run(play: Pretended, *, plan: Plan = PLAN, repeats: int = 1) -> ReducedPlan:
         return reduce_plan(plan, COMMAND, out=tmp_path / "reduced", repeats=repeats, play=play, simulate=False)
 
     return run
 
 
-def test_the_faults_that_do_nothing_are_left_out_and_the_other_is_made_plain(reduce: Callable[..., Reduced]) -> None:
+def test_the_faults_that_do_nothing_are_left_out_and_the_other_is_made_plain(
+    reduce: Callable[..., ReducedPlan],
+) -> None:
     reduced = reduce(Pretended(killed))
     assert strikes(reduced.plan) == [inject(Kill(), exactly("rank", 1), step=3)]
     assert reduced.wrong == ("losses",)
     assert read_plan(Path(reduced.out) / "smallest.json") == reduced.plan
 
 
-def test_two_faults_that_fail_only_together_both_stay(reduce: Callable[..., Reduced]) -> None:
+def test_two_faults_that_fail_only_together_both_stay(reduce: Callable[..., ReducedPlan]) -> None:
     def both(plan: Plan) -> bool:
         return killed(plan, "0") and killed(plan, "1")
 
     assert [part.target for part in strikes(reduce(Pretended(both)).plan)] == [exactly("rank", 1), exactly("rank", 0)]
 
 
-def test_durations_are_halved_as_long_as_that_fails(reduce: Callable[..., Reduced]) -> None:
+def test_durations_are_halved_as_long_as_that_fails(reduce: Callable[..., ReducedPlan]) -> None:
     def long(plan: Plan) -> bool:
         return any(isinstance(part.fault, Pause) and (part.fault.for_s or 0) >= 1.0 for part in strikes(plan))
 
@@ -113,16 +115,16 @@ def test_one_of_several_subjects_is_enough() -> None:
     assert [part.target for part in strikes(smallest)] == [exactly("rank", 1)]
 
 
-def test_a_failure_that_comes_now_and_then_is_tried_as_often_as_asked(reduce: Callable[..., Reduced]) -> None:
+def test_a_failure_that_comes_now_and_then_is_tried_as_often_as_asked(reduce: Callable[..., ReducedPlan]) -> None:
     assert len(strikes(reduce(Pretended(killed, flaky=3), repeats=3).plan)) == 1
 
 
-def test_a_plan_that_does_not_fail_is_not_reduced(reduce: Callable[..., Reduced]) -> None:
+def test_a_plan_that_does_not_fail_is_not_reduced(reduce: Callable[..., ReducedPlan]) -> None:
     with pytest.raises(NotFailing, match="did not fail in 2 runs"):
         reduce(Pretended(lambda _plan: False), repeats=2)
 
 
-def test_who_is_stopped_goes_on_where_it_was(reduce: Callable[..., Reduced], tmp_path: Path) -> None:
+def test_who_is_stopped_goes_on_where_it_was(reduce: Callable[..., ReducedPlan], tmp_path: Path) -> None:
     whole = Pretended(killed)
     expected = reduce(whole)
     (tmp_path / "reduced").rename(tmp_path / "whole")
@@ -144,7 +146,7 @@ def test_who_is_stopped_goes_on_where_it_was(reduce: Callable[..., Reduced], tmp
     assert first.played + second.played == whole.played
 
 
-def test_only_runs_that_failed_are_kept(reduce: Callable[..., Reduced]) -> None:
+def test_only_runs_that_failed_are_kept(reduce: Callable[..., ReducedPlan]) -> None:
     play = Pretended(killed)
     reduced = reduce(play)
     kept = list((Path(reduced.out) / "tries").iterdir())
@@ -236,7 +238,7 @@ def test_a_real_plan_is_reduced_to_the_one_fault_that_the_mistake_needs(tmp_path
     assert msgspec.json.decode(again.stdout, type=Summary).holds is False
 
 
-def test_a_drawn_plan_can_be_reduced_as_well(reduce: Callable[..., Reduced]) -> None:
+def test_a_drawn_plan_can_be_reduced_as_well(reduce: Callable[..., ReducedPlan]) -> None:
     """Its parts follow each other."""
     plan = draw_plan(5, steps=12, spares=3)
     assert len(strikes(reduce(Pretended(lambda tried: len(strikes(tried)) > 0), plan=plan).plan)) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.runs.soak import Waterfall, run_soak, waterfall
+from rackrun.chaos.runs.soak import LostTime, run_soak, waterfall
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.errors import UsageError
 
@@ -24,18 +24,18 @@ def test_each_lost_second_is_counted_once() -> None:
     commits = [0.0, 100.0, 200.0, 500.0, 620.0, 740.0, 840.0]
     calm = [(0.0, 200.0), (740.0, 840.0)]
     lost = waterfall([recovery(250.0)], [240.0], commits, [300.0, 900.0], calm, 0.1)
-    assert lost == Waterfall(
+    assert lost == LostTime(
         detect=0.01, decide=0.02, regroup=0.03, restore=0.05, rework=0.09, spares=0.04, other=pytest.approx(0.0)
     )
     assert lost.total == pytest.approx((840 - 6 * 100) / 1e3)
 
 
 def test_what_nobody_can_explain_is_other() -> None:
-    assert waterfall([], [], [0.0, 100.0, 350.0], [], [(0.0, 100.0)], 0.1) == Waterfall(other=0.15)
+    assert waterfall([], [], [0.0, 100.0, 350.0], [], [(0.0, 100.0)], 0.1) == LostTime(other=0.15)
 
 
 def test_without_a_time_of_a_step_nothing_is_known() -> None:
-    assert waterfall([recovery(10.0)], [5.0], [0.0, 400.0], [], [], None) == Waterfall()
+    assert waterfall([recovery(10.0)], [5.0], [0.0, 400.0], [], [], None) == LostTime()
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_a_bit_of_a_sealed_snapshot_is_flipped_through_its_agents_memory() -> No
     try:
         assert snapshot_bit(own_process(), "tray-00/1", 7, random.Random(3)) == "", "none is sealed"
         assert snapshot_bit(Process(NOBODY, 1), "tray-00/1", 7, random.Random(3)) == "", "its agent is gone"
-        with Arena.create(fds[1], job=SNAPSHOT_JOB, rank=4, epoch=1, slots=1, payload_bytes=4096) as arena:
+        with Arena.create(fds[1], job=SNAPSHOT_JOB, rank=4, fencing_token=1, slots=1, payload_bytes=4096) as arena:
             assert snapshot_bit(own_process(), "tray-00/1", 7, random.Random(3)) == "", "it has no slot that is sealed"
             writer = arena.begin(12, 12)
             np.frombuffer(writer.payload, dtype=np.uint8)[:] = 5

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.inprocess.state_recorder import FREE, StepState, Witness, _called, let_go_on, read_witness
+from rackrun.chaos.inprocess.state_recorder import FREE, StateRecorder, StepState, _called, let_go_on, read_step_states
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) -> None:
@@ -18,8 +18,8 @@ def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) ->
     lines = b"".join(msgspec.json.encode(held) + b"\n" for held in whole)
     (tmp_path / "witness" / "1-7.jsonl").write_bytes(lines + b'{"step": 2, "ra')
     (tmp_path / "witness" / "0-6.jsonl").write_bytes(b'{"st')
-    assert read_witness(tmp_path) == whole
-    assert read_witness(tmp_path / "nowhere") == []
+    assert read_step_states(tmp_path) == whole
+    assert read_step_states(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("go", [5, FREE, None])
@@ -27,7 +27,7 @@ def test_a_step_that_may_begin_does_not_wait(go: int | None, tmp_path: Path) -> 
     """Where nobody says anything the run is over."""
     if go is not None:
         let_go_on(tmp_path, go)
-    Witness(tmp_path).wait(5)
+    StateRecorder(tmp_path).wait(5)
 
 
 def test_a_step_waits_until_it_may_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_a_step_waits_until_it_may_begin(tmp_path: Path, monkeypatch: pytest.Mon
         let_go_on(tmp_path, waited[-1] + 1)
 
     monkeypatch.setattr("rackrun.chaos.inprocess.state_recorder.time.sleep", harness)
-    Witness(tmp_path).wait(5)
+    StateRecorder(tmp_path).wait(5)
     assert waited == [3, 4]
 
 

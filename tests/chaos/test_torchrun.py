@@ -12,7 +12,7 @@ from rackrun.chaos.faults.processes.crash_at_point import CrashAt
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One, Target
-from rackrun.chaos.inprocess.step_probe import FOLDER, FinishedStep, read_told, report_step
+from rackrun.chaos.inprocess.step_probe import FOLDER, FinishedStep, read_finished_steps, report_step
 from rackrun.chaos.plan.definition import AtPoint, AtStep, Inject, Now, Plan, Trigger
 from rackrun.chaos.runs.torchrun import compare, run_outside
 from rackrun.errors import UsageError
@@ -73,7 +73,7 @@ def test_a_rank_tells_whole_lines_or_none(tmp_path: Path, monkeypatch: pytest.Mo
     report_step(rank=1, step=3, loss=0.1, samples=[7, 8])
     with (tmp_path / "1.jsonl").open("ab") as file:
         file.write(b'{"rank": 1, "st')
-    assert [(one.rank, one.step, float.fromhex(one.loss), one.samples) for one in read_told(tmp_path)] == [
+    assert [(one.rank, one.step, float.fromhex(one.loss), one.samples) for one in read_finished_steps(tmp_path)] == [
         (1, 3, 0.1, (7, 8))
     ]
 

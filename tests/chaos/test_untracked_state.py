@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.chaos.inprocess.untracked_state import LOOKED_AT_MAX, frames_of_script, reached, told
+from rackrun.chaos.inprocess.untracked_state import LOOKED_AT_MAX, described, frames_of_script, reached
 
 COUNTER = {"steps": 3}
 
@@ -110,18 +110,18 @@ def test_what_refers_to_itself_comes_to_an_end_and_so_does_what_is_large() -> No
 
 def test_equal_bits_are_told_alike_and_others_are_not() -> None:
     one = torch.arange(8.0)
-    assert told(one) == told(one.clone())
-    assert told(one) != told(one.view(2, 4))
+    assert described(one) == described(one.clone())
+    assert described(one) != described(one.view(2, 4))
     flipped = one.clone()
     flipped.view(torch.uint8)[0] ^= 1
-    assert told(flipped) != told(one)
-    assert told(torch.tensor(0.5)) == "0.5"
+    assert described(flipped) != described(one)
+    assert described(torch.tensor(0.5)) == "0.5"
     turned = torch.randn(3, dtype=torch.complex64)
-    assert told(turned) == told(turned.clone()) != told(turned.conj())
-    assert told(torch.eye(3).to_sparse()).startswith("float32[3, 3] torch.sparse")
-    assert told(torch.empty(3, device="meta")).startswith("float32[3]")
-    assert len(told("x" * 1000)) < 100
-    assert told("x" * 1000) != told("x" * 1001)
+    assert described(turned) == described(turned.clone()) != described(turned.conj())
+    assert described(torch.eye(3).to_sparse()).startswith("float32[3, 3] torch.sparse")
+    assert described(torch.empty(3, device="meta")).startswith("float32[3]")
+    assert len(described("x" * 1000)) < 100
+    assert described("x" * 1000) != described("x" * 1001)
 
 
 class Counted:

@@ -15,7 +15,15 @@ ROOM, CHUNK = 150, 64
 
 
 def create(path: Path | int, **changed: Any) -> Arena:
-    given = {"job": JOB, "rank": 3, "epoch": 1, "slots": 2, "payload_bytes": ROOM, "chunk_bytes": CHUNK, **changed}
+    given = {
+        "job": JOB,
+        "rank": 3,
+        "fencing_token": 1,
+        "slots": 2,
+        "payload_bytes": ROOM,
+        "chunk_bytes": CHUNK,
+        **changed,
+    }
     return Arena.create(path, **given)
 
 

@@ -1,9 +1,9 @@
 """A small world around the coordinator's `Committer`, and a search through all that can happen in it.
 
 Two trays, each with an agent (the holder) and a rank; every shard is written into the rank's own tray and pushed to the
-other. Two slots per shard and holder. One connection's messages keep an order, everything else happens in any; what is delivered
-and what is crashed when is the search's choice. Slots are torn while they are written. The log, the epoch and the
-counter of checkpoints survive the coordinator; a tray's memory does not survive its holder.
+other. Two slots per shard and holder. One connection's messages keep an order, everything else happens in any; what is
+delivered and what is crashed when is the search's choice. Slots are torn while they are written. The log, the fencing
+token and the counter of checkpoints survive the coordinator; a tray's memory does not survive its holder.
 
 Coordinators are interned: a transition (coordinator, event) is computed once, so a state is a tuple of small values.
 """
@@ -27,12 +27,12 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Confirmed,
     Deadline,
     Disagreement,
-    EpochBegan,
     Event,
-    Heal,
     HolderJoined,
     HolderLost,
+    MembershipBegan,
     Output,
+    Repair,
     Retire,
     ShardSealed,
     UnderReplicated,
@@ -47,13 +47,13 @@ FAULTS = ("holder 0", "holder 1", "rank 0", "rank 1", "coordinator", "deadline")
 class Slot(NamedTuple):
     state: int = FREE
     number: int = 0
-    epoch: int = 0
+    fencing_token: int = 0
     keep: tuple[int, ...] = ()
     """While it is written: what the push must spare in its turn."""
 
     @property
     def which(self) -> tuple[int, int]:
-        return self.number, self.epoch
+        return self.number, self.fencing_token
 
 
 class World(NamedTuple):
@@ -61,17 +61,19 @@ class World(NamedTuple):
     log: tuple[int, ...] = ()
     """Indices of records."""
     number: int = 0
-    epoch: int = 1
+    fencing_token: int = 1
     slots: tuple[tuple[Slot, Slot], ...] = ((Slot(), Slot()),) * 4
     """Of (holder, owner), at ``2 * holder + owner``."""
     begins: tuple[tuple[Any, ...], ...] = ((), ())
-    """To each rank: (checkpoint, epoch, keep)."""
+    """To each rank: (checkpoint, fencing token, keep)."""
     pushes: tuple[tuple[Any, ...], ...] = ((),) * 4
-    """To (holder, owner): (checkpoint, epoch, keep)."""
+    """To (holder, owner): (checkpoint, fencing token, keep)."""
     inbox: tuple[frozenset[tuple[str, int, int, int]], ...] = (frozenset(),) * 2
-    """From each holder to the coordinator, the smallest first: ("sealed", place, checkpoint, epoch), ("confirmed", ...)."""
+    """From each holder to the coordinator, the smallest first: ("sealed", place, checkpoint, fencing token),
+    ("confirmed", ...)."""
     outbox: tuple[frozenset[tuple[str, int]], ...] = (frozenset(),) * 2
-    """From the coordinator to each holder, the smallest first: ("commit", index of the record), ("retire", checkpoint)."""
+    """From the coordinator to each holder, the smallest first: ("commit", index of the record), ("retire",
+    checkpoint)."""
     faults: int = 1
     unseen: tuple[str, ...] = ()
     """Crashes that the coordinator does not know of."""
@@ -129,7 +131,7 @@ class Model:
 
     def _start(self) -> World:
         world = World(self._intern(self.committer(self.policy)), faults=self.faults)
-        world = self.tell(world, EpochBegan(epoch=1, owners=RANKS))
+        world = self.tell(world, MembershipBegan(fencing_token=1, owners=RANKS))
         for holder in HOLDERS:
             world = self.tell(world, HolderJoined(holder=NAMES[holder], domain=f"tray {holder}"))
         return world
@@ -137,7 +139,8 @@ class Model:
     # -- what can happen next --
 
     def moves(self, w: World) -> Iterator[tuple[str, World]]:
-        """While a slot is torn only its writer moves, or something breaks: for the rest, torn is as good as sealed later.
+        """While a slot is torn only its writer moves, or something breaks: for the rest, torn is as good as sealed
+        later.
 
         That halves the space for each writer. Nothing that reads a slot (a commit, a push) does so before it is sealed.
         """
@@ -183,32 +186,32 @@ class Model:
                 yield f"rank {rank} seals {slot.number}", after
                 return
         if begin and w.begins[rank]:
-            (n, epoch, keep), *rest = w.begins[rank]
+            (n, fencing_token, keep), *rest = w.begins[rank]
             after = w._replace(begins=_put(w.begins, rank, tuple(rest)))
-            yield f"rank {rank} begins {n}, keeps {keep}", self._take_slot(after, place, n, epoch, keep)
+            yield f"rank {rank} begins {n}, keeps {keep}", self._take_slot(after, place, n, fencing_token, keep)
 
     def _push(self, w: World, place: int, *, begin: bool) -> Iterator[tuple[str, World]]:
         if not w.pushes[place] or f"holder {place // 2}" in w.unseen:
             return
-        (n, epoch, keep), *rest = w.pushes[place]
+        (n, fencing_token, keep), *rest = w.pushes[place]
         done = w._replace(pushes=_put(w.pushes, place, tuple(rest)))
-        source = any(s.state >= SEALED and s.which == (n, epoch) for s in w.slots[place ^ 2])
-        writing = [i for i, s in enumerate(w.slots[place]) if s.state == WRITING and s.which == (n, epoch)]
+        source = any(s.state >= SEALED and s.which == (n, fencing_token) for s in w.slots[place ^ 2])
+        writing = [i for i, s in enumerate(w.slots[place]) if s.state == WRITING and s.which == (n, fencing_token)]
         if writing and not begin:
             if not source:
                 yield f"push of {n} of {place % 2} breaks off", _set_slot(done, place, writing[0], Slot())
             else:
                 yield f"{NAMES[place // 2]} seals {n} of rank {place % 2}", self._seal(done, place, writing[0])
         elif begin and not writing:
-            if any(s.state >= SEALED and s.which == (n, epoch) for s in w.slots[place]):
-                begun = self._send(done, place // 2, ("sealed", place, n, epoch))
+            if any(s.state >= SEALED and s.which == (n, fencing_token) for s in w.slots[place]):
+                begun = self._send(done, place // 2, ("sealed", place, n, fencing_token))
             else:
-                begun = self._take_slot(w, place, n, epoch, keep) if source else w
+                begun = self._take_slot(w, place, n, fencing_token, keep) if source else w
             found = begun is not w
             yield f"{NAMES[place // 2]} begins {n} of rank {place % 2}, keeps {keep}", begun if found else done
 
     @staticmethod
-    def _take_slot(w: World, place: int, n: int, epoch: int, keep: tuple[int, ...]) -> World:
+    def _take_slot(w: World, place: int, n: int, fencing_token: int, keep: tuple[int, ...]) -> World:
         """`Arena.begin`: FREE or torn, else the oldest that is not kept and not the newest COMMITTED."""
         slots = w.slots[place]
         newest = max((s.number for s in slots if s.state == COMMITTED), default=None)
@@ -218,7 +221,7 @@ class Model:
             if s.state <= WRITING
             or not (s.number in keep or (s.state == COMMITTED and s.number == newest) or s.number >= n)
         ]
-        return _set_slot(w, place, min(usable)[1], Slot(WRITING, n, epoch, keep)) if usable else w
+        return _set_slot(w, place, min(usable)[1], Slot(WRITING, n, fencing_token, keep)) if usable else w
 
     def _seal(self, w: World, place: int, index: int) -> World:
         slot = w.slots[place][index]._replace(state=SEALED, keep=())
@@ -232,7 +235,7 @@ class Model:
             for i, slot in enumerate(w.slots[place]):
                 if what == "commit":
                     record = self.records[number]
-                    if slot == Slot(SEALED, record.number, record.epoch):
+                    if slot == Slot(SEALED, record.number, record.fencing_token):
                         w = _set_slot(w, place, i, slot._replace(state=COMMITTED))
                 elif slot.number == number and slot.state >= SEALED:
                     w = _set_slot(w, place, i, Slot())
@@ -266,7 +269,7 @@ class Model:
     def _notice(self, w: World) -> Iterator[tuple[str, World]]:
         if w.coordinator is None:
             fresh = w._replace(coordinator=self._intern(self.committer(self.policy, [self.records[i] for i in w.log])))
-            fresh = self.tell(fresh, EpochBegan(epoch=w.epoch, owners=RANKS))
+            fresh = self.tell(fresh, MembershipBegan(fencing_token=w.fencing_token, owners=RANKS))
             for h in HOLDERS:
                 if f"holder {h}" in w.unseen:
                     continue
@@ -280,7 +283,10 @@ class Model:
             return
         for fault in w.unseen:
             after = w._replace(
-                unseen=tuple(f for f in w.unseen if f != fault), epoch=w.epoch + 1, begins=((), ()), down=()
+                unseen=tuple(f for f in w.unseen if f != fault),
+                fencing_token=w.fencing_token + 1,
+                begins=((), ()),
+                down=(),
             )
             n = int(fault[-1])
             torn = 2 * n + n
@@ -289,7 +295,7 @@ class Model:
                     after = _set_slot(after, torn, i, Slot())
             if fault.startswith("holder"):
                 after = self.tell(after._replace(inbox=_put(after.inbox, n, frozenset())), HolderLost(holder=NAMES[n]))
-            after = self.tell(after, EpochBegan(epoch=after.epoch, owners=RANKS))
+            after = self.tell(after, MembershipBegan(fencing_token=after.fencing_token, owners=RANKS))
             if fault.startswith("holder"):
                 after = self.tell(after, HolderJoined(holder=NAMES[n], domain=f"tray {n}"))
             yield f"noticed: {fault}", after
@@ -311,7 +317,7 @@ class Model:
     def _do(self, w: World, output: Output) -> World:
         match output:
             case Begin():
-                order = (output.number, output.epoch, output.keep)
+                order = (output.number, output.fencing_token, output.keep)
                 return w._replace(begins=tuple((*begins, order) for begins in w.begins))
             case Commit():
                 if output.record not in self.records:
@@ -321,12 +327,12 @@ class Model:
                 return w._replace(log=(*w.log, index), outbox=told)
             case Retire():
                 return w._replace(outbox=tuple(box | {("retire", output.number)} for box in w.outbox))
-            case Heal():
+            case Repair():
                 place = 2 * NAMES.index(output.to) + output.owner
                 assert w.coordinator is not None
                 coordinator = self._by_id[w.coordinator]
-                epoch = coordinator.committed[output.number].epoch
-                order = (output.number, epoch, coordinator.keep())
+                fencing_token = coordinator.committed[output.number].fencing_token
+                order = (output.number, fencing_token, coordinator.keep())
                 index = next(i for i in w.log if self.records[i].number == output.number)
                 h = place // 2
                 return w._replace(
@@ -337,7 +343,8 @@ class Model:
                 return w
 
     def _send(self, w: World, h: int, told: tuple[str, int, int, int]) -> World:
-        """What the coordinator would ignore it ignores for good (numbers and epochs only grow), so it is not sent."""
+        """What the coordinator would ignore it ignores for good (numbers and fencing tokens only grow), so it is not
+        sent."""
         if w.coordinator is None or self.tell(w, _event(*told)) == w:
             return w
         return w._replace(inbox=_put(w.inbox, h, w.inbox[h] | {told}))
@@ -360,7 +367,7 @@ class Model:
                 return f"the log is not in order: {[r.number for r in log]}"
             if len({shard.owner for shard in record.shards}) != len(RANKS) or record.step != record.number:
                 return f"checkpoint {record.number} is mixed or partial: {record}"
-            wrong = [s for s in record.shards if s.digest != f"{s.owner} {record.number} {record.epoch}"]
+            wrong = [s for s in record.shards if s.digest != f"{s.owner} {record.number} {record.fencing_token}"]
             if wrong:
                 return f"checkpoint {record.number} commits other bytes: {wrong}"
         for first, second in w.slots:
@@ -393,7 +400,7 @@ class Model:
     def _available(w: World, record: CommitRecord, lost: int | None) -> bool:
         return all(
             any(
-                slot.state >= SEALED and slot.which == (record.number, record.epoch)
+                slot.state >= SEALED and slot.which == (record.number, record.fencing_token)
                 for h in HOLDERS
                 if h != lost
                 for slot in w.slots[2 * h + owner]
@@ -408,8 +415,10 @@ class Model:
         self._chosen.add((w.slots, w.log))
         plan = choose([_holding(p, s) for p, slots in enumerate(w.slots) for s in slots if s.state >= SEALED], log)
         expected = [r for r in log if self._available(w, r, None)][-1]
-        if (plan.number, plan.epoch) != (expected.number, expected.epoch):
-            return f"a restore takes checkpoint {plan.number} of epoch {plan.epoch}, not {expected.number}"
+        if (plan.number, plan.fencing_token) != (expected.number, expected.fencing_token):
+            return (
+                f"a restore takes checkpoint {plan.number} of fencing token {plan.fencing_token}, not {expected.number}"
+            )
         return None
 
     def unfinished(self, w: World) -> str | None:
@@ -429,10 +438,10 @@ def _put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _event(what: str, place: int, n: int, epoch: int) -> Event:
+def _event(what: str, place: int, n: int, fencing_token: int) -> Event:
     if what == "confirmed":
         return Confirmed(number=n, holder=NAMES[place // 2])
-    return _sealed(place, Slot(SEALED, n, epoch))
+    return _sealed(place, Slot(SEALED, n, fencing_token))
 
 
 def _set_slot(w: World, place: int, index: int, slot: Slot) -> World:
@@ -442,15 +451,16 @@ def _set_slot(w: World, place: int, index: int, slot: Slot) -> World:
 def _sealed(place: int, slot: Slot) -> ShardSealed:
     h, owner = divmod(place, 2)
     return ShardSealed(
-        number=slot.number, step=slot.number, epoch=slot.epoch, owner=owner, holder=NAMES[h],
-        domain=f"tray {h}", digest=f"{owner} {slot.number} {slot.epoch}", layout_hash=f"layout {owner}",
+        number=slot.number, step=slot.number, fencing_token=slot.fencing_token, owner=owner, holder=NAMES[h],
+        domain=f"tray {h}", digest=f"{owner} {slot.number} {slot.fencing_token}", layout_hash=f"layout {owner}",
     )  # fmt: skip
 
 
 def _holding(place: int, slot: Slot) -> Holding:
     sealed = _sealed(place, slot)
     return Holding(
-        number=sealed.number, step=sealed.step, epoch=sealed.epoch, owner=sealed.owner, holder=sealed.holder,
+        number=sealed.number, step=sealed.step, fencing_token=sealed.fencing_token, owner=sealed.owner,
+        holder=sealed.holder,
         domain=sealed.domain, digest=sealed.digest, layout_hash=sealed.layout_hash,
         tier=Tier.OWN_TRAY if place in (0, 3) else Tier.PEER_TRAY, verified=True,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from rackrun.checkpoint.base.process_identity import end_session
 from rackrun.checkpoint.commit.checkpoint_choice import Holding, Tier
 from rackrun.checkpoint.commit.commit_records import ShardSealed
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
+from rackrun.checkpoint.manager.checkpoint_sources import RestorableData, Sources
 from rackrun.protocol.boot import SNAPSHOT_JOB as JOB
 from tests.checkpoint.crash_stage import Killed
 from tests.checkpoint.storage import Hooked
@@ -59,7 +59,7 @@ class Tray:
         self.arena: Arena
 
     # -- its processes
-    def start(self, epoch: int) -> Seen:
+    def start(self, fencing_token: int) -> RestorableData:
         """The agent says what it has; the rank begins to write."""
         self.folder = ArenaFolder(MemoryTier(self.base), JOB, self._disk, self.index, self._world)
         sources = Sources(self.folder, self.store, rank=self.index, world=self._world)
@@ -67,7 +67,9 @@ class Tray:
             seen = sources.look()
         finally:
             sources.close()
-        attached = [arena for path in self.folder.arenas() if (arena := self.folder.attach(path, epoch)) is not None]
+        attached = [
+            arena for path in self.folder.arenas() if (arena := self.folder.attach(path, fencing_token)) is not None
+        ]
         whole = {holding.number for holding in seen.holdings}
         if attached:
             self.arena = attached[0]
@@ -75,9 +77,15 @@ class Tray:
                 if info.state in (SlotState.SEALED, SlotState.COMMITTED) and info.number not in whole:
                     self.arena.mark_bad(info.number, "it is not what was sealed")
         else:
-            name = self.folder.path / f"rank-{self.index:05d}-of-{self._world:05d}-{epoch}-0.arena"
+            name = self.folder.path / f"rank-{self.index:05d}-of-{self._world:05d}-{fencing_token}-0.arena"
             self.arena = Arena.create(
-                name, job=JOB, rank=self.index, epoch=epoch, slots=SLOTS, payload_bytes=ROOM, chunk_bytes=CHUNK
+                name,
+                job=JOB,
+                rank=self.index,
+                fencing_token=fencing_token,
+                slots=SLOTS,
+                payload_bytes=ROOM,
+                chunk_bytes=CHUNK,
             )
         return seen
 
@@ -111,7 +119,8 @@ class Tray:
                 with Arena.attach(fd, job=JOB) as arena:
                     info = next(info for info in arena.slots() if info.number == step and info.manifest_digest)
                 holding = Holding(
-                    number=step, step=info.step, epoch=info.epoch, owner=int(owner.tray), holder=self.name,
+                    number=step, step=info.step, fencing_token=info.fencing_token, owner=int(owner.tray),
+                    holder=self.name,
                     domain=self.name, tier=Tier.PEER_TRAY, digest=info.manifest_digest, layout_hash=info.layout_hash,
                     verified=True,
                 )  # fmt: skip
@@ -137,6 +146,7 @@ def holding_at(holding: Holding, tray: Tray) -> Holding:
 
 def sealed_by(holding: Holding) -> ShardSealed:
     return ShardSealed(
-        number=holding.number, step=holding.step, epoch=holding.epoch, owner=holding.owner, holder=holding.holder,
+        number=holding.number, step=holding.step, fencing_token=holding.fencing_token, owner=holding.owner,
+        holder=holding.holder,
         domain=holding.domain, digest=holding.digest, layout_hash=holding.layout_hash,
     )  # fmt: skip

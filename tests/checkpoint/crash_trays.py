@@ -1,6 +1,7 @@
-"""Lives of a job on two to four trays, with all that the pieces can do together: each rank's shard is sealed in its tray's arena,
-pushed to another tray, which verifies it, committed by the coordinator, written down on every tray, flushed, collected,
-and restored by `choose` from arenas, copies and the disk; then healed. Ranks, agents, trays, the coordinator and everybody die.
+"""Lives of a job on two to four trays, with all that the pieces can do together: each rank's shard is sealed in its
+tray's arena, pushed to another tray, which verifies it, committed by the coordinator, written down on every tray,
+flushed, collected, and restored by `choose` from arenas, copies and the disk; then healed. Ranks, agents, trays, the
+coordinator and everybody die.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Committer,
     Confirmed,
     Deadline,
-    EpochBegan,
     Event,
-    Heal,
     HolderJoined,
     HolderLost,
+    MembershipBegan,
     Pinned,
+    Repair,
     Retire,
     ShardSealed,
     Unpinned,
@@ -180,7 +181,7 @@ class Trays:
         if self.committer is None:
             logged = {record.number: record for one in seen for record in one.records}
             self.committer = Committer(CommitPolicy(copies=2), [logged[n] for n in sorted(logged)][-2:])
-        self.committer.handle(EpochBegan(epoch=self.life, owners=tuple(range(self.world))))
+        self.committer.handle(MembershipBegan(fencing_token=self.life, owners=tuple(range(self.world))))
         for tray in self.trays:
             holds = [sealed_by(holding) for holding in self.inventory if holding.holder == tray.name]
             self._tell(HolderJoined(holder=tray.name, domain=tray.name, holds=tuple(holds)))
@@ -249,7 +250,7 @@ class Trays:
         self.logged.clear()
         self.copies.clear()
         self.committer = Committer(CommitPolicy(copies=2))
-        self.committer.handle(EpochBegan(epoch=self.life, owners=tuple(range(self.world))))
+        self.committer.handle(MembershipBegan(fencing_token=self.life, owners=tuple(range(self.world))))
 
     # -- a save
     def _begin(self) -> None:
@@ -322,7 +323,8 @@ class Trays:
         if info is not None:
             self._tell(
                 ShardSealed(
-                    number=n, step=info.step, epoch=info.epoch, owner=owner, holder=holder.name, domain=holder.name,
+                    number=n, step=info.step, fencing_token=info.fencing_token, owner=owner, holder=holder.name,
+                    domain=holder.name,
                     digest=info.manifest_digest, layout_hash=info.layout_hash,
                 )
             )  # fmt: skip
@@ -342,7 +344,7 @@ class Trays:
             elif isinstance(output, Retire) and self.rng.random() < 0.5:
                 for tray in self.trays:
                     self.works.append((f"release {tray.index}", self._release(tray, output.number)))
-            elif isinstance(output, Heal):
+            elif isinstance(output, Repair):
                 self.works.append((f"heal {output.to}", self._heal(output)))
 
     def _announce(self, record: CommitRecord) -> None:
@@ -364,7 +366,7 @@ class Trays:
         with contextlib.suppress(CheckpointError):
             tray.arena.release(n)
 
-    def _heal(self, heal: Heal) -> Work:
+    def _heal(self, heal: Repair) -> Work:
         """From wherever there is one."""
         yield
         to = next(tray for tray in self.trays if tray.name == heal.to)
@@ -384,7 +386,7 @@ class Trays:
         assert self.committer is not None
         committer, n = self.committer, record.number
         committer.handle(Pinned(number=n, by="flush"))
-        writer = self.rng.choice(self.trays).store.writer(n, record.step, record.epoch, self.world)
+        writer = self.rng.choice(self.trays).store.writer(n, record.step, record.fencing_token, self.world)
         written = 0
         for owner in range(self.world):
             yield
@@ -393,7 +395,7 @@ class Trays:
         if written == self.world and writer.finish():
             self.on_disk = max(self.on_disk, n)
             yield
-            collect(self.trays[0].store, Retention(2), epoch=self.life, now=lambda: 1e12, orphan_ttl_s=100.0)
+            collect(self.trays[0].store, Retention(2), fencing_token=self.life, now=lambda: 1e12, orphan_ttl_s=100.0)
 
     def _flush_shard(self, writer: Any, n: int, owner: int) -> bool:
         copies = [fd for tray in self.trays for h, fd in tray.held() if (h.number, h.owner) == (n, owner)]

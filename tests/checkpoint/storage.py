@@ -28,7 +28,8 @@ CHUNK = 64
 WORLD = 2
 JOB = "job"
 OPERATIONS = (
-    "open", "write", "pread", "fsync", "fstat", "close", "stat", "listdir", "mkdir", "link", "rename", "unlink", "rmdir",
+    "open", "write", "pread", "fsync", "fstat", "close", "stat", "listdir", "mkdir", "link", "rename", "unlink",
+    "rmdir",
 )  # fmt: skip
 
 
@@ -73,8 +74,8 @@ class Recording(Hooked):
 
 
 class Failing(Hooked):
-    """``how`` at call ``at`` (from 1), and at all later ones when ``onward``. ``how`` is an errno, "short" and "nothing"
-    (writes), or "vanish" (the job's directory is gone before the call)."""
+    """``how`` at call ``at`` (from 1), and at all later ones when ``onward``. ``how`` is an errno, "short" and
+    "nothing" (writes), or "vanish" (the job's directory is gone before the call)."""
 
     def __init__(self, at: int, how: int | str, job: Path, *, onward: bool = False) -> None:
         self.at, self.how, self.job, self.onward = at, how, job, onward
@@ -126,8 +127,8 @@ class Crashing(Hooked):
 
 
 class PowerLoss(Crashing):
-    """Names that are not synced are undone when the power goes, as many of the latest in each directory as ``rng`` says;
-    files that are not synced lose their end."""
+    """Names that are not synced are undone when the power goes, as many of the latest in each directory as ``rng``
+    says; files that are not synced lose their end."""
 
     def __init__(self, at: int, rng: random.Random, aside: Path) -> None:
         super().__init__(at)
@@ -231,8 +232,8 @@ def write_shard(writer: CheckpointWriter, rank: int) -> bool:
     return writer.write_shard(*shard_args(writer.number, rank), chunk_bytes=CHUNK)
 
 
-def save(store: DurableStore, number: int, *, epoch: int = 1, world: int = WORLD) -> bool:
-    writer = store.writer(number, 10 * number, epoch, world)
+def save(store: DurableStore, number: int, *, fencing_token: int = 1, world: int = WORLD) -> bool:
+    writer = store.writer(number, 10 * number, fencing_token, world)
     written = [write_shard(writer, rank) for rank in range(world)]
     return writer.finish() and all(written)
 

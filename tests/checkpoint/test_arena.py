@@ -24,7 +24,7 @@ from rackrun.checkpoint.base.errors import (
     DuplicateOwner,
     IntegrityError,
     NoUsableCheckpoint,
-    StaleEpoch,
+    StaleFencingToken,
 )
 from tests.checkpoint.arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 
@@ -68,7 +68,13 @@ def test_a_sealed_image_reads_back_byte_for_byte(path: Path):
         assert b"".join(reader.chunk(i) for i in range(3)) == content(1) == reader.payload
         assert len(reader.crcs) == 3
         (info, free) = arena.slots()
-        assert (info.state, info.number, info.step, info.epoch, info.kind) == (SlotState.SEALED, 1, 10, 1, "data")
+        assert (info.state, info.number, info.step, info.fencing_token, info.kind) == (
+            SlotState.SEALED,
+            1,
+            10,
+            1,
+            "data",
+        )
         assert (info.owner, info.payload_bytes, info.layout_hash) == (3, ROOM, f"layout-{ROOM}")
         assert free.state is SlotState.FREE
         del reader
@@ -171,8 +177,8 @@ def test_however_many_threads_verify_they_find_the_damaged_chunk(path: Path, thr
             reader.verify(threads)
 
 
-def test_copies_in_other_arenas_and_epochs_have_the_same_manifest_digest(tmp_path: Path):
-    with create(tmp_path / "a") as one, create(tmp_path / "b", rank=8, epoch=4, slots=3) as two:
+def test_copies_in_other_arenas_and_fencing_tokens_have_the_same_manifest_digest(tmp_path: Path):
+    with create(tmp_path / "a") as one, create(tmp_path / "b", rank=8, fencing_token=4, slots=3) as two:
         save(one, 5)
         save(two, 5, owner=3)
         assert one.reader(5).manifest_digest == two.reader(5, owner=3).manifest_digest
@@ -257,7 +263,7 @@ def test_a_slot_that_was_abandoned_is_free(path: Path):
 def test_a_slot_that_a_dead_process_was_writing_is_free(path: Path):
     with (
         another_process(lambda: create(path, slots=1).begin(1, 10)) as pid,
-        Arena.attach(path, job=JOB, writable=True, epoch=2) as arena,
+        Arena.attach(path, job=JOB, writable=True, fencing_token=2) as arena,
     ):
         with pytest.raises(CheckpointError, match="no slot"):
             arena.begin(2, 20)  # it lives, and may still store into the slot
@@ -346,34 +352,34 @@ def test_checkpoints_out_of_bounds_are_refused(path: Path, number: int):
 # -- who may write
 
 
-def test_a_larger_epoch_fences_the_smaller(path: Path):
+def test_a_larger_fencing_token_fences_the_smaller(path: Path):
     with create(path) as old:
         writer = old.begin(1, 10)
-        with Arena.attach(path, job=JOB, writable=True, epoch=2) as new:
+        with Arena.attach(path, job=JOB, writable=True, fencing_token=2) as new:
             for act in (lambda: writer.seal(5, ""), lambda: old.begin(2, 20), lambda: old.commit(1)):
-                with pytest.raises(StaleEpoch, match=r"epoch 1 is over: epoch 2"):
+                with pytest.raises(StaleFencingToken, match=r"fencing token 1 is stale: 2"):
                     act()
-            with pytest.raises(StaleEpoch):
-                Arena.attach(path, job=JOB, writable=True, epoch=1)
+            with pytest.raises(StaleFencingToken):
+                Arena.attach(path, job=JOB, writable=True, fencing_token=1)
             assert save(new, 3) == 1  # slot 0 is in the hands of the fenced one
             writer.abandon()
             assert states(new) == [("WRITING", 1), ("COMMITTED", 3)]
 
 
-def test_a_second_living_owner_of_an_epoch_is_refused(path: Path):
+def test_a_second_living_owner_of_a_fencing_token_is_refused(path: Path):
     with create(path), pytest.raises(DuplicateOwner, match=f"process {os.getpid()}"):
-        Arena.attach(path, job=JOB, writable=True, epoch=1)
+        Arena.attach(path, job=JOB, writable=True, fencing_token=1)
 
 
 def test_the_claim_of_a_process_that_died_or_closed_is_free(path: Path):
     with another_process(lambda: create(path)) as pid:
         with pytest.raises(DuplicateOwner):
-            Arena.attach(path, job=JOB, writable=True, epoch=1)
+            Arena.attach(path, job=JOB, writable=True, fencing_token=1)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         for _ in range(2):
-            with Arena.attach(path, job=JOB, writable=True, epoch=1) as arena:
-                assert arena.epoch == 1
+            with Arena.attach(path, job=JOB, writable=True, fencing_token=1) as arena:
+                assert arena.fencing_token == 1
 
 
 def test_a_later_process_with_the_same_pid_is_not_its_owner(path: Path):

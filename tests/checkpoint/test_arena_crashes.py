@@ -1,4 +1,5 @@
-"""Crashes: real processes that die by SIGKILL at a named point, at a random one, or at any moment, against a simple model.
+"""Crashes: real processes that die by SIGKILL at a named point, at a random one, or at any moment, against a simple
+model.
 
 After each, a reader finds every checkpoint that the model says is whole, byte for byte, and no other.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from rackrun.checkpoint.arena.arena import Arena, SlotState
-from rackrun.checkpoint.base.errors import StaleEpoch
+from rackrun.checkpoint.base.errors import StaleFencingToken
 from rackrun.checkpoint.base.process_identity import end_session
 from rackrun.protocol import crash_points
 
@@ -47,7 +48,7 @@ def points() -> list[str]:
 
 
 def create(path: Path, slots: int = 2) -> Arena:
-    return Arena.create(path, job=JOB, rank=0, epoch=1, slots=slots, payload_bytes=ROOM, chunk_bytes=CHUNK)
+    return Arena.create(path, job=JOB, rank=0, fencing_token=1, slots=slots, payload_bytes=ROOM, chunk_bytes=CHUNK)
 
 
 def content(number: int) -> bytes:
@@ -216,7 +217,7 @@ EVERYTHING: list[Act] = [
 def _one_life(path: Path, at: Callable[[str], None], begun: Callable[[int], None]) -> None:
     crash_points.enable(at)
     create(path).close()
-    play(Arena.attach(path, job=JOB, writable=True, epoch=1), EVERYTHING, at, begun)
+    play(Arena.attach(path, job=JOB, writable=True, fencing_token=1), EVERYTHING, at, begun)
 
 
 def _kill_at(point: str, passes: int) -> Callable[[str], None]:
@@ -255,7 +256,7 @@ def test_a_kill_at_each_point_shows_the_state_before_or_after_the_act(tmp_path: 
         now = look(path)
         act = EVERYTHING[begun.get()] if 0 <= begun.get() < len(EVERYTHING) else None
         assert now in (done, after(done, act, slots=2) if act else done)
-        with Arena.attach(path, job=JOB, writable=True, epoch=1) as arena:  # the dead one's claim is free
+        with Arena.attach(path, job=JOB, writable=True, fencing_token=1) as arena:  # the dead one's claim is free
             copy_and_seal(arena, 99, lambda _: None)()
             arena.commit(99)
             assert whole(arena)[99] is SlotState.COMMITTED
@@ -323,14 +324,14 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
     end, run = (die, by_kill) if kill else (stop, by_stop)
     slots = order.choice([2, 2, 3, 4])
     model: Model = {}
-    number, epoch, begun, where = 0, 1, Shared(), Shared()
+    number, fencing_token, begun, where = 0, 1, Shared(), Shared()
     names = [COPY, *points()]
     ends = dict.fromkeys(names, 0)
     create(path, slots).close()
     while sum(ends.values()) < crashes:
         acts = script(order, model, number, slots)
         number = max([number, *(n for _, n in acts)])
-        epoch += order.random() < 0.3
+        fencing_token += order.random() < 0.3
         left = [order.randrange(1, 5 * len(acts) + 6)]
 
         def at(name: str, left: list[int] = left) -> None:
@@ -339,9 +340,14 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
                 where.set(names.index(name))
                 end(name)
 
-        def life(held: list[Arena], acts: list[Act] = acts, at: Callable[[str], None] = at, epoch: int = epoch) -> None:
+        def life(
+            held: list[Arena],
+            acts: list[Act] = acts,
+            at: Callable[[str], None] = at,
+            fencing_token: int = fencing_token,
+        ) -> None:
             crash_points.enable(at)
-            held.append(Arena.attach(path, job=JOB, writable=True, epoch=epoch))
+            held.append(Arena.attach(path, job=JOB, writable=True, fencing_token=fencing_token))
             play(held[0], acts, at, begun.set)
 
         begun.set(-1)
@@ -388,7 +394,7 @@ def test_a_kill_at_any_moment_never_shows_less_than_was_committed(path: Path):
         told, tell = os.pipe()
 
         def live(tell: int = tell, life: int = life, number: int = number) -> None:
-            arena = Arena.attach(path, job=JOB, writable=True, epoch=life + 1)
+            arena = Arena.attach(path, job=JOB, writable=True, fencing_token=life + 1)
             while True:
                 number += 1
                 copy_and_seal(arena, number, lambda _: None)()
@@ -415,12 +421,12 @@ def test_a_fenced_writer_that_lives_on_is_refused_and_mixes_nothing_in(path: Pat
     create(path, slots=4).close()
     for turn in range(20):
         told, tell = os.pipe()
-        first, epoch = turn * 10_001, 2 * turn + 2
+        first, fencing_token = turn * 10_001, 2 * turn + 2
 
-        def live(tell: int = tell, first: int = first, epoch: int = epoch) -> None:
-            with Arena.attach(path, job=JOB, writable=True, epoch=epoch) as arena:
+        def live(tell: int = tell, first: int = first, fencing_token: int = fencing_token) -> None:
+            with Arena.attach(path, job=JOB, writable=True, fencing_token=fencing_token) as arena:
                 os.write(tell, b"+")
-                with contextlib.suppress(StaleEpoch):
+                with contextlib.suppress(StaleFencingToken):
                     for number in range(first, first + 10_000):
                         copy_and_seal(arena, number, lambda _: None)()
                         arena.commit(number)
@@ -428,7 +434,7 @@ def test_a_fenced_writer_that_lives_on_is_refused_and_mixes_nothing_in(path: Pat
 
         pid = fork(live)
         assert os.read(told, 1) == b"+"
-        with Arena.attach(path, job=JOB, writable=True, epoch=epoch + 1) as arena:
+        with Arena.attach(path, job=JOB, writable=True, fencing_token=fencing_token + 1) as arena:
             copy_and_seal(arena, first + 10_000, lambda _: None)()
             arena.commit(first + 10_000)
             assert not killed(pid)

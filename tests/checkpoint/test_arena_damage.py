@@ -76,7 +76,7 @@ def test_what_is_no_file_is_refused(path: Path, make: Callable[[Path], None]):
     make(path)
     for writable in (False, True):
         with pytest.raises(CheckpointError):
-            Arena.attach(path, job=JOB, writable=writable, epoch=1)
+            Arena.attach(path, job=JOB, writable=writable, fencing_token=1)
 
 
 def _truncate(path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_flip_says_which_chunk_and_leaves_the_others_readable(two_checkpoints:
 def test_a_checkpoint_with_a_damaged_table_is_not_committed(two_checkpoints: tuple[Arena, mmap.mmap], path: Path):
     reader, damage = two_checkpoints
     damage[reader._superblock.geometry.table_at(1)] ^= 1
-    with Arena.attach(path, job=JOB, writable=True, epoch=1) as arena:
+    with Arena.attach(path, job=JOB, writable=True, fencing_token=1) as arena:
         with pytest.raises(IntegrityError, match="chunk table"):
             arena.commit(2)
         assert states(arena)[1] == ("SEALED", 2)
@@ -371,7 +371,7 @@ def test_a_slot_with_both_headers_lost_is_bad_and_is_written_again(
     at = reader._superblock.geometry.header_at(1)
     damage[at : at + 2 * PAGE] = bytes(2 * PAGE)
     assert reader.slots()[1].state is SlotState.BAD
-    with Arena.attach(path, job=JOB, writable=True, epoch=1) as arena:
+    with Arena.attach(path, job=JOB, writable=True, fencing_token=1) as arena:
         assert save(arena, 3) == 1
 
 
@@ -389,7 +389,7 @@ def test_the_only_whole_copy_of_a_record_is_written_last(
         if point == "arena.commit.one_copy":
             then.append(damage[whole : whole + PAGE])
 
-    with Arena.attach(path, job=JOB, writable=True, epoch=1) as arena:
+    with Arena.attach(path, job=JOB, writable=True, fencing_token=1) as arena:
         crash_points.enable(note)
         arena.commit(2)
         crash_points.enable(None)
@@ -400,7 +400,7 @@ def test_the_only_whole_copy_of_a_record_is_written_last(
 def _attach_again(arena: Arena) -> None:
     where = arena._file.path
     assert where is not None
-    Arena.attach(where, job=JOB, writable=True, epoch=2).close()
+    Arena.attach(where, job=JOB, writable=True, fencing_token=2).close()
 
 
 def _seal(arena: Arena) -> None:
@@ -419,7 +419,8 @@ CHANGES: dict[str, Callable[[Arena], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_torn_record_shows_the_former_state(path: Path, tmp_path: Path, change: str):
-    """Each copy of each record that a change writes, cut after each of its bytes, as the first to be written and as the second."""
+    """Each copy of each record that a change writes, cut after each of its bytes, as the first to be written and as
+    the second."""
     with create(path, slots=4) as arena:
         save(arena, 1)
         save(arena, 2, commit=False)
@@ -438,7 +439,7 @@ def test_a_torn_record_shows_the_former_state(path: Path, tmp_path: Path, change
 
         def seen() -> object:
             with Arena.attach(torn, job=JOB) as found:
-                return found._superblock.epoch, found.slots()
+                return found._superblock.fencing_token, found.slots()
 
         former = seen()
         for at in records:  # a chunk table is written before the header

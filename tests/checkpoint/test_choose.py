@@ -1,4 +1,5 @@
-"""What a restore reads: checkpoint first, tier second, nothing mixed, nothing unverified, nothing that turned out bad."""
+"""What a restore reads: checkpoint first, tier second, nothing mixed, nothing unverified, nothing that turned out
+bad."""
 
 from __future__ import annotations
 
@@ -27,20 +28,20 @@ def copy_of(number: int, owner: int, holder: str, kind: Kind = "data") -> Copy:
     )  # fmt: skip
 
 
-def record(number: int, *, ranks: int = 2, sets: tuple[ParitySet, ...] = (), epoch: int = 1) -> CommitRecord:
+def record(number: int, *, ranks: int = 2, sets: tuple[ParitySet, ...] = (), fencing_token: int = 1) -> CommitRecord:
     """Each rank's shard in its own tray and in the next; with sets in its own only, with its parity block."""
     if sets:
         places = [(r, TRAYS[r], kind) for r in range(ranks) for kind in ("data", "parity")]
     else:
         places = [(r, TRAYS[(r + i) % ranks], "data") for r in range(ranks) for i in (0, 1)]
     copies = [copy_of(number, owner, holder, kind) for owner, holder, kind in places]  # type: ignore[arg-type]
-    return CommitRecord.of(number, number * 10, epoch, copies=copies, sets=sets, wanted=2)
+    return CommitRecord.of(number, number * 10, fencing_token, copies=copies, sets=sets, wanted=2)
 
 
 def held(number: int, owner: int, holder: str, **changes: object) -> Holding:
     kind: Kind = changes.get("kind", "data")  # type: ignore[assignment]
     usual = Holding(
-        number=number, step=number * 10, epoch=1, owner=owner, kind=kind, holder=holder,
+        number=number, step=number * 10, fencing_token=1, owner=owner, kind=kind, holder=holder,
         domain=f"rack of {holder}", tier=Tier.OWN_TRAY if holder == TRAYS[owner] else Tier.PEER_TRAY,
         digest=digest(number, owner, kind), layout_hash=f"layout {owner}", verified=True,
     )  # fmt: skip
@@ -49,7 +50,7 @@ def held(number: int, owner: int, holder: str, **changes: object) -> Holding:
 
 def all_of(found: CommitRecord) -> list[Holding]:
     return [
-        held(found.number, shard.owner, holder, kind=shard.kind, epoch=found.epoch)
+        held(found.number, shard.owner, holder, kind=shard.kind, fencing_token=found.fencing_token)
         for shard in found.shards
         for holder, _ in shard.holders
     ]
@@ -61,7 +62,7 @@ def all_of(found: CommitRecord) -> list[Holding]:
 def test_the_newest_checkpoint_with_a_source_for_every_shard_is_taken() -> None:
     commits = [record(1), record(2), record(3)]
     plan = choose([h for r in commits for h in all_of(r)], commits)
-    assert (plan.number, plan.step, plan.epoch, plan.committed) == (3, 30, 1, True)
+    assert (plan.number, plan.step, plan.fencing_token, plan.committed) == (3, 30, 1, True)
     assert plan.passed_over == {}
 
 
@@ -90,8 +91,8 @@ def test_a_lost_holder_is_no_source_and_the_reason_names_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"step": 11}, "b's is of step 11, epoch 1"),
-        ({"epoch": 2}, "b's is of step 10, epoch 2"),
+        ({"step": 11}, "b's is of step 11, fencing token 1"),
+        ({"fencing_token": 2}, "b's is of step 10, fencing token 2"),
         ({"digest": "other"}, "b's differs from the record"),
         ({"layout_hash": "other"}, "b's differs from the record"),
         ({"verified": False}, "b's is not verified"),
@@ -115,7 +116,7 @@ def test_a_damaged_record_and_two_that_contradict_are_refused() -> None:
     with pytest.raises(IntegrityError, match="does not match its digest"):
         choose(all_of(record(1)), [damaged])
     with pytest.raises(IntegrityError, match="differ"):
-        choose(all_of(record(1)), [record(1), record(1, epoch=2)])
+        choose(all_of(record(1)), [record(1), record(1, fencing_token=2)])
 
 
 # -- probation --
@@ -155,7 +156,7 @@ def test_an_uncommitted_checkpoint_is_read_only_as_best_effort_and_only_sealed_a
     assert choose(inventory, commits, best_effort=True, owners=(0, 1, 2)).number == 1
 
 
-@pytest.mark.parametrize("changes", [{"step": 21}, {"epoch": 2}, {"digest": "x"}, {"layout_hash": "x"}])
+@pytest.mark.parametrize("changes", [{"step": 21}, {"fencing_token": 2}, {"digest": "x"}, {"layout_hash": "x"}])
 def test_an_uncommitted_checkpoint_that_differs_anywhere_is_not_read(changes: dict[str, object]) -> None:
     inventory = [held(2, 0, "a"), held(2, 1, "b"), held(2, 1, "a", **changes)]
     with pytest.raises(NoUsableCheckpoint, match="not sealed alike by all"):
@@ -206,7 +207,7 @@ def brute(inventory: list[Holding], commits: list[CommitRecord], lost: set[str],
             (h.owner, h.kind)
             for h in inventory
             if h.holder not in lost and h.verified and h.number == found.number
-            and (h.step, h.epoch) == (found.step, found.epoch) and (h.owner, h.kind) in known
+            and (h.step, h.fencing_token) == (found.step, found.fencing_token) and (h.owner, h.kind) in known
             and h.digest == known[h.owner, h.kind].digest and h.layout_hash == known[h.owner, h.kind].layout_hash
         }  # fmt: skip
         if all((owner, "data") in has or _by_rows(owner, found.sets, has) for owner in found.owners):
@@ -228,16 +229,17 @@ def histories(draw: st.DrawFn) -> tuple[list[Holding], list[CommitRecord], set[s
     ranks = draw(st.integers(2, 4))
     sets = draw(st.sampled_from([(), (ParitySet(members=tuple(range(ranks))),)]))
     commits = [
-        record(n, ranks=ranks, sets=sets, epoch=draw(st.integers(1, 2))) for n in range(1, draw(st.integers(1, 3)) + 1)
+        record(n, ranks=ranks, sets=sets, fencing_token=draw(st.integers(1, 2)))
+        for n in range(1, draw(st.integers(1, 3)) + 1)
     ]
     inventory = []
     for found, shard, holder in product(commits, range(ranks), (*TRAYS[:ranks], "disk")):
         for kind in ("data", "parity") if sets else ("data",):
             if draw(st.integers(0, 9)) < 4:
                 continue
-            whole = held(found.number, shard, holder, kind=kind, epoch=found.epoch)
+            whole = held(found.number, shard, holder, kind=kind, fencing_token=found.fencing_token)
             flaw = draw(
-                st.sampled_from([{}] * 8 + [{"epoch": 3}, {"step": 1}, {"verified": False}, {"digest": "flip"}])
+                st.sampled_from([{}] * 8 + [{"fencing_token": 3}, {"step": 1}, {"verified": False}, {"digest": "flip"}])
             )
             inventory.append(msgspec.structs.replace(whole, **flaw))
     lost = draw(st.sets(st.sampled_from(TRAYS), max_size=3))
@@ -271,5 +273,7 @@ def test_the_choice_is_the_brute_forces_and_every_source_is_of_that_checkpoint(
                 if (h.number, h.owner, h.kind) == (expected, owner, "data") and h.holder == source.holder
             ]
             assert read
-            assert all(h.holder not in lost and (h.step, h.epoch) == (found.step, found.epoch) for h in read)
+            assert all(
+                h.holder not in lost and (h.step, h.fencing_token) == (found.step, found.fencing_token) for h in read
+            )
             assert all(h.verified and "flip" not in h.digest for h in read)

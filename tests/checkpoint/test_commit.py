@@ -1,4 +1,5 @@
-"""When a checkpoint is whole, when the older one may go, and what happens when holders, ranks or coordinators do not stay."""
+"""When a checkpoint is whole, when the older one may go, and what happens when holders, ranks or coordinators do not
+stay."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, StaleEpoch
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, StaleFencingToken
 from rackrun.checkpoint.commit.commit_protocol import (
     Abandon,
     Begin,
@@ -19,13 +20,13 @@ from rackrun.checkpoint.commit.commit_protocol import (
     Confirmed,
     Deadline,
     Disagreement,
-    EpochBegan,
-    Heal,
     HolderJoined,
     HolderLost,
+    MembershipBegan,
     Output,
     ParitySet,
     Pinned,
+    Repair,
     Retire,
     ShardSealed,
     UnderReplicated,
@@ -42,7 +43,7 @@ class Job:
     def __init__(self, copies: int = 2, min_copies: int | None = None, sets: tuple[ParitySet, ...] = ()) -> None:
         self.ranks = tuple(sets[0].members) if sets else (0, 1)
         self.committer = Committer(CommitPolicy(copies=copies, min_copies=min_copies))
-        self.tell(EpochBegan(epoch=1, owners=self.ranks, sets=sets))
+        self.tell(MembershipBegan(fencing_token=1, owners=self.ranks, sets=sets))
 
     def tell(self, *events: msgspec.Struct) -> list[Output]:
         return [output for event in events for output in self.committer.handle(event)]  # type: ignore[arg-type]
@@ -52,8 +53,9 @@ class Job:
 
     def seal(self, number: int, owner: int, holder: str, /, **changes: object) -> list[Output]:
         usual = ShardSealed(
-            number=number, step=number * 10, epoch=self.committer.epoch, owner=owner, holder=holder,
-            domain=f"rack {holder}", digest=f"{changes.get('kind', 'data')} {owner} of {number}", layout_hash=f"layout {owner}",
+            number=number, step=number * 10, fencing_token=self.committer.fencing_token, owner=owner, holder=holder,
+            domain=f"rack {holder}", digest=f"{changes.get('kind', 'data')} {owner} of {number}",
+            layout_hash=f"layout {owner}",
         )  # fmt: skip
         return self.tell(msgspec.structs.replace(usual, **changes))
 
@@ -71,8 +73,8 @@ def record_in(outputs: list[Output]) -> CommitRecord:
     return record
 
 
-def heals_in(outputs: list[Output]) -> list[Heal]:
-    return [output for output in outputs if isinstance(output, Heal)]
+def heals_in(outputs: list[Output]) -> list[Repair]:
+    return [output for output in outputs if isinstance(output, Repair)]
 
 
 # -- committing --
@@ -80,10 +82,10 @@ def heals_in(outputs: list[Output]) -> list[Heal]:
 
 def test_a_checkpoint_commits_when_every_shard_has_its_copies_in_distinct_domains() -> None:
     job = Job()
-    assert job.begin(1) == [Begin(number=1, step=10, epoch=1, keep=())]
+    assert job.begin(1) == [Begin(number=1, step=10, fencing_token=1, keep=())]
     assert job.seal(1, 0, "A") == job.seal(1, 1, "B") == job.seal(1, 0, "B") == []
     record = record_in(job.seal(1, 1, "A"))
-    assert (record.number, record.step, record.epoch, record.degraded) == (1, 10, 1, False)
+    assert (record.number, record.step, record.fencing_token, record.degraded) == (1, 10, 1, False)
     assert [(s.owner, s.digest, s.holders) for s in record.shards] == [
         (0, "data 0 of 1", (("A", "rack A"), ("B", "rack B"))),
         (1, "data 1 of 1", (("A", "rack A"), ("B", "rack B"))),
@@ -100,8 +102,12 @@ def test_two_copies_in_one_domain_are_one() -> None:
     assert record_in(job.seal(1, 1, "C")).number == 1
 
 
-@pytest.mark.parametrize("changes", [{"step": 11}, {"epoch": 0}, {"epoch": 2}, {"owner": 7}, {"number": 2}])
-def test_a_copy_of_another_step_epoch_owner_or_unknown_checkpoint_does_not_count(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"step": 11}, {"fencing_token": 0}, {"fencing_token": 2}, {"owner": 7}, {"number": 2}]
+)
+def test_a_copy_of_another_step_fencing_token_owner_or_unknown_checkpoint_does_not_count(
+    changes: dict[str, object],
+) -> None:
     job = Job()
     job.begin(1)
     job.seal(1, 0, "A"), job.seal(1, 0, "B"), job.seal(1, 1, "A")
@@ -116,23 +122,25 @@ def test_the_same_message_twice_counts_once() -> None:
         assert job.seal(1, 0, "A") == job.seal(1, 1, "A") == []
 
 
-def test_late_messages_of_an_older_epoch_are_ignored() -> None:
+def test_late_messages_of_an_older_fencing_token_are_ignored() -> None:
     job = Job()
     job.begin(1)
     job.seal(1, 0, "A"), job.seal(1, 0, "B"), job.seal(1, 1, "A")
-    assert job.tell(EpochBegan(epoch=2, owners=(0, 1))) == [Abandon(number=1, reason="epoch 2 began")]
-    assert job.seal(1, 1, "B", epoch=1) == []
-    assert job.seal(1, 1, "B", epoch=2) == []
+    assert job.tell(MembershipBegan(fencing_token=2, owners=(0, 1))) == [
+        Abandon(number=1, reason="fencing token 2 began")
+    ]
+    assert job.seal(1, 1, "B", fencing_token=1) == []
+    assert job.seal(1, 1, "B", fencing_token=2) == []
     assert job.committer.keep() == ()
 
 
-def test_a_coordinator_with_an_older_epoch_is_refused() -> None:
+def test_a_coordinator_with_an_older_fencing_token_is_refused() -> None:
     job = Job()
-    job.tell(EpochBegan(epoch=5, owners=(0, 1)))
-    for epoch, owners in ((4, (0, 1)), (5, (0, 1, 2))):
-        with pytest.raises(StaleEpoch):
-            job.tell(EpochBegan(epoch=epoch, owners=owners))
-    assert job.tell(EpochBegan(epoch=5, owners=(0, 1))) == []
+    job.tell(MembershipBegan(fencing_token=5, owners=(0, 1)))
+    for fencing_token, owners in ((4, (0, 1)), (5, (0, 1, 2))):
+        with pytest.raises(StaleFencingToken):
+            job.tell(MembershipBegan(fencing_token=fencing_token, owners=owners))
+    assert job.tell(MembershipBegan(fencing_token=5, owners=(0, 1))) == []
 
 
 def test_numbers_are_never_used_again() -> None:
@@ -200,7 +208,7 @@ def test_a_degraded_commit_is_flagged_healed_and_keeps_the_older_checkpoint_unti
     job.seal(2, 0, "A"), job.seal(2, 0, "B"), job.seal(2, 1, "B")
     outputs = job.tell(Deadline(number=2))
     assert record_in(outputs).degraded
-    assert outputs[1:] == [UnderReplicated(number=2, owners=(1,)), Heal(number=2, owner=1, to="A")]
+    assert outputs[1:] == [UnderReplicated(number=2, owners=(1,)), Repair(number=2, owner=1, to="A")]
     assert job.confirm(2) == []
     assert job.committer.keep() == (1, 2)
     assert job.seal(2, 1, "A") == [UnderReplicated(number=2, owners=()), Retire(number=1)]
@@ -232,7 +240,7 @@ def test_the_older_checkpoint_goes_only_when_all_holders_have_confirmed_the_newe
     job.confirm(1)
     assert not [o for o in job.commit(2) if isinstance(o, Retire)]
     assert job.committer.keep() == (1, 2)
-    assert job.begin(3) == [Begin(number=3, step=30, epoch=1, keep=(1, 2))]
+    assert job.begin(3) == [Begin(number=3, step=30, fencing_token=1, keep=(1, 2))]
     assert job.confirm(2, "A") == []
     assert job.confirm(2, "B") == [Retire(number=1)]
     assert job.committer.keep() == (2, 3)
@@ -241,7 +249,7 @@ def test_the_older_checkpoint_goes_only_when_all_holders_have_confirmed_the_newe
 def test_a_checkpoint_that_may_still_commit_is_kept_from_before_anyone_seals_it() -> None:
     job = Job()
     job.begin(1)
-    assert job.begin(2) == [Begin(number=2, step=20, epoch=1, keep=(1,))]
+    assert job.begin(2) == [Begin(number=2, step=20, fencing_token=1, keep=(1,))]
 
 
 def test_a_pinned_checkpoint_is_never_retired() -> None:
@@ -258,7 +266,7 @@ def test_a_pinned_checkpoint_is_never_retired() -> None:
 def test_a_pin_keeps_what_never_commits_too() -> None:
     job = Job()
     job.begin(1)
-    job.tell(Pinned(number=1, by="best effort"), EpochBegan(epoch=2, owners=(0, 1)))
+    job.tell(Pinned(number=1, by="best effort"), MembershipBegan(fencing_token=2, owners=(0, 1)))
     assert job.committer.keep() == (1,)
 
 
@@ -271,21 +279,21 @@ def test_a_lost_holder_counts_no_more_and_the_newest_checkpoint_is_healed_elsewh
     job.commit(1)
     assert job.tell(HolderLost(holder="B")) == [
         UnderReplicated(number=1, owners=(0, 1)),
-        Heal(number=1, owner=0, to="C"),
-        Heal(number=1, owner=1, to="C"),
+        Repair(number=1, owner=0, to="C"),
+        Repair(number=1, owner=1, to="C"),
     ]
     assert job.seal(1, 0, "B") == []
     assert job.seal(1, 0, "C") == [UnderReplicated(number=1, owners=(1,))]
     assert job.seal(1, 1, "C") == [UnderReplicated(number=1, owners=())]
 
 
-def test_a_copy_that_heals_in_a_newer_epoch_counts_if_it_is_the_records() -> None:
+def test_a_copy_that_heals_in_a_newer_fencing_token_counts_if_it_is_the_records() -> None:
     job = Job()
     job.commit(1)
-    job.tell(HolderLost(holder="B"), EpochBegan(epoch=2, owners=(0, 1)))
-    assert [o.to for o in job.tell(HolderJoined(holder="B", domain="rack B")) if isinstance(o, Heal)] == ["B", "B"]
-    assert job.seal(1, 0, "B", epoch=1, digest="x") == []
-    assert job.seal(1, 0, "B", epoch=1) == [UnderReplicated(number=1, owners=(1,))]
+    job.tell(HolderLost(holder="B"), MembershipBegan(fencing_token=2, owners=(0, 1)))
+    assert [o.to for o in job.tell(HolderJoined(holder="B", domain="rack B")) if isinstance(o, Repair)] == ["B", "B"]
+    assert job.seal(1, 0, "B", fencing_token=1, digest="x") == []
+    assert job.seal(1, 0, "B", fencing_token=1) == [UnderReplicated(number=1, owners=(1,))]
 
 
 def test_a_heal_whose_target_is_lost_is_given_to_another() -> None:
@@ -293,10 +301,10 @@ def test_a_heal_whose_target_is_lost_is_given_to_another() -> None:
     job.tell(*(HolderJoined(holder=h, domain=f"rack {h}") for h in "CD"))
     job.commit(1)
     assert heals_in(job.tell(HolderLost(holder="B"))) == [
-        Heal(number=1, owner=0, to="C"),
-        Heal(number=1, owner=1, to="D"),  # the least loaded
+        Repair(number=1, owner=0, to="C"),
+        Repair(number=1, owner=1, to="D"),  # the least loaded
     ]
-    assert heals_in(job.tell(HolderLost(holder="C"))) == [Heal(number=1, owner=0, to="D")]
+    assert heals_in(job.tell(HolderLost(holder="C"))) == [Repair(number=1, owner=0, to="D")]
 
 
 def test_a_loss_before_the_commit_takes_its_copies_away() -> None:
@@ -311,7 +319,7 @@ def test_an_agent_that_connects_holds_what_it_says_and_no_more() -> None:
     job = Job()
     record = record_in(job.commit(1))
     job.committer = Committer(CommitPolicy(), [record])
-    job.tell(EpochBegan(epoch=1, owners=(0, 1)))
+    job.tell(MembershipBegan(fencing_token=1, owners=(0, 1)))
     outputs = job.tell(HolderJoined(holder="A", domain="rack A"))  # empty: it was restarted as well
     assert outputs[0] == UnderReplicated(number=1, owners=(0, 1))
     assert [heal.to for heal in heals_in(outputs)] == ["A", "A"]
@@ -349,8 +357,8 @@ def test_the_lost_member_of_a_set_is_healed_once_with_its_parity_block_beside_it
     job.tell(HolderJoined(holder="D", domain="rack D"))
     assert job.tell(HolderLost(holder="B")) == [
         UnderReplicated(number=1, owners=(0, 1, 2)),
-        Heal(number=1, owner=1, kind="data", to="D"),
-        Heal(number=1, owner=1, kind="parity", to="D"),
+        Repair(number=1, owner=1, kind="data", to="D"),
+        Repair(number=1, owner=1, kind="parity", to="D"),
     ]
     job.seal(1, 1, "D")
     assert job.seal(1, 1, "D", kind="parity") == [UnderReplicated(number=1, owners=())]
@@ -363,7 +371,7 @@ def test_two_losses_in_a_set_heal_nothing_because_there_is_no_source() -> None:
         for kind in ("data", "parity"):
             job.seal(1, r, HOME[r], kind=kind)
     job.tell(HolderLost(holder="A"), HolderLost(holder="B"))
-    heals = [o for o in job.tell(HolderJoined(holder="D", domain="rack D")) if isinstance(o, Heal)]
+    heals = [o for o in job.tell(HolderJoined(holder="D", domain="rack D")) if isinstance(o, Repair)]
     assert 0 not in {h.owner for h in heals if h.kind == "data"}
 
 
@@ -397,7 +405,7 @@ def test_a_restarted_coordinator_goes_on_from_its_log() -> None:
     job.committer = Committer(CommitPolicy(), [decode_record(record.encode()) for record in records])
     assert job.committer.newest == records[1]
     assert job.committer.keep() == (1, 2)
-    job.tell(EpochBegan(epoch=1, owners=(0, 1)))
+    job.tell(MembershipBegan(fencing_token=1, owners=(0, 1)))
     assert job.seal(3, 0, "A") == []  # begun by an earlier life: it never commits
     assert job.confirm(2) == [Retire(number=1)]
     with pytest.raises(CheckpointError):

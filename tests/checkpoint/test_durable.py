@@ -182,11 +182,11 @@ def test_other_bytes_are_refused_when_the_first_writer_died_before_its_fragment(
     assert whole(tmp_path) == [1]
 
 
-def test_of_two_epochs_that_wrote_the_same_one_is_kept(tmp_path: Path) -> None:
-    assert save(store_at(tmp_path), 1, epoch=2)
-    assert save(store_at(tmp_path), 1, epoch=1)
-    assert [info.epoch for info in store_at(tmp_path).checkpoints()] == [2]
-    first, second = (store_at(tmp_path).writer(2, 20, epoch, WORLD) for epoch in (1, 2))
+def test_of_two_fencing_tokens_that_wrote_the_same_one_is_kept(tmp_path: Path) -> None:
+    assert save(store_at(tmp_path), 1, fencing_token=2)
+    assert save(store_at(tmp_path), 1, fencing_token=1)
+    assert [info.fencing_token for info in store_at(tmp_path).checkpoints()] == [2]
+    first, second = (store_at(tmp_path).writer(2, 20, fencing_token, WORLD) for fencing_token in (1, 2))
     for writer in (first, second):
         assert all(write_shard(writer, rank) for rank in range(WORLD))
     assert first.finish()
@@ -287,7 +287,7 @@ def test_whichever_call_fails_of_a_second_writer_the_published_checkpoint_stays(
             write_shard(writer, rank)
         if files is None:
             return
-        save(store_at(root), 1, epoch=1)
+        save(store_at(root), 1, fencing_token=1)
         writer.finish()
 
     for at in range(1, 200):

@@ -1,9 +1,11 @@
-"""A job that saves, crashes and starts again, a thousand times or fewer over one directory: what it restores is one state, whole.
+"""A job that saves, crashes and starts again, a thousand times or fewer over one directory: what it restores is one
+state, whole.
 
-As the runtime does it (`rackrun.worker.snapshots.durable_checkpoints`): every rank by itself writes its shard, tries to finish the checkpoint,
-and collects when it has; the next start restores the newest with any number of ranks. A checkpoint's number is its step,
-so later starts write some numbers again, with other bytes. Ranks take turns at random, one alone or all of them crash, at a
-named point or at any file operation, and now and then ranks of a former start come back and go on where they stood.
+As the runtime does it (`rackrun.worker.snapshots.durable_checkpoints`): every rank by itself writes its shard, tries
+to finish the checkpoint, and collects when it has; the next start restores the newest with any number of ranks. A
+checkpoint's number is its step, so later starts write some numbers again, with other bytes. Ranks take turns at
+random, one alone or all of them crash, at a named point or at any file operation, and now and then ranks of a former
+start come back and go on where they stood.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class Rank:
         if written and writer.finish():
             yield step
             now = rng.choice((time.time, lambda: 1e12))
-            done = collect(self.store, Retention(2), epoch=self.life, now=now, orphan_ttl_s=OLD_S)
+            done = collect(self.store, Retention(2), fencing_token=self.life, now=now, orphan_ttl_s=OLD_S)
             assert done.failures == []
 
 
@@ -228,6 +230,6 @@ def test_after_any_of_many_crashes_a_start_restores_one_whole_state_and_none_old
     job.start(life + 1, Fate(None, 10**9))
     last = Rank(tmp_path, life + 2, 0, 1, Fate(None, 10**9))
     assert last.restore() >= job.promised > crashes // 10
-    done = collect(last.store, Retention(1), epoch=life + 2, now=lambda: 1e12, orphan_ttl_s=OLD_S)
+    done = collect(last.store, Retention(1), fencing_token=life + 2, now=lambda: 1e12, orphan_ttl_s=OLD_S)
     assert done.failures == []
     assert [path.name for path in (tmp_path / JOB).iterdir() if path.name.startswith(".")] == []

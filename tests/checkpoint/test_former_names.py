@@ -6,15 +6,25 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rackrun.checkpoint import CheckpointManager, RestoreReport, SaveHandle
 from rackrun.checkpoint.arena.arena_format import SlotHeader, SlotState
 from rackrun.checkpoint.base import errors
 from rackrun.checkpoint.base.deprecation import renamed_argument
-from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy, decode_record
+from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan
+from rackrun.checkpoint.commit.commit_records import (
+    Begin,
+    CommitRecord,
+    Copy,
+    MembershipBegan,
+    Repair,
+    decode_record,
+)
 from rackrun.checkpoint.durable.durable_manifest import Fragment, Manifest, ManifestEntry, seal, unseal
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.manager.checkpoint_sources import RestorableData
 from rackrun.checkpoint.manager.saver import Saved
 from rackrun.checkpoint.redundancy.stripe_set import RowHeader, decode_header, encode_header
 from tests.checkpoint.storage import save, store_at
@@ -32,7 +42,7 @@ FRAGMENT = (
 )  # fmt: skip
 MANIFEST = (
     Manifest(
-        job="run", number=12, step=34, epoch=56, world_size=1,
+        job="run", number=12, step=34, fencing_token=56, world_size=1,
         shards=(ManifestEntry(rank=0, size=5, layout_hash="layout", fragment="digest", fragment_bytes=7),),
     ),
     (b'{"body":{"format":1,"job":"run","generation":12,"step":34,"epoch":56,"world_size":1,"shards":'
@@ -80,7 +90,9 @@ def test_a_header_of_parity_has_the_bytes_that_it_had() -> None:
 
 
 def test_the_header_of_a_slot_has_the_bytes_that_it_had() -> None:
-    header = SlotHeader(bytes(range(16)), 1, SlotState.COMMITTED, number=5, step=50, epoch=2, digest=bytes(range(32)))
+    header = SlotHeader(
+        bytes(range(16)), 1, SlotState.COMMITTED, number=5, step=50, fencing_token=2, digest=bytes(range(32))
+    )
     assert _digest(header.encode()) == "4b72aed92e9f3c02"
 
 
@@ -129,6 +141,33 @@ def test_an_argument_is_not_accepted_under_both_names() -> None:
         pytest.raises(TypeError, match="which are one argument"),
     ):
         accept(generation=1, number=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (Holding, ("number", "step", "epoch")),
+        (RestorePlan, ("number", "step", "epoch")),
+        (RestorableData, ("newest_number", "newest_epoch")),
+        (MembershipBegan, ("epoch",)),
+        (Begin, ("number", "step", "epoch")),
+    ],
+)
+def test_messages_call_the_fencing_token_by_its_former_name(kind: type[msgspec.Struct], keys: tuple[str, ...]) -> None:
+    assert set(keys) <= set(kind.__struct_encode_fields__)
+    assert not [key for key in kind.__struct_encode_fields__ if "fencing" in key]
+
+
+@pytest.mark.parametrize(("kind", "tag"), [(MembershipBegan, "EpochBegan"), (Repair, "Heal")])
+def test_messages_keep_their_former_tags(kind: type[msgspec.Struct], tag: str) -> None:
+    assert kind.__struct_config__.tag == tag
+
+
+def test_a_stale_epoch_is_the_former_name_of_a_stale_fencing_token() -> None:
+    with pytest.warns(DeprecationWarning, match="it is called StaleFencingToken now") as told:
+        former = errors.StaleEpoch  # type: ignore[attr-defined]
+    assert former is errors.StaleFencingToken
+    assert told[0].filename == __file__
 
 
 def test_no_usable_generation_is_the_former_name_of_an_error() -> None:

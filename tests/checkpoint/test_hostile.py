@@ -19,7 +19,7 @@ from rackrun.checkpoint.commit.commit_records import decode_record
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, fragment_name
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import read_small
-from rackrun.checkpoint.durable.lease import living_epoch
+from rackrun.checkpoint.durable.lease import living_fencing_token
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, collect
 from rackrun.checkpoint.image.image_layout import parse_image
@@ -122,7 +122,7 @@ def test_a_hostile_file_of_one_checkpoint_leaves_the_other_readable(data: st.Dat
         except CheckpointError:
             pass
         assert store.verify(1).ok
-        assert not collect(store, Retention(1), epoch=1, now=lambda: 0.0, orphan_ttl_s=1.0).failures
+        assert not collect(store, Retention(1), fencing_token=1, now=lambda: 0.0, orphan_ttl_s=1.0).failures
         assert store.verify(1).ok if store.path(1).exists() else store.verify(2).ok
         assert [one.name for one in root.iterdir()] == [JOB]
 
@@ -141,7 +141,7 @@ def test_notes_and_records_that_are_hostile_are_no_more_than_that(data: st.DataO
         (directory / ".tmp-gen-1-2-3").write_bytes(noise)
         assert list(Probation(directory).quarantined()) == [1]
         store = store_at(Path(folder))
-        assert living_epoch(store) == (False, None)
+        assert living_fencing_token(store) == (False, None)
         assert store.checkpoints() == []
         survey(store)
         for reads in (decode_record, decode_plain, lambda given: parse_image(given, limit=len(given))):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, Observed, choose_interval, mtbf_ns
+from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, ObservedCosts, choose_interval, mtbf_ns
 
 MS = 10**6
 SECOND = 10**9
@@ -16,8 +16,8 @@ HOUR = 3600 * SECOND
 
 def observed(
     *, step_ms: int = 1000, cost_ms: int = 500, run_h: int = 0, failures: int = 0, samples: int = 10
-) -> Observed:
-    return Observed(
+) -> ObservedCosts:
+    return ObservedCosts(
         steps=samples, step_ns=samples * step_ms * MS, snapshots=samples, snapshot_ns=samples * cost_ms * MS,
         run_ns=run_h * HOUR, failures=failures,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def test_steps_longer_than_the_time_between_failures_are_each_kept() -> None:
 
 
 def test_nothing_measured_yet_keeps_what_is_in_use_or_the_minimum() -> None:
-    nothing = Observed(steps=0, step_ns=0, snapshots=0, snapshot_ns=0, run_ns=0, failures=0)
+    nothing = ObservedCosts(steps=0, step_ns=0, snapshots=0, snapshot_ns=0, run_ns=0, failures=0)
     assert choose_interval(nothing, IntervalPolicy(minimum=7)).steps == 7
     assert choose_interval(nothing, IntervalPolicy(), current=33).steps == 33
 
@@ -118,7 +118,7 @@ def test_negative_sums_and_unusable_settings_are_refused() -> None:
 
 
 sums = st.builds(
-    Observed,
+    ObservedCosts,
     steps=st.integers(1, 10**7), step_ns=st.integers(1, 10**18), snapshots=st.integers(1, 10**6),
     snapshot_ns=st.integers(0, 10**18), run_ns=st.integers(0, 10**18), failures=st.integers(0, 10**5),
 )  # fmt: skip
@@ -126,7 +126,7 @@ sums = st.builds(
 
 @given(sums, st.integers(1, 20_000), st.sampled_from([1, 2, 50]))
 def test_the_same_sums_give_the_same_steps_within_the_bounds_and_stay(
-    seen: Observed, current: int, minimum: int
+    seen: ObservedCosts, current: int, minimum: int
 ) -> None:
     policy = IntervalPolicy(minimum=minimum)
     found = choose_interval(seen, policy, current)

@@ -18,7 +18,7 @@ from rackrun.checkpoint.base.process_identity import ProcessIdentity, kill_pendi
 from rackrun.checkpoint.durable import lease
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import Files
-from rackrun.checkpoint.durable.lease import EXPIRY_S, InUse, Lease, living_epoch
+from rackrun.checkpoint.durable.lease import EXPIRY_S, InUse, Lease, living_fencing_token
 from rackrun.checkpoint.durable.retention import Retention, collect
 from tests.checkpoint.object_stores import BOTH, remote, s3_server
 from tests.checkpoint.storage import JOB, ended, in_child, save, write_shard
@@ -38,8 +38,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def taken() -> Iterator[Callable[..., Lease]]:
     made: list[Lease] = []
 
-    def make(root: Path, owner: str, epoch: int = 0) -> Lease:
-        made.append(Lease(DurableStore(root, JOB), owner, epoch))
+    def make(root: Path, owner: str, fencing_token: int = 0) -> Lease:
+        made.append(Lease(DurableStore(root, JOB), owner, fencing_token))
         made[-1].take()
         return made[-1]
 
@@ -175,18 +175,23 @@ def test_parts_of_a_job_that_is_over_go_at_once_and_those_of_one_that_lives_stay
 ) -> None:
     store = DurableStore(tmp_path, JOB)
     living = taken(tmp_path, "b", 2)
-    assert save(store, 1, epoch=2)
-    for epoch in (1, 2, 3):
-        assert write_shard(store.writer(2, 20, epoch, 2), 0)
-    known, epoch = living_epoch(store)
-    assert (known, epoch) == (True, 2)
+    assert save(store, 1, fencing_token=2)
+    for fencing_token in (1, 2, 3):
+        assert write_shard(store.writer(2, 20, fencing_token, 2), 0)
+    known, fencing_token = living_fencing_token(store)
+    assert (known, fencing_token) == (True, 2)
 
     def gc() -> list[int]:
-        known, alive = living_epoch(store)
+        known, alive = living_fencing_token(store)
         collect(
-            store, Retention(1), epoch=2, now=lambda: 0.0, orphan_ttl_s=1.0, over=lambda one: known and one != alive
+            store,
+            Retention(1),
+            fencing_token=2,
+            now=lambda: 0.0,
+            orphan_ttl_s=1.0,
+            over=lambda one: known and one != alive,
         )
-        return sorted(part.epoch for part in store.parts())
+        return sorted(part.fencing_token for part in store.parts())
 
     assert gc() == [2]
     living.leave(ended=True)
@@ -246,8 +251,8 @@ def test_the_next_start_removes_what_the_ones_before_have_left(
 ) -> None:
     store = DurableStore(tmp_path / "checkpoints", "run")
     (tmp_path / "checkpoints").mkdir()
-    for epoch in (1, 2):
-        assert write_shard(store.writer(2, 20, epoch, 2), 0)
+    for fencing_token in (1, 2):
+        assert write_shard(store.writer(2, 20, fencing_token, 2), 0)
     one, training = manager(), Training()
     one.prepare(training.state)
     training.step()

@@ -142,7 +142,7 @@ def test_what_is_published_is_never_changed_by_whoever_is_late(remote: RemotePat
     store = DurableStore(remote, JOB)
     late = store.writer(3, 30, 0, WORLD)  # of an earlier start
     assert write_shard(late, 0)
-    assert save(store, 3, epoch=1)
+    assert save(store, 3, fencing_token=1)
     before = kept(remote)
     assert write_shard(late, 1)
     assert late.finish()
@@ -198,13 +198,13 @@ def test_a_bucket_that_is_not_there_is_said_before_training(s3_server: str, tmp_
 def test_old_checkpoints_and_what_dead_writers_left_go(remote: RemotePath) -> None:
     store = DurableStore(remote, JOB)
     for number in range(3, 6):
-        assert save(store, number, epoch=2)
+        assert save(store, number, fencing_token=2)
     dead = store.writer(6, 60, 1, WORLD)
     assert write_shard(dead, 0)
     alive = store.writer(6, 60, 2, WORLD)
     assert write_shard(alive, 0)
     assert [left.kind for left in survey(store).leftovers] == ["unfinished", "unfinished"]
-    done = collect(store, Retention(2), epoch=2, now=lambda: 1e12, orphan_ttl_s=1.0)
+    done = collect(store, Retention(2), fencing_token=2, now=lambda: 1e12, orphan_ttl_s=1.0)
     assert (done.failures, done.dropped) == ([], [3])
     assert len(done.orphans) == 1
     assert verified(store) == [5, 4]
@@ -229,7 +229,7 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
     struck = set()
     for number, point in enumerate(points):
         store, rng = DurableStore(remote / str(number), JOB), random.Random(number)
-        assert all(save(store, number, epoch=1) for number in (1, 2))
+        assert all(save(store, number, fencing_token=1) for number in (1, 2))
         left = rng.randint(1, 2)
 
         def die(name: str, point: str = point) -> None:
@@ -241,8 +241,8 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
 
         crash_points.enable(die)
         try:
-            assert save(store, 3, epoch=2)
-            collect(store, Retention(1), epoch=2, now=lambda: 1e12, orphan_ttl_s=1.0)
+            assert save(store, 3, fencing_token=2)
+            collect(store, Retention(1), fencing_token=2, now=lambda: 1e12, orphan_ttl_s=1.0)
         except Killed:
             pass
         finally:
@@ -251,8 +251,8 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
         after.complete()
         found = verified(after)
         assert found[0] in (2, 3), (point, found)
-        assert save(after, 4, epoch=3)
-        done = collect(after, Retention(1), epoch=3, now=lambda: 1e12, orphan_ttl_s=1.0)
+        assert save(after, 4, fencing_token=3)
+        done = collect(after, Retention(1), fencing_token=3, now=lambda: 1e12, orphan_ttl_s=1.0)
         assert not done.failures
         assert verified(after)[0] == 4
         assert survey(after).leftovers == (), point

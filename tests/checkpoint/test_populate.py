@@ -141,7 +141,7 @@ def test_an_arena_is_allocated_as_a_whole_and_holds_what_is_saved(fd: int, kerne
     with create(fd, payload_bytes=SIZE, populating=Populating(3)) as arena:
         assert allocated(fd) == os.fstat(fd).st_size
         save(arena, 1)
-        with Arena.attach(fd, job="run-42", writable=True, epoch=2) as other:
+        with Arena.attach(fd, job="run-42", writable=True, fencing_token=2) as other:
             assert read(other, 1) == read(arena, 1)
 
 

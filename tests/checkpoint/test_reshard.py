@@ -188,7 +188,7 @@ def in_arenas(shards: Shards, kept: contextlib.ExitStack, folder: Path) -> Read:
     readers = []
     for rank, image in enumerate(shards.images):
         arena = kept.enter_context(
-            Arena.create(folder / f"{rank}", job="j", rank=rank, epoch=1, slots=1, payload_bytes=len(image))
+            Arena.create(folder / f"{rank}", job="j", rank=rank, fencing_token=1, slots=1, payload_bytes=len(image))
         )
         writer = arena.begin(1, 1)
         writer.payload[: len(image)] = image

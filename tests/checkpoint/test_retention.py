@@ -45,7 +45,7 @@ TTL_S = 100.0
 
 
 def gc(root: Path, retention: Retention | None = None, *, files: Files | None = None, **given: object) -> Collected:
-    arguments = {"epoch": 1, "now": time.time, "orphan_ttl_s": TTL_S} | given
+    arguments = {"fencing_token": 1, "now": time.time, "orphan_ttl_s": TTL_S} | given
     return collect(store_at(root, files), retention or Retention(keep_last=1), **arguments)  # type: ignore[arg-type]
 
 
@@ -206,22 +206,22 @@ def test_a_reader_of_a_checkpoint_that_goes_gets_the_right_bytes_or_an_error(tmp
 
 
 # -- orphans
-def _orphan(root: Path, number: int, epoch: int) -> Path:
-    assert write_shard(store_at(root).writer(number, 10 * number, epoch, WORLD), 0)
-    (path,) = (root / JOB).glob(f".tmp-gen-{number}-{epoch}-*")
+def _orphan(root: Path, number: int, fencing_token: int) -> Path:
+    assert write_shard(store_at(root).writer(number, 10 * number, fencing_token, WORLD), 0)
+    (path,) = (root / JOB).glob(f".tmp-gen-{number}-{fencing_token}-*")
     return path
 
 
 @pytest.mark.parametrize(
-    ("epoch", "age_s", "goes"),
+    ("fencing_token", "age_s", "goes"),
     [(3, TTL_S + 10, False), (4, TTL_S + 10, False), (2, TTL_S - 10, False), (2, TTL_S + 10, True), (2, -1e6, False)],
 )
-def test_an_unfinished_checkpoint_goes_only_when_its_epoch_is_over_and_it_is_old(
-    tmp_path: Path, epoch: int, age_s: float, goes: bool
+def test_an_unfinished_checkpoint_goes_only_when_its_fencing_token_is_over_and_it_is_old(
+    tmp_path: Path, fencing_token: int, age_s: float, goes: bool
 ) -> None:
-    path = _orphan(tmp_path, 1, epoch)
+    path = _orphan(tmp_path, 1, fencing_token)
     newest = max(file.stat().st_mtime for file in (path, *path.iterdir()))
-    done = gc(tmp_path, epoch=3, now=lambda: newest + age_s)
+    done = gc(tmp_path, fencing_token=3, now=lambda: newest + age_s)
     assert path.is_dir() != goes
     assert done.orphans == ([path.name] if goes else [])
 
@@ -229,7 +229,7 @@ def test_an_unfinished_checkpoint_goes_only_when_its_epoch_is_over_and_it_is_old
 def test_a_late_writer_of_a_collected_checkpoint_fails_without_harm(tmp_path: Path) -> None:
     writer = store_at(tmp_path).writer(1, 10, 1, WORLD)
     assert write_shard(writer, 0)
-    assert gc(tmp_path, epoch=2, now=lambda: time.time() + 2 * TTL_S).orphans
+    assert gc(tmp_path, fencing_token=2, now=lambda: time.time() + 2 * TTL_S).orphans
     assert write_shard(writer, 1)
     assert not writer.finish()
     assert whole(tmp_path) == []
@@ -299,7 +299,7 @@ def test_a_checkpoint_whose_name_may_not_be_on_disk_takes_nobodys_place(tmp_path
     assert whole(tmp_path) == [2, 1]
 
     def collected() -> list[int]:
-        return collect(store, Retention(keep_last=1), epoch=1, now=time.time, orphan_ttl_s=TTL_S).dropped
+        return collect(store, Retention(keep_last=1), fencing_token=1, now=time.time, orphan_ttl_s=TTL_S).dropped
 
     assert collected() == []
     assert save(store, 3)
@@ -349,21 +349,21 @@ def test_after_any_of_a_thousand_crashes_what_was_promised_is_there(tmp_path: Pa
     aside.mkdir()
     retention = Retention(keep_last=1)
     number, promised, verified = 0, -1, -1
-    for epoch in range(1, CRASHES // 2 + 1):
+    for fencing_token in range(1, CRASHES // 2 + 1):
         at = rng.randint(1, 220)
         files = PowerLoss(at, rng, aside) if power else Crashing(at)
         store = store_at(root, files)
         try:
             if rng.random() < 0.5:
-                collect(store, retention, epoch=epoch, now=lambda: 1e12, orphan_ttl_s=TTL_S)
+                collect(store, retention, fencing_token=fencing_token, now=lambda: 1e12, orphan_ttl_s=TTL_S)
             while True:
                 number += 1
-                writer = store.writer(number, 10 * number, epoch, WORLD)
+                writer = store.writer(number, 10 * number, fencing_token, WORLD)
                 assert all(write_shard(writer, rank) for rank in range(WORLD)), writer.failure
                 assert writer.finish(), writer.failure
                 promised = number
                 assert rng.random() < 0.5 or store.verify(number).ok
-                done = collect(store, retention, epoch=epoch, now=lambda: 1e12, orphan_ttl_s=TTL_S)
+                done = collect(store, retention, fencing_token=fencing_token, now=lambda: 1e12, orphan_ttl_s=TTL_S)
                 assert done.failures == []
                 verified = max(marked(root), default=-1)
         except Crash:
@@ -375,8 +375,8 @@ def test_after_any_of_a_thousand_crashes_what_was_promised_is_there(tmp_path: Pa
         assert max(seen, default=-1) >= verified
         for found in seen:
             with store_at(root).open(found) as reader:
-                assert all(reader.reader(rank).verify() == [] for rank in range(WORLD)), (epoch, found)
-    assert gc(root, epoch=epoch + 1, now=lambda: 1e12).failures == []
+                assert all(reader.reader(rank).verify() == [] for rank in range(WORLD)), (fencing_token, found)
+    assert gc(root, fencing_token=fencing_token + 1, now=lambda: 1e12).failures == []
     assert len(whole(root)) <= 2
     assert [path.name for path in (root / JOB).iterdir() if path.name.startswith(".")] == []
 

@@ -79,7 +79,7 @@ def sealed() -> Iterator[tuple[Arena, ImageLayout]]:
     plain = pack_plain(Plain({}, {"at": [1, 2.5, b"\0", {"x": None}]}))
     layout = plan_image(entries_of(TENSORS), len(plain))
     fd = os.memfd_create("rackrun-test")
-    arena = Arena.create(fd, job="j", rank=0, epoch=1, slots=1, payload_bytes=layout.total_bytes)
+    arena = Arena.create(fd, job="j", rank=0, fencing_token=1, slots=1, payload_bytes=layout.total_bytes)
     os.close(fd)
     with arena, arena.begin(1, 1) as writer:
         write_image(layout, TENSORS, plain, writer.payload)

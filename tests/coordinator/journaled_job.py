@@ -1,4 +1,4 @@
-"""The real core and the real driver, told as in `tests.core.core_told`, with all of it in a journal."""
+"""The real core and the real driver, told as in `tests.core.core_harness`, with all of it in a journal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rackrun.protocol.commands import Command, StartWorker
 from rackrun.protocol.events import Event
 from rackrun.protocol.job_config import JobConfig
 from tests.coordinator.fakes import ClockedLoop, Onlooker
-from tests.core.core_told import Told
+from tests.core.core_harness import CoreHarness
 
 
-class JournaledJob(Told):
+class JournaledJob(CoreHarness):
     """Time is ``now``, in milliseconds. Timers fire when the test says so: it never awaits."""
 
     def __init__(self, config: JobConfig, journal: Journal) -> None:
@@ -44,17 +44,17 @@ class JournaledJob(Told):
 class _Asked:
     """The core, as the driver asks it."""
 
-    def __init__(self, told: JournaledJob) -> None:
-        self._told = told
-        self._core: ControlPlane = told.core
+    def __init__(self, harness: JournaledJob) -> None:
+        self._harness = harness
+        self._core: ControlPlane = harness.core
 
     def handle(self, event: Event) -> Sequence[Command]:
         commands = self._core.handle(event)
         self._core.check_invariants()
         for command in commands:
             if isinstance(command, StartWorker):
-                self._told.incarnation[command.slot] = command.incarnation
-        self._told.answers.extend(commands)
+                self._harness.incarnation[command.slot] = command.incarnation
+        self._harness.answers.extend(commands)
         return commands
 
     def view(self) -> View:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rackrun.coordinator.journal.journal_writer import Journal
-from rackrun.coordinator.server.agent_link import AgentLink, Breach
+from rackrun.coordinator.server.agent_link import AgentLink, ProtocolViolation
 from rackrun.coordinator.server.http_server import Server
 from rackrun.coordinator.shell.driver import Driver
 from rackrun.core.machine.control_plane import ControlPlane
@@ -107,7 +107,7 @@ async def _say_to_a_real_core(said: list[Any]) -> None:
                             driver.receive_telemetry([received])
                     else:
                         server._event(speaker, received)  # type: ignore[arg-type]
-                except (msgspec.MsgspecError, Breach):
+                except (msgspec.MsgspecError, ProtocolViolation):
                     continue
                 assert driver.over is None or "contradicts itself" not in driver.over.because, (driver.over, message)
             driver.status()

@@ -11,7 +11,7 @@ import pytest
 
 from rackrun.coordinator.journal.journal_writer import Journal, JournalError
 from rackrun.coordinator.shell.driver import Driver
-from rackrun.coordinator.shell.job_end import JobEnd
+from rackrun.coordinator.shell.job_completion import JobCompletion
 from rackrun.protocol.commands import (
     BreakGeneration,
     FenceWorker,
@@ -260,7 +260,7 @@ async def test_status_and_metrics_show_the_job(journal: Journal) -> None:
 
 
 def test_everyone_who_waits_for_the_end_of_a_job_gets_the_first_one() -> None:
-    end = JobEnd()  # before there is an event loop
+    end = JobCompletion()  # before there is an event loop
 
     async def wait() -> list[StopJob]:
         waiting = [asyncio.ensure_future(end) for _ in range(2)]

@@ -17,15 +17,15 @@ from rackrun.coordinator.shell.driver import Driver
 from rackrun.ctl.run_render import render_report
 from rackrun.protocol.commands import StopJob
 from rackrun.protocol.ids import Incarnation, SlotId, TrayId
-from rackrun.protocol.wire import FillerTold
+from rackrun.protocol.wire import FillerState
 from tests.coordinator.fakes import Onlooker, ScriptedCore
 
 
 def told(
     slot: str, incarnation: int, start: int, state: str, seconds: float, cpu_s: float, **more: object
-) -> FillerTold:
+) -> FillerState:
     fields = {"slot": SlotId(slot), "incarnation": Incarnation(incarnation), "start": start, **more}
-    return FillerTold(state=state, seconds=seconds, cpu_s=cpu_s, **fields)  # type: ignore[arg-type]
+    return FillerState(state=state, seconds=seconds, cpu_s=cpu_s, **fields)  # type: ignore[arg-type]
 
 
 STORY = (

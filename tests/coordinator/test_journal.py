@@ -23,7 +23,7 @@ from rackrun.coordinator.shell.driver import Driver
 from rackrun.protocol.commands import Notice
 from rackrun.protocol.events import StopRequested, WorkerElastic
 from rackrun.protocol.ids import Incarnation, SlotId
-from rackrun.protocol.wire import FillerTold
+from rackrun.protocol.wire import FillerState
 from tests.coordinator.fakes import Onlooker, ScriptedCore, unit
 from tests.coordinator.test_driver import BREAK, RESUME
 
@@ -138,7 +138,7 @@ def test_odd_text_is_written_in_every_table(journal: Journal, text: str) -> None
     journal.command(Notice(text=text), 1, 1)
     journal.unit(msgspec.structs.replace(unit(2**63, 0, ids=b"12345678"), slot=slot), math.nan)
     journal.filler(
-        FillerTold(slot=slot, incarnation=Incarnation(2**64), start=1, state=text, seconds=math.inf, cpu_s=0.0), 1.0
+        FillerState(slot=slot, incarnation=Incarnation(2**64), start=1, state=text, seconds=math.inf, cpu_s=0.0), 1.0
     )
     journal.fact(text, text)
     journal.persist(msgspec.structs.replace(BREAK, because=text), 2**40)

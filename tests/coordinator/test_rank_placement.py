@@ -8,7 +8,7 @@ import msgspec
 
 from rackrun.coordinator.journal.journal_writer import Journal
 from rackrun.coordinator.report.rank_placement import read_placement
-from rackrun.core.machine.hindsight import EVENTS
+from rackrun.core.machine.state_replay import EVENTS
 from rackrun.protocol.events import Event, LossNotRepeated, SlowRanksChanged, TrayJoined
 from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId, TrayId
 from rackrun.protocol.job_config import JobConfig

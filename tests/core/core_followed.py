@@ -1,11 +1,11 @@
-"""A control plane whose every event and command is told once more, to `Hindsight`, which must know the same."""
+"""A control plane whose every event and command is told once more, to `StateReplay`, which must know the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rackrun.core.machine.control_plane import ControlPlane, View
-from rackrun.core.machine.hindsight import COMMANDS, EVENTS, Hindsight
+from rackrun.core.machine.state_replay import COMMANDS, EVENTS, StateReplay
 from rackrun.protocol.commands import Command, Notice, ResumeGeneration
 from rackrun.protocol.events import Event
 from rackrun.protocol.job_config import JobConfig
@@ -23,7 +23,7 @@ class Followed(Cluster):
 class FollowedCore(ControlPlane):
     def __init__(self, config: JobConfig) -> None:
         super().__init__(config)
-        self.past = Hindsight(config)
+        self.past = StateReplay(config)
         self.notices: list[str] = []
         self.compared = 0
 

@@ -61,7 +61,7 @@ from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
 from rackrun.worker.batch.share_changes import ShareChanges
-from tests.core.core_told import topology_of
+from tests.core.core_harness import topology_of
 
 Chain = tuple[tuple[int, int], ...]
 """(unit, generation whose gate it passed), ..."""

@@ -38,10 +38,10 @@ from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import timer_named
-from tests.core.core_told import Told, every, only, plan_in, ranks, stop_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, ranks, stop_in
 
 
-def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> Told:
+def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> CoreHarness:
     """Two trays of two slots, all of which train; with ``spares``, a third for them."""
     config = JobConfig(
         trays_min=2 + bool(spares),
@@ -53,33 +53,35 @@ def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", s
         rules=parse_rules(rules),
         acquire_timeout_ms=60_000,
     )
-    told = Told(config)
-    told.resizes = "in place"
+    harness = CoreHarness(config)
+    harness.resizes = "in place"
     for tray in ("a", "b", "c")[: config.trays_min]:
-        told.join(tray, 2)
-    told.train()
-    return told
+        harness.join(tray, 2)
+    harness.train()
+    return harness
 
 
-def lose(told: Told, tray: str = "b", snapshots: Sequence[int] = (), *, passed: int = 4) -> Sequence[Command]:
-    told.tray_lost(tray)
-    return told.park_all(passed, snapshots=snapshots)
+def lose(harness: CoreHarness, tray: str = "b", snapshots: Sequence[int] = (), *, passed: int = 4) -> Sequence[Command]:
+    harness.tray_lost(tray)
+    return harness.park_all(passed, snapshots=snapshots)
 
 
-def deliver(told: Told, request: int, *trays: str) -> Sequence[Command]:
-    return told.tell(RackDelivered(request=request, trays=tuple(map(TrayId, trays))))
+def deliver(harness: CoreHarness, request: int, *trays: str) -> Sequence[Command]:
+    return harness.tell(RackDelivered(request=request, trays=tuple(map(TrayId, trays))))
 
 
-def refuse(told: Told, request: int = 1, because: str = "no quota", *, failed: bool = False) -> Sequence[Command]:
-    return told.tell(RackRefused(request=request, because=because, failed=failed))
+def refuse(
+    harness: CoreHarness, request: int = 1, because: str = "no quota", *, failed: bool = False
+) -> Sequence[Command]:
+    return harness.tell(RackRefused(request=request, because=because, failed=failed))
 
 
-def is_over(told: Told, stage: str, request: int = 1) -> Sequence[Command]:
+def is_over(harness: CoreHarness, stage: str, request: int = 1) -> Sequence[Command]:
     """The time of a stage; it comes when the core has said that it would."""
     name = f"rack:{request}:{stage}"
-    timer = [command for command in told.answers if isinstance(command, SetTimer) and str(command.timer) == name][-1]
-    told.now = max(told.now, timer.at_ms)
-    return told.tell(TimerFired(timer=timer_named(name)))
+    timer = [command for command in harness.answers if isinstance(command, SetTimer) and str(command.timer) == name][-1]
+    harness.now = max(harness.now, timer.at_ms)
+    return harness.tell(TimerFired(timer=timer_named(name)))
 
 
 def said(commands: Sequence[Command]) -> str:
@@ -94,90 +96,90 @@ def reason(commands: Sequence[Command]) -> str:
     return only(Decided, commands).decision.reason
 
 
-def serve(told: Told, tray: str = "r", request: int = 1) -> Sequence[Command]:
+def serve(harness: CoreHarness, tray: str = "r", request: int = 1) -> Sequence[Command]:
     """Its trays join, its workers start, take over and train."""
-    deliver(told, request, tray)
-    told.join(tray, 2)
-    out = [command for slot in (f"{tray}/0", f"{tray}/1") for command in told.ready(slot)]
-    told.resume_all()
+    deliver(harness, request, tray)
+    harness.join(tray, 2)
+    out = [command for slot in (f"{tray}/0", f"{tray}/1") for command in harness.ready(slot)]
+    harness.resume_all()
     return out
 
 
 # -- it comes ----------------------------------------------------------------------------------------------------------
 def test_all_stand_still_until_the_rack_has_come_and_its_workers_take_the_lost_ranks_over() -> None:
-    told = begun()
-    asked = lose(told)
+    harness = begun()
+    asked = lose(harness)
     assert rung(asked) is Rung.ACQUIRE
     request = only(RequestRack, asked)
     assert (request.request, request.trays, request.slots) == (1, 1, 2)
     assert not every(ResumeGeneration, asked)
-    assert not said(deliver(told, 1, "r")), "it is there when its trays have joined"
-    joined = told.join("r", 2)
+    assert not said(deliver(harness, 1, "r")), "it is there when its trays have joined"
+    joined = harness.join("r", 2)
     assert {start.slot for start in every(StartWorker, joined)} == {"r/0", "r/1"}
-    told.ready("r/0")
-    done = told.ready("r/1")
+    harness.ready("r/0")
+    done = harness.ready("r/1")
     assert rung(done) is Rung.SWAP
     assert ranks(plan_in(done)) == {0: "a/0", 1: "a/1", 2: "r/0", 3: "r/1"}
-    told.resume_all()
-    assert told.view.phase == "training"
-    assert not every(ReleaseRack, told.answers), "it is needed"
+    harness.resume_all()
+    assert harness.view.phase == "training"
+    assert not every(ReleaseRack, harness.answers), "it is needed"
 
 
 def test_the_name_of_a_tray_may_be_told_after_it_has_joined() -> None:
-    told = begun()
-    lose(told)
-    assert len(every(StartWorker, told.join("r", 2))) == 2
-    assert "rack 1 is there: r, 2 slots" in said(deliver(told, 1, "r"))
+    harness = begun()
+    lose(harness)
+    assert len(every(StartWorker, harness.join("r", 2))) == 2
+    assert "rack 1 is there: r, 2 slots" in said(deliver(harness, 1, "r"))
 
 
 def test_the_others_train_on_meanwhile_and_the_world_grows_when_the_rack_has_come() -> None:
-    told = begun("swap,acquire-train")
-    commands = lose(told)
+    harness = begun("swap,acquire-train")
+    commands = lose(harness)
     assert rung(commands) is Rung.ACQUIRE
     assert only(RequestRack, commands).trays == 1
     assert plan_in(commands).world_size == 2
-    told.resume_all()
-    deliver(told, 1, "r")
-    assert len(every(StartWorker, told.join("r", 2))) == 2
-    told.ready("r/0")
-    told.ready("r/1")
-    assert every(PauseWorkers, told.answers)
-    told.pause_all()
-    grown = told.park_all()
+    harness.resume_all()
+    deliver(harness, 1, "r")
+    assert len(every(StartWorker, harness.join("r", 2))) == 2
+    harness.ready("r/0")
+    harness.ready("r/1")
+    assert every(PauseWorkers, harness.answers)
+    harness.pause_all()
+    grown = harness.park_all()
     assert plan_in(grown).world_size == 4
     assert {"r/0", "r/1"} <= set(ranks(plan_in(grown)).values())
 
 
 def test_a_second_loss_while_a_rack_is_waited_for_asks_for_no_second_one() -> None:
-    told = begun()
-    lose(told)
-    told.exits("a/1")
-    told.timer("gather")
-    assert len(every(RequestRack, told.answers)) == 1
+    harness = begun()
+    lose(harness)
+    harness.exits("a/1")
+    harness.timer("gather")
+    assert len(every(RequestRack, harness.answers)) == 1
 
 
 def test_a_rack_of_which_some_trays_never_join_is_used_as_far_as_it_goes() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r", "never")
-    told.join("r", 2)
-    assert "of rack 1 1 of 2 trays have joined" in said(is_over(told, "delivered"))
-    told.ready("r/0")
-    assert rung(told.ready("r/1")) is Rung.SWAP
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r", "never")
+    harness.join("r", 2)
+    assert "of rack 1 1 of 2 trays have joined" in said(is_over(harness, "delivered"))
+    harness.ready("r/0")
+    assert rung(harness.ready("r/1")) is Rung.SWAP
 
 
 def test_a_rack_that_is_too_small_is_used_after_the_next_rung() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r")
-    commands = told.join("r", 1)
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r")
+    commands = harness.join("r", 1)
     assert rung(commands) is Rung.SHRINK
     assert "acquire: with the rack that came 1 of 2 workers that are missing can come" in reason(commands)
-    told.resume_all()
-    assert not every(ReleaseRack, told.answers)
-    told.ready("r/0")
-    told.pause_all()
-    assert plan_in(told.park_all()).world_size == 3
+    harness.resume_all()
+    assert not every(ReleaseRack, harness.answers)
+    harness.ready("r/0")
+    harness.pause_all()
+    assert plan_in(harness.park_all()).world_size == 3
 
 
 # -- it does not come --------------------------------------------------------------------------------------------------
@@ -188,324 +190,324 @@ def test_without_a_provider_acquire_is_refused_with_the_reason() -> None:
 
 
 def test_after_a_refusal_the_next_rung_is_taken_and_the_reason_said_but_another_failure_asks_again() -> None:
-    told = begun()
-    lose(told)
-    commands = refuse(told)
+    harness = begun()
+    lose(harness)
+    commands = refuse(harness)
     assert rung(commands) is Rung.SHRINK
     assert "acquire: rack 1: the provider refused it: no quota" in reason(commands)
     assert not every(ReleaseRack, commands), "there is nothing to take back"
-    told.resume_all()
-    told.exits("a/1")
-    assert only(RequestRack, told.park_all()).request == 2
+    harness.resume_all()
+    harness.exits("a/1")
+    assert only(RequestRack, harness.park_all()).request == 2
 
 
 def test_one_that_hangs_is_waited_for_until_the_deadline_and_the_request_is_taken_back() -> None:
-    told = begun()
-    lose(told)
-    commands = is_over(told, "asked")
+    harness = begun()
+    lose(harness)
+    commands = is_over(harness, "asked")
     assert only(ReleaseRack, commands).request == 1
     assert rung(commands) is Rung.SHRINK
     assert "acquire: rack 1: it did not come within 60 s (--acquire-timeout)" in reason(commands)
 
 
 def test_one_that_fails_is_told_to_take_back_what_there_may_be() -> None:
-    told = begun()
-    lose(told)
-    commands = refuse(told, because="OSError: no such queue", failed=True)
+    harness = begun()
+    lose(harness)
+    commands = refuse(harness, because="OSError: no such queue", failed=True)
     assert only(ReleaseRack, commands).request == 1
     assert "the provider failed: OSError: no such queue" in reason(commands)
 
 
 def test_with_no_other_rung_the_job_ends_with_the_reason_when_the_provider_has_failed() -> None:
-    told = begun("swap,acquire-wait")
-    lose(told)
-    stop = stop_in(refuse(told))
+    harness = begun("swap,acquire-wait")
+    lose(harness)
+    stop = stop_in(refuse(harness))
     assert stop.exit_code == 3
     assert "acquire: rack 1: the provider refused it: no quota" in stop.because
 
 
 def test_a_rack_that_is_said_to_be_there_and_never_joins_is_not_waited_for_without_end() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r")
-    commands = is_over(told, "delivered")
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r")
+    commands = is_over(harness, "delivered")
     assert only(ReleaseRack, commands).request == 1
     assert "rack 1: it was delivered, and none of its trays joined within 120 s" in reason(commands)
 
 
 @pytest.mark.parametrize("trays", [("a",), ("r", "a"), ()])
 def test_a_rack_of_trays_that_are_in_the_job_already_is_none(trays: tuple[str, ...]) -> None:
-    told = begun()
-    lose(told)
-    commands = deliver(told, 1, *trays)
+    harness = begun()
+    lose(harness)
+    commands = deliver(harness, 1, *trays)
     assert rung(commands) is Rung.SHRINK
     assert "the provider says that it is" in reason(commands)
     assert not every(Answer, commands), "the job's own trays stay"
 
 
 def test_the_same_rack_for_two_requests_is_none() -> None:
-    told = begun()
-    lose(told)
-    serve(told)
-    told.tray_lost("a")
-    told.park_all()
-    commands = deliver(told, 2, "r")
+    harness = begun()
+    lose(harness)
+    serve(harness)
+    harness.tray_lost("a")
+    harness.park_all()
+    commands = deliver(harness, 2, "r")
     assert "the provider says that it is r, in the job before" in said(commands)
 
 
 def test_a_rack_that_is_delivered_twice_is_the_same_rack() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r")
-    told.join("r", 2)
-    assert "once more" in said(deliver(told, 1, "r", "s"))
-    told.ready("r/0")
-    assert rung(told.ready("r/1")) is Rung.SWAP
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r")
+    harness.join("r", 2)
+    assert "once more" in said(deliver(harness, 1, "r", "s"))
+    harness.ready("r/0")
+    assert rung(harness.ready("r/1")) is Rung.SWAP
 
 
 def test_a_rack_that_comes_after_it_was_cancelled_is_sent_back_and_not_used() -> None:
-    told = begun()
-    lose(told)
-    is_over(told, "asked")
-    told.resume_all()
-    late = deliver(told, 1, "r")
+    harness = begun()
+    lose(harness)
+    is_over(harness, "asked")
+    harness.resume_all()
+    late = deliver(harness, 1, "r")
     assert only(ReleaseRack, late).because == "it comes too late"
-    commands = told.join("r", 2)
+    commands = harness.join("r", 2)
     assert not every(StartWorker, commands)
     assert only(DismissTray, commands).tray == "r"
 
 
 @pytest.mark.parametrize("request_", [1, 5])
 def test_a_late_or_made_up_delivery_that_names_trays_of_the_job_sends_none_of_them_away(request_: int) -> None:
-    told = begun()
-    lose(told)
-    is_over(told, "asked")
-    told.resume_all()
-    commands = deliver(told, request_, "a")
+    harness = begun()
+    lose(harness)
+    is_over(harness, "asked")
+    harness.resume_all()
+    commands = deliver(harness, request_, "a")
     assert "nobody wants it" in said(commands)
     assert not every(Answer, commands)
-    assert not [tray for tray in told.view.trays if tray.withdrawn]
+    assert not [tray for tray in harness.view.trays if tray.withdrawn]
 
 
 def test_workers_that_never_become_ready_are_not_waited_for_without_end() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r")
-    told.join("r", 2)
-    commands = is_over(told, "joined")
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r")
+    harness.join("r", 2)
+    commands = is_over(harness, "joined")
     assert only(ReleaseRack, commands).request == 1
     assert rung(commands) is Rung.SHRINK
     assert "none of its workers was ready within 600 s" in reason(commands)
 
 
 def test_a_rack_whose_workers_all_fail_is_given_back() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r")
-    told.join("r", 2)
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r")
+    harness.join("r", 2)
     for slot in ("r/0", "r/1") * 3:
-        commands = told.exits(slot, code=1)
+        commands = harness.exits(slot, code=1)
     assert "rack 1 came to nothing: it is of no use: its workers fail (r/1: exit code 1)" in said(commands)
     assert only(ReleaseRack, commands).request == 1
-    assert "shrink" in {one.decision.rung.value for one in every(Decided, told.answers)}
+    assert "shrink" in {one.decision.rung.value for one in every(Decided, harness.answers)}
 
 
 def test_after_three_requests_in_a_row_of_which_nothing_came_there_is_no_fourth() -> None:
-    told = begun("swap,acquire-wait,shrink")
+    harness = begun("swap,acquire-wait,shrink")
     for number in (1, 2, 3):
-        assert only(RequestRack, lose(told, passed=10 * number)).request == number
-        refuse(told, number)
-        told.resume_all()
-        told.join("b", 2)
-        told.ready("b/0")
-        told.ready("b/1")
-        told.pause_all()
-        told.park_all(10 * number)
-        told.resume_all()
-        assert told.view.world_size == 4
-    commands = lose(told, passed=40)
+        assert only(RequestRack, lose(harness, passed=10 * number)).request == number
+        refuse(harness, number)
+        harness.resume_all()
+        harness.join("b", 2)
+        harness.ready("b/0")
+        harness.ready("b/1")
+        harness.pause_all()
+        harness.park_all(10 * number)
+        harness.resume_all()
+        assert harness.view.world_size == 4
+    commands = lose(harness, passed=40)
     assert rung(commands) is Rung.SHRINK
     why = "acquire: 3 requests in a row came to nothing (the last: rack 3: the provider refused it: no quota)"
     assert why in reason(commands)
 
 
 def test_racks_that_are_lost_before_they_were_of_use_are_not_asked_for_again_and_again() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r")
-    told.join("r", 2)
-    told.ready("r/0")
-    commands = told.tray_lost("r")
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r")
+    harness.join("r", 2)
+    harness.ready("r/0")
+    commands = harness.tray_lost("r")
     assert rung(commands) is Rung.SHRINK
     assert "acquire: rack 1: it was lost before it was of use" in reason(commands)
-    assert len(every(RequestRack, told.answers)) == 1
+    assert len(every(RequestRack, harness.answers)) == 1
 
 
 def test_racks_that_served_and_then_broke_are_counted_in_a_row_too() -> None:
-    told = begun("swap,acquire-wait,shrink")
+    harness = begun("swap,acquire-wait,shrink")
     for number, tray in enumerate("rst", start=1):
-        lose(told, passed=10 * number)
-        serve(told, tray, number)
+        lose(harness, passed=10 * number)
+        serve(harness, tray, number)
         for slot in (f"{tray}/0", f"{tray}/1"):
-            told.judges(slot, Health.LOST)
+            harness.judges(slot, Health.LOST)
         for slot in (f"{tray}/0", f"{tray}/1"):
-            told.exits(slot)
-        commands = told.park_all(10 * number)
-        assert f"rack {number} came to nothing: it is of no use: none of its slots can be used" in said(told.answers)
+            harness.exits(slot)
+        commands = harness.park_all(10 * number)
+        assert f"rack {number} came to nothing: it is of no use: none of its slots can be used" in said(harness.answers)
         assert rung(commands) is Rung.SHRINK
-        told.resume_all()
-        told.join("b", 2)
-        told.ready("b/0")
-        told.ready("b/1")
-        told.pause_all()
-        told.park_all(10 * number)
-        told.resume_all()
-    assert "acquire: 3 requests in a row came to nothing" in reason(lose(told, passed=40))
+        harness.resume_all()
+        harness.join("b", 2)
+        harness.ready("b/0")
+        harness.ready("b/1")
+        harness.pause_all()
+        harness.park_all(10 * number)
+        harness.resume_all()
+    assert "acquire: 3 requests in a row came to nothing" in reason(lose(harness, passed=40))
 
 
 # -- it goes -----------------------------------------------------------------------------------------------------------
 def test_a_request_is_cancelled_when_the_lost_ranks_have_come_back_otherwise() -> None:
-    told = begun()
-    lose(told)
-    told.join("b", 2)
-    told.ready("b/0")
-    told.ready("b/1")
-    commands = told.resume_all()
+    harness = begun()
+    lose(harness)
+    harness.join("b", 2)
+    harness.ready("b/0")
+    harness.ready("b/1")
+    commands = harness.resume_all()
     assert only(ReleaseRack, commands).because == "every rank has a worker"
-    assert not [tray for tray in told.view.trays if tray.withdrawn]
+    assert not [tray for tray in harness.view.trays if tray.withdrawn]
 
 
 def test_a_rack_is_given_back_when_the_jobs_own_trays_suffice_again() -> None:
     """First spares start there, then ranks go over between two steps, then its trays are dismissed, then it is released."""
-    told = begun()
-    lose(told)
-    serve(told)
-    back = told.join("b", 2)
+    harness = begun()
+    lose(harness)
+    serve(harness)
+    back = harness.join("b", 2)
     assert {start.slot for start in every(StartWorker, back)} == {"b/0", "b/1"}
-    told.ready("b/0")
-    commands = told.ready("b/1")
+    harness.ready("b/0")
+    commands = harness.ready("b/1")
     assert "rack 1 is given back" in said(commands)
     assert every(PauseWorkers, commands)
-    told.pause_all()
-    plan = plan_in(told.park_all())
+    harness.pause_all()
+    plan = plan_in(harness.park_all())
     assert ranks(plan) == {0: "a/0", 1: "a/1", 2: "b/0", 3: "b/1"}
-    told.resume_all()
+    harness.resume_all()
     for slot in ("r/0", "r/1"):
-        told.exits(slot)
-    assert only(DismissTray, told.answers).tray == "r"
-    assert only(ReleaseRack, told.tray_lost("r")).because == "its trays are gone"
+        harness.exits(slot)
+    assert only(DismissTray, harness.answers).tray == "r"
+    assert only(ReleaseRack, harness.tray_lost("r")).because == "its trays are gone"
 
 
 def test_a_rack_that_is_lost_is_released_and_another_one_is_asked_for() -> None:
-    told = begun()
-    lose(told)
-    serve(told)
-    assert only(ReleaseRack, told.tray_lost("r")).request == 1
-    assert only(RequestRack, told.park_all()).request == 2
+    harness = begun()
+    lose(harness)
+    serve(harness)
+    assert only(ReleaseRack, harness.tray_lost("r")).request == 1
+    assert only(RequestRack, harness.park_all()).request == 2
 
 
 def test_on_notice_of_preemption_ranks_leave_what_it_names() -> None:
-    told = begun("swap,acquire-wait", spares=2)
-    lose(told, "b")
-    told.resume_all()  # the spares on c have taken over
-    lose(told, "c")
-    serve(told)
-    told.join("b", 2)
-    told.ready("b/0")
-    told.ready("b/1")
-    commands = told.tell(RackPreempted(request=1, because="the queue needs it"))
+    harness = begun("swap,acquire-wait", spares=2)
+    lose(harness, "b")
+    harness.resume_all()  # the spares on c have taken over
+    lose(harness, "c")
+    serve(harness)
+    harness.join("b", 2)
+    harness.ready("b/0")
+    harness.ready("b/1")
+    commands = harness.tell(RackPreempted(request=1, because="the queue needs it"))
     assert every(PauseWorkers, commands)
-    told.pause_all()
-    assert {"b/0", "b/1"} <= set(ranks(plan_in(told.park_all())).values())
+    harness.pause_all()
+    assert {"b/0", "b/1"} <= set(ranks(plan_in(harness.park_all())).values())
 
 
 def test_on_notice_for_a_part_of_a_rack_spares_start_on_the_rest_and_ranks_go_there() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r", "s")
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r", "s")
     for tray in ("r", "s"):
-        told.join(tray, 2)
+        harness.join(tray, 2)
     for slot in ("r/0", "r/1"):
-        told.ready(slot)
-    told.resume_all()
-    told.timer("calm")
-    commands = told.tell(RackPreempted(request=1, because="the queue needs it", trays=(TrayId("r"),)))
+        harness.ready(slot)
+    harness.resume_all()
+    harness.timer("calm")
+    commands = harness.tell(RackPreempted(request=1, because="the queue needs it", trays=(TrayId("r"),)))
     assert {start.slot for start in every(StartWorker, commands)} == {"s/0", "s/1"}
-    told.ready("s/0")
-    assert every(PauseWorkers, told.ready("s/1"))
-    told.pause_all()
-    assert ranks(plan_in(told.park_all())) == {0: "a/0", 1: "a/1", 2: "s/0", 3: "s/1"}
-    told.resume_all()
+    harness.ready("s/0")
+    assert every(PauseWorkers, harness.ready("s/1"))
+    harness.pause_all()
+    assert ranks(plan_in(harness.park_all())) == {0: "a/0", 1: "a/1", 2: "s/0", 3: "s/1"}
+    harness.resume_all()
     for slot in ("r/0", "r/1"):
-        told.exits(slot)
-    assert only(DismissTray, told.answers).tray == "r"
-    told.tray_lost("r")
-    assert not every(ReleaseRack, told.answers), "the rest of it is in use"
+        harness.exits(slot)
+    assert only(DismissTray, harness.answers).tray == "r"
+    harness.tray_lost("r")
+    assert not every(ReleaseRack, harness.answers), "the rest of it is in use"
 
 
 @pytest.mark.parametrize(("request_", "trays"), [(1, ("a",)), (7, ("a",)), (7, ())])
 def test_a_notice_of_preemption_drains_nothing_that_is_not_of_that_rack(request_: int, trays: tuple[str, ...]) -> None:
-    told = begun()
-    lose(told)
-    serve(told)
-    commands = told.tell(RackPreempted(request=request_, because="mine now", trays=tuple(map(TrayId, trays))))
+    harness = begun()
+    lose(harness)
+    serve(harness)
+    commands = harness.tell(RackPreempted(request=request_, because="mine now", trays=tuple(map(TrayId, trays))))
     assert not every(Answer, commands)
-    assert not [tray for tray in told.view.trays if tray.withdrawn]
+    assert not [tray for tray in harness.view.trays if tray.withdrawn]
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------------
 def test_how_long_a_rack_takes_is_learnt_from_the_first_one() -> None:
-    told = begun()
-    lose(told)
-    told.now += 4_000
-    serve(told)
-    told.tray_lost("r")
-    commands = told.park_all()
+    harness = begun()
+    lose(harness)
+    harness.now += 4_000
+    serve(harness)
+    harness.tray_lost("r")
+    commands = harness.park_all()
     assert only(Decided, commands).decision.figures["request_s"] == 4.0
 
 
 def test_one_that_comes_as_it_lied_teaches_nothing() -> None:
-    told = begun()
-    lose(told)
-    deliver(told, 1, "r")
-    is_over(told, "delivered")
-    told.resume_all()
-    told.exits("a/1")
-    assert only(Decided, told.park_all()).decision.figures["request_s"] == 600.0
+    harness = begun()
+    lose(harness)
+    deliver(harness, 1, "r")
+    is_over(harness, "delivered")
+    harness.resume_all()
+    harness.exits("a/1")
+    assert only(Decided, harness.park_all()).decision.figures["request_s"] == 600.0
 
 
 # -- a function of the user's ------------------------------------------------------------------------------------------
-def answered(told: Told, decision: Decision) -> Sequence[Command]:
-    question = every(AskPolicy, told.answers)[-1].question
-    return told.tell(PolicyAnswered(question=question, decision=decision))
+def answered(harness: CoreHarness, decision: Decision) -> Sequence[Command]:
+    question = every(AskPolicy, harness.answers)[-1].question
+    return harness.tell(PolicyAnswered(question=question, decision=decision))
 
 
-def with_a_function(provider: str = "local", resizes: str = "in place") -> Told:
+def with_a_function(provider: str = "local", resizes: str = "in place") -> CoreHarness:
     config = JobConfig(
         trays_min=2, trays_max=2, spares=0, min_ranks=1, provider=provider, policy_function="mine:choose"
     )
-    told = Told(config)
-    told.resizes = resizes
-    told.join("a", 2)
-    told.join("b", 2)
-    told.train()
-    return told
+    harness = CoreHarness(config)
+    harness.resizes = resizes
+    harness.join("a", 2)
+    harness.join("b", 2)
+    harness.train()
+    return harness
 
 
 def test_a_function_may_limit_how_long_all_stand_still_and_is_asked_again_then() -> None:
-    told = with_a_function()
-    provider = only(AskPolicy, lose(told)).view.provider
+    harness = with_a_function()
+    provider = only(AskPolicy, lose(harness)).view.provider
     assert provider is not None
     assert (provider.asked_s, provider.came, provider.patience_s) == (None, False, 3600.0)
     wanted = Decision(rung=Rung.ACQUIRE, meanwhile="wait", deadline_s=20.0)
-    commands = answered(told, wanted)
+    commands = answered(harness, wanted)
     assert only(Decided, commands).decision.deadline_s == 20.0
     only(RequestRack, commands)
-    told.now += 20_000
-    provider = only(AskPolicy, told.timer("repair")).view.provider
+    harness.now += 20_000
+    provider = only(AskPolicy, harness.timer("repair")).view.provider
     assert provider is not None
     assert provider.asked_s == 20.0
-    commands = answered(told, Decision(rung=Rung.ACQUIRE, meanwhile="train"))
+    commands = answered(harness, Decision(rung=Rung.ACQUIRE, meanwhile="train"))
     assert plan_in(commands).world_size == 2
     assert not every(RequestRack, commands), "one is out"
 
@@ -520,60 +522,60 @@ def test_a_function_may_limit_how_long_all_stand_still_and_is_asked_again_then()
 def test_a_function_that_asks_for_what_cannot_be_is_told_why_and_the_default_decides(
     provider: str, meanwhile: Literal["wait", "train"], why: str
 ) -> None:
-    told = with_a_function(provider, resizes="")
-    lose(told)
-    commands = answered(told, Decision(rung=Rung.ACQUIRE, meanwhile=meanwhile))
+    harness = with_a_function(provider, resizes="")
+    lose(harness)
+    commands = answered(harness, Decision(rung=Rung.ACQUIRE, meanwhile=meanwhile))
     assert f"the policy mine:choose asks for what cannot be: {why}; the default decides" in said(commands)
     assert only(Decided, commands).decision.by == "default"
 
 
 # -- together with what a person wants -----------------------------------------------------------------------------------
-def one_slot_each(trays: str, rules: str = "swap,acquire-wait,shrink") -> Told:
+def one_slot_each(trays: str, rules: str = "swap,acquire-wait,shrink") -> CoreHarness:
     config = JobConfig(
         trays_min=len(trays), trays_max=len(trays), spares=0, min_ranks=1, provider="local", rules=parse_rules(rules)
     )
-    told = Told(config)
-    told.resizes = "in place"
+    harness = CoreHarness(config)
+    harness.resizes = "in place"
     for tray in trays:
-        told.join(tray, 1)
-    told.train()
-    return told
+        harness.join(tray, 1)
+    harness.train()
+    return harness
 
 
-def shrink(told: Told, to: int) -> Sequence[Command]:
-    out = list(told.tell(ShrinkRequested(request=f"to {to}", to=to, steps=9)))
+def shrink(harness: CoreHarness, to: int) -> Sequence[Command]:
+    out = list(harness.tell(ShrinkRequested(request=f"to {to}", to=to, steps=9)))
     if every(PauseWorkers, out):
-        out += told.pause_all()
-        out += told.park_all()
+        out += harness.pause_all()
+        out += harness.park_all()
         for slot in [fenced.slot for fenced in every(FenceWorker, out)]:
-            told.exits(slot)
-        out += told.resume_all()
+            harness.exits(slot)
+        out += harness.resume_all()
     return out
 
 
 def test_no_more_racks_are_asked_for_than_a_person_wants_ranks() -> None:
-    told = one_slot_each("abcd")
-    shrink(told, to=2)
+    harness = one_slot_each("abcd")
+    shrink(harness, to=2)
     for tray in "dc":
-        told.tray_lost(tray)
-    assert only(RequestRack, lose(told)).trays == 1, "two ranks are wanted, and one lives"
+        harness.tray_lost(tray)
+    assert only(RequestRack, lose(harness)).trays == 1, "two ranks are wanted, and one lives"
 
 
 def test_a_rack_that_comes_to_a_world_that_is_to_stay_small_is_not_waited_for() -> None:
-    told = begun("acquire-train,shrink")
-    assert every(RequestRack, lose(told))
-    told.resume_all()
-    assert told.view.world_size == 2
-    assert only(ReleaseRack, shrink(told, to=2)).request == 1
-    assert not every(RequestRack, told.tell(GrowRequested(request="back", to=0))), "only the next failure asks again"
+    harness = begun("acquire-train,shrink")
+    assert every(RequestRack, lose(harness))
+    harness.resume_all()
+    assert harness.view.world_size == 2
+    assert only(ReleaseRack, shrink(harness, to=2)).request == 1
+    assert not every(RequestRack, harness.tell(GrowRequested(request="back", to=0))), "only the next failure asks again"
 
 
 def test_a_rack_is_kept_by_a_policy_that_has_come_to_forbid_swaps() -> None:
-    told = begun("swap,acquire-wait")
-    lose(told)
-    serve(told)
-    assert told.view.world_size == 4
-    told.tell(PolicyRequested(request="p", policy="no-swap"))
-    started = told.join("b", 2)
+    harness = begun("swap,acquire-wait")
+    lose(harness)
+    serve(harness)
+    assert harness.view.world_size == 4
+    harness.tell(PolicyRequested(request="p", policy="no-swap"))
+    started = harness.join("b", 2)
     assert not every(StartWorker, started), "nobody could go over to them"
-    assert not every(ReleaseRack, told.answers)
+    assert not every(ReleaseRack, harness.answers)

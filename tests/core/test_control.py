@@ -22,10 +22,10 @@ from rackrun.protocol.events import DepartureAnnounced, DrainRequested, ReturnRe
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Position, Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
-from tests.core.core_told import Told, condemned, every, only, only_condemned, plan_in, ranks, stop_in
+from tests.core.core_harness import CoreHarness, condemned, every, only, only_condemned, plan_in, ranks, stop_in
 
 
-class Asked(Told):
+class Asked(CoreHarness):
     """Requests are named by their number."""
 
     requests = 0
@@ -57,19 +57,19 @@ class Asked(Told):
 
 
 def job(trays: str = "abcd", *, spares: int = 2, slots: int = 2, classes: str = "all", clique: str = "") -> Asked:
-    told = Asked(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares))
+    harness = Asked(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares))
     for tray in trays:
-        told.join(tray, slots, clique=clique)
-    told.train(classes)
-    return told
+        harness.join(tray, slots, clique=clique)
+    harness.train(classes)
+    return harness
 
 
 @pytest.fixture(params=["", "x"], ids=["nothing is known of the rack", "one clique"])
 def four(request: pytest.FixtureRequest) -> Asked:
     """Four trays of two; ranks 0 to 5 on a, b, c; d waits."""
-    told = job(clique=request.param)
-    assert [spare.slot for spare in told.view.spares] == ["d/0", "d/1"]
-    return told
+    harness = job(clique=request.param)
+    assert [spare.slot for spare in harness.view.spares] == ["d/0", "d/1"]
+    return harness
 
 
 def said(commands: Sequence[Command]) -> list[tuple[str, str]]:
@@ -115,13 +115,13 @@ def test_nothing_starts_there_and_its_spares_end(four: Asked) -> None:
 
 def test_spares_of_what_is_drained_wait_until_the_ranks_have_left() -> None:
     """If the drain is called off, they are still there."""
-    told = job("abc", spares=3, slots=3)
-    told.drain("a")
-    assert [spare.slot for spare in told.view.spares] == ["c/0", "c/1", "c/2"]
-    told.give_back("a")
-    told = job("ab", spares=2, slots=3)  # a/2 and b/2 wait
-    assert not condemned(told.drain("a/0"))
-    assert only_condemned(told.pause_all()).slot == "a/0"
+    harness = job("abc", spares=3, slots=3)
+    harness.drain("a")
+    assert [spare.slot for spare in harness.view.spares] == ["c/0", "c/1", "c/2"]
+    harness.give_back("a")
+    harness = job("ab", spares=2, slots=3)  # a/2 and b/2 wait
+    assert not condemned(harness.drain("a/0"))
+    assert only_condemned(harness.pause_all()).slot == "a/0"
 
 
 @pytest.mark.parametrize("wait", [False, True])
@@ -162,41 +162,41 @@ def test_a_spare_that_a_loss_takes_from_a_drain_calls_it_off(four: Asked) -> Non
 
 
 def test_a_job_that_needs_what_is_being_drained_keeps_it() -> None:
-    told = job("abc", spares=2)
-    told.drain("b")
-    told.pause_all()
-    told.park_all()
-    told.tray_lost("c")
-    answers = told.park_all()
-    kept = [one for one in every(Answer, told.answers) if one.outcome == "refused"]
+    harness = job("abc", spares=2)
+    harness.drain("b")
+    harness.pause_all()
+    harness.park_all()
+    harness.tray_lost("c")
+    answers = harness.park_all()
+    kept = [one for one in every(Answer, harness.answers) if one.outcome == "refused"]
     assert [one.text for one in kept] == ["drain of b is called off: the job needs its slots"]
     assert not every(StopJob, answers)
-    told.exits("b/0")
-    told.exits("b/1")
-    assert [start.slot for start in every(StartWorker, told.answers)][-2:] == ["b/0", "b/1"]
+    harness.exits("b/0")
+    harness.exits("b/1")
+    assert [start.slot for start in every(StartWorker, harness.answers)][-2:] == ["b/0", "b/1"]
 
 
 def test_what_is_empty_stays_so_even_if_the_job_ends_for_it() -> None:
     """Somebody may have a hand in it."""
-    told = job("abc", spares=2)
-    told.drain("c")
-    told.exits("c/0")
-    told.exits("c/1")
-    told.tray_lost("b")
-    stop = stop_in(told.park_all())
+    harness = job("abc", spares=2)
+    harness.drain("c")
+    harness.exits("c/0")
+    harness.exits("c/1")
+    harness.tray_lost("b")
+    stop = stop_in(harness.park_all())
     assert "no free slot left; not used: c/0 (drained), c/1 (drained)" in stop.because
 
 
 def test_replicas_that_would_all_leave_go_one_after_the_other() -> None:
     """Else nobody would be left to restore them from."""
-    told = job("abc", spares=4)
-    assert told.members == ["a/0", "b/0"]
-    told.drain("a/0")
-    told.drain("b/0")
-    again = told.moves()
+    harness = job("abc", spares=4)
+    assert harness.members == ["a/0", "b/0"]
+    harness.drain("a/0")
+    harness.drain("b/0")
+    again = harness.moves()
     assert [fenced.slot for fenced in condemned(again)] == ["a/0"]
     assert only(PauseWorkers, again).because == "rank 1: drained"
-    assert [fenced.slot for fenced in condemned(told.moves())] == ["b/0"]
+    assert [fenced.slot for fenced in condemned(harness.moves())] == ["b/0"]
 
 
 def test_a_loss_in_the_middle_of_the_pause_is_recovered_and_the_drain_goes_on(four: Asked) -> None:
@@ -223,31 +223,31 @@ def test_a_tray_that_comes_back_is_still_drained(four: Asked) -> None:
 
 
 def test_a_world_that_begins_again_leaves_out_what_is_drained() -> None:
-    told = job("abc", spares=2, classes="unique")
-    told.drain("c/0")
-    told.exits("c/0")
-    told.exits("a/0", step=3)
-    told.park_all(passed=3)
+    harness = job("abc", spares=2, classes="unique")
+    harness.drain("c/0")
+    harness.exits("c/0")
+    harness.exits("a/0", step=3)
+    harness.park_all(passed=3)
     for slot in ("a/1", "b/0", "b/1", "c/1"):
-        told.exits(slot)
-    assert "c/0" not in told.members
-    assert told.view.phase == "setup"
+        harness.exits(slot)
+    assert "c/0" not in harness.members
+    assert harness.view.phase == "setup"
 
 
 # -- what a tray keeps for others ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("order", [*permutations(("a/0", "a/1", "b/0", "b/1"))], ids=" ".join)
 def test_a_tray_that_keeps_copies_is_empty_when_they_are_kept_elsewhere(order: tuple[str, ...]) -> None:
-    told = job("abc", spares=2, classes="unique")
+    harness = job("abc", spares=2, classes="unique")
     for slot, holder in (("a/0", "b"), ("a/1", "b"), ("b/0", "c"), ("b/1", "c")):
-        told.mirrors(slot, holder, 4)
-    drained = told.drain("c")
+        harness.mirrors(slot, holder, 4)
+    drained = harness.drain("c")
     assert "snapshots are kept elsewhere" in only(PauseWorkers, drained).because
     for slot in ("c/0", "c/1"):
-        assert not every(Answer, told.exits(slot))
-    resumed = told.moves()
+        assert not every(Answer, harness.exits(slot))
+    resumed = harness.moves()
     assert plan_in(resumed).mirrors == {"a": "b:2/b", "b": "a:2/a", "c": "a:2/a"}
     assert not condemned(resumed)
-    copies = [told.mirrors(slot, "b" if slot < "b" else "a", 8) for slot in order]
+    copies = [harness.mirrors(slot, "b" if slot < "b" else "a", 8) for slot in order]
     assert [bool(every(Answer, answers)) for answers in copies] == [False, False, False, True]
 
 
@@ -283,10 +283,10 @@ def test_a_gpu_that_is_not_fit_is_not_returned_and_the_reason_is_told(four: Aske
 
 
 def test_a_returned_slot_is_forgiven_its_losses() -> None:
-    told = job("abcd")
+    harness = job("abcd")
     for _ in range(3):
-        told.exits("d/0", code=1)
-    returned = told.give_back("d/0")
+        harness.exits("d/0", code=1)
+    returned = harness.give_back("d/0")
     assert only(Answer, returned).forgiven == ("d/0",)
     assert only(StartWorker, returned).slot == "d/0"
 
@@ -330,13 +330,13 @@ def test_a_named_spare_that_is_gone_calls_the_swap_off(four: Asked) -> None:
 
 
 def test_a_spare_outside_the_ranks_clique_is_refused() -> None:
-    told = Asked(JobConfig(trays_min=4, trays_max=4, mesh=(("dp", 2), ("tp", 3)), spares=0))
+    harness = Asked(JobConfig(trays_min=4, trays_max=4, mesh=(("dp", 2), ("tp", 3)), spares=0))
     for tray in "abcd":
-        told.join(tray, 2, clique="x" if tray in "ab" else "y")
-    told.train()
-    assert [spare.slot for spare in told.view.spares] == ["b/1", "d/1"]
-    assert said(told.swap(0, "d/1")) == [("refused", "spares")]
-    assert said(told.swap(0, "b/1")) == [("begun", "")]
+        harness.join(tray, 2, clique="x" if tray in "ab" else "y")
+    harness.train()
+    assert [spare.slot for spare in harness.view.spares] == ["b/1", "d/1"]
+    assert said(harness.swap(0, "d/1")) == [("refused", "spares")]
+    assert said(harness.swap(0, "b/1")) == [("begun", "")]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -363,9 +363,9 @@ def test_a_job_before_its_second_step_is_refused(four: Asked) -> None:
 
 
 def test_a_plain_script_is_refused() -> None:
-    told = Asked(JobConfig(trays_min=1, trays_max=1, spares=0))
-    told.join("a", 2)
-    assert said(told.drain("a/0", steps=0)) == said(told.swap(1, steps=0)) == [("refused", "plain")]
+    harness = Asked(JobConfig(trays_min=1, trays_max=1, spares=0))
+    harness.join("a", 2)
+    assert said(harness.drain("a/0", steps=0)) == said(harness.swap(1, steps=0)) == [("refused", "plain")]
 
 
 def test_a_job_that_is_about_to_end_is_refused(four: Asked) -> None:
@@ -385,9 +385,9 @@ def test_a_tray_that_is_told_to_leave_is_dismissed_when_its_ranks_are_elsewhere(
 
 
 def test_a_tray_that_leaves_while_ranks_are_there_is_a_loss_with_that_reason() -> None:
-    told = job("abc", spares=0)
-    assert not every(PauseWorkers, told.leaves("b"))
-    lost = told.tray_lost("b")
+    harness = job("abc", spares=0)
+    assert not every(PauseWorkers, harness.leaves("b"))
+    lost = harness.tray_lost("b")
     assert only(BreakGeneration, lost).because == "ranks 2, 3 lost (b lost: lease lapsed; SIGTERM)"
     assert said(lost) == [("done", "")]
 
@@ -409,16 +409,16 @@ def test_when_the_last_tray_is_told_to_leave_the_job_ends_at_the_next_boundary(f
 
 
 def test_a_tray_of_a_plain_script_is_dismissed_at_once() -> None:
-    told = Asked(JobConfig(trays_min=2, trays_max=2, spares=2))
-    told.join("a", 2)
-    told.join("b", 2)
-    assert only(DismissTray, told.leaves("a")).tray == "a"
+    harness = Asked(JobConfig(trays_min=2, trays_max=2, spares=2))
+    harness.join("a", 2)
+    harness.join("b", 2)
+    assert only(DismissTray, harness.leaves("a")).tray == "a"
 
 
 def test_a_failing_gpu_is_left_as_ever_while_a_drain_waits() -> None:
-    told = job("abcd", clique="x")
-    told.drain("d/0")
-    told.exits("d/0")
-    told.drain("b", wait=True)
-    assert only(PauseWorkers, told.judges("c/0", Health.DEGRADED)).because.startswith("rank 4: GPU 0 is degraded")
-    assert only(ResumeGeneration, told.moves()).plan.members[4].slot == "d/1"
+    harness = job("abcd", clique="x")
+    harness.drain("d/0")
+    harness.exits("d/0")
+    harness.drain("b", wait=True)
+    assert only(PauseWorkers, harness.judges("c/0", Health.DEGRADED)).because.startswith("rank 4: GPU 0 is degraded")
+    assert only(ResumeGeneration, harness.moves()).plan.members[4].slot == "d/1"

@@ -13,26 +13,26 @@ from rackrun.protocol.commands import Answer, BreakGeneration, Command, FenceWor
 from rackrun.protocol.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
-from tests.core.core_told import Told, every, only, plan_in, stop_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 
 @pytest.fixture
-def job() -> Told:
+def job() -> CoreHarness:
     """Ranks 0 to 3 on a and b, all replicas of each other; c waits."""
     return trained("abc", spares=2)
 
 
-def trained(trays: str, spares: int, min_ranks: int = 0) -> Told:
-    told = Told(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares, min_ranks=min_ranks))
-    told.resizes = "in place" if min_ranks else ""
+def trained(trays: str, spares: int, min_ranks: int = 0) -> CoreHarness:
+    harness = CoreHarness(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares, min_ranks=min_ranks))
+    harness.resizes = "in place" if min_ranks else ""
     for tray in trays:
-        told.join(tray, 2)
-    told.train()
-    return told
+        harness.join(tray, 2)
+    harness.train()
+    return harness
 
 
 def differ(
-    told: Told,
+    harness: CoreHarness,
     *culprits: int,
     slot: str = "a/0",
     good: int = 3,
@@ -41,10 +41,10 @@ def differ(
     of: int | None = None,
 ) -> Sequence[Command]:
     """``again``: it is the second time that nobody can say, and these differ."""
-    return told.tell(
+    return harness.tell(
         ReplicasDiffer(
-            **told._who(slot),  # type: ignore[arg-type]
-            generation=Generation(of or told.view.generation),
+            **harness._who(slot),  # type: ignore[arg-type]
+            generation=Generation(of or harness.view.generation),
             at=Position(at),
             culprits=tuple(Rank(rank) for rank in culprits),
             good=Position(good),
@@ -58,15 +58,15 @@ def texts(answers: Sequence[Command]) -> list[str]:
     return [notice.text for notice in every(Notice, answers)]
 
 
-def gone(told: Told, answers: Sequence[Command]) -> list[str]:
+def gone(harness: CoreHarness, answers: Sequence[Command]) -> list[str]:
     """Who is fenced; and they exit."""
     slots = [command.slot for command in every(FenceWorker, answers)]
     for slot in slots:
-        told.exits(slot, snapshots=(3, 7))
+        harness.exits(slot, snapshots=(3, 7))
     return slots
 
 
-def test_whoever_is_outvoted_is_replaced_and_all_go_back_to_where_they_were_equal(job: Told) -> None:
+def test_whoever_is_outvoted_is_replaced_and_all_go_back_to_where_they_were_equal(job: CoreHarness) -> None:
     answers = differ(job, 2)
     assert texts(answers) == [
         "rank 2 holds another state than its replicas, seen in step 8; good is what was there after step 3"
@@ -80,7 +80,7 @@ def test_whoever_is_outvoted_is_replaced_and_all_go_back_to_where_they_were_equa
     assert [member.slot for member in plan.members][2] in ("c/0", "c/1")
 
 
-def test_what_all_tell_is_heard_once(job: Told) -> None:
+def test_what_all_tell_is_heard_once(job: CoreHarness) -> None:
     first = differ(job, 2)
     generation = job.view.generation - 1
     for slot in ("a/1", "b/1"):
@@ -88,27 +88,27 @@ def test_what_all_tell_is_heard_once(job: Told) -> None:
     assert len(gone(job, first)) == 1
 
 
-def test_of_another_generation_it_is_ignored(job: Told) -> None:
+def test_of_another_generation_it_is_ignored(job: CoreHarness) -> None:
     assert not differ(job, 2, of=7)
 
 
-def test_good_up_to_what_is_committed_nobody_goes_back(job: Told) -> None:
+def test_good_up_to_what_is_committed_nobody_goes_back(job: CoreHarness) -> None:
     gone(job, differ(job, 2, good=7))
     plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
     assert (plan.rollback, plan.committed) == (None, Position(7))
 
 
 def test_without_a_spare_it_stays_and_takes_the_state_of_another() -> None:
-    told = trained("ab", spares=0)
-    answers = differ(told, 2, good=7)
+    harness = trained("ab", spares=0)
+    answers = differ(harness, 2, good=7)
     assert not every(FenceWorker, answers)
     assert "no spare is ready, so it stays for now" in texts(answers)[0]
-    plan = plan_in(told.park_all(passed=7))
+    plan = plan_in(harness.park_all(passed=7))
     assert [(restore.rank, restore.sources) for restore in plan.restores] == [(2, (0, 1, 3))]
     assert [member.rank for member in plan.members if member.fresh] == [2]
 
 
-def test_a_policy_that_has_come_to_forbid_swaps_forbids_this_one_too(job: Told) -> None:
+def test_a_policy_that_has_come_to_forbid_swaps_forbids_this_one_too(job: CoreHarness) -> None:
     job.tell(PolicyRequested(request="p", policy="no-swap"))
     assert not every(FenceWorker, differ(job, 2))
     job.tell(PolicyRequested(request="p", policy="cheapest"))
@@ -117,7 +117,7 @@ def test_a_policy_that_has_come_to_forbid_swaps_forbids_this_one_too(job: Told) 
     assert gone(job, differ(job, 1)) == ["a/1"]
 
 
-def test_it_leaves_as_soon_as_a_better_slot_has_a_spare(job: Told) -> None:
+def test_it_leaves_as_soon_as_a_better_slot_has_a_spare(job: CoreHarness) -> None:
     for slot in ("c/0", "c/1"):
         job.checks(slot, "its driver does not answer")
     assert not every(FenceWorker, differ(job, 2))
@@ -126,12 +126,12 @@ def test_it_leaves_as_soon_as_a_better_slot_has_a_spare(job: Told) -> None:
     assert "its state differs from that of its replicas" in only(PauseWorkers, job.checks("c/0")).because
 
 
-def test_its_slot_is_the_last_choice_from_then_on(job: Told) -> None:
+def test_its_slot_is_the_last_choice_from_then_on(job: CoreHarness) -> None:
     gone(job, differ(job, 2))
     assert any("its state differs" in why for tray in job.view.trays for why in tray.against.values())
 
 
-def test_nobody_can_say_then_all_compute_again(job: Told) -> None:
+def test_nobody_can_say_then_all_compute_again(job: CoreHarness) -> None:
     answers = differ(job)
     assert not every(FenceWorker, answers)
     assert "nobody can say which are right: all compute again" in texts(answers)[0]
@@ -139,7 +139,7 @@ def test_nobody_can_say_then_all_compute_again(job: Told) -> None:
     assert (plan.rollback, plan.restores) == (3, ())
 
 
-def test_nobody_can_say_then_what_is_in_memory_is_not_used_even_of_the_good_step(job: Told) -> None:
+def test_nobody_can_say_then_what_is_in_memory_is_not_used_even_of_the_good_step(job: CoreHarness) -> None:
     """All have just gone back there, and one of them is wrong again."""
     differ(job, good=7)
     plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
@@ -150,10 +150,10 @@ def test_nobody_can_say_then_what_is_in_memory_is_not_used_even_of_the_good_step
     assert (again.rollback, again.restores) == (None, ()), "there is nothing else"
 
 
-def test_nobody_can_say_twice_then_one_of_them_is_replaced_and_both_are_watched(job: Told) -> None:
+def test_nobody_can_say_twice_then_one_of_them_is_replaced_and_both_are_watched(job: CoreHarness) -> None:
     answers = differ(job, again=(0, 2))
-    (told,) = texts(answers)
-    assert "once more: ranks 0, 2; rank 2 is replaced, and if they differ on, it was not that one" in told
+    (text,) = texts(answers)
+    assert "once more: ranks 0, 2; rank 2 is replaced, and if they differ on, it was not that one" in text
     assert gone(job, answers) == ["b/0"]
     assert plan_in(job.park_all(passed=7, snapshots=(3, 7))).rollback == 3
     against = [slot for tray in job.view.trays for slot, why in tray.against.items() if "it or its replica" in why]
@@ -161,51 +161,51 @@ def test_nobody_can_say_twice_then_one_of_them_is_replaced_and_both_are_watched(
 
 
 def test_if_they_differ_on_it_was_the_other() -> None:
-    told = trained("abc", spares=1)
-    gone(told, differ(told, again=(0, 2)))
-    told.park_all(passed=7, snapshots=(3, 7))
-    told.resume_all()
-    for spare in told.view.spares:
-        told.ready(spare.slot)
-    assert gone(told, differ(told, slot="a/1", again=(0, 2))) == ["a/0"]
+    harness = trained("abc", spares=1)
+    gone(harness, differ(harness, again=(0, 2)))
+    harness.park_all(passed=7, snapshots=(3, 7))
+    harness.resume_all()
+    for spare in harness.view.spares:
+        harness.ready(spare.slot)
+    assert gone(harness, differ(harness, slot="a/1", again=(0, 2))) == ["a/0"]
 
 
 def test_that_a_tray_stood_still_says_nothing_about_what_is_computed_there() -> None:
-    told = trained("abc", spares=2)
+    harness = trained("abc", spares=2)
     for _ in range(STANDSTILLS_MAX):
-        told.stands_still("c")
-    gone(told, differ(told, again=(0, 2)))
-    told.park_all(passed=7, snapshots=(3, 7))
-    told.resume_all()
-    assert told.view.ranks[2].slot in ("c/0", "c/1"), "the last choice, and the only one"
-    assert gone(told, differ(told, slot="a/1", again=(0, 2))) == ["a/0"]
+        harness.stands_still("c")
+    gone(harness, differ(harness, again=(0, 2)))
+    harness.park_all(passed=7, snapshots=(3, 7))
+    harness.resume_all()
+    assert harness.view.ranks[2].slot in ("c/0", "c/1"), "the last choice, and the only one"
+    assert gone(harness, differ(harness, slot="a/1", again=(0, 2))) == ["a/0"]
 
 
-def test_the_other_leaves_as_soon_as_there_is_a_better_slot(job: Told) -> None:
+def test_the_other_leaves_as_soon_as_there_is_a_better_slot(job: CoreHarness) -> None:
     gone(job, differ(job, again=(0, 2)))
     job.park_all(passed=7, snapshots=(3, 7))
     assert "it or its replica is wrong" in only(PauseWorkers, job.resume_all()).because
 
 
 def test_if_that_does_not_help_the_job_ends() -> None:
-    told = trained("abc", spares=1)
+    harness = trained("abc", spares=1)
     for _ in range(OFFENCES_MAX):
-        gone(told, differ(told, slot="a/1", again=(0, 2)))
-        told.park_all(passed=7, snapshots=(3, 7))
-        told.resume_all()
-        for spare in told.view.spares:
-            told.ready(spare.slot)
-    assert stop_in(differ(told, slot="a/1", again=(0, 2))).exit_code == 3
+        gone(harness, differ(harness, slot="a/1", again=(0, 2)))
+        harness.park_all(passed=7, snapshots=(3, 7))
+        harness.resume_all()
+        for spare in harness.view.spares:
+            harness.ready(spare.slot)
+    assert stop_in(differ(harness, slot="a/1", again=(0, 2))).exit_code == 3
 
 
 def test_nobody_can_say_twice_and_no_spare_is_ready_then_the_job_ends() -> None:
-    told = trained("ab", spares=0)
-    stop = stop_in(differ(told, again=(0, 2)))
+    harness = trained("ab", spares=0)
+    stop = stop_in(differ(harness, again=(0, 2)))
     assert stop.exit_code == 3
     assert "nobody can say which are right" in stop.because
 
 
-def test_one_of_them_is_lost_already_then_it_is_not_replaced_twice(job: Told) -> None:
+def test_one_of_them_is_lost_already_then_it_is_not_replaced_twice(job: CoreHarness) -> None:
     job.exits("b/0", snapshots=(3, 7))
     answers = differ(job, again=(0, 2), of=job.view.generation - 1)
     assert not every(FenceWorker, answers)
@@ -213,14 +213,14 @@ def test_one_of_them_is_lost_already_then_it_is_not_replaced_twice(job: Told) ->
     assert (plan.rollback, [restore.rank for restore in plan.restores]) == (3, [2])
 
 
-def test_a_loss_while_all_go_back_does_not_make_a_later_state_good(job: Told) -> None:
+def test_a_loss_while_all_go_back_does_not_make_a_later_state_good(job: CoreHarness) -> None:
     gone(job, differ(job, 2))
     job.park_all(passed=7, snapshots=(3, 7))
     assert only(BreakGeneration, job.exits("b/1", snapshots=(3, 7)))
     assert plan_in(job.park_all(passed=7, snapshots=(3, 7))).rollback == 3
 
 
-def test_when_all_compute_again_every_state_is_good(job: Told) -> None:
+def test_when_all_compute_again_every_state_is_good(job: CoreHarness) -> None:
     gone(job, differ(job, 2))
     job.park_all(passed=7, snapshots=(3, 7))
     job.resume_all()
@@ -228,7 +228,7 @@ def test_when_all_compute_again_every_state_is_good(job: Told) -> None:
     assert plan_in(job.park_all(passed=9)).rollback is None
 
 
-def test_told_after_a_loss_has_broken_the_generation_it_counts(job: Told) -> None:
+def test_told_after_a_loss_has_broken_the_generation_it_counts(job: CoreHarness) -> None:
     job.exits("a/1", snapshots=(3, 7))
     assert gone(job, differ(job, 2, of=job.view.generation - 1)) == ["b/0"]
     plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
@@ -236,7 +236,7 @@ def test_told_after_a_loss_has_broken_the_generation_it_counts(job: Told) -> Non
     assert {restore.rank for restore in plan.restores} == {1, 2}
 
 
-def test_the_same_rank_on_another_gpu_soon_after_is_the_scripts_doing(job: Told) -> None:
+def test_the_same_rank_on_another_gpu_soon_after_is_the_scripts_doing(job: CoreHarness) -> None:
     gone(job, differ(job, 2))
     job.park_all(passed=7, snapshots=(3, 7))
     job.resume_all()
@@ -247,7 +247,7 @@ def test_the_same_rank_on_another_gpu_soon_after_is_the_scripts_doing(job: Told)
     assert "it is not the GPU" in stop.because
 
 
-def test_a_long_time_later_it_is_not(job: Told) -> None:
+def test_a_long_time_later_it_is_not(job: CoreHarness) -> None:
     gone(job, differ(job, 2))
     job.park_all(passed=7, snapshots=(3, 7))
     job.resume_all()
@@ -258,32 +258,32 @@ def test_a_long_time_later_it_is_not(job: Told) -> None:
 
 
 def test_in_a_world_of_another_size_the_same_number_is_another_rank() -> None:
-    told = trained("abc", spares=2, min_ranks=1)
-    gone(told, differ(told, 2))
-    told.park_all(passed=7, snapshots=(3, 7))
-    told.resume_all()
-    told.tell(ShrinkRequested(request="s", ranks=(Rank(2),), steps=9))
-    told.pause_all()
-    gone(told, told.park_all(passed=9))
-    told.resume_all()
-    assert told.view.ranks[2].slot == "b/1", "it was rank 3"
-    for spare in told.view.spares:
-        told.ready(spare.slot)
-    assert gone(told, differ(told, 2, good=11, at=16)) == ["b/1"]
+    harness = trained("abc", spares=2, min_ranks=1)
+    gone(harness, differ(harness, 2))
+    harness.park_all(passed=7, snapshots=(3, 7))
+    harness.resume_all()
+    harness.tell(ShrinkRequested(request="s", ranks=(Rank(2),), steps=9))
+    harness.pause_all()
+    gone(harness, harness.park_all(passed=9))
+    harness.resume_all()
+    assert harness.view.ranks[2].slot == "b/1", "it was rank 3"
+    for spare in harness.view.spares:
+        harness.ready(spare.slot)
+    assert gone(harness, differ(harness, 2, good=11, at=16)) == ["b/1"]
 
 
 def test_a_gpu_that_is_wrong_again_and_again_and_cannot_be_left_ends_the_job() -> None:
-    told = trained("ab", spares=0)
+    harness = trained("ab", spares=0)
     for _ in range(OFFENCES_MAX - 1):
-        differ(told, 2)
-        told.park_all(passed=7, snapshots=(3,))
-        told.resume_all()
-    stop = stop_in(differ(told, 2))
+        differ(harness, 2)
+        harness.park_all(passed=7, snapshots=(3,))
+        harness.resume_all()
+    stop = stop_in(differ(harness, 2))
     assert stop.exit_code == 3
     assert f"for the {OFFENCES_MAX}. time on b/0, and there is no spare" in stop.because
 
 
-def test_where_nothing_is_known_to_be_good_there_is_nothing_to_go_on_from(job: Told) -> None:
+def test_where_nothing_is_known_to_be_good_there_is_nothing_to_go_on_from(job: CoreHarness) -> None:
     answers = gone(job, differ(job, 2, good=BEGIN.step, at=30))
     assert answers
     stop = stop_in(job.park_all(passed=29, snapshots=(28,)))
@@ -291,31 +291,31 @@ def test_where_nothing_is_known_to_be_good_there_is_nothing_to_go_on_from(job: T
 
 
 # -- a loss that is not finite once ----------------------------------------------------------------------------------
-def once(told: Told, slot: str, at: int = 5) -> Sequence[Command]:
-    return told.tell(LossNotRepeated(**told._who(slot), at=Position(at)))  # type: ignore[arg-type]
+def once(harness: CoreHarness, slot: str, at: int = 5) -> Sequence[Command]:
+    return harness.tell(LossNotRepeated(**harness._who(slot), at=Position(at)))  # type: ignore[arg-type]
 
 
-def test_the_first_loss_that_does_not_come_again_is_said_and_no_more(job: Told) -> None:
+def test_the_first_loss_that_does_not_come_again_is_said_and_no_more(job: CoreHarness) -> None:
     answers = once(job, "b/0")
     assert texts(answers) == ["rank 2 on b/0: its loss in step 5 was not finite, and was when computed once more"]
     assert len(answers) == 1
     assert len(once(job, "a/0")) == 1, "each slot has its own first time"
 
 
-def test_the_second_on_a_slot_makes_its_rank_leave(job: Told) -> None:
+def test_the_second_on_a_slot_makes_its_rank_leave(job: CoreHarness) -> None:
     once(job, "b/0")
     pause = only(PauseWorkers, once(job, "b/0", at=90))
     assert "its loss was not finite" in pause.because
 
 
 def test_without_a_spare_it_stays_on_probation() -> None:
-    told = trained("ab", spares=0)
-    once(told, "b/0")
-    assert not every(PauseWorkers, once(told, "b/0"))
-    assert any("its loss was not finite" in why for tray in told.view.trays for why in tray.against.values())
+    harness = trained("ab", spares=0)
+    once(harness, "b/0")
+    assert not every(PauseWorkers, once(harness, "b/0"))
+    assert any("its loss was not finite" in why for tray in harness.view.trays for why in tray.against.values())
 
 
-def test_of_a_tray_that_was_lost_nothing_is_remembered(job: Told) -> None:
+def test_of_a_tray_that_was_lost_nothing_is_remembered(job: CoreHarness) -> None:
     once(job, "b/0")
     job.core._rack.devices.forget(TrayId("b"))
     assert len(once(job, "b/0")) == 1
@@ -323,53 +323,53 @@ def test_of_a_tray_that_was_lost_nothing_is_remembered(job: Told) -> None:
 
 # -- where all enter main again -------------------------------------------------------------------------------------------
 def test_a_lie_that_is_found_before_all_are_known_to_have_entered_main_again_counts_for_the_old_world_too() -> None:
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0, min_ranks=1, rules=parse_rules("shrink,stop")))
-    told.resizes = "entering main again"
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=0, min_ranks=1, rules=parse_rules("shrink,stop")))
+    harness.resizes = "entering main again"
     for tray in "ab":
-        told.join(tray, 2)
-    told.train("pair")
-    told.exits("b/1", snapshots=(3, 7))
-    plan = plan_in(told.park_all(passed=7, snapshots=(3, 7)))
+        harness.join(tray, 2)
+    harness.train("pair")
+    harness.exits("b/1", snapshots=(3, 7))
+    plan = plan_in(harness.park_all(passed=7, snapshots=(3, 7)))
     assert (plan.world_size, plan.committed) == (3, Position(7))
-    told.resumes("a/0")
-    told.resumes("a/1")
-    differ(told, good=3)  # at the first gate; that b/0 is there too has not been heard yet
-    told.timer("gather")
+    harness.resumes("a/0")
+    harness.resumes("a/1")
+    differ(harness, good=3)  # at the first gate; that b/0 is there too has not been heard yet
+    harness.timer("gather")
     for slot in ("a/0", "a/1"):
-        told.parks(slot, 7, snapshots=(3, 7), layout=0)
-    plan = plan_in(told.parks("b/0", 7, snapshots=(3, 7), layout=0))
+        harness.parks(slot, 7, snapshots=(3, 7), layout=0)
+    plan = plan_in(harness.parks("b/0", 7, snapshots=(3, 7), layout=0))
     assert plan.reshard is not None
     assert plan.committed == Position(3), "what was there after step 7 is not to be trusted"
 
 
 @pytest.mark.parametrize("broken_by", ["the verdict", "a loss"])
 def test_a_state_found_wrong_is_not_used_although_its_rank_shows_later_that_it_had_resumed(broken_by: str) -> None:
-    told = trained("ab", spares=0)
-    told.is_severed("a/0")
-    told.park_all(passed=7)
-    generation = told.view.generation
+    harness = trained("ab", spares=0)
+    harness.is_severed("a/0")
+    harness.park_all(passed=7)
+    generation = harness.view.generation
     for slot in ("a/0", "a/1", "b/1"):
-        told.resumes(slot)  # the report of b/0, rank 2, is late
+        harness.resumes(slot)  # the report of b/0, rank 2, is late
     if broken_by == "a loss":
-        told.is_severed("a/1")
-    differ(told, 2, good=7, of=generation)
-    told.timer("gather")
+        harness.is_severed("a/1")
+    differ(harness, 2, good=7, of=generation)
+    harness.timer("gather")
     for slot in ("a/0", "a/1", "b/1"):
-        told.parks(slot, 7, resumed=generation)
-    plan = plan_in(told.parks("b/0", 7, resumed=generation))
+        harness.parks(slot, 7, resumed=generation)
+    plan = plan_in(harness.parks("b/0", 7, resumed=generation))
     assert [(restore.rank, restore.sources) for restore in plan.restores] == [(2, (0, 1, 3))]
 
 
 # -- while a person's shrink is under way ---------------------------------------------------------------------------------
 def test_a_lie_while_all_park_for_a_shrink_comes_first_and_the_shrink_goes_on() -> None:
-    told = trained("ab", spares=0, min_ranks=1)
-    told.tell(ShrinkRequested(request="s", to=3, steps=9))
-    out = list(told.pause_all())
+    harness = trained("ab", spares=0, min_ranks=1)
+    harness.tell(ShrinkRequested(request="s", to=3, steps=9))
+    out = list(harness.pause_all())
     assert only(BreakGeneration, out)
-    out += differ(told, 2, of=told.view.generation - 1)
-    out += told.park_all(passed=7, snapshots=(3,))
+    out += differ(harness, 2, of=harness.view.generation - 1)
+    out += harness.park_all(passed=7, snapshots=(3,))
     plan = plan_in(out)
     assert (plan.rollback, plan.world_size) == (3, 4)
-    out += told.resume_all()
+    out += harness.resume_all()
     assert [answer.outcome for answer in every(Answer, out)] == []
     assert only(PauseWorkers, out[-3:]).because == "rank 2 will leave (rackctl shrink)"

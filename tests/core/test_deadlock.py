@@ -12,7 +12,7 @@ from rackrun.core.faults.deadlock import is_deadlock
 from rackrun.protocol.commands import BreakGeneration, Command, SetTimer
 from rackrun.protocol.events import CollectiveWait
 from rackrun.protocol.ids import Generation, Rank
-from tests.core.core_told import Told, condemned, every, only, only_condemned, stop_in
+from tests.core.core_harness import CoreHarness, condemned, every, only, only_condemned, stop_in
 
 WORLD, LEFT, RIGHT, OUTER, INNER = "world", "ranks 0, 1", "ranks 2, 3", "ranks 0, 3", "ranks 1, 2"
 MEMBERS = {WORLD: (0, 1, 2, 3), LEFT: (0, 1), RIGHT: (2, 3), OUTER: (0, 3), INNER: (1, 2)}
@@ -20,7 +20,7 @@ NUMBERS = {group: number for number, group in enumerate(MEMBERS)}
 
 
 @pytest.fixture
-def training(training: Told) -> Told:
+def training(training: CoreHarness) -> CoreHarness:
     """Four ranks in generation 2, whose rank 1 is a newcomer: it has not done a step yet."""
     training.exits("a/1", signal=9)
     training.park_all(passed=4)
@@ -47,13 +47,13 @@ def wait(
     )
 
 
-def says(told: Told, rank: int, blocked: CollectiveWait | None, **further: object) -> Sequence[Command]:
+def says(harness: CoreHarness, rank: int, blocked: CollectiveWait | None, **further: object) -> Sequence[Command]:
     """Its limit is not over, and it tells that it waits."""
-    slot = told.view.ranks[rank].slot
+    slot = harness.view.ranks[rank].slot
     count = sum(calls for _, calls in blocked.called) if blocked is not None else 5
     line = 30 + blocked.group if blocked is not None else 50
     fields = {"waiting": True, "early": True, "took_ms": 20, "for_ms": 10_000, "where": f"train.py:{line}"}
-    return told.stalls(slot, **{"collective": count, "blocked": blocked, **fields, **further})
+    return harness.stalls(slot, **{"collective": count, "blocked": blocked, **fields, **further})
 
 
 def unequal_counts() -> dict[int, CollectiveWait]:
@@ -73,18 +73,20 @@ def other_groups() -> dict[int, CollectiveWait]:
     }
 
 
-def is_judged(told: Told, answers: Sequence[Command]) -> bool:
-    return bool(every(BreakGeneration, answers) or condemned(answers) or told.view.phase != "training")
+def is_judged(harness: CoreHarness, answers: Sequence[Command]) -> bool:
+    return bool(every(BreakGeneration, answers) or condemned(answers) or harness.view.phase != "training")
 
 
-def tell_all(told: Told, waits: Mapping[int, CollectiveWait], order: Sequence[int] = (0, 1, 2, 3)) -> list[Command]:
-    return [command for rank in order for command in says(told, rank, waits[rank])]
+def tell_all(
+    harness: CoreHarness, waits: Mapping[int, CollectiveWait], order: Sequence[int] = (0, 1, 2, 3)
+) -> list[Command]:
+    return [command for rank in order for command in says(harness, rank, waits[rank])]
 
 
 # -- deadlocks -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("waits", [unequal_counts(), other_groups()], ids=["unequal counts", "other groups"])
 def test_ranks_that_wait_for_each_other_are_judged_at_once_though_no_limit_is_over(
-    waits: dict[int, CollectiveWait], training: Told
+    waits: dict[int, CollectiveWait], training: CoreHarness
 ) -> None:
     assert not is_judged(training, tell_all(training, waits, (0, 1, 2)))
     answers = says(training, 3, waits[3])
@@ -94,12 +96,12 @@ def test_ranks_that_wait_for_each_other_are_judged_at_once_though_no_limit_is_ov
 
 
 @pytest.mark.parametrize("last", range(4))
-def test_it_does_not_matter_who_is_heard_last(last: int, training: Told) -> None:
+def test_it_does_not_matter_who_is_heard_last(last: int, training: CoreHarness) -> None:
     order = [*(rank for rank in range(4) if rank != last), last]
     assert is_judged(training, tell_all(training, unequal_counts(), order))
 
 
-def test_limits_that_are_over_count_as_well_and_need_no_second_window(training: Told) -> None:
+def test_limits_that_are_over_count_as_well_and_need_no_second_window(training: CoreHarness) -> None:
     waits = unequal_counts()
     for rank in (0, 2, 3):
         answers = says(training, rank, waits[rank], early=False)
@@ -108,13 +110,13 @@ def test_limits_that_are_over_count_as_well_and_need_no_second_window(training: 
     assert is_judged(training, says(training, 1, waits[1]))
 
 
-def test_who_has_called_the_fewest_is_replaced_as_in_any_stall(training: Told) -> None:
+def test_who_has_called_the_fewest_is_replaced_as_in_any_stall(training: CoreHarness) -> None:
     behind = wait(1, LEFT, {WORLD: 2, LEFT: 1})
     ahead = {rank: wait(rank, WORLD, {WORLD: 4, LEFT: 0, RIGHT: 1}) for rank in (0, 2, 3)}
     assert only_condemned(tell_all(training, {1: behind, **ahead})).slot == training.view.ranks[1].slot
 
 
-def test_the_same_deadlock_twice_ends_the_job(training: Told) -> None:
+def test_the_same_deadlock_twice_ends_the_job(training: CoreHarness) -> None:
     assert is_judged(training, tell_all(training, unequal_counts()))
     training.park_all(passed=4)
     training.resume_all()
@@ -127,7 +129,7 @@ def wait_in(one: CollectiveWait, generation: int) -> CollectiveWait:
 
 
 # -- look-alikes -----------------------------------------------------------------------------------------------------
-def test_while_one_rank_is_not_heard_it_may_work_and_all_wait_for_it(training: Told) -> None:
+def test_while_one_rank_is_not_heard_it_may_work_and_all_wait_for_it(training: CoreHarness) -> None:
     assert not is_judged(training, tell_all(training, unequal_counts(), (1, 2, 3)))
 
 
@@ -139,30 +141,30 @@ def test_while_one_rank_is_not_heard_it_may_work_and_all_wait_for_it(training: T
         "it waits in a broadcast, or in a phase, which may have other threads",
     ],
 )
-def test_who_waits_and_is_not_known_to_be_blocked_may_go_on(why: str, training: Told) -> None:
+def test_who_waits_and_is_not_known_to_be_blocked_may_go_on(why: str, training: CoreHarness) -> None:
     waits = unequal_counts()
     tell_all(training, waits, (0, 2, 3))
     assert not is_judged(training, says(training, 1, None)), why
 
 
-def test_a_newcomer_that_is_idle_in_its_own_code_may_load_data(training: Told) -> None:
+def test_a_newcomer_that_is_idle_in_its_own_code_may_load_data(training: CoreHarness) -> None:
     tell_all(training, unequal_counts(), (0, 2, 3))
     assert not is_judged(training, says(training, 1, None, waiting=False, for_ms=31_000, took_ms=-1, collective=9))
 
 
-def test_ranks_in_subgroups_that_go_on_one_after_the_other_are_waited_for(training: Told) -> None:
+def test_ranks_in_subgroups_that_go_on_one_after_the_other_are_waited_for(training: CoreHarness) -> None:
     """Both of LEFT have called; ranks 2 and 3 wait at the gate for them."""
     waits = {rank: wait(rank, LEFT, {WORLD: 3, LEFT: 2}) for rank in (0, 1)}
     waits |= {rank: wait(rank, WORLD, {WORLD: 4, RIGHT: 1}) for rank in (2, 3)}
     assert not is_judged(training, tell_all(training, waits))
 
 
-def test_all_in_one_collective_that_all_have_entered_may_be_a_slow_network(training: Told) -> None:
+def test_all_in_one_collective_that_all_have_entered_may_be_a_slow_network(training: CoreHarness) -> None:
     waits = {rank: wait(rank, WORLD, {WORLD: 4, LEFT: 1, RIGHT: 1}) for rank in range(4)}
     assert not is_judged(training, tell_all(training, waits))
 
 
-def test_a_wait_that_has_ended_since_proves_nothing(training: Told) -> None:
+def test_a_wait_that_has_ended_since_proves_nothing(training: CoreHarness) -> None:
     """Rank 0 was heard in the collective before that in which rank 1 is; both have come to the gate since, and it says nothing new yet."""
     waits = unequal_counts()
     waits[0] = wait(0, LEFT, {WORLD: 3, LEFT: 1})
@@ -170,14 +172,14 @@ def test_a_wait_that_has_ended_since_proves_nothing(training: Told) -> None:
     assert not is_judged(training, tell_all(training, waits))
 
 
-def test_who_goes_on_after_all_is_not_blocked_any_more(training: Told) -> None:
+def test_who_goes_on_after_all_is_not_blocked_any_more(training: CoreHarness) -> None:
     waits = unequal_counts()
     says(training, 1, waits[1])
     says(training, 1, None, over=True, waiting=False)
     assert not is_judged(training, tell_all(training, waits, (0, 2, 3)))
 
 
-def test_what_was_told_in_another_generation_is_over(training: Told) -> None:
+def test_what_was_told_in_another_generation_is_over(training: CoreHarness) -> None:
     waits = unequal_counts()
     former = {rank: wait_in(one, 1) for rank, one in waits.items()}
     assert not is_judged(training, tell_all(training, former))
@@ -189,13 +191,13 @@ def test_what_was_told_in_another_generation_is_over(training: Told) -> None:
     assert not is_judged(training, tell_all(training, later, (0, 2, 3))), "rank 1 has said nothing in this one"
 
 
-def test_what_was_told_in_another_generation_does_not_complete_a_proof(training: Told) -> None:
+def test_what_was_told_in_another_generation_does_not_complete_a_proof(training: CoreHarness) -> None:
     waits = unequal_counts()
     tell_all(training, waits, (0, 2, 3))
     assert not is_judged(training, says(training, 1, wait_in(waits[1], 1)))
 
 
-def test_a_newcomer_in_its_restore_is_waited_for(training: Told) -> None:
+def test_a_newcomer_in_its_restore_is_waited_for(training: CoreHarness) -> None:
     training.exits("a/0", signal=9)
     training.park_all(passed=4)
     waits = {rank: wait_in(one, 3) for rank, one in unequal_counts().items()}
@@ -207,12 +209,12 @@ def test_a_newcomer_in_its_restore_is_waited_for(training: Told) -> None:
     assert training.view.phase == "resuming"
 
 
-def test_a_group_whose_other_members_do_not_name_it_proves_nothing(training: Told) -> None:
+def test_a_group_whose_other_members_do_not_name_it_proves_nothing(training: CoreHarness) -> None:
     waits = unequal_counts() | {0: wait(0, OUTER, {WORLD: 3, LEFT: 1, OUTER: 1}, groups=(WORLD, LEFT, OUTER))}
     assert not is_judged(training, tell_all(training, waits))
 
 
-def test_ranks_that_have_returned_from_main_are_another_matter(training: Told) -> None:
+def test_ranks_that_have_returned_from_main_are_another_matter(training: CoreHarness) -> None:
     training.finishes("b/1")
     waits = unequal_counts()
     assert not is_judged(training, tell_all(training, waits, (0, 1, 2)))

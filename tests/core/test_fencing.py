@@ -13,21 +13,21 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Position, Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import FenceOver, timer_named
-from tests.core.core_told import Told, every, only, plan_in, stop_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 
-def gpus(ranks: int = 4, spares: int = 2, *, clique: str = "x") -> Told:
+def gpus(ranks: int = 4, spares: int = 2, *, clique: str = "x") -> CoreHarness:
     """Trays of two GPUs, each rank a replica of every other; the last trays hold the spares."""
     trays = "abcdef"[: (ranks + spares) // 2]
-    told = Told(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares))
+    harness = CoreHarness(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares))
     for tray in trays:
-        told.join(tray, 2, clique=clique)
-    told.train()
-    return told
+        harness.join(tray, 2, clique=clique)
+    harness.train()
+    return harness
 
 
 @pytest.fixture
-def four() -> Told:
+def four() -> CoreHarness:
     """Ranks 0 to 3 on a/0, a/1, b/0, b/1; c/0 and c/1 wait."""
     return gpus()
 
@@ -37,12 +37,12 @@ def kinds(commands: Sequence[Command]) -> list[str]:
     return [type(command).__name__ for command in commands if isinstance(command, wanted)]
 
 
-def overdue(told: Told, slot: str) -> Sequence[Command]:
-    return told.tell(TimerFired(timer=timer_named(f"fence:{slot}:{told.incarnation[slot]}")))
+def overdue(harness: CoreHarness, slot: str) -> Sequence[Command]:
+    return harness.tell(TimerFired(timer=timer_named(f"fence:{slot}:{harness.incarnation[slot]}")))
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
-def test_a_stopped_rank_counts_as_lost_at_once_and_is_killed_when_all_others_have_parked(four: Told) -> None:
+def test_a_stopped_rank_counts_as_lost_at_once_and_is_killed_when_all_others_have_parked(four: CoreHarness) -> None:
     silent = four.stalls("b/1", silent=True)
     assert kinds(silent) == ["CondemnWorker", "BreakGeneration"]
     assert [worker.slot for worker in only(BreakGeneration, silent).workers] == ["a/0", "a/1", "b/0"]
@@ -54,7 +54,7 @@ def test_a_stopped_rank_counts_as_lost_at_once_and_is_killed_when_all_others_hav
     assert killed.slot == "b/1"
 
 
-def test_the_window_that_gathers_faults_does_not_hold_the_kill_up(four: Told) -> None:
+def test_the_window_that_gathers_faults_does_not_hold_the_kill_up(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     for slot in ("a/0", "a/1"):
         four.parks(slot, 4)
@@ -63,7 +63,7 @@ def test_the_window_that_gathers_faults_does_not_hold_the_kill_up(four: Told) ->
 
 
 @pytest.mark.parametrize("how", ["judged", "stalled", "late to resume"])
-def test_whatever_a_living_rank_is_condemned_for_the_others_are_broken_first(four: Told, how: str) -> None:
+def test_whatever_a_living_rank_is_condemned_for_the_others_are_broken_first(four: CoreHarness, how: str) -> None:
     if how == "judged":
         answers = four.judges("b/1", Health.LOST)
     elif how == "stalled":
@@ -81,13 +81,13 @@ def test_whatever_a_living_rank_is_condemned_for_the_others_are_broken_first(fou
     assert kinds(four.park_all())[0] == "FenceWorker"
 
 
-def test_a_planned_swap_breaks_first_too_because_kernels_of_the_last_step_may_still_run(four: Told) -> None:
+def test_a_planned_swap_breaks_first_too_because_kernels_of_the_last_step_may_still_run(four: CoreHarness) -> None:
     four.judges("b/1", Health.DEGRADED)
     assert kinds(four.pause_all()) == ["CondemnWorker", "BreakGeneration"]
     assert kinds(four.park_all()) == ["FenceWorker", "ResumeGeneration"]
 
 
-def test_a_rank_whose_state_is_not_that_of_its_replicas_is_no_exception(four: Told) -> None:
+def test_a_rank_whose_state_is_not_that_of_its_replicas_is_no_exception(four: CoreHarness) -> None:
     differs = ReplicasDiffer(
         **four._who("a/0"),  # type: ignore[arg-type]
         generation=Generation(four.view.generation),
@@ -104,17 +104,17 @@ def test_a_rank_whose_state_is_not_that_of_its_replicas_is_no_exception(four: To
 
 
 def test_without_gpus_the_fence_goes_first_as_there_is_nothing_to_wait_for() -> None:
-    told = gpus(clique="")
-    assert kinds(told.stalls("b/1", silent=True)) == ["FenceWorker", "BreakGeneration"]
-    assert not [t for t in every(SetTimer, told.answers) if isinstance(t.timer, FenceOver)]
+    harness = gpus(clique="")
+    assert kinds(harness.stalls("b/1", silent=True)) == ["FenceWorker", "BreakGeneration"]
+    assert not [t for t in every(SetTimer, harness.answers) if isinstance(t.timer, FenceOver)]
 
 
-def test_a_spare_shares_no_memory_and_goes_at_once(four: Told) -> None:
+def test_a_spare_shares_no_memory_and_goes_at_once(four: CoreHarness) -> None:
     assert kinds(four.stalls("c/0", silent=True)) == ["FenceWorker"]
 
 
 # -- how long --------------------------------------------------------------------------------------------------------
-def test_who_does_not_park_holds_the_kill_up_for_half_a_second_at_the_most(four: Told) -> None:
+def test_who_does_not_park_holds_the_kill_up_for_half_a_second_at_the_most(four: CoreHarness) -> None:
     (timer,) = [t for t in every(SetTimer, four.stalls("b/1", silent=True)) if isinstance(t.timer, FenceOver)]
     assert timer.at_ms == four.now + FENCE_WAIT_MS == four.now + 500
     four.parks("a/0", 4)
@@ -122,13 +122,13 @@ def test_who_does_not_park_holds_the_kill_up_for_half_a_second_at_the_most(four:
     assert not every(FenceWorker, four.park_all()), "once"
 
 
-def test_its_timer_says_nothing_once_it_is_killed(four: Told) -> None:
+def test_its_timer_says_nothing_once_it_is_killed(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     four.park_all()
     assert kinds(overdue(four, "b/1")) == []
 
 
-def test_the_timer_of_one_culprit_leaves_another_alone(four: Told) -> None:
+def test_the_timer_of_one_culprit_leaves_another_alone(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     four.now += 100
     second = four.stalls("b/0", silent=True)
@@ -139,7 +139,7 @@ def test_the_timer_of_one_culprit_leaves_another_alone(four: Told) -> None:
 
 
 # -- something else happens in the middle ------------------------------------------------------------------------------
-def test_a_culprit_that_dies_by_itself_meanwhile_is_not_killed_again(four: Told) -> None:
+def test_a_culprit_that_dies_by_itself_meanwhile_is_not_killed_again(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     assert kinds(four.exits("b/1", signal=9)) == []
     parked = four.park_all()
@@ -148,13 +148,13 @@ def test_a_culprit_that_dies_by_itself_meanwhile_is_not_killed_again(four: Told)
     assert kinds(overdue(four, "b/1")) == []
 
 
-def test_its_tray_may_be_lost_meanwhile(four: Told) -> None:
+def test_its_tray_may_be_lost_meanwhile(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     four.tray_lost("b")
     assert kinds(four.park_all()) == ["ResumeGeneration"]
 
 
-def test_a_survivor_that_is_lost_meanwhile_is_waited_for_no_longer(four: Told) -> None:
+def test_a_survivor_that_is_lost_meanwhile_is_waited_for_no_longer(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     four.parks("a/0", 4)
     four.parks("a/1", 4)
@@ -168,7 +168,7 @@ def test_the_others_all_gone_nobody_is_waited_for() -> None:
     assert kinds(two.exits("a/0", signal=9)) == ["FenceWorker"]
 
 
-def test_of_two_culprits_both_are_killed_when_the_rest_has_parked(four: Told) -> None:
+def test_of_two_culprits_both_are_killed_when_the_rest_has_parked(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     four.stalls("b/0", silent=True)
     parked = four.park_all()
@@ -183,25 +183,25 @@ def test_all_being_condemned_at_once_nobody_is_left_to_be_hurt() -> None:
 
 
 def test_a_new_start_of_all_comes_after_the_kill() -> None:
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0, start_over=True))
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=0, start_over=True))
     for tray in "ab":
-        told.join(tray, 2, clique="x")
-    told.train("unique")
-    told.stalls("b/1", silent=True)
-    told.timer("gather")
-    told.timer("owed")
-    fenced = [one.slot for one in every(FenceWorker, told.park_all())]
-    assert told.view.phase == "restarting"
+        harness.join(tray, 2, clique="x")
+    harness.train("unique")
+    harness.stalls("b/1", silent=True)
+    harness.timer("gather")
+    harness.timer("owed")
+    fenced = [one.slot for one in every(FenceWorker, harness.park_all())]
+    assert harness.view.phase == "restarting"
     assert fenced == ["b/1", "a/0", "a/1", "b/0"], "each once"
 
 
-def test_a_stop_that_waits_for_a_step_does_not_change_it(four: Told) -> None:
+def test_a_stop_that_waits_for_a_step_does_not_change_it(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     assert not every(FenceWorker, four.tell(StopRequested(because="SIGINT", exit_code=130)))
     assert kinds(four.park_all()) == ["FenceWorker", "ResumeGeneration"]
 
 
-def test_the_end_of_the_job_ends_the_condemned_with_all_others(four: Told) -> None:
+def test_the_end_of_the_job_ends_the_condemned_with_all_others(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     ends = four.tell(JournalFailed(because="no space"))
     assert stop_in(ends).exit_code == 3
@@ -209,7 +209,7 @@ def test_the_end_of_the_job_ends_the_condemned_with_all_others(four: Told) -> No
     assert not overdue(four, "b/1")
 
 
-def test_nothing_is_decided_before_it_is_killed(four: Told) -> None:
+def test_nothing_is_decided_before_it_is_killed(four: CoreHarness) -> None:
     """A plan after the kill: whoever takes the rank over may take its slot's place, and its GPU's memory."""
     four.stalls("b/1", silent=True)
     four.timer("gather")
@@ -217,7 +217,7 @@ def test_nothing_is_decided_before_it_is_killed(four: Told) -> None:
     assert kinds(out) == ["FenceWorker", "ResumeGeneration"]
 
 
-def test_a_loss_in_the_generation_after_it_is_its_own_story(four: Told) -> None:
+def test_a_loss_in_the_generation_after_it_is_its_own_story(four: CoreHarness) -> None:
     four.stalls("b/1", silent=True)
     four.park_all()
     four.exits("b/1", signal=9)

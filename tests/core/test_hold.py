@@ -36,313 +36,313 @@ from rackrun.protocol.ids import Generation
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import CondemnedExitsOver, DrainOver, HoldReminder, RecoverOver
-from tests.core.core_told import Told, every, only, plan_in, stop_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 WEEK_MS = 7 * 24 * 3_600_000
 
 
-def job(policy: str = "swap,hold", **options: object) -> Told:
+def job(policy: str = "swap,hold", **options: object) -> CoreHarness:
     """Ranks 0, 1 on a/0, a/1 and 2, 3 on b/0, b/1; the spares wait on a/2 and b/2."""
     given: dict[str, object] = {"policy_function": policy} if ":" in policy else {"rules": parse_rules(policy)}
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))  # type: ignore[arg-type]
-    told.resizes = "in place"
-    told.join("a", 3)
-    told.join("b", 3)
-    told.train()
-    return told
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))  # type: ignore[arg-type]
+    harness.resizes = "in place"
+    harness.join("a", 3)
+    harness.join("b", 3)
+    harness.train()
+    return harness
 
 
-def held(policy: str = "swap,hold", **options: object) -> Told:
+def held(policy: str = "swap,hold", **options: object) -> CoreHarness:
     """Tray b is lost with ranks 2 and 3, and one spare is left."""
-    told = job(policy, **options)
-    told.tray_lost("b")
-    decided = only(Decided, told.park_all()).decision
+    harness = job(policy, **options)
+    harness.tray_lost("b")
+    decided = only(Decided, harness.park_all()).decision
     assert (decided.rung, decided.deadline_s, decided.by) == (Rung.HOLD, 0.0, "order")
-    return told
+    return harness
 
 
-def remind(told: Told) -> Sequence[Command]:
-    told.now += REMIND_MS
-    return told.timer("hold")
+def remind(harness: CoreHarness) -> Sequence[Command]:
+    harness.now += REMIND_MS
+    return harness.timer("hold")
 
 
 def _reminds(command: Command) -> bool:
     return isinstance(command, SetTimer) and isinstance(command.timer, HoldReminder)
 
 
-def change(told: Told, policy: str) -> Sequence[Command]:
-    return told.tell(PolicyRequested(request="p", policy=policy))
+def change(harness: CoreHarness, policy: str) -> Sequence[Command]:
+    return harness.tell(PolicyRequested(request="p", policy=policy))
 
 
 # -- without a deadline ------------------------------------------------------------------------------------------------
 def test_no_time_ends_a_hold_and_a_tray_that_comes_does() -> None:
-    told = held()
+    harness = held()
     for kind in ("owed", "recover"):
-        told.now += 600_000
-        assert not every(StopJob, told.timer(kind))
-    told.now += WEEK_MS
-    assert not every(StopJob, remind(told))
-    assert told.view.phase == "parking"
-    assert every(StartWorker, told.join("c", 3))
-    for spare in told.view.spares:
-        last = told.ready(spare.slot)
+        harness.now += 600_000
+        assert not every(StopJob, harness.timer(kind))
+    harness.now += WEEK_MS
+    assert not every(StopJob, remind(harness))
+    assert harness.view.phase == "parking"
+    assert every(StartWorker, harness.join("c", 3))
+    for spare in harness.view.spares:
+        last = harness.ready(spare.slot)
     assert only(Decided, last).decision.rung is Rung.SWAP
     assert plan_in(last).world_size == 4
 
 
 def test_patience_for_hardware_is_no_limit_of_a_hold() -> None:
-    told = held(repair_patience_ms=60_000)
-    told.now = 60_000
-    assert not every(StopJob, [*told.timer("repair"), *told.timer("recover")])
-    assert told.view.phase == "parking"
+    harness = held(repair_patience_ms=60_000)
+    harness.now = 60_000
+    assert not every(StopJob, [*harness.timer("repair"), *harness.timer("recover")])
+    assert harness.view.phase == "parking"
 
 
 def test_a_wait_that_is_over_becomes_a_hold() -> None:
-    told = job("swap,wait,hold")
-    told.exits("b/0")
-    told.exits("b/1")
-    told.exits("b/2")
-    assert only(Decided, told.park_all()).decision.rung is Rung.WAIT
-    told.now = 600_000
-    assert only(Decided, told.timer("recover")).decision.rung is Rung.HOLD
-    assert told.view.phase == "parking"
+    harness = job("swap,wait,hold")
+    harness.exits("b/0")
+    harness.exits("b/1")
+    harness.exits("b/2")
+    assert only(Decided, harness.park_all()).decision.rung is Rung.WAIT
+    harness.now = 600_000
+    assert only(Decided, harness.timer("recover")).decision.rung is Rung.HOLD
+    assert harness.view.phase == "parking"
 
 
 @pytest.mark.parametrize("policy", ["swap,wait", "swap,wait,hold", "cheapest"])
 def test_the_time_of_a_hold_is_not_that_of_a_wait_which_has_its_own(policy: str) -> None:
-    told = held(min_ranks=0)
-    told.now = WEEK_MS
-    told.timer("recover")  # it was set when the generation was broken
-    assert every(StartWorker, told.join("c", 3))
-    answers = change(told, policy)
+    harness = held(min_ranks=0)
+    harness.now = WEEK_MS
+    harness.timer("recover")  # it was set when the generation was broken
+    assert every(StartWorker, harness.join("c", 3))
+    answers = change(harness, policy)
     decision = only(Decided, answers).decision
     assert (decision.rung, decision.deadline_s) == (Rung.WAIT, 600.0)
     over = only(SetTimer, answers)
-    assert (over.timer, over.at_ms) == (RecoverOver(told.view.generation), WEEK_MS + 600_000)
-    told.now += 599_999
-    assert not every(StopJob, told.timer("recover")), "there may be earlier timers"
-    told.now += 1
-    told.timer("recover")
-    assert told.view.phase == ("parking" if "hold" in policy else "stopped")
+    assert (over.timer, over.at_ms) == (RecoverOver(harness.view.generation), WEEK_MS + 600_000)
+    harness.now += 599_999
+    assert not every(StopJob, harness.timer("recover")), "there may be earlier timers"
+    harness.now += 1
+    harness.timer("recover")
+    assert harness.view.phase == ("parking" if "hold" in policy else "stopped")
 
 
 def test_a_wait_for_hardware_that_follows_a_hold_has_all_of_its_time() -> None:
-    told = held(repair_patience_ms=3_600_000)
-    told.now = WEEK_MS
-    assert not every(Decided, told.timer("repair")), "patience is no matter of a hold"
-    answers = change(told, "swap,wait")
+    harness = held(repair_patience_ms=3_600_000)
+    harness.now = WEEK_MS
+    assert not every(Decided, harness.timer("repair")), "patience is no matter of a hold"
+    answers = change(harness, "swap,wait")
     assert only(Decided, answers).decision.deadline_s == 3_600.0
     assert [one.at_ms - WEEK_MS for one in every(SetTimer, answers)] == [600_000, 3_600_000]
-    told.now += 600_000
-    assert not every(StopJob, told.timer("recover"))
-    told.now = WEEK_MS + 3_600_000
-    assert stop_in(told.timer("repair"))
+    harness.now += 600_000
+    assert not every(StopJob, harness.timer("recover"))
+    harness.now = WEEK_MS + 3_600_000
+    assert stop_in(harness.timer("repair"))
 
 
 def test_only_the_time_before_a_hold_and_after_it_is_waited() -> None:
-    told = job("swap,wait,hold", repair_patience_ms=60_000)
-    told.tray_lost("b")
-    assert only(Decided, told.park_all()).decision.rung is Rung.WAIT
-    told.now = 20_000
-    assert only(Decided, change(told, "swap,hold")).decision.rung is Rung.HOLD
-    told.now = WEEK_MS
-    assert only(Decided, change(told, "swap,wait,hold")).decision.deadline_s == 40.0
+    harness = job("swap,wait,hold", repair_patience_ms=60_000)
+    harness.tray_lost("b")
+    assert only(Decided, harness.park_all()).decision.rung is Rung.WAIT
+    harness.now = 20_000
+    assert only(Decided, change(harness, "swap,hold")).decision.rung is Rung.HOLD
+    harness.now = WEEK_MS
+    assert only(Decided, change(harness, "swap,wait,hold")).decision.deadline_s == 40.0
 
 
 def test_a_slot_that_is_returned_ends_a_hold() -> None:
-    told = job()
+    harness = job()
     for slot in ("a/2", "b/2"):
-        told.checks(slot, "its memory is bad")
-    told.exits("b/1")
-    told.checks("b/1", "its memory is bad")
-    told.park_all()
-    told.now = WEEK_MS
-    decided = only(Decided, told.checks("a/2"))
+        harness.checks(slot, "its memory is bad")
+    harness.exits("b/1")
+    harness.checks("b/1", "its memory is bad")
+    harness.park_all()
+    harness.now = WEEK_MS
+    decided = only(Decided, harness.checks("a/2"))
     assert decided.decision.targets == {3: "a/2"}
 
 
 def test_a_second_loss_joins_the_same_recovery() -> None:
-    told = held()
-    generation = told.view.generation
-    told.now = WEEK_MS
-    decided = only(Decided, told.exits("a/1"))
+    harness = held()
+    generation = harness.view.generation
+    harness.now = WEEK_MS
+    decided = only(Decided, harness.exits("a/1"))
     assert (decided.decision.rung, decided.failure.ranks) == (Rung.HOLD, (1, 2, 3))
-    assert told.view.generation == generation
-    assert "3 ranks to replace" in only(Notice, remind(told)).text
+    assert harness.view.generation == generation
+    assert "3 ranks to replace" in only(Notice, remind(harness)).text
 
 
 def test_a_hold_ends_when_the_last_copy_of_some_state_is_lost() -> None:
-    told = held()
-    told.exits("a/0")
-    assert "no copy of its state is left" in stop_in([*told.exits("a/1"), *told.timer("owed")]).because
+    harness = held()
+    harness.exits("a/0")
+    assert "no copy of its state is left" in stop_in([*harness.exits("a/1"), *harness.timer("owed")]).because
 
 
-def whose_shards_are_nowhere_else(policy: str, **options: object) -> Told:
+def whose_shards_are_nowhere_else(policy: str, **options: object) -> CoreHarness:
     """Ranks 0, 1 on a and 2 on b; rank 2 is lost, has left its snapshots, and no GPU of b is fit for another."""
     config = JobConfig(trays_min=2, trays_max=2, spares=1, rules=parse_rules(policy), **options)  # type: ignore[arg-type]
-    told = Told(config)
-    told.join("a", 2)
-    told.join("b", 2)
-    told.train("unique")
+    harness = CoreHarness(config)
+    harness.join("a", 2)
+    harness.join("b", 2)
+    harness.train("unique")
     for slot in ("b/0", "b/1"):
-        told.checks(slot, "its memory is bad")
-    told.exits("b/0", snapshots=(3, 4))
-    told.park_all(snapshots=(3, 4))
+        harness.checks(slot, "its memory is bad")
+    harness.exits("b/0", snapshots=(3, 4))
+    harness.park_all(snapshots=(3, 4))
     for kind in ("park", "owed"):
-        told.now += 60_000
-        told.timer(kind)
-    assert told.view.phase == "parking"
-    return told
+        harness.now += 60_000
+        harness.timer(kind)
+    assert harness.view.phase == "parking"
+    return harness
 
 
 @pytest.mark.parametrize("policy", ["swap,hold", "swap,wait"])
 def test_what_a_rank_leaves_that_is_condemned_long_after_all_have_parked_is_waited_for(policy: str) -> None:
-    told = whose_shards_are_nowhere_else(policy, repair_patience_ms=WEEK_MS)
-    condemned = told.judges("a/1", Health.LOST)
+    harness = whose_shards_are_nowhere_else(policy, repair_patience_ms=WEEK_MS)
+    condemned = harness.judges("a/1", Health.LOST)
     assert only(FenceWorker, condemned).slot == "a/1"
     assert not every(StopJob, condemned), "its agent has its snapshots, and tells of them when it has exited"
-    told.exits("a/1", snapshots=(3, 4))
-    assert told.view.phase == "parking"
-    told.join("c", 2)
-    for spare in told.view.spares:
-        last = told.ready(spare.slot)
+    harness.exits("a/1", snapshots=(3, 4))
+    assert harness.view.phase == "parking"
+    harness.join("c", 2)
+    for spare in harness.view.spares:
+        last = harness.ready(spare.slot)
     assert {restore.rank: restore.snapshot for restore in plan_in(last).restores} == {1: "a:2/a/1/2", 2: "b:2/b/0/3"}
 
 
 def test_what_a_rank_leaves_that_does_not_end_is_not_waited_for_without_end() -> None:
-    told = whose_shards_are_nowhere_else("swap,hold")
-    assert only(SetTimer, told.judges("a/1", Health.LOST)).timer == CondemnedExitsOver(told.view.generation)
-    assert "no copy of some state is left" in stop_in(told.timer("owed")).because
+    harness = whose_shards_are_nowhere_else("swap,hold")
+    assert only(SetTimer, harness.judges("a/1", Health.LOST)).timer == CondemnedExitsOver(harness.view.generation)
+    assert "no copy of some state is left" in stop_in(harness.timer("owed")).because
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
 def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes() -> None:
-    told = job(min_ranks=1)
-    told.tray_lost("b")
-    begins = told.park_all()
+    harness = job(min_ranks=1)
+    harness.tray_lost("b")
+    begins = harness.park_all()
     first = only(Notice, begins)
     assert first.text == (
         "all ranks are held, with their state in memory: ranks 2, 3 lost (b lost: lease lapsed). "
         "2 ranks to replace, ready spares: 1. The hold ends when spares take over (start a tray, or rackctl return), "
         "or by rackctl policy swap,shrink,hold or rackctl stop."
     )
-    assert only(SetTimer, [one for one in begins if _reminds(one)]).at_ms == told.now + REMIND_MS
+    assert only(SetTimer, [one for one in begins if _reminds(one)]).at_ms == harness.now + REMIND_MS
     for _ in range(3):
-        again = remind(told)
+        again = remind(harness)
         assert only(Notice, again) == first
-        assert only(SetTimer, again).at_ms == told.now + REMIND_MS
+        assert only(SetTimer, again).at_ms == harness.now + REMIND_MS
 
 
 def test_the_status_says_why_all_ranks_wait() -> None:
-    told = job("swap,hold")
-    assert not told.view.waits
-    told.tray_lost("b")
-    assert not told.view.waits, "nothing is decided yet"
-    told.park_all()
-    assert told.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
-    told.join("c", 3)
-    for spare in told.view.spares:
-        told.ready(spare.slot)
-    assert (told.view.phase, told.view.waits) == ("resuming", "")
+    harness = job("swap,hold")
+    assert not harness.view.waits
+    harness.tray_lost("b")
+    assert not harness.view.waits, "nothing is decided yet"
+    harness.park_all()
+    assert harness.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
+    harness.join("c", 3)
+    for spare in harness.view.spares:
+        harness.ready(spare.slot)
+    assert (harness.view.phase, harness.view.waits) == ("resuming", "")
 
 
 def test_nothing_more_is_said_when_the_hold_is_over() -> None:
-    told = held()
-    timer = only(SetTimer, [one for one in told.answers if _reminds(one)]).timer
-    told.join("c", 3)
-    for spare in told.view.spares:
-        told.ready(spare.slot)
-    told.resume_all()
-    assert not told.tell(TimerFired(timer=timer))
+    harness = held()
+    timer = only(SetTimer, [one for one in harness.answers if _reminds(one)]).timer
+    harness.join("c", 3)
+    for spare in harness.view.spares:
+        harness.ready(spare.slot)
+    harness.resume_all()
+    assert not harness.tell(TimerFired(timer=timer))
 
 
 def test_a_hold_that_begins_again_in_the_same_generation_has_one_reminder() -> None:
-    told = held()
-    change(told, "swap,wait,hold")  # the workers that can start are too few: it goes on
-    again = change(told, "swap,hold")
+    harness = held()
+    change(harness, "swap,wait,hold")  # the workers that can start are too few: it goes on
+    again = change(harness, "swap,hold")
     assert not [one for one in again if _reminds(one)]
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
 def test_an_operator_ends_a_hold_by_a_shrink() -> None:
-    told = held(min_ranks=1)
-    told.now = WEEK_MS
-    assert plan_in(change(told, "swap,shrink,hold")).world_size == 2
+    harness = held(min_ranks=1)
+    harness.now = WEEK_MS
+    assert plan_in(change(harness, "swap,shrink,hold")).world_size == 2
 
 
 def test_a_shrink_to_a_size_is_refused_in_a_hold_and_the_way_to_shrink_is_named() -> None:
-    told = held(min_ranks=1)
-    refused = only(Answer, told.tell(ShrinkRequested(request="s", to=2, steps=5)))
+    harness = held(min_ranks=1)
+    refused = only(Answer, harness.tell(ShrinkRequested(request="s", to=2, steps=5)))
     assert (refused.refusal, "rackctl policy swap,shrink,hold" in refused.remedy) == ("taken", True)
 
 
 def test_an_operator_ends_a_hold_by_a_restart() -> None:
-    told = job(start_over=True)
+    harness = job(start_over=True)
     for slot in ("a/2", "b/2"):
-        told.checks(slot, "its memory is bad")
-    told.exits("b/1")
-    told.checks("b/1", "its memory is bad")
-    told.park_all()
-    told.checks("b/1")
-    assert only(Decided, change(told, "restart")).decision.rung is Rung.RESTART
-    assert told.view.phase == "restarting"
+        harness.checks(slot, "its memory is bad")
+    harness.exits("b/1")
+    harness.checks("b/1", "its memory is bad")
+    harness.park_all()
+    harness.checks("b/1")
+    assert only(Decided, change(harness, "restart")).decision.rung is Rung.RESTART
+    assert harness.view.phase == "restarting"
 
 
 def test_an_operator_ends_a_hold_by_a_stop() -> None:
-    told = held()
-    told.tell(StopRequested(because="rackctl stop", exit_code=143))
-    assert stop_in(told.tell(TimerFired(timer=DrainOver()))).exit_code == 143
+    harness = held()
+    harness.tell(StopRequested(because="rackctl stop", exit_code=143))
+    assert stop_in(harness.tell(TimerFired(timer=DrainOver()))).exit_code == 143
     assert stop_in(change(held(), "stop")).exit_code == 3
 
 
 def test_a_hold_that_becomes_a_wait_has_its_deadline_and_no_reminder() -> None:
-    told = held(repair_patience_ms=3_600_000)
-    assert only(Decided, change(told, "swap,wait")).decision.rung is Rung.WAIT
-    assert not remind(told)
-    told.now = 3_600_000
-    assert stop_in(told.timer("repair"))
+    harness = held(repair_patience_ms=3_600_000)
+    assert only(Decided, change(harness, "swap,wait")).decision.rung is Rung.WAIT
+    assert not remind(harness)
+    harness.now = 3_600_000
+    assert stop_in(harness.timer("repair"))
 
 
 def test_what_cannot_be_done_leaves_the_hold_as_it_is() -> None:
-    told = held(min_ranks=4)
-    assert not every(StopJob, change(told, "swap,shrink,hold"))
-    assert told.view.phase == "parking"
+    harness = held(min_ranks=4)
+    assert not every(StopJob, change(harness, "swap,shrink,hold"))
+    assert harness.view.phase == "parking"
 
 
 def test_an_operator_who_changes_the_policy_has_the_provider_asked_again() -> None:
-    told = job("swap,acquire,hold", provider="mine:racks")
-    told.tray_lost("b")
-    assert only(RequestRack, told.park_all()).request == 1
-    told.tell(RackRefused(request=1, because="no quota"))
+    harness = job("swap,acquire,hold", provider="mine:racks")
+    harness.tray_lost("b")
+    assert only(RequestRack, harness.park_all()).request == 1
+    harness.tell(RackRefused(request=1, because="no quota"))
     for kind in ("owed", "recover"):
-        told.now += 600_000
-        assert not every(RequestRack, told.timer(kind)), "it is not asked again by itself"
-    assert only(RequestRack, change(told, "swap,acquire,hold")).request == 2
-    told.tell(RackRefused(request=2, because="no quota"))
-    assert told.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
+        harness.now += 600_000
+        assert not every(RequestRack, harness.timer(kind)), "it is not asked again by itself"
+    assert only(RequestRack, change(harness, "swap,acquire,hold")).request == 2
+    harness.tell(RackRefused(request=2, because="no quota"))
+    assert harness.view.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: ")
 
 
 # -- who may choose it -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("policy", ["", "no-wait", "no-hold"])
 def test_nothing_but_its_name_leads_to_a_hold(policy: str) -> None:
-    told = job(policy, min_ranks=0)
-    told.tray_lost("b")
-    stop = stop_in([*told.park_all(), *told.timer("recover")])
+    harness = job(policy, min_ranks=0)
+    harness.tray_lost("b")
+    stop = stop_in([*harness.park_all(), *harness.timer("recover")])
     assert "hold" not in stop.because
     assert "hold more" not in stop.remedy
 
 
 def test_a_function_may_hold_and_is_not_asked_again_by_the_clock() -> None:
-    told = job("mine:choose", repair_patience_ms=60_000)
-    told.tray_lost("b")
-    question = only(AskPolicy, told.park_all()).question
+    harness = job("mine:choose", repair_patience_ms=60_000)
+    harness.tray_lost("b")
+    question = only(AskPolicy, harness.park_all()).question
     wants = Decision(rung=Rung.HOLD, deadline_s=30.0, reason="somebody comes")
-    answers = told.tell(PolicyAnswered(question=question, decision=wants))
+    answers = harness.tell(PolicyAnswered(question=question, decision=wants))
     assert only(Decided, answers).decision.reason.startswith("hold: somebody comes (")
     assert not [timer for timer in every(SetTimer, answers) if str(timer.timer).startswith("repair")]
-    told.now = WEEK_MS
-    assert not every(StopJob, [*told.timer("repair"), *told.timer("recover")])
-    assert len(every(AskPolicy, told.answers)) == 1
+    harness.now = WEEK_MS
+    assert not every(StopJob, [*harness.timer("repair"), *harness.timer("recover")])
+    assert len(every(AskPolicy, harness.answers)) == 1
 
 
 # -- a journal ---------------------------------------------------------------------------------------------------------
@@ -355,19 +355,19 @@ def test_a_journal_that_ends_in_a_hold_told_once_more_goes_on_with_it() -> None:
             return super().handle(event)
 
     config = JobConfig(trays_min=2, trays_max=2, spares=2, rules=parse_rules("swap,hold"))
-    told = Told(config)
-    told.core = Recorded(config)
-    told.join("a", 3)
-    told.join("b", 3)
-    told.train()
-    told.tray_lost("b")
-    told.park_all()
-    remind(told)
-    again = Told(config)
-    again.incarnation, again.now = told.incarnation, told.now
+    harness = CoreHarness(config)
+    harness.core = Recorded(config)
+    harness.join("a", 3)
+    harness.join("b", 3)
+    harness.train()
+    harness.tray_lost("b")
+    harness.park_all()
+    remind(harness)
+    again = CoreHarness(config)
+    again.incarnation, again.now = harness.incarnation, harness.now
     for event in journal:
         again.core.handle(msgspec.json.decode(event, type=Event))
-    assert again.view == told.view
+    assert again.view == harness.view
     assert again.view.generation == Generation(2)
     assert "all ranks are held" in only(Notice, remind(again)).text
     assert every(StartWorker, again.join("c", 3))

@@ -11,13 +11,13 @@ from rackrun.protocol.commands import BreakGeneration, FenceWorker, GenerationPl
 from rackrun.protocol.events import SnapshotStriped, TrayJoined
 from rackrun.protocol.ids import Generation, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
-from tests.core.core_told import Told, every, only, plan_in, stop_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 ALL = ("a/0", "b/0", "c/0", "d/0")
 TWO_OF_FOUR = {"snapshot_copies": "rs", "set_size": 4, "set_parity": 2}
 
 
-class Rack(Told):
+class Rack(CoreHarness):
     """Trays a to d with a rank each, which are one set, and e with a spare for each of two."""
 
     def __init__(self, trays: str = "abcde", spares: int = 2, slots: int = 1, **config: object) -> None:
@@ -80,17 +80,17 @@ def test_sets_are_as_large_as_was_asked_for_and_their_members_on_different_trays
 
 
 def test_members_are_on_different_hosts_where_there_are_several() -> None:
-    told = Told(JobConfig(trays_min=4, trays_max=4, spares=0, snapshot_copies="xor"))
+    harness = CoreHarness(JobConfig(trays_min=4, trays_max=4, spares=0, snapshot_copies="xor"))
     for tray, host in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "y")):
-        told.tell(
+        harness.tell(
             TrayJoined(tray=TrayId(tray), host=host, slots=1, store=f"{tray}:1", snapshots=f"{tray}:2", codec=True)
         )
-    assert sets(only(ResumeGeneration, told.answers).plan) == [["0a", "2c"], ["1b", "3d"]]
+    assert sets(only(ResumeGeneration, harness.answers).plan) == [["0a", "2c"], ["1b", "3d"]]
 
 
 def test_trays_that_are_too_unlike_for_sets_are_mirrored_and_it_is_said() -> None:
-    told = Rack("ae", spares=0)
-    resumed = only(ResumeGeneration, told.answers)
+    harness = Rack("ae", spares=0)
+    resumed = only(ResumeGeneration, harness.answers)
     assert resumed.plan.sets == ()
     assert resumed.plan.mirrors == {"a": "e:2/e", "e": "a:2/a"}
     assert resumed.protected == (
@@ -135,13 +135,13 @@ def test_where_there_are_too_few_trays_for_two_parities_they_are_mirrored_and_it
 
 
 def test_with_a_tray_that_lacks_the_codec_all_are_mirrored_and_it_is_said() -> None:
-    told = Told(JobConfig(trays_min=4, trays_max=4, spares=0, snapshot_copies="rs", set_size=4, set_parity=2))
+    harness = CoreHarness(JobConfig(trays_min=4, trays_max=4, spares=0, snapshot_copies="rs", set_size=4, set_parity=2))
     for tray in "abcd":
         joined = TrayJoined(
             tray=TrayId(tray), host=tray, slots=1, store="a:1", snapshots=f"{tray}:2", codec=tray != "c"
         )
-        told.tell(joined)
-    resumed = only(ResumeGeneration, told.answers)
+        harness.tell(joined)
+    resumed = only(ResumeGeneration, harness.answers)
     assert resumed.plan.mirrors
     assert "no codec of Reed-Solomon on c" in resumed.protected
 

@@ -40,50 +40,50 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Step, TrayId
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import Decision, Rung, Whose
+from rackrun.protocol.policy_types import Decision, FailureCause, Rung
+from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 from tests.core.core_model import Cluster, Process
-from tests.core.core_told import Told, every, only, plan_in, stop_in
 from tests.core.test_storms import KINDS, play
 
 
-def job(policy: str = "", **options: object) -> Told:
+def job(policy: str = "", **options: object) -> CoreHarness:
     """As the fixture ``training``; ``policy`` is a list of rungs, or the name of a function."""
     given: dict[str, object] = {"policy_function": policy} if ":" in policy else {"rules": parse_rules(policy)}
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))  # type: ignore[arg-type]
-    told.join("a", 3)
-    told.join("b", 3)
-    told.train()
-    return told
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))  # type: ignore[arg-type]
+    harness.join("a", 3)
+    harness.join("b", 3)
+    harness.train()
+    return harness
 
 
-def told_to_leave(told: Told) -> None:
-    told.tell(DepartureAnnounced(tray=TrayId("a"), because="SIGTERM", exit_code=143))
+def told_to_leave(harness: CoreHarness) -> None:
+    harness.tell(DepartureAnnounced(tray=TrayId("a"), because="SIGTERM", exit_code=143))
 
 
-@pytest.mark.parametrize("happens", [told_to_leave, lambda told: told.judges("a/0", Health.LOST)])
-def test_no_restart_is_decided_where_too_few_slots_can_be_used_again(happens: Callable[[Told], object]) -> None:
-    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0, start_over=True))
-    told.join("a", 2)
-    told.train("unique")
-    told.exits("a/1")
-    told.timer("gather")
-    happens(told)
-    answers = told.exits("a/0")
+@pytest.mark.parametrize("happens", [told_to_leave, lambda harness: harness.judges("a/0", Health.LOST)])
+def test_no_restart_is_decided_where_too_few_slots_can_be_used_again(happens: Callable[[CoreHarness], object]) -> None:
+    harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=0, start_over=True))
+    harness.join("a", 2)
+    harness.train("unique")
+    harness.exits("a/1")
+    harness.timer("gather")
+    happens(harness)
+    answers = harness.exits("a/0")
     assert [one.decision.rung for one in every(Decided, answers)] == [Rung.STOP]
     assert "2 ranks need a slot" in stop_in(answers).because
 
 
 def test_a_restart_is_decided_where_slots_may_come_back() -> None:
-    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0, start_over=True))
-    told.join("a", 2)
-    told.train("unique")
-    told.exits("a/1")
-    told.timer("gather")
-    told.checks("a/0", "its memory is bad")
-    told.tell(DrainRequested(request="d", target="a/1", because="", wait=True, steps=5))
-    answers = told.exits("a/0")
+    harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=0, start_over=True))
+    harness.join("a", 2)
+    harness.train("unique")
+    harness.exits("a/1")
+    harness.timer("gather")
+    harness.checks("a/0", "its memory is bad")
+    harness.tell(DrainRequested(request="d", target="a/1", because="", wait=True, steps=5))
+    answers = harness.exits("a/0")
     assert [one.decision.rung for one in every(Decided, answers)] == [Rung.RESTART]
-    assert told.view.phase == "restarting"
+    assert harness.view.phase == "restarting"
 
 
 def question_in(commands: Sequence[Command]) -> AskPolicy:
@@ -91,16 +91,16 @@ def question_in(commands: Sequence[Command]) -> AskPolicy:
 
 
 def answer(
-    told: Told, rung: Rung | None, *, question: int = 0, trouble: str = "", **fields: object
+    harness: CoreHarness, rung: Rung | None, *, question: int = 0, trouble: str = "", **fields: object
 ) -> Sequence[Command]:
     """To what was asked last, unless it is said."""
-    asked = every(AskPolicy, told.answers)[-1].question
+    asked = every(AskPolicy, harness.answers)[-1].question
     decision = None if rung is None else Decision(rung=rung, **fields)  # type: ignore[arg-type]
-    return told.tell(PolicyAnswered(question=question or asked, decision=decision, trouble=trouble))
+    return harness.tell(PolicyAnswered(question=question or asked, decision=decision, trouble=trouble))
 
 
 # -- by default --------------------------------------------------------------------------------------------------------
-def test_a_swap_is_told_of_with_its_figures_before_it_is_made(training: Told) -> None:
+def test_a_swap_is_told_of_with_its_figures_before_it_is_made(training: CoreHarness) -> None:
     training.exits("b/1")
     answers = training.park_all()
     decided = only(Decided, answers)
@@ -113,13 +113,13 @@ def test_a_swap_is_told_of_with_its_figures_before_it_is_made(training: Told) ->
     assert not every(AskPolicy, answers)
 
 
-def test_a_stall_that_nobody_is_to_blame_for_is_absorbed(training: Told) -> None:
+def test_a_stall_that_nobody_is_to_blame_for_is_absorbed(training: CoreHarness) -> None:
     training.is_severed("a/0")
     decided = only(Decided, training.park_all())
-    assert (decided.decision.rung, decided.failure.whose) == (Rung.ABSORB, Whose.NETWORK)
+    assert (decided.decision.rung, decided.failure.whose) == (Rung.ABSORB, FailureCause.NETWORK)
 
 
-def test_a_wait_for_a_spare_is_decided_once_and_then_the_swap(rack: Told) -> None:
+def test_a_wait_for_a_spare_is_decided_once_and_then_the_swap(rack: CoreHarness) -> None:
     for slot in rack.members:
         rack.ready(slot, "all")
     rack.exits("a/0")
@@ -132,38 +132,38 @@ def test_a_wait_for_a_spare_is_decided_once_and_then_the_swap(rack: Told) -> Non
 @pytest.mark.parametrize(
     ("how", "whose"),
     [
-        ({"signal": 9}, Whose.HARDWARE),
-        ({"signal": 15}, Whose.PREEMPTION),
-        ({"signal": 11}, Whose.HARDWARE),
-        ({"bug": "train.py:7"}, Whose.HARDWARE),
+        ({"signal": 9}, FailureCause.HARDWARE),
+        ({"signal": 15}, FailureCause.PREEMPTION),
+        ({"signal": 11}, FailureCause.HARDWARE),
+        ({"bug": "train.py:7"}, FailureCause.HARDWARE),
     ],
 )
 def test_a_first_fault_is_classed_by_how_the_process_ended(
-    training: Told, how: dict[str, object], whose: Whose
+    training: CoreHarness, how: dict[str, object], whose: FailureCause
 ) -> None:
     training.exits("b/1", **how)  # type: ignore[arg-type]
     assert only(Decided, training.park_all()).failure.whose is whose
 
 
 def test_a_step_that_failed_in_place_too_often_is_the_scripts_and_nobody_is_asked() -> None:
-    told = job("mine:choose")
+    harness = job("mine:choose")
     for _ in range(3):
-        told.is_severed("a/0")
-        told.park_all()
-        answer(told, Rung.ABSORB)
-        told.resume_all()
-    told.is_severed("a/0")
-    answers = told.park_all()
+        harness.is_severed("a/0")
+        harness.park_all()
+        answer(harness, Rung.ABSORB)
+        harness.resume_all()
+    harness.is_severed("a/0")
+    answers = harness.park_all()
     assert not every(AskPolicy, answers)
-    assert only(Decided, answers).failure.whose is Whose.USER
+    assert only(Decided, answers).failure.whose is FailureCause.USER
     assert "done again 3 times" in stop_in(answers).because
 
 
 # -- rungs in an order -------------------------------------------------------------------------------------------------
 def test_a_rung_that_is_not_in_the_order_is_not_taken() -> None:
-    told = job("restart")
-    told.exits("b/1")
-    stop = stop_in(told.park_all())
+    harness = job("restart")
+    harness.exits("b/1")
+    stop = stop_in(harness.park_all())
     assert stop.exit_code == 3
     assert "stop, by the order given" in stop.because
     assert "no checkpoint is on disk" in stop.because
@@ -171,41 +171,41 @@ def test_a_rung_that_is_not_in_the_order_is_not_taken() -> None:
 
 
 def test_a_restart_may_be_wanted_although_a_spare_is_ready() -> None:
-    told = job("restart,swap", start_over=True)
-    told.exits("b/1")
-    answers = told.park_all()
+    harness = job("restart,swap", start_over=True)
+    harness.exits("b/1")
+    answers = harness.park_all()
     assert only(Decided, answers).decision.rung is Rung.RESTART
     assert all(fence.swept_along for fence in every(FenceWorker, answers))
     assert len(every(FenceWorker, answers)) == 5
-    assert told.view.phase == "restarting"
+    assert harness.view.phase == "restarting"
 
 
 def test_what_is_forbidden_is_not_taken_though_it_is_the_cheapest() -> None:
-    told = job("no-absorb")
-    told.is_severed("a/0")
-    assert "nothing else is possible and allowed" in stop_in(told.park_all()).because
+    harness = job("no-absorb")
+    harness.is_severed("a/0")
+    assert "nothing else is possible and allowed" in stop_in(harness.park_all()).because
 
 
 def test_an_order_without_a_restart_does_not_end_in_one_when_no_state_is_left() -> None:
     """Though a restart that is impossible now would be begun by default, to say what is in its way."""
-    told = job("swap", start_over=True)
-    told.tray_lost("b")
-    told.exits("a/0")
-    told.exits("a/1")
-    assert "and no copy of its state is left" in stop_in(told.park_all()).because
+    harness = job("swap", start_over=True)
+    harness.tray_lost("b")
+    harness.exits("a/0")
+    harness.exits("a/1")
+    assert "and no copy of its state is left" in stop_in(harness.park_all()).because
 
 
 @pytest.mark.parametrize("policy", ["no-swap", "stop", "absorb,restart"])
 def test_no_rank_is_taken_out_of_a_failing_gpu_where_a_swap_is_not_allowed(policy: str) -> None:
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, rules=parse_rules(policy)))
-    told.join("a", 3, clique="x")
-    told.join("b", 3, clique="x")
-    told.train()
-    assert not every(PauseWorkers, told.judges("a/0", Health.DEGRADED))
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, rules=parse_rules(policy)))
+    harness.join("a", 3, clique="x")
+    harness.join("b", 3, clique="x")
+    harness.train()
+    assert not every(PauseWorkers, harness.judges("a/0", Health.DEGRADED))
 
 
 # -- where there is no choice ------------------------------------------------------------------------------------------
-def test_a_world_that_lost_somebody_before_the_first_step_begins_again_and_says_so(rack: Told) -> None:
+def test_a_world_that_lost_somebody_before_the_first_step_begins_again_and_says_so(rack: CoreHarness) -> None:
     rack.elastic("a/0")
     answers = rack.exits("b/1")
     decided = only(Decided, answers)
@@ -214,54 +214,54 @@ def test_a_world_that_lost_somebody_before_the_first_step_begins_again_and_says_
     assert answers.index(decided) < answers.index(every(FenceWorker, answers)[0])
 
 
-def test_of_a_plain_script_nobody_knows_what_it_computes_again(rack: Told) -> None:
+def test_of_a_plain_script_nobody_knows_what_it_computes_again(rack: CoreHarness) -> None:
     decision = only(Decided, rack.exits("b/1")).decision
     assert (decision.reason, decision.figures) == ("restart: a script without steps begins again", {})
 
 
 def test_nothing_is_decided_where_no_restart_is_left() -> None:
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, max_restarts=0))
-    told.join("a", 3)
-    told.join("b", 3)
-    answers = told.exits("b/1")
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, max_restarts=0))
+    harness.join("a", 3)
+    harness.join("b", 3)
+    answers = harness.exits("b/1")
     assert stop_in(answers)
     assert not every(Decided, answers)
 
 
 # -- waiting for hardware ----------------------------------------------------------------------------------------------
 def test_all_stand_still_until_a_tray_has_come_back_if_the_user_gives_it_time() -> None:
-    told = job(repair_patience_ms=3_600_000)
-    told.tray_lost("b")
-    decided = only(Decided, told.park_all())
+    harness = job(repair_patience_ms=3_600_000)
+    harness.tray_lost("b")
+    decided = only(Decided, harness.park_all())
     assert (decided.decision.rung, decided.decision.deadline_s) == (Rung.WAIT, 3600.0)
-    assert told.view.phase == "parking"
-    told.now = 61_000
-    assert every(StartWorker, told.join("b", 3))
-    for spare in told.view.spares:
-        last = told.ready(spare.slot)
+    assert harness.view.phase == "parking"
+    harness.now = 61_000
+    assert every(StartWorker, harness.join("b", 3))
+    for spare in harness.view.spares:
+        last = harness.ready(spare.slot)
     assert plan_in(last).world_size == 4
 
 
 def test_hardware_that_does_not_come_in_time_ends_the_wait() -> None:
-    told = job(repair_patience_ms=3_600_000)
-    told.tray_lost("b")
-    told.park_all()
-    told.now = 600_000
-    assert not every(StopJob, told.timer("recover"))
-    told.now = 3_600_000
-    assert "2 ranks to replace, 1 spares" in stop_in(told.timer("repair")).because
+    harness = job(repair_patience_ms=3_600_000)
+    harness.tray_lost("b")
+    harness.park_all()
+    harness.now = 600_000
+    assert not every(StopJob, harness.timer("recover"))
+    harness.now = 3_600_000
+    assert "2 ranks to replace, 1 spares" in stop_in(harness.timer("repair")).because
 
 
 # -- a function of the user's ------------------------------------------------------------------------------------------
-def asked() -> Told:
+def asked() -> CoreHarness:
     """Rank 3 is lost, and the function is asked what to do."""
-    told = job("mine:choose", start_over=True)
-    told.exits("b/1")
-    question = question_in(told.park_all())
+    harness = job("mine:choose", start_over=True)
+    harness.exits("b/1")
+    question = question_in(harness.park_all())
     assert question.failure.ranks == (3,)
     assert question.view.takeovers == {3: "b/2"}
-    assert told.view.phase == "parking"
-    return told
+    assert harness.view.phase == "parking"
+    return harness
 
 
 def test_the_job_goes_on_when_the_function_has_answered() -> None:
@@ -273,9 +273,9 @@ def test_the_job_goes_on_when_the_function_has_answered() -> None:
 
 
 def test_its_answer_counts_against_what_is_cheapest() -> None:
-    told = asked()
-    assert only(Decided, answer(told, Rung.RESTART)).decision.by == "user"
-    assert told.view.phase == "restarting"
+    harness = asked()
+    assert only(Decided, answer(harness, Rung.RESTART)).decision.by == "user"
+    assert harness.view.phase == "restarting"
 
 
 def test_it_may_leave_the_decision_to_the_default() -> None:
@@ -305,105 +305,105 @@ def test_a_bad_answer_is_said_and_the_default_decides(given: dict[str, object], 
 
 
 def test_a_stop_that_it_wants_is_one_though_the_job_could_begin_again() -> None:
-    told = job("mine:choose", start_over=True, max_restarts=1)
-    told.tray_lost("b")
-    told.exits("a/0")
-    told.exits("a/1")
-    question = question_in(told.park_all())
+    harness = job("mine:choose", start_over=True, max_restarts=1)
+    harness.tray_lost("b")
+    harness.exits("a/0")
+    harness.exits("a/1")
+    question = question_in(harness.park_all())
     assert question.view.rollback_steps is None
-    stop = stop_in(answer(told, Rung.STOP, reason="enough"))
+    stop = stop_in(answer(harness, Rung.STOP, reason="enough"))
     assert "no copy of its state is left" in stop.because
-    assert told.view.restarts == 0
+    assert harness.view.restarts == 0
 
 
 def test_what_it_says_comes_as_one_short_line_without_control_characters() -> None:
-    told = asked()
-    notice = only(Notice, answer(told, None, trouble="failed with X: \x1b[2J\r\nrm -rf\u202e " + "long" * 500))
+    harness = asked()
+    notice = only(Notice, answer(harness, None, trouble="failed with X: \x1b[2J\r\nrm -rf\u202e " + "long" * 500))
     assert "\x1b" not in notice.text
     assert "failed with X: [2J rm -rf long" in notice.text
     assert len(notice.text) < 400
-    told = asked()
-    assert only(Decided, answer(told, Rung.SWAP, reason="\x1b[2J" + "x" * 9_999)).decision.reason.startswith(
+    harness = asked()
+    assert only(Decided, answer(harness, Rung.SWAP, reason="\x1b[2J" + "x" * 9_999)).decision.reason.startswith(
         "swap: [2Jxxx"
     )
 
 
 def test_a_wait_of_no_time_is_one_of_a_second_so_that_it_cannot_be_asked_without_end() -> None:
-    told = job("mine:choose", repair_patience_ms=3_600_000)
-    told.tray_lost("b")
-    told.park_all()
+    harness = job("mine:choose", repair_patience_ms=3_600_000)
+    harness.tray_lost("b")
+    harness.park_all()
     for number in range(3):
-        answers = answer(told, Rung.WAIT, deadline_s=1e-9, reason=f"once more {number}")
+        answers = answer(harness, Rung.WAIT, deadline_s=1e-9, reason=f"once more {number}")
         assert f"once more {number}" in only(Decided, answers).decision.reason, "each answer is told"
-        assert only(SetTimer, answers).at_ms == told.now + 1_000
-        told.now += 1_000
-        assert question_in(told.timer("repair")).question == number + 2
+        assert only(SetTimer, answers).at_ms == harness.now + 1_000
+        harness.now += 1_000
+        assert question_in(harness.timer("repair")).question == number + 2
 
 
 @pytest.mark.parametrize("waited_ms", [599_999, 599_998, 570, 1, 0])
 def test_the_last_moment_of_a_wait_is_a_moment_later(waited_ms: int) -> None:
     """Not now, for ever, because a tenth of it was lost in floats."""
-    told = job("mine:choose", repair_patience_ms=600_000)
-    told.tray_lost("b")
-    told.park_all()
-    answer(told, Rung.WAIT)
-    told.now = waited_ms
-    question_in(told.timer("repair"))
-    assert only(SetTimer, answer(told, Rung.WAIT)).at_ms == 600_000
-    told.now = 600_000
-    assert stop_in(told.timer("repair") + answer(told, None))
+    harness = job("mine:choose", repair_patience_ms=600_000)
+    harness.tray_lost("b")
+    harness.park_all()
+    answer(harness, Rung.WAIT)
+    harness.now = waited_ms
+    question_in(harness.timer("repair"))
+    assert only(SetTimer, answer(harness, Rung.WAIT)).at_ms == 600_000
+    harness.now = 600_000
+    assert stop_in(harness.timer("repair") + answer(harness, None))
 
 
 def test_no_answer_at_all_is_given_up_by_the_cores_own_clock() -> None:
-    told = asked()
-    timer = [timer for timer in every(SetTimer, told.answers) if str(timer.timer).startswith("policy:")][-1]
-    assert timer.at_ms == told.now + ANSWER_MS
-    answers = told.tell(TimerFired(timer=timer.timer))
+    harness = asked()
+    timer = [timer for timer in every(SetTimer, harness.answers) if str(timer.timer).startswith("policy:")][-1]
+    assert timer.at_ms == harness.now + ANSWER_MS
+    answers = harness.tell(TimerFired(timer=timer.timer))
     assert "gave no answer" in only(Notice, answers).text
     assert plan_in(answers)
-    assert not answer(told, Rung.RESTART), "it comes too late"
+    assert not answer(harness, Rung.RESTART), "it comes too late"
 
 
 def test_an_answer_about_a_situation_that_is_no_more_is_ignored() -> None:
-    told = asked()
-    old = every(AskPolicy, told.answers)[-1].question
-    told.exits("a/1")
-    assert not answer(told, Rung.RESTART, question=old)
-    assert every(AskPolicy, told.answers)[-1].failure.ranks == (1, 3)
-    assert plan_in(answer(told, Rung.SWAP))
+    harness = asked()
+    old = every(AskPolicy, harness.answers)[-1].question
+    harness.exits("a/1")
+    assert not answer(harness, Rung.RESTART, question=old)
+    assert every(AskPolicy, harness.answers)[-1].failure.ranks == (1, 3)
+    assert plan_in(answer(harness, Rung.SWAP))
 
 
 def test_it_is_asked_again_when_a_wait_has_had_its_time() -> None:
-    told = job("mine:choose", repair_patience_ms=3_600_000)
-    told.tray_lost("b")
-    told.park_all()
-    timers = every(SetTimer, answer(told, Rung.WAIT, deadline_s=30.0))
+    harness = job("mine:choose", repair_patience_ms=3_600_000)
+    harness.tray_lost("b")
+    harness.park_all()
+    timers = every(SetTimer, answer(harness, Rung.WAIT, deadline_s=30.0))
     assert [(str(timer.timer), timer.at_ms) for timer in timers] == [("repair:2", 30_000)]
-    told.now = 30_000
-    assert question_in(told.timer("repair")).view.waited_s == 30.0
-    assert stop_in(answer(told, Rung.STOP, reason="enough")).because.count("enough") == 1
+    harness.now = 30_000
+    assert question_in(harness.timer("repair")).view.waited_s == 30.0
+    assert stop_in(answer(harness, Rung.STOP, reason="enough")).because.count("enough") == 1
 
 
 def test_the_same_events_lead_to_the_same_commands_though_a_function_was_asked() -> None:
     """The answer is an event: a journal told once more needs no user code."""
-    told, events = Recorded("mine:choose"), 0
+    harness, events = Recorded("mine:choose"), 0
     for rung in (Rung.SWAP, Rung.SHRINK, None):
-        slot = told.members[0]
-        told.exits(slot)
-        told.park_all()
-        answer(told, rung)
-        told.resume_all()
-        for spare in told.view.spares:
+        slot = harness.members[0]
+        harness.exits(slot)
+        harness.park_all()
+        answer(harness, rung)
+        harness.resume_all()
+        for spare in harness.view.spares:
             if spare.state == "starting":
-                told.ready(spare.slot)
-    again = ControlPlane(told.config)
-    for event, commands in told.history:
+                harness.ready(spare.slot)
+    again = ControlPlane(harness.config)
+    for event, commands in harness.history:
         assert tuple(again.handle(event)) == tuple(commands)
         events += isinstance(event, PolicyAnswered)
     assert events == 3
 
 
-class Recorded(Told):
+class Recorded(CoreHarness):
     def __init__(self, policy: str) -> None:
         self.config = JobConfig(trays_min=2, trays_max=2, spares=2, policy_function=policy)
         super().__init__(self.config)
@@ -423,19 +423,19 @@ class Recorded(Told):
 
 # -- what it is made from ----------------------------------------------------------------------------------------------
 def test_costs_are_measured_from_what_the_core_sees_and_what_it_is_told() -> None:
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, policy_function="mine:choose"))
-    told.join("a", 3)
-    told.join("b", 3)
-    told.now = 4_000
-    told.train()
-    told.tell(CostsMeasured(step_s=0.5, state_bytes=2e9, copy_bytes_per_s=1e9, checkpoint=Step(1)))
-    told.exits("b/1")
-    assert question_in(told.park_all(passed=5)).view.costs.takeover_s is None
-    answer(told, None)
-    told.now = 4_300
-    told.resume_all()
-    told.exits("a/1")
-    view = question_in(told.park_all(passed=5)).view
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, policy_function="mine:choose"))
+    harness.join("a", 3)
+    harness.join("b", 3)
+    harness.now = 4_000
+    harness.train()
+    harness.tell(CostsMeasured(step_s=0.5, state_bytes=2e9, copy_bytes_per_s=1e9, checkpoint=Step(1)))
+    harness.exits("b/1")
+    assert question_in(harness.park_all(passed=5)).view.costs.takeover_s is None
+    answer(harness, None)
+    harness.now = 4_300
+    harness.resume_all()
+    harness.exits("a/1")
+    view = question_in(harness.park_all(passed=5)).view
     assert (view.recoveries, view.costs.start_s, view.costs.takeover_s, view.costs.regroup_s) == (1, 4.0, 0.3, None)
     assert (view.costs.step_s, view.costs.checkpoint_age_s) == (0.5, 2.0)
 
@@ -524,61 +524,65 @@ def test_whatever_a_function_answers_every_storm_ends_with_one_history_or_with_a
         assert seen.get(name), f"no {name} in {seen}"
 
 
-def test_a_break_names_no_decision_that_is_not_taken_yet(training: Told) -> None:
+def test_a_break_names_no_decision_that_is_not_taken_yet(training: CoreHarness) -> None:
     broken = training.exits("b/1")
     assert only(BreakGeneration, broken)
     assert not every(Decided, broken)
 
 
 # -- a policy that changes ---------------------------------------------------------------------------------------------
-def change(told: Told, policy: str | None = None, weights: str | None = None, trouble: str = "") -> Sequence[Command]:
-    return told.tell(PolicyRequested(request="p", policy=policy, weights=weights, trouble=trouble))
+def change(
+    harness: CoreHarness, policy: str | None = None, weights: str | None = None, trouble: str = ""
+) -> Sequence[Command]:
+    return harness.tell(PolicyRequested(request="p", policy=policy, weights=weights, trouble=trouble))
 
 
 def test_a_policy_that_is_changed_decides_from_then_on() -> None:
-    told = job("no-swap")
-    assert only(Answer, change(told, "swap")).text.startswith("from now on: --policy swap --policy-weights goodput=1,")
-    assert told.view.policy.startswith("--policy swap ")
-    told.exits("b/1")
-    assert only(Decided, told.park_all()).decision.by == "order"
+    harness = job("no-swap")
+    assert only(Answer, change(harness, "swap")).text.startswith(
+        "from now on: --policy swap --policy-weights goodput=1,"
+    )
+    assert harness.view.policy.startswith("--policy swap ")
+    harness.exits("b/1")
+    assert only(Decided, harness.park_all()).decision.by == "order"
 
 
 def test_what_is_being_waited_for_is_decided_anew() -> None:
-    told = job("wait,stop", repair_patience_ms=60_000)
+    harness = job("wait,stop", repair_patience_ms=60_000)
     for slot in ("a/2", "b/2"):
-        told.checks(slot, "its memory is bad")
-    told.exits("b/1")
-    told.checks("b/1", "its memory is bad")
-    assert only(Decided, told.park_all()).decision.rung is Rung.WAIT
-    decided = only(Decided, change(told, "stop"))
+        harness.checks(slot, "its memory is bad")
+    harness.exits("b/1")
+    harness.checks("b/1", "its memory is bad")
+    assert only(Decided, harness.park_all()).decision.rung is Rung.WAIT
+    decided = only(Decided, change(harness, "stop"))
     assert decided.decision.rung is Rung.STOP
 
 
 def test_a_function_that_becomes_the_policy_is_asked_and_one_that_is_none_any_more_is_not() -> None:
-    told = job()
-    change(told, "theirs:choose")
-    told.exits("b/1")
-    asked = question_in(told.park_all())
+    harness = job()
+    change(harness, "theirs:choose")
+    harness.exits("b/1")
+    asked = question_in(harness.park_all())
     assert asked.function == "theirs:choose"
-    out = change(told, "cheapest")
+    out = change(harness, "cheapest")
     assert only(Decided, out).decision.by == "default"
-    assert not answer(told, Rung.STOP, question=asked.question)
+    assert not answer(harness, Rung.STOP, question=asked.question)
 
 
 def test_what_cannot_be_a_policy_changes_nothing() -> None:
-    told = job("swap,wait")
-    before = told.view.policy
+    harness = job("swap,wait")
+    before = harness.view.policy
     for out in (
-        change(told, "swop"),
-        change(told, "swap,swap"),
-        change(told, "swap,acquire"),  # of whom? there is no provider
-        change(told, "a:b,c:d"),
-        change(told, "stop", "cost=-1"),
-        change(told, "theirs:choose", trouble="the policy theirs:choose cannot be loaded"),
+        change(harness, "swop"),
+        change(harness, "swap,swap"),
+        change(harness, "swap,acquire"),  # of whom? there is no provider
+        change(harness, "a:b,c:d"),
+        change(harness, "stop", "cost=-1"),
+        change(harness, "theirs:choose", trouble="the policy theirs:choose cannot be loaded"),
     ):
         refused = only(Answer, out)
         assert (refused.outcome, refused.refusal, bool(refused.remedy)) == ("refused", "policy", True)
-        assert told.view.policy == before
+        assert harness.view.policy == before
 
 
 def test_the_same_events_told_again_give_the_same_commands_after_a_change() -> None:
@@ -589,13 +593,13 @@ def test_the_same_events_told_again_give_the_same_commands_after_a_change() -> N
             events.append(event)
             return super().handle(event)
 
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2))
-    told.core = Heard(JobConfig(trays_min=2, trays_max=2, spares=2))
-    told.join("a", 3)
-    told.join("b", 3)
-    told.train()
-    change(told, "wait,swap", "cost=1")
-    told.exits("b/1")
-    told.park_all()
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2))
+    harness.core = Heard(JobConfig(trays_min=2, trays_max=2, spares=2))
+    harness.join("a", 3)
+    harness.join("b", 3)
+    harness.train()
+    change(harness, "wait,swap", "cost=1")
+    harness.exits("b/1")
+    harness.park_all()
     again = ControlPlane(JobConfig(trays_min=2, trays_max=2, spares=2))
-    assert [command for event in events for command in again.handle(event)] == told.answers
+    assert [command for event in events for command in again.handle(event)] == harness.answers

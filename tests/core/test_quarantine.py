@@ -9,16 +9,16 @@ from rackrun.protocol.commands import Notice, SetTimer, StartWorker, StopJob
 from rackrun.protocol.events import TimerFired
 from rackrun.protocol.ids import SlotId
 from rackrun.protocol.job_config import JobConfig
-from tests.core.core_told import Told, every, only, plan_in, ranks
+from tests.core.core_harness import CoreHarness, every, only, plan_in, ranks
 
 SLOT = SlotId("a/2")
 
 
-def lost(training: Told, times: int, slot: str = "a/2") -> list[SetTimer]:
+def lost(training: CoreHarness, times: int, slot: str = "a/2") -> list[SetTimer]:
     return [timer for _ in range(times) for timer in every(SetTimer, training.exits(slot, code=1))]
 
 
-def test_a_slot_that_is_left_out_is_tried_again(training: Told) -> None:
+def test_a_slot_that_is_left_out_is_tried_again(training: CoreHarness) -> None:
     timer = next(timer for timer in lost(training, 3) if str(timer.timer) == f"quarantine:{SLOT}")
     assert timer.at_ms == training.now + PAUSE_MS
     assert training.view.trays[0].quarantined == (SLOT,)
@@ -27,7 +27,7 @@ def test_a_slot_that_is_left_out_is_tried_again(training: Told) -> None:
     assert not training.view.trays[0].quarantined
 
 
-def test_each_further_loss_doubles_the_pause_up_to_an_hour(training: Told) -> None:
+def test_each_further_loss_doubles_the_pause_up_to_an_hour(training: CoreHarness) -> None:
     lost(training, 2)
     for number in range(9):
         timer = next(timer for timer in lost(training, 1) if str(timer.timer) == f"quarantine:{SLOT}")
@@ -57,7 +57,7 @@ def test_a_pause_is_told_once_and_one_that_was_forgiven_before_it_was_told_never
     assert quarantine.take_new() == []
 
 
-def test_the_timer_of_a_pause_is_set_once_however_much_happens_in_it(training: Told) -> None:
+def test_the_timer_of_a_pause_is_set_once_however_much_happens_in_it(training: CoreHarness) -> None:
     lost(training, 3)
     later = [timer for timer in lost(training, 1, "a/1") if str(timer.timer) == f"quarantine:{SLOT}"]
     assert later == []
@@ -76,7 +76,7 @@ def test_who_trains_long_shows_that_the_slot_is_in_order(healthy: bool) -> None:
     assert (SLOT in quarantine.until_ms) != healthy
 
 
-def test_a_spare_that_only_waits_shows_nothing(training: Told) -> None:
+def test_a_spare_that_only_waits_shows_nothing(training: CoreHarness) -> None:
     lost(training, 2)
     training.now += 10 * HEALTHY_MS
     lost(training, 1)
@@ -85,20 +85,20 @@ def test_a_spare_that_only_waits_shows_nothing(training: Told) -> None:
 
 def test_a_job_whose_healthy_slots_have_all_lost_workers_waits_for_them_and_goes_on() -> None:
     """All of one storm: at the end no slot is free, though every GPU is in order."""
-    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1))
-    told.join("a", 3)
-    told.train()
-    timers = lost(told, 3)
-    commands = [*told.exits("a/1", code=1), *told.park_all()]
+    harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=1))
+    harness.join("a", 3)
+    harness.train()
+    timers = lost(harness, 3)
+    commands = [*harness.exits("a/1", code=1), *harness.park_all()]
     timers += every(SetTimer, commands)
     for _ in range(2):  # who is started for it fails too
         assert only(StartWorker, commands).slot == "a/1"
-        commands = told.exits("a/1", code=1)
+        commands = harness.exits("a/1", code=1)
         timers += every(SetTimer, commands)
-    assert told.view.trays[0].quarantined == ("a/1", "a/2")
-    assert not every(StopJob, [*commands, *told.timer("repair")])
+    assert harness.view.trays[0].quarantined == ("a/1", "a/2")
+    assert not every(StopJob, [*commands, *harness.timer("repair")])
     assert "a/2 (it has lost 3 workers, and is tried again in 30 s)" in only(Notice, commands).text
     lifts = next(timer for timer in timers if str(timer.timer) == "quarantine:a/2")
-    told.now = lifts.at_ms
-    assert only(StartWorker, told.tell(TimerFired(timer=lifts.timer))).slot == "a/2"
-    assert ranks(plan_in(told.ready("a/2"))) == {0: "a/0", 1: "a/2"}
+    harness.now = lifts.at_ms
+    assert only(StartWorker, harness.tell(TimerFired(timer=lifts.timer))).slot == "a/2"
+    assert ranks(plan_in(harness.ready("a/2"))) == {0: "a/0", 1: "a/2"}

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from rackrun.core.generation.restore_plan import Kept, ParkReport, StatePlan, committed, state_plan
+from rackrun.core.generation.restore_plan import ParkReport, StatePlan, StoredSnapshots, committed, state_plan
 from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 
@@ -20,9 +20,9 @@ def report(passed: int, *snapshots: int, entered: int | None = None) -> ParkRepo
     )
 
 
-def kept(*steps: int) -> list[Kept]:
+def kept(*steps: int) -> list[StoredSnapshots]:
     return [
-        Kept(
+        StoredSnapshots(
             tray=TrayId("a"),
             slot=SlotId("a/9"),
             incarnation=Incarnation(9),
@@ -34,11 +34,11 @@ def kept(*steps: int) -> list[Kept]:
 
 def plan(
     reports: dict[int, ParkReport],
-    lost: dict[int, list[Kept]] | None = None,
+    lost: dict[int, list[StoredSnapshots]] | None = None,
     *,
     classes: str = "",
     upto: int = 9,
-    torn: bool = False,
+    rollback_incomplete: bool = False,
 ) -> StatePlan | None:
     size = 1 + max([*reports, *(lost or {})])
     return state_plan(
@@ -47,7 +47,7 @@ def plan(
         classes={Rank(rank): classes for rank in range(size)},
         world_size=size,
         upto=Position(upto),
-        torn=torn,
+        rollback_incomplete=rollback_incomplete,
     )
 
 
@@ -116,7 +116,7 @@ def test_nobody_goes_back_to_what_is_not_committed() -> None:
 
 def test_a_torn_rollback_is_followed_by_another_one() -> None:
     """One member has gone back to 3, the other has not: copying would mix them."""
-    found = plan({0: report(3, 3), 1: report(9, 3, 6)}, {2: kept(3)}, torn=True)
+    found = plan({0: report(3, 3), 1: report(9, 3, 6)}, {2: kept(3)}, rollback_incomplete=True)
     assert found is not None
     assert (found.fresh, found.rollback) == ((2,), 3)
 

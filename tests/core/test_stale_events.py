@@ -31,7 +31,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import GatherOver, ResumeOver, StallsGathered
-from tests.core.core_told import Told, verdict_on
+from tests.core.core_harness import CoreHarness, verdict_on
 
 FORMER, NOW = Generation(1), Generation(2)
 HERE = {"slot": SlotId("a/0"), "incarnation": Incarnation(1)}
@@ -65,32 +65,36 @@ OF_A_TRAY_THAT_IS_NOT_THERE: list[Event] = [
 
 
 @pytest.fixture
-def second_generation() -> Told:
+def second_generation() -> CoreHarness:
     """Ranks 0 to 3 on a and b; a/1 was lost, and its rank went to c."""
-    told = Told(JobConfig(trays_min=3, trays_max=3, spares=2))
+    harness = CoreHarness(JobConfig(trays_min=3, trays_max=3, spares=2))
     for tray in "abc":
-        told.join(tray, 2)
-    told.train()
-    told.exits("a/1")
-    told.park_all(passed=4)
-    assert told.view.generation == NOW
-    return told
+        harness.join(tray, 2)
+    harness.train()
+    harness.exits("a/1")
+    harness.park_all(passed=4)
+    assert harness.view.generation == NOW
+    return harness
 
 
-@pytest.mark.parametrize("then", [lambda told: None, Told.resume_all], ids=["while all resume", "while all train"])
+@pytest.mark.parametrize(
+    "then", [lambda told: None, CoreHarness.resume_all], ids=["while all resume", "while all train"]
+)
 @pytest.mark.parametrize(
     "event",
     [*OF_A_FORMER_GENERATION, *OF_A_FORMER_WORKER, *OF_A_TRAY_THAT_IS_NOT_THERE],
     ids=lambda event: type(event).__name__,
 )
-def test_a_stale_event_changes_nothing(second_generation: Told, event: Event, then: Callable[[Told], object]) -> None:
+def test_a_stale_event_changes_nothing(
+    second_generation: CoreHarness, event: Event, then: Callable[[CoreHarness], object]
+) -> None:
     then(second_generation)
     before = pickle.dumps(second_generation.core._job)
     assert not second_generation.tell(event)
     assert pickle.dumps(second_generation.core._job) == before
 
 
-def test_a_tray_that_is_lost_twice_is_repaired_from_its_first_loss_on(second_generation: Told) -> None:
+def test_a_tray_that_is_lost_twice_is_repaired_from_its_first_loss_on(second_generation: CoreHarness) -> None:
     told = second_generation
     told.resume_all()
     told.now = 1_000

@@ -9,32 +9,32 @@ import pytest
 from rackrun.core.faults.stalls import BUSY_HOLDS_MS
 from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, Notice, ReleaseWorkers, SetTimer, StopJob
 from rackrun.protocol.job_config import JobConfig
-from tests.core.core_told import Told, every, only, plan_in, stop_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 PHASE = "phase evaluate (run.every(4, ...)) after step 8"
 
 
-def judged(told: Told) -> list[Command]:
-    return [*told.timer("stalled"), *told.timer("judge")]
+def judged(harness: CoreHarness) -> list[Command]:
+    return [*harness.timer("stalled"), *harness.timer("judge")]
 
 
-def swapped(told: Told, slot: str) -> None:
+def swapped(harness: CoreHarness, slot: str) -> None:
     """Whoever was condemned in ``slot`` has gone, and all train again."""
-    told.exits(slot, signal=9)
-    told.park_all(passed=4)
-    told.resume_all()
-    assert told.view.phase == "training"
+    harness.exits(slot, signal=9)
+    harness.park_all(passed=4)
+    harness.resume_all()
+    assert harness.view.phase == "training"
 
 
 # -- those that wait, wait rightly ------------------------------------------------------------------------------------
-def test_who_waits_for_a_rank_that_works_is_not_stalled_and_its_unit_is_not_done_twice(training: Told) -> None:
+def test_who_waits_for_a_rank_that_works_is_not_stalled_and_its_unit_is_not_done_twice(training: CoreHarness) -> None:
     for slot in ("a/0", "a/1", "b/1"):
         training.stalls(slot, 11, waiting=True)
     assert not every(FenceWorker, judged(training))
     assert training.view.phase == "training"
 
 
-def test_who_goes_on_after_all_is_not_blamed_later(training: Told) -> None:
+def test_who_goes_on_after_all_is_not_blamed_later(training: CoreHarness) -> None:
     training.stalls("b/0", 10)
     training.stalls("b/0", 10, over=True)
     for slot in ("a/0", "a/1"):
@@ -42,7 +42,7 @@ def test_who_goes_on_after_all_is_not_blamed_later(training: Told) -> None:
     assert not every(FenceWorker, judged(training))
 
 
-def test_who_stands_in_its_own_code_is_to_blame_though_others_have_longer_deadlines(training: Told) -> None:
+def test_who_stands_in_its_own_code_is_to_blame_though_others_have_longer_deadlines(training: CoreHarness) -> None:
     training.stalls("b/0", 10, unit=PHASE, where="train.py:31 in evaluate", allowed_ms=6000)
     training.stalls("a/0", 11, waiting=True, unit=PHASE, where="train.py:44 in main")
     fenced = only(FenceWorker, judged(training))
@@ -54,7 +54,7 @@ def test_who_stands_in_its_own_code_is_to_blame_though_others_have_longer_deadli
     )
 
 
-def test_when_most_stand_in_their_own_code_and_one_works_nobody_is_taken_out(training: Told) -> None:
+def test_when_most_stand_in_their_own_code_and_one_works_nobody_is_taken_out(training: CoreHarness) -> None:
     for slot in ("a/0", "a/1", "b/1"):
         training.stalls(slot, 10)
     assert not judged(training)[1:]
@@ -62,7 +62,7 @@ def test_when_most_stand_in_their_own_code_and_one_works_nobody_is_taken_out(tra
 
 
 # -- the same again ---------------------------------------------------------------------------------------------------
-def test_the_same_stall_twice_ends_the_job_with_the_line(training: Told) -> None:
+def test_the_same_stall_twice_ends_the_job_with_the_line(training: CoreHarness) -> None:
     where = {"unit": PHASE, "where": "train.py:31 in evaluate"}
     training.stalls("b/0", 10, **where)
     assert only(FenceWorker, judged(training)).slot == "b/0"
@@ -75,7 +75,7 @@ def test_the_same_stall_twice_ends_the_job_with_the_line(training: Told) -> None
 
 
 @pytest.mark.parametrize("other", [{"where": "train.py:32 in evaluate"}, {"step": 6}, {"phase": 1}])
-def test_a_stall_elsewhere_is_another_one(training: Told, other: dict[str, object]) -> None:
+def test_a_stall_elsewhere_is_another_one(training: CoreHarness, other: dict[str, object]) -> None:
     where = {"unit": PHASE, "where": "train.py:31 in evaluate"}
     training.stalls("b/0", 10, **where)
     judged(training)
@@ -84,7 +84,7 @@ def test_a_stall_elsewhere_is_another_one(training: Told, other: dict[str, objec
     assert only(FenceWorker, judged(training)).slot == "b/2"
 
 
-def test_what_nobody_knows_the_place_of_is_not_the_scripts(training: Told) -> None:
+def test_what_nobody_knows_the_place_of_is_not_the_scripts(training: CoreHarness) -> None:
     training.stalls("b/0", 10)
     judged(training)
     swapped(training, "b/0")
@@ -92,7 +92,9 @@ def test_what_nobody_knows_the_place_of_is_not_the_scripts(training: Told) -> No
     assert not every(StopJob, judged(training))
 
 
-def test_a_collective_that_only_some_have_entered_names_each_place_and_is_done_again_once(training: Told) -> None:
+def test_a_collective_that_only_some_have_entered_names_each_place_and_is_done_again_once(
+    training: CoreHarness,
+) -> None:
     def stall() -> list[Command]:
         for slot in training.members:
             line = 9 if slot == "a/0" else 12
@@ -109,7 +111,7 @@ def test_a_collective_that_only_some_have_entered_names_each_place_and_is_done_a
 
 
 # -- people are told ---------------------------------------------------------------------------------------------------
-def test_people_are_told_once_of_who_works_for_long(training: Told) -> None:
+def test_people_are_told_once_of_who_works_for_long(training: CoreHarness) -> None:
     notice = only(Notice, training.works("b/0"))
     assert "rank 2 works in phase save, at train.py:7 in save, for 4 s" in notice.text
     assert "run.expect" in notice.text
@@ -117,7 +119,7 @@ def test_people_are_told_once_of_who_works_for_long(training: Told) -> None:
 
 
 # -- a recovery that somebody does not come to -----------------------------------------------------------------------------
-def test_who_works_is_waited_for_and_the_successor_of_the_lost_rank_stays(training: Told) -> None:
+def test_who_works_is_waited_for_and_the_successor_of_the_lost_rank_stays(training: CoreHarness) -> None:
     training.exits("b/0", signal=9)
     training.park_all(passed=4)
     assert "all wait for rank 1" in only(Notice, training.works("a/1", awaited=True)).text
@@ -128,7 +130,7 @@ def test_who_works_is_waited_for_and_the_successor_of_the_lost_rank_stays(traini
     assert [fenced.slot for fenced in every(FenceWorker, training.timer("resume"))] == ["b/2"], "nothing is heard of it"
 
 
-def test_who_hangs_while_all_are_called_is_replaced_and_not_the_successor(training: Told) -> None:
+def test_who_hangs_while_all_are_called_is_replaced_and_not_the_successor(training: CoreHarness) -> None:
     training.exits("b/0", signal=9)
     training.park_all(passed=4)
     training.stalls("a/1", 10, unit="the script's code between two units, after step 4", where="train.py:50 in main")
@@ -138,7 +140,7 @@ def test_who_hangs_while_all_are_called_is_replaced_and_not_the_successor(traini
     assert "did not come to the recovery" in fenced.because
 
 
-def test_who_holds_the_interpreters_lock_and_works_is_waited_for_until_it_parks(training: Told) -> None:
+def test_who_holds_the_interpreters_lock_and_works_is_waited_for_until_it_parks(training: CoreHarness) -> None:
     training.exits("b/0", signal=9)
     training.timer("gather")
     for slot in ("a/0", "b/1"):
@@ -148,7 +150,7 @@ def test_who_holds_the_interpreters_lock_and_works_is_waited_for_until_it_parks(
     assert plan_in(training.parks("a/1")).generation == 2
 
 
-def test_who_works_for_longer_than_hardware_may_take_to_come_ends_nothing(training: Told) -> None:
+def test_who_works_for_longer_than_hardware_may_take_to_come_ends_nothing(training: CoreHarness) -> None:
     training.exits("b/0", signal=9)
     training.timer("gather")
     for slot in ("a/0", "b/1"):
@@ -160,7 +162,7 @@ def test_who_works_for_longer_than_hardware_may_take_to_come_ends_nothing(traini
     assert plan_in(training.parks("a/1")).generation == 2
 
 
-def test_while_one_rank_works_nobody_is_said_to_wait_for_those_that_have_returned(training: Told) -> None:
+def test_while_one_rank_works_nobody_is_said_to_wait_for_those_that_have_returned(training: CoreHarness) -> None:
     training.finishes("a/0")
     for slot in ("a/1", "b/0"):
         training.stalls(slot, 11, waiting=True, unit="the script's code between two units, after step 8")
@@ -173,101 +175,101 @@ def test_while_one_rank_works_nobody_is_said_to_wait_for_those_that_have_returne
 BETWEEN = {"unit": "the script's code between two units, after step 0", "where": "train.py:50 in main"}
 
 
-def idle(told: Told, slot: str, for_ms: int, collective: int = 10, **further: object) -> Sequence[Command]:
+def idle(harness: CoreHarness, slot: str, for_ms: int, collective: int = 10, **further: object) -> Sequence[Command]:
     """It has been idle for so long in its own code, where it has no history."""
-    return told.stalls(slot, collective, early=True, for_ms=for_ms, **{**BETWEEN, **further})
+    return harness.stalls(slot, collective, early=True, for_ms=for_ms, **{**BETWEEN, **further})
 
 
 def wait(
-    told: Told, slots: Sequence[str], *, took_ms: int = 20, collective: int = 11, early: bool = True
+    harness: CoreHarness, slots: Sequence[str], *, took_ms: int = 20, collective: int = 11, early: bool = True
 ) -> list[Command]:
     """They wait in a collective, and came to it within ``took_ms``."""
     further = {"early": early, "waiting": True, "took_ms": took_ms, "for_ms": 10_000}
-    return [command for slot in slots for command in told.stalls(slot, collective, **further)]
+    return [command for slot in slots for command in harness.stalls(slot, collective, **further)]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["limits of minutes", "limits that are over"])
-def test_who_is_idle_where_all_others_have_passed_is_to_blame(early: bool, training: Told) -> None:
+def test_who_is_idle_where_all_others_have_passed_is_to_blame(early: bool, training: CoreHarness) -> None:
     wait(training, ("a/0", "a/1", "b/1"), early=early)
     answers = idle(training, "b/0", 30_000)
     assert only(FenceWorker, answers).slot == "b/0"
     assert "train.py:50 in main" in only(FenceWorker, answers).because
 
 
-def test_the_idle_one_is_found_whoever_is_heard_last(training: Told) -> None:
+def test_the_idle_one_is_found_whoever_is_heard_last(training: CoreHarness) -> None:
     assert not every(FenceWorker, idle(training, "b/0", 30_000))
     assert only(FenceWorker, wait(training, ("a/0", "a/1", "b/1"))).slot == "b/0"
 
 
-def test_three_times_what_the_others_took_is_not_over_yet(training: Told) -> None:
+def test_three_times_what_the_others_took_is_not_over_yet(training: CoreHarness) -> None:
     wait(training, ("a/0", "a/1", "b/1"), took_ms=12_000)
     assert not every(FenceWorker, idle(training, "b/0", 35_000))
     assert only(FenceWorker, idle(training, "b/0", 37_000)).slot == "b/0"
 
 
-def test_while_one_rank_works_nobody_is_compared(training: Told) -> None:
+def test_while_one_rank_works_nobody_is_compared(training: CoreHarness) -> None:
     wait(training, ("a/0", "a/1"))
     assert not every(FenceWorker, idle(training, "b/0", 300_000))
 
 
-def test_who_goes_on_after_it_waited_has_not_passed(training: Told) -> None:
+def test_who_goes_on_after_it_waited_has_not_passed(training: CoreHarness) -> None:
     wait(training, ("a/0", "a/1", "b/1"))
     training.stalls("a/1", 11, over=True)
     assert not every(FenceWorker, idle(training, "b/0", 30_000))
 
 
-def test_who_waits_before_that_place_has_not_passed(training: Told) -> None:
+def test_who_waits_before_that_place_has_not_passed(training: CoreHarness) -> None:
     wait(training, ("a/0", "a/1"))
     wait(training, ("b/1",), collective=10)
     assert not every(FenceWorker, idle(training, "b/0", 30_000))
 
 
-def test_when_most_are_idle_nobody_is_to_blame(training: Told) -> None:
+def test_when_most_are_idle_nobody_is_to_blame(training: CoreHarness) -> None:
     wait(training, ("a/0",))
     for slot in ("a/1", "b/0", "b/1"):
         assert not every(FenceWorker, idle(training, slot, 60_000))
 
 
-def test_two_idle_ranks_of_four_are_found_one_after_the_other_heard(training: Told) -> None:
+def test_two_idle_ranks_of_four_are_found_one_after_the_other_heard(training: CoreHarness) -> None:
     wait(training, ("a/0", "b/1"))
     assert not every(FenceWorker, idle(training, "a/1", 30_000))
     assert {one.slot for one in every(FenceWorker, idle(training, "b/0", 30_000))} == {"a/1", "b/0"}
 
 
-def test_what_was_said_long_ago_may_be_over(training: Told) -> None:
+def test_what_was_said_long_ago_may_be_over(training: CoreHarness) -> None:
     wait(training, ("a/0", "b/1"))
     idle(training, "a/1", 30_000)
     training.now += 20_000
     assert not every(FenceWorker, idle(training, "b/0", 30_000)), "a/1 works again, or it would have said so"
 
 
-def test_who_is_idle_after_the_loop_while_all_others_have_returned_is_replaced(training: Told) -> None:
+def test_who_is_idle_after_the_loop_while_all_others_have_returned_is_replaced(training: CoreHarness) -> None:
     for slot in ("a/0", "a/1", "b/1"):
         training.finishes(slot, took_ms=40)
     assert only(FenceWorker, idle(training, "b/0", 30_000)).slot == "b/0"
 
 
 def test_who_is_idle_in_its_setup_while_all_others_wait_for_it_makes_the_world_begin_again() -> None:
-    told = starting()
-    told.elastic("a/0")
-    told.ready("a/0")
-    wait(told, ("a/0", "a/1", "b/0"), took_ms=4_000, collective=1)
-    answers = idle(told, "b/1", 30_000, 0, unit="setup")
+    harness = starting()
+    harness.elastic("a/0")
+    harness.ready("a/0")
+    wait(harness, ("a/0", "a/1", "b/0"), took_ms=4_000, collective=1)
+    answers = idle(harness, "b/1", 30_000, 0, unit="setup")
     assert "b/1" in [one.slot for one in every(FenceWorker, answers)]
 
 
 def test_a_spare_is_idle_in_its_setup_for_three_times_as_long_as_any_rank_took() -> None:
-    told = starting()
-    for slot in told.members:
-        told.ready(slot, setup_ms=15_000)
+    harness = starting()
+    for slot in harness.members:
+        harness.ready(slot, setup_ms=15_000)
     setup = {"unit": "setup", "where": "train.py:3 in main"}
-    assert not every(FenceWorker, idle(told, "b/2", 40_000, 0, **setup))
-    assert only(FenceWorker, idle(told, "b/2", 46_000, 0, **setup)).slot == "b/2"
-    told.ready("a/2")
-    assert not every(FenceWorker, idle(told, "a/2", 90_000, 0, **setup)), "it has come to run.steps()"
+    assert not every(FenceWorker, idle(harness, "b/2", 40_000, 0, **setup))
+    assert only(FenceWorker, idle(harness, "b/2", 46_000, 0, **setup)).slot == "b/2"
+    harness.ready("a/2")
+    assert not every(FenceWorker, idle(harness, "a/2", 90_000, 0, **setup)), "it has come to run.steps()"
 
 
-def test_who_is_idle_while_all_are_called_elsewhere_is_late_though_nothing_was_observed(training: Told) -> None:
+def test_who_is_idle_while_all_are_called_elsewhere_is_late_though_nothing_was_observed(training: CoreHarness) -> None:
     training.exits("b/0", signal=9)
     training.park_all(passed=4)
     idle(training, "a/1", 30_000)
@@ -278,7 +280,7 @@ def test_who_is_idle_while_all_are_called_elsewhere_is_late_though_nothing_was_o
 AFTER = {"unit": "the script's code after main", "where": "train.py:70 in upload"}
 
 
-def test_who_is_idle_after_main_while_the_others_have_ended_holds_nobody(training: Told) -> None:
+def test_who_is_idle_after_main_while_the_others_have_ended_holds_nobody(training: CoreHarness) -> None:
     finished(training)
     training.now += 2_000
     for slot in ("a/0", "a/1", "b/0"):
@@ -292,14 +294,14 @@ def test_who_is_idle_after_main_while_the_others_have_ended_holds_nobody(trainin
     assert stop_in(answers).exit_code == 0
 
 
-def test_who_is_idle_after_main_as_most_are_has_its_own_limit(training: Told) -> None:
+def test_who_is_idle_after_main_as_most_are_has_its_own_limit(training: CoreHarness) -> None:
     finished(training)
     training.exits("a/0", code=0)
     for slot in ("a/1", "b/0", "b/1"):
         assert not every(FenceWorker, idle(training, slot, 60_000, **AFTER))
 
 
-def test_while_another_works_after_main_nobody_is_compared(training: Told) -> None:
+def test_while_another_works_after_main_nobody_is_compared(training: CoreHarness) -> None:
     finished(training)
     for slot in ("a/0", "a/1"):
         training.exits(slot, code=0)
@@ -307,11 +309,11 @@ def test_while_another_works_after_main_nobody_is_compared(training: Told) -> No
 
 
 # -- everything is done --------------------------------------------------------------------------------------------------
-def finished(told: Told) -> Sequence[Command]:
-    return [command for slot in list(told.members) for command in told.finishes(slot)]
+def finished(harness: CoreHarness) -> Sequence[Command]:
+    return [command for slot in list(harness.members) for command in harness.finishes(slot)]
 
 
-def test_a_rank_that_dies_after_it_has_finished_is_not_replaced(training: Told) -> None:
+def test_a_rank_that_dies_after_it_has_finished_is_not_replaced(training: CoreHarness) -> None:
     training.finishes("a/1")
     answers = training.exits("a/1", signal=9)
     assert not every(BreakGeneration, answers)
@@ -325,7 +327,7 @@ def test_a_rank_that_dies_after_it_has_finished_is_not_replaced(training: Told) 
     assert stop_in(training.exits("b/1", code=0)).exit_code == 0
 
 
-def test_when_the_last_that_had_not_finished_is_lost_who_had_is_missed_again(training: Told) -> None:
+def test_when_the_last_that_had_not_finished_is_lost_who_had_is_missed_again(training: CoreHarness) -> None:
     training.finishes("a/1")
     training.exits("a/1", signal=9)
     assert every(BreakGeneration, training.exits("b/0", signal=9))
@@ -333,19 +335,19 @@ def test_when_the_last_that_had_not_finished_is_lost_who_had_is_missed_again(tra
 
 
 @pytest.mark.parametrize("how", [{"signal": 9}, {"signal": 11}, {"signal": 6}])
-def test_who_dies_when_all_is_done_does_not_change_the_exit_code(training: Told, how: dict[str, int]) -> None:
+def test_who_dies_when_all_is_done_does_not_change_the_exit_code(training: CoreHarness, how: dict[str, int]) -> None:
     finished(training)
     for slot in ("a/0", "a/1", "b/0"):
         training.exits(slot, code=0)
     assert stop_in(training.exits("b/1", **how)).exit_code == 0
 
 
-def test_what_the_script_itself_raises_after_main_still_does(training: Told) -> None:
+def test_what_the_script_itself_raises_after_main_still_does(training: CoreHarness) -> None:
     finished(training)
     assert stop_in(training.exits("b/1", code=4)).exit_code == 1
 
 
-def test_who_is_stopped_when_all_is_done_holds_nobody(training: Told) -> None:
+def test_who_is_stopped_when_all_is_done_holds_nobody(training: CoreHarness) -> None:
     finished(training)
     for slot in ("a/0", "a/1", "b/0"):
         training.exits(slot, code=0)
@@ -354,7 +356,7 @@ def test_who_is_stopped_when_all_is_done_holds_nobody(training: Told) -> None:
     assert stop_in(answers).exit_code == 0
 
 
-def test_a_tray_that_is_lost_when_all_is_done_is_no_loss(training: Told) -> None:
+def test_a_tray_that_is_lost_when_all_is_done_is_no_loss(training: CoreHarness) -> None:
     finished(training)
     training.exits("a/0", code=0)
     training.exits("a/1", code=0)
@@ -362,43 +364,43 @@ def test_a_tray_that_is_lost_when_all_is_done_is_no_loss(training: Told) -> None
 
 
 # -- the script fails on all ranks alike, at its start --------------------------------------------------------------------
-def starting() -> Told:
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2))
-    told.join("a", 3)
-    told.join("b", 3)
-    return told
+def starting() -> CoreHarness:
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2))
+    harness.join("a", 3)
+    harness.join("b", 3)
+    return harness
 
 
 @pytest.mark.parametrize(
     "how", [{"code": 2, "early": True}, {"code": 1, "bug": "train.py:1", "early": True}, {"code": 127}]
 )
 def test_what_all_ranks_fail_with_at_once_ends_the_job_at_once(how: dict[str, object]) -> None:
-    told = starting()
+    harness = starting()
     for slot in ("a/0", "a/1", "b/0"):
-        assert not every(FenceWorker, told.exits(slot, **how))
-    stop = stop_in(told.exits("b/1", **how))
+        assert not every(FenceWorker, harness.exits(slot, **how))
+    stop = stop_in(harness.exits("b/1", **how))
     assert stop.exit_code == 1
     assert "all 4 ranks failed alike before the first step" in stop.because
 
 
 def test_one_rank_that_fails_alone_starts_the_world_again_after_a_while() -> None:
-    told = starting()
-    assert not every(FenceWorker, told.exits("a/0", code=1, bug="train.py:1", early=True))
-    assert len(every(FenceWorker, told.timer("bugs"))) == 3
+    harness = starting()
+    assert not every(FenceWorker, harness.exits("a/0", code=1, bug="train.py:1", early=True))
+    assert len(every(FenceWorker, harness.timer("bugs"))) == 3
 
 
 @pytest.mark.parametrize("then", [{"code": 1, "bug": "train.py:2", "early": True}, {"signal": 9}])
 def test_ranks_that_end_differently_start_the_world_again_at_once(then: dict[str, object]) -> None:
-    told = starting()
-    told.exits("a/0", code=1, bug="train.py:1", early=True)
-    assert len(every(FenceWorker, told.exits("a/1", **then))) == 2
+    harness = starting()
+    harness.exits("a/0", code=1, bug="train.py:1", early=True)
+    assert len(every(FenceWorker, harness.exits("a/1", **then))) == 2
 
 
 def test_what_a_plain_script_fails_with_later_is_answered_as_torchrun_does() -> None:
-    told = starting()
-    assert len(every(FenceWorker, told.exits("a/0", code=1, bug="train.py:90"))) == 3
+    harness = starting()
+    assert len(every(FenceWorker, harness.exits("a/0", code=1, bug="train.py:90"))) == 3
 
 
 def test_a_stopped_rank_of_a_plain_script_is_lost() -> None:
-    told = starting()
-    assert [one.slot for one in every(FenceWorker, told.stalls("a/1", silent=True))] == ["a/1", "a/0", "b/0", "b/1"]
+    harness = starting()
+    assert [one.slot for one in every(FenceWorker, harness.stalls("a/1", silent=True))] == ["a/1", "a/0", "b/0", "b/1"]

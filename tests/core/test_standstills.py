@@ -10,33 +10,33 @@ from rackrun.core.faults.standstills import STANDSTILLS_MAX, WITHIN_MS
 from rackrun.protocol.commands import Answer, Command, Notice, PauseWorkers
 from rackrun.protocol.events import ReturnRequested
 from rackrun.protocol.job_config import JobConfig
-from tests.core.core_told import Told, condemned, every, only, plan_in
+from tests.core.core_harness import CoreHarness, condemned, every, only, plan_in
 
 
 @pytest.fixture
-def job() -> Told:
+def job() -> CoreHarness:
     """Four trays of two slots; ranks 0 to 5 on a, b, c; d waits."""
-    told = Told(JobConfig(trays_min=4, trays_max=4, spares=2))
+    harness = CoreHarness(JobConfig(trays_min=4, trays_max=4, spares=2))
     for tray in "abcd":
-        told.join(tray, 2, clique="x")
-    told.train()
-    assert [spare.slot for spare in told.view.spares] == ["d/0", "d/1"]
-    return told
+        harness.join(tray, 2, clique="x")
+    harness.train()
+    assert [spare.slot for spare in harness.view.spares] == ["d/0", "d/1"]
+    return harness
 
 
-def repeatedly(told: Told, tray: str, *, every_ms: int = 60_000) -> Sequence[Command]:
+def repeatedly(harness: CoreHarness, tray: str, *, every_ms: int = 60_000) -> Sequence[Command]:
     """The tray stands still as often as is too much; what follows from the last time is returned."""
     for _ in range(STANDSTILLS_MAX - 1):
-        assert not every(PauseWorkers, told.stands_still(tray))
-        told.now += every_ms
-    return told.stands_still(tray)
+        assert not every(PauseWorkers, harness.stands_still(tray))
+        harness.now += every_ms
+    return harness.stands_still(tray)
 
 
-def against(told: Told) -> dict[str, str]:
-    return {slot: why for tray in told.view.trays for slot, why in tray.against.items()}
+def against(harness: CoreHarness) -> dict[str, str]:
+    return {slot: why for tray in harness.view.trays for slot, why in tray.against.items()}
 
 
-def test_a_tray_that_stood_still_once_loses_nobody_and_people_are_told_where_to_look(job: Told) -> None:
+def test_a_tray_that_stood_still_once_loses_nobody_and_people_are_told_where_to_look(job: CoreHarness) -> None:
     answers = job.stands_still("b", 4_200)
     assert [type(one) for one in answers] == [Notice]
     text = only(Notice, answers).text
@@ -45,7 +45,7 @@ def test_a_tray_that_stood_still_once_loses_nobody_and_people_are_told_where_to_
     assert not against(job)
 
 
-def test_ranks_leave_a_tray_that_stands_still_repeatedly_at_a_step_boundary(job: Told) -> None:
+def test_ranks_leave_a_tray_that_stands_still_repeatedly_at_a_step_boundary(job: CoreHarness) -> None:
     answers = repeatedly(job, "b")
     assert "not the first time in 10 minutes" in every(Notice, answers)[0].text
     assert only(PauseWorkers, answers)
@@ -56,26 +56,26 @@ def test_ranks_leave_a_tray_that_stands_still_repeatedly_at_a_step_boundary(job:
     assert {member.slot for member in plan.members if member.slot.startswith("d")} == {"d/0", "d/1"}
 
 
-def test_standstills_that_are_far_apart_are_not_counted_together(job: Told) -> None:
+def test_standstills_that_are_far_apart_are_not_counted_together(job: CoreHarness) -> None:
     assert not every(PauseWorkers, repeatedly(job, "b", every_ms=WITHIN_MS // (STANDSTILLS_MAX - 1)))
     assert not against(job)
 
 
-def test_each_tray_has_a_count_of_its_own(job: Told) -> None:
+def test_each_tray_has_a_count_of_its_own(job: CoreHarness) -> None:
     for tray in "abc":
         for _ in range(STANDSTILLS_MAX - 1):
             job.stands_still(tray)
     assert not against(job)
 
 
-def test_a_spare_on_such_a_tray_is_the_last_choice_but_a_choice(job: Told) -> None:
+def test_a_spare_on_such_a_tray_is_the_last_choice_but_a_choice(job: CoreHarness) -> None:
     repeatedly(job, "d")
     job.exits("a/0")
     plan = plan_in(job.park_all(passed=7))
     assert plan.members[0].slot in ("d/0", "d/1"), "there is no other"
 
 
-def test_a_tray_that_a_person_gives_back_begins_anew(job: Told) -> None:
+def test_a_tray_that_a_person_gives_back_begins_anew(job: CoreHarness) -> None:
     repeatedly(job, "d")
     answer = only(Answer, job.tell(ReturnRequested(request="1", target="d")))
     assert answer.forgiven == ("d/0", "d/1")
@@ -86,7 +86,7 @@ def test_a_tray_that_a_person_gives_back_begins_anew(job: Told) -> None:
     assert [*against(job)] == ["d/0", "d/1"]
 
 
-def test_a_tray_that_comes_back_begins_anew(job: Told) -> None:
+def test_a_tray_that_comes_back_begins_anew(job: CoreHarness) -> None:
     repeatedly(job, "d")
     job.tray_lost("d")
     job.join("d", 2, clique="x")
@@ -96,19 +96,19 @@ def test_a_tray_that_comes_back_begins_anew(job: Told) -> None:
 
 
 # -- several trays -----------------------------------------------------------------------------------------------------
-def test_of_trays_that_stand_still_together_none_is_to_blame(job: Told) -> None:
-    told: list[Command] = []
+def test_of_trays_that_stand_still_together_none_is_to_blame(job: CoreHarness) -> None:
+    harness: list[Command] = []
     for _ in range(2 * STANDSTILLS_MAX):
         for tray in "abcd":
-            told += job.stands_still(tray)
+            harness += job.stands_still(tray)
         job.now += 60_000
-    assert not every(PauseWorkers, told)
+    assert not every(PauseWorkers, harness)
     assert not against(job)
-    first = every(Notice, told)[4 * (STANDSTILLS_MAX - 1)].text
+    first = every(Notice, harness)[4 * (STANDSTILLS_MAX - 1)].text
     assert "4 of 4 trays did so as often within 10 minutes: a common cause is likely" in first
 
 
-def test_a_tray_that_goes_on_standing_still_when_the_others_have_ceased_is_to_blame(job: Told) -> None:
+def test_a_tray_that_goes_on_standing_still_when_the_others_have_ceased_is_to_blame(job: CoreHarness) -> None:
     for _ in range(STANDSTILLS_MAX):
         for tray in "abcd":
             job.stands_still(tray)
@@ -117,7 +117,7 @@ def test_a_tray_that_goes_on_standing_still_when_the_others_have_ceased_is_to_bl
     assert [*against(job)] == ["b/0", "b/1"]
 
 
-def test_the_half_of_the_trays_may_be_to_blame(job: Told) -> None:
+def test_the_half_of_the_trays_may_be_to_blame(job: CoreHarness) -> None:
     for _ in range(STANDSTILLS_MAX):
         for tray in "ab":
             job.stands_still(tray)
@@ -125,14 +125,14 @@ def test_the_half_of_the_trays_may_be_to_blame(job: Told) -> None:
 
 
 def test_where_there_is_one_tray_nobody_has_another_choice() -> None:
-    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1))
-    told.join("a", 3)
-    told.train()
-    assert "last choice" not in only(Notice, repeatedly(told, "a")).text
-    assert not against(told)
+    harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=1))
+    harness.join("a", 3)
+    harness.train()
+    assert "last choice" not in only(Notice, repeatedly(harness, "a")).text
+    assert not against(harness)
 
 
-def test_a_tray_that_stands_still_all_the_time_is_not_told_of_all_the_time(job: Told) -> None:
+def test_a_tray_that_stands_still_all_the_time_is_not_told_of_all_the_time(job: CoreHarness) -> None:
     repeatedly(job, "d", every_ms=2_000)
     for _ in range(10):
         job.now += 2_000

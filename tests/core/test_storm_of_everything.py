@@ -114,7 +114,7 @@ def test_in_a_storm_of_everything_each_story_ends_with_one_history_or_with_a_rea
     assert min(count for what, count in seen.items() if "exit" not in what) > len(seeds) / 100, seen
 
 
-def test_a_journal_of_everything_told_once_more_gives_the_same_commands_and_hindsight_knows_the_same() -> None:
+def test_a_journal_of_everything_told_once_more_gives_the_same_commands_and_a_replay_knows_the_same() -> None:
     for seed in range(SEEDS // 5):
         try:
             cluster = storm_of_everything(seed, _Journalled)

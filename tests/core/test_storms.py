@@ -35,8 +35,8 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
 from rackrun.protocol.job_config import JobConfig, SlowRanks
 from tests.core.core_followed import Followed, FollowedCore
+from tests.core.core_harness import slow_rank, verdict_on
 from tests.core.core_model import SHORT, TIMEOUTS, Cluster, Process
-from tests.core.core_told import slow_rank, verdict_on
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 400
 
@@ -692,7 +692,7 @@ def test_what_is_rebuilt_of_two_that_are_lost_at_once_is_what_was_lost() -> None
     assert two > SEEDS / 100, two
 
 
-def test_in_a_storm_of_lies_nothing_later_than_the_last_good_step_is_used_and_hindsight_knows_the_same() -> None:
+def test_in_a_storm_of_lies_nothing_later_than_the_last_good_step_is_used_and_a_replay_knows_the_same() -> None:
     """`Cluster` looks at every plan."""
     seen: Counter[str] = Counter()
     for seed in range(SEEDS // 6):

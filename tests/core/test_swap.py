@@ -17,10 +17,10 @@ from rackrun.protocol.commands import (
 from rackrun.protocol.events import CostsMeasured, ScriptFailure, WorkerExited, WorkerParked, WorkerResumed
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.protocol.job_config import JobConfig
-from tests.core.core_told import Told, every, only, plan_in, ranks, stop_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, ranks, stop_in
 
 
-def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told) -> None:
+def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: CoreHarness) -> None:
     broken = training.exits("a/1")
     announced = only(BreakGeneration, broken)
     assert (announced.generation, [w.slot for w in announced.workers]) == (2, ["a/0", "b/0", "b/1"])
@@ -28,7 +28,7 @@ def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told
     assert {str(timer.timer) for timer in every(SetTimer, broken)} == {"gather:2", "park:2", "recover:2"}
 
 
-def test_the_spare_of_the_same_tray_takes_over_and_the_reason_has_the_figures(training: Told) -> None:
+def test_the_spare_of_the_same_tray_takes_over_and_the_reason_has_the_figures(training: CoreHarness) -> None:
     training.exits("b/0")
     resumed = only(ResumeGeneration, training.park_all(passed=4))
     assert resumed.because == "rank 2 lost (SIGKILL); b/2 takes over, 1 spare left"
@@ -38,14 +38,14 @@ def test_the_spare_of_the_same_tray_takes_over_and_the_reason_has_the_figures(tr
     assert (resumed.plan.committed, resumed.plan.gate) == (Position(4), (4.0,))
 
 
-def test_a_spare_starts_in_the_lost_slot_once_training_goes_on(training: Told) -> None:
+def test_a_spare_starts_in_the_lost_slot_once_training_goes_on(training: CoreHarness) -> None:
     training.exits("b/0")
     training.park_all()
     assert only(StartWorker, training.resume_all()).slot == "b/0"
     assert training.view.phase == "training"
 
 
-def test_where_steps_are_known_to_take_time_nothing_starts_beside_the_first_two(training: Told) -> None:
+def test_where_steps_are_known_to_take_time_nothing_starts_beside_the_first_two(training: CoreHarness) -> None:
     training.tell(CostsMeasured(step_s=0.4))
     training.exits("b/0")
     training.park_all()
@@ -57,7 +57,7 @@ def test_where_steps_are_known_to_take_time_nothing_starts_beside_the_first_two(
     assert {start.slot for start in every(StartWorker, training.timer("calm"))} == {"a/2", "b/0"}
 
 
-def test_what_is_lost_meanwhile_starts_at_once_if_it_is_needed(training: Told) -> None:
+def test_what_is_lost_meanwhile_starts_at_once_if_it_is_needed(training: CoreHarness) -> None:
     training.tell(CostsMeasured(step_s=60.0))
     training.exits("b/0")
     training.park_all()
@@ -67,7 +67,7 @@ def test_what_is_lost_meanwhile_starts_at_once_if_it_is_needed(training: Told) -
     assert {start.slot for start in every(StartWorker, training.park_all())} >= {"a/0"}
 
 
-def test_nothing_is_decided_before_the_window_closes_and_all_have_parked(training: Told) -> None:
+def test_nothing_is_decided_before_the_window_closes_and_all_have_parked(training: CoreHarness) -> None:
     training.exits("a/1")
     assert not training.parks("a/0")
     assert not training.timer("gather")
@@ -75,7 +75,7 @@ def test_nothing_is_decided_before_the_window_closes_and_all_have_parked(trainin
     assert plan_in(training.parks("b/1"))
 
 
-def test_two_losses_in_one_window_are_one_decision(training: Told) -> None:
+def test_two_losses_in_one_window_are_one_decision(training: CoreHarness) -> None:
     training.exits("a/1")
     assert not training.exits("b/1", signal=7)
     resumed = only(ResumeGeneration, training.park_all())
@@ -83,14 +83,14 @@ def test_two_losses_in_one_window_are_one_decision(training: Told) -> None:
     assert resumed.plan.generation == 2
 
 
-def test_a_survivor_lost_while_parking_needs_no_newer_generation(training: Told) -> None:
+def test_a_survivor_lost_while_parking_needs_no_newer_generation(training: CoreHarness) -> None:
     training.exits("a/1")
     training.parks("a/0")
     training.exits("b/0")
     assert plan_in(training.park_all()).generation == 2
 
 
-def test_a_loss_while_resuming_breaks_again_and_the_promoted_spare_is_fresh_once_more(training: Told) -> None:
+def test_a_loss_while_resuming_breaks_again_and_the_promoted_spare_is_fresh_once_more(training: CoreHarness) -> None:
     training.exits("a/1")
     training.park_all(passed=4)
     training.resumes("a/0")
@@ -105,7 +105,7 @@ def test_a_loss_while_resuming_breaks_again_and_the_promoted_spare_is_fresh_once
     assert {restore.sources for restore in plan.restores} == {(0, 3)}
 
 
-def test_what_a_plan_committed_stays_so_when_its_witness_is_lost(training: Told) -> None:
+def test_what_a_plan_committed_stays_so_when_its_witness_is_lost(training: CoreHarness) -> None:
     training.exits("a/1")
     training.timer("gather")
     training.parks("a/0", passed=5)
@@ -119,7 +119,7 @@ def test_what_a_plan_committed_stays_so_when_its_witness_is_lost(training: Told)
     assert (plan.committed, plan.gate) == (Position(5), (5.0,))
 
 
-def test_who_does_not_park_in_time_is_fenced_and_lost(training: Told) -> None:
+def test_who_does_not_park_in_time_is_fenced_and_lost(training: CoreHarness) -> None:
     training.exits("a/1")
     training.timer("gather")
     training.parks("a/0")
@@ -129,7 +129,7 @@ def test_who_does_not_park_in_time_is_fenced_and_lost(training: Told) -> None:
     assert ranks(plan_in(fenced)) == {0: "a/0", 1: "a/2", 2: "b/0", 3: "b/2"}
 
 
-def test_who_does_not_resume_in_time_is_fenced_and_breaks_again(training: Told) -> None:
+def test_who_does_not_resume_in_time_is_fenced_and_breaks_again(training: CoreHarness) -> None:
     training.exits("a/1")
     training.park_all()
     for slot in ("a/0", "a/2", "b/0"):
@@ -140,17 +140,17 @@ def test_who_does_not_resume_in_time_is_fenced_and_breaks_again(training: Told) 
 
 
 def test_without_a_spare_the_lost_slot_is_used_again_and_survivors_keep_their_state() -> None:
-    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
-    told.join("a", 2)
-    told.train()
-    told.exits("a/1")
-    started = only(StartWorker, told.park_all())
+    harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=0))
+    harness.join("a", 2)
+    harness.train()
+    harness.exits("a/1")
+    started = only(StartWorker, harness.park_all())
     assert (started.slot, started.spare) == ("a/1", True)
-    plan = plan_in(told.ready("a/1"))
+    plan = plan_in(harness.ready("a/1"))
     assert [(member.slot, member.fresh) for member in plan.members] == [("a/0", False), ("a/1", True)]
 
 
-def test_a_spare_that_still_starts_is_waited_for(rack: Told) -> None:
+def test_a_spare_that_still_starts_is_waited_for(rack: CoreHarness) -> None:
     for slot in rack.members:
         rack.ready(slot, "all")
     rack.exits("a/1")
@@ -159,23 +159,23 @@ def test_a_spare_that_still_starts_is_waited_for(rack: Told) -> None:
 
 
 def test_without_any_slot_left_the_job_stops_with_the_figures() -> None:
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0))
-    told.join("a", 1)
-    told.join("b", 1)
-    told.train()
-    told.tray_lost("b")
-    stop = stop_in(told.park_all())
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=0))
+    harness.join("a", 1)
+    harness.join("b", 1)
+    harness.train()
+    harness.tray_lost("b")
+    stop = stop_in(harness.park_all())
     assert stop.exit_code == 3
     assert stop.because == "rank 1 lost (b lost: lease lapsed): 1 ranks to replace, 0 spares, no free slot left"
     assert stop.remedy
 
 
-def test_a_spare_that_dies_costs_nothing_and_is_started_again(training: Told) -> None:
+def test_a_spare_that_dies_costs_nothing_and_is_started_again(training: CoreHarness) -> None:
     assert only(StartWorker, training.exits("a/2")).slot == "a/2"
     assert training.view.generation == 1
 
 
-def test_a_slot_that_loses_three_workers_is_quarantined(training: Told) -> None:
+def test_a_slot_that_loses_three_workers_is_quarantined(training: CoreHarness) -> None:
     training.exits("a/2", code=1)
     training.exits("a/2", code=1)
     assert not every(StartWorker, training.exits("a/2", code=1))
@@ -183,31 +183,31 @@ def test_a_slot_that_loses_three_workers_is_quarantined(training: Told) -> None:
 
 
 def test_a_lost_tray_is_one_decision_and_its_slots_wait_when_it_comes_back() -> None:
-    told = Told(JobConfig(trays_min=3, trays_max=3, spares=2))
+    harness = CoreHarness(JobConfig(trays_min=3, trays_max=3, spares=2))
     for tray in ("a", "b", "c"):
-        told.join(tray, 2)
-    told.train()
-    assert [spare.slot for spare in told.view.spares] == ["c/0", "c/1"]
-    told.tray_lost("b")
-    assert ranks(plan_in(told.park_all())) == {0: "a/0", 1: "a/1", 2: "c/0", 3: "c/1"}
-    told.resume_all()
-    assert [start.slot for start in every(StartWorker, told.join("b", 2))] == ["b/0", "b/1"]
+        harness.join(tray, 2)
+    harness.train()
+    assert [spare.slot for spare in harness.view.spares] == ["c/0", "c/1"]
+    harness.tray_lost("b")
+    assert ranks(plan_in(harness.park_all())) == {0: "a/0", 1: "a/1", 2: "c/0", 3: "c/1"}
+    harness.resume_all()
+    assert [start.slot for start in every(StartWorker, harness.join("b", 2))] == ["b/0", "b/1"]
 
 
 def test_ranks_of_a_lost_tray_wait_for_it_when_its_agent_is_started_again() -> None:
     """It costs seconds, and the state lives: without it there would be no slot."""
-    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0))
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=0))
     for tray in ("a", "b"):
-        told.join(tray, 2)
-    told.train()
-    told.tray_lost("b", returns=True)
-    assert "Waiting for b (its agent is started again)" in str(told.park_all())
-    assert [start.slot for start in every(StartWorker, told.join("b", 2))] == ["b/0", "b/1"]
-    told.ready("b/0")
-    assert ranks(plan_in(told.ready("b/1"))) == {0: "a/0", 1: "a/1", 2: "b/0", 3: "b/1"}
+        harness.join(tray, 2)
+    harness.train()
+    harness.tray_lost("b", returns=True)
+    assert "Waiting for b (its agent is started again)" in str(harness.park_all())
+    assert [start.slot for start in every(StartWorker, harness.join("b", 2))] == ["b/0", "b/1"]
+    harness.ready("b/0")
+    assert ranks(plan_in(harness.ready("b/1"))) == {0: "a/0", 1: "a/1", 2: "b/0", 3: "b/1"}
 
 
-def test_without_a_replica_everyone_goes_back_to_a_common_snapshot(rack: Told) -> None:
+def test_without_a_replica_everyone_goes_back_to_a_common_snapshot(rack: CoreHarness) -> None:
     rack.train("unique")
     who = rack.incarnation["a/1"]
     rack.exits("a/1", snapshots=[2, 4])
@@ -217,14 +217,14 @@ def test_without_a_replica_everyone_goes_back_to_a_common_snapshot(rack: Told) -
     assert "everyone goes back to step 4, 1 steps are computed again" in resumed.because
 
 
-def test_the_snapshots_of_a_fenced_worker_are_waited_for(rack: Told) -> None:
+def test_the_snapshots_of_a_fenced_worker_are_waited_for(rack: CoreHarness) -> None:
     rack.train("unique")
     rack.stalls("a/1", silent=True)
     assert not rack.park_all(passed=5, snapshots=[4])
     assert plan_in(rack.exits("a/1", snapshots=[4])).rollback == 4
 
 
-def test_with_a_snapshot_of_what_is_committed_nobody_goes_back(rack: Told) -> None:
+def test_with_a_snapshot_of_what_is_committed_nobody_goes_back(rack: CoreHarness) -> None:
     rack.train("unique")
     rack.exits("a/1", snapshots=[2, 4])
     plan = plan_in(rack.park_all(passed=4, snapshots=[2]))
@@ -233,7 +233,7 @@ def test_with_a_snapshot_of_what_is_committed_nobody_goes_back(rack: Told) -> No
     assert [member.rank for member in plan.members if member.fresh] == [1]
 
 
-def test_a_phase_after_the_snapshot_may_have_changed_the_state(rack: Told) -> None:
+def test_a_phase_after_the_snapshot_may_have_changed_the_state(rack: CoreHarness) -> None:
     rack.train("unique")
     rack.exits("a/1", snapshots=[4])
     rack.timer("gather")
@@ -251,7 +251,7 @@ def test_a_phase_after_the_snapshot_may_have_changed_the_state(rack: Told) -> No
     assert plan_in(answers).rollback == 4
 
 
-def test_without_any_copy_the_job_stops_and_says_what_is_lost(rack: Told) -> None:
+def test_without_any_copy_the_job_stops_and_says_what_is_lost(rack: CoreHarness) -> None:
     rack.train("unique")
     rack.exits("a/1")
     stop = stop_in(rack.park_all(passed=50))
@@ -261,15 +261,15 @@ def test_without_any_copy_the_job_stops_and_says_what_is_lost(rack: Told) -> Non
 
 
 def test_without_any_copy_the_world_starts_again_if_it_may() -> None:
-    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1, start_over=True))
-    told.join("a", 3)
-    told.train("unique")
-    told.exits("a/1")
-    assert len(every(FenceWorker, told.park_all(passed=50))) == 2
-    assert told.view.phase == "restarting"
+    harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=1, start_over=True))
+    harness.join("a", 3)
+    harness.train("unique")
+    harness.exits("a/1")
+    assert len(every(FenceWorker, harness.park_all(passed=50))) == 2
+    assert harness.view.phase == "restarting"
 
 
-def test_a_job_that_has_just_begun_starts_again_whatever_it_has_lost(rack: Told) -> None:
+def test_a_job_that_has_just_begun_starts_again_whatever_it_has_lost(rack: CoreHarness) -> None:
     rack.train("unique")
     rack.exits("a/1")
     rack.park_all(passed=5)
@@ -278,29 +278,29 @@ def test_a_job_that_has_just_begun_starts_again_whatever_it_has_lost(rack: Told)
 
 def test_when_all_are_lost_what_they_had_done_is_told_by_their_ends() -> None:
     for step, phase in ((5, "setup"), (50, "stopped")):
-        told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
-        told.join("a", 2)
-        told.train()
-        for slot in told.members:
-            told.exits(slot, step=step)
-        told.park_all()
-        assert told.view.phase == phase
+        harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=0))
+        harness.join("a", 2)
+        harness.train()
+        for slot in harness.members:
+            harness.exits(slot, step=step)
+        harness.park_all()
+        assert harness.view.phase == phase
 
 
 def test_what_a_rank_had_done_that_was_given_up_is_told_by_its_end() -> None:
     """It was silent, so it was fenced, and counted as lost before it was seen to end."""
     for step, phase in ((1, "setup"), (50, "stopped")):
-        told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
-        told.join("a", 2)
-        told.train()
-        told.exits("a/0", step=step)
-        told.timer("gather")
-        told.stalls("a/1", silent=True)
-        told.exits("a/1", step=step)
-        assert told.view.phase == phase
+        harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=0))
+        harness.join("a", 2)
+        harness.train()
+        harness.exits("a/0", step=step)
+        harness.timer("gather")
+        harness.stalls("a/1", silent=True)
+        harness.exits("a/1", step=step)
+        assert harness.view.phase == phase
 
 
-def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: Told) -> None:
+def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: CoreHarness) -> None:
     """Some members have gone back, others have not: only one more rollback makes them one again."""
     rack.train("pair")
     rack.exits("a/0", snapshots=[4])
@@ -317,7 +317,7 @@ def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: Told) -> Non
     assert {restore.rank for restore in plan.restores} == {0, 2}
 
 
-def test_a_member_that_may_be_half_gone_back_is_no_source(rack: Told) -> None:
+def test_a_member_that_may_be_half_gone_back_is_no_source(rack: CoreHarness) -> None:
     """What it reports is the step that is committed now, and still its memory is not to be trusted."""
     rack.train("pair")
     rack.exits("a/0", snapshots=[4])
@@ -335,7 +335,7 @@ def test_a_member_that_may_be_half_gone_back_is_no_source(rack: Told) -> None:
     assert all(restore.snapshot and not restore.sources for restore in plan.restores)
 
 
-def test_after_a_rollback_the_next_verdict_starts_from_there(rack: Told) -> None:
+def test_after_a_rollback_the_next_verdict_starts_from_there(rack: CoreHarness) -> None:
     rack.train("pair")
     rack.exits("a/0", snapshots=[4])
     rack.exits("b/0", snapshots=[4])
@@ -348,45 +348,45 @@ def test_after_a_rollback_the_next_verdict_starts_from_there(rack: Told) -> None
 
 
 def test_a_lost_snapshot_that_is_being_restored_makes_another_plan_at_once() -> None:
-    told = Told(JobConfig(trays_min=3, trays_max=3, spares=1))
+    harness = CoreHarness(JobConfig(trays_min=3, trays_max=3, spares=1))
     for tray in ("a", "b", "c"):
-        told.join(tray, 1)
-    told.train("unique")
-    told.exits("b/0", snapshots=[4])
-    assert plan_in(told.park_all(passed=5, snapshots=[4])).rollback == 4
-    broken = only(BreakGeneration, told.tray_lost("b"))
+        harness.join(tray, 1)
+    harness.train("unique")
+    harness.exits("b/0", snapshots=[4])
+    assert plan_in(harness.park_all(passed=5, snapshots=[4])).rollback == 4
+    broken = only(BreakGeneration, harness.tray_lost("b"))
     assert broken.because == "b lost, with the snapshots that rank 1 would have restored"
 
 
 # -- copies on other trays ---------------------------------------------------------------------------------------------
-def three_trays() -> Told:
-    told = Told(JobConfig(trays_min=3, trays_max=3, spares=2))
+def three_trays() -> CoreHarness:
+    harness = CoreHarness(JobConfig(trays_min=3, trays_max=3, spares=2))
     for tray in ("a", "b", "c"):
-        told.join(tray, 2)
-    told.train("unique")
-    return told
+        harness.join(tray, 2)
+    harness.train("unique")
+    return harness
 
 
 def test_a_plan_says_where_each_trays_copies_go() -> None:
-    told = Told(JobConfig(trays_min=3, trays_max=3, spares=2))
+    harness = CoreHarness(JobConfig(trays_min=3, trays_max=3, spares=2))
     for tray in ("a", "b", "c"):
-        told.join(tray, 2)
-    first = only(ResumeGeneration, told.answers)
+        harness.join(tray, 2)
+    first = only(ResumeGeneration, harness.answers)
     assert first.plan.mirrors == {"a": "b:2/b", "b": "c:2/c", "c": "a:2/a"}
 
 
 def test_one_tray_has_nowhere_to_copy_to() -> None:
-    alone = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    alone = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=0))
     alone.join("a", 2)
     assert only(ResumeGeneration, alone.answers).plan.mirrors == {}
 
 
 def test_the_shards_of_a_lost_tray_come_from_its_holder() -> None:
-    told = three_trays()
+    harness = three_trays()
     for slot in ("b/0", "b/1"):
-        told.mirrors(slot, "c", 2, 4)
-    told.tray_lost("b")
-    plan = plan_in(told.park_all(passed=5, snapshots=[4]))
+        harness.mirrors(slot, "c", 2, 4)
+    harness.tray_lost("b")
+    plan = plan_in(harness.park_all(passed=5, snapshots=[4]))
     assert plan.rollback == 4
     assert {restore.rank: restore.snapshot.rpartition("/")[0] for restore in plan.restores} == {
         2: "c:2/b/0",
@@ -397,17 +397,17 @@ def test_the_shards_of_a_lost_tray_come_from_its_holder() -> None:
 
 def test_copies_that_are_told_of_when_their_worker_is_condemned_already_count() -> None:
     """They outlive it. Its own tray may be lost with what it leaves there."""
-    told = three_trays()
-    told.mirrors("b/1", "c", 2, 4)
-    told.exits("b/1", snapshots=(2, 4))
-    told.timer("gather")
+    harness = three_trays()
+    harness.mirrors("b/1", "c", 2, 4)
+    harness.exits("b/1", snapshots=(2, 4))
+    harness.timer("gather")
     for slot in ("a/0", "a/1"):
-        told.parks(slot, passed=5, snapshots=(2, 4))
-    condemned = told.timer("park")
+        harness.parks(slot, passed=5, snapshots=(2, 4))
+    condemned = harness.timer("park")
     assert [fence.slot for fence in every(FenceWorker, condemned)] == ["b/0"]
     assert not every(ResumeGeneration, condemned), "what it leaves is waited for"
-    told.mirrors("b/0", "c", 2, 4, generation=1)
-    plan = plan_in(told.tray_lost("b"))
+    harness.mirrors("b/0", "c", 2, 4, generation=1)
+    plan = plan_in(harness.tray_lost("b"))
     assert plan.rollback == 4
     assert [restore.snapshot.rpartition("/")[0] for restore in plan.restores] == ["c:2/b/0", "c:2/b/1"]
 
@@ -429,61 +429,63 @@ def test_a_slots_last_two_workers_leave_snapshots_and_older_ones_are_forgotten_a
 
 def test_survivors_that_have_gone_on_go_back_to_their_own_copies_too() -> None:
     """Their last two snapshots are newer than the newest that is on another tray for everybody."""
-    told = three_trays()
+    harness = three_trays()
     for slot in ("a/0", "a/1"):
-        told.mirrors(slot, "b", 2, 4)
+        harness.mirrors(slot, "b", 2, 4)
     for slot in ("b/0", "b/1"):
-        told.mirrors(slot, "c", 2)
-    told.tray_lost("b")  # with its workers, and with the copies of a's
-    assert len(every(FenceWorker, told.park_all(passed=9, snapshots=[6, 8]))) == 4, "no step is left that everybody has"
-    told = three_trays()
+        harness.mirrors(slot, "c", 2)
+    harness.tray_lost("b")  # with its workers, and with the copies of a's
+    assert len(every(FenceWorker, harness.park_all(passed=9, snapshots=[6, 8]))) == 4, (
+        "no step is left that everybody has"
+    )
+    harness = three_trays()
     for slot in ("a/0", "a/1", "b/0", "b/1"):
-        told.mirrors(slot, "c", 2)
-    told.tray_lost("b")
-    plan = plan_in(told.park_all(passed=9, snapshots=[6, 8]))
+        harness.mirrors(slot, "c", 2)
+    harness.tray_lost("b")
+    plan = plan_in(harness.park_all(passed=9, snapshots=[6, 8]))
     assert plan.rollback == 2
     assert sorted(restore.rank for restore in plan.restores) == [0, 1, 2, 3]
 
 
 def test_a_holder_that_is_lost_while_it_is_read_makes_another_plan_at_once() -> None:
-    told = Told(JobConfig(trays_min=4, trays_max=4, spares=2))
+    harness = CoreHarness(JobConfig(trays_min=4, trays_max=4, spares=2))
     for tray in ("a", "b", "c", "d"):
-        told.join(tray, 1 if tray < "c" else 2)
-    told.train("unique")
-    lost, holder = told.members[1], "c"
-    told.mirrors(lost, holder, 4)
-    told.tray_lost(lost.partition("/")[0])
-    plan = plan_in(told.park_all(passed=4, snapshots=[4]))
+        harness.join(tray, 1 if tray < "c" else 2)
+    harness.train("unique")
+    lost, holder = harness.members[1], "c"
+    harness.mirrors(lost, holder, 4)
+    harness.tray_lost(lost.partition("/")[0])
+    plan = plan_in(harness.park_all(passed=4, snapshots=[4]))
     assert [restore.snapshot.partition(":")[0] for restore in plan.restores] == [holder]
-    assert only(BreakGeneration, told.tray_lost(holder))
+    assert only(BreakGeneration, harness.tray_lost(holder))
 
 
 def test_a_damaged_snapshot_of_a_survivor_is_replaced_by_its_copy_on_another_tray() -> None:
-    told = three_trays()
+    harness = three_trays()
     for slot in ("a/0", "b/0", "b/1"):
-        told.mirrors(slot, "c", 2, 4)
-    told.tray_lost("b")
-    assert plan_in(told.park_all(passed=5, snapshots=[2, 4])).rollback == 4
-    assert only(BreakGeneration, told.finds_damaged("a/0", 4))
-    told.parks("a/0", 5, snapshots=[2])
-    plan = plan_in(told.park_all(passed=5, snapshots=[2, 4]))
+        harness.mirrors(slot, "c", 2, 4)
+    harness.tray_lost("b")
+    assert plan_in(harness.park_all(passed=5, snapshots=[2, 4])).rollback == 4
+    assert only(BreakGeneration, harness.finds_damaged("a/0", 4))
+    harness.parks("a/0", 5, snapshots=[2])
+    plan = plan_in(harness.park_all(passed=5, snapshots=[2, 4]))
     assert plan.rollback == 4
     assert {r.rank: r.snapshot.rpartition("/")[0] for r in plan.restores}[0] == "c:2/a/0"
 
 
 def test_a_damaged_copy_is_not_tried_again_and_all_go_back_to_the_older_step() -> None:
-    told = three_trays()
+    harness = three_trays()
     for slot in ("b/0", "b/1"):
-        told.mirrors(slot, "c", 2, 4)
-    told.tray_lost("b")
-    plan = plan_in(told.park_all(passed=5, snapshots=[2, 4]))
+        harness.mirrors(slot, "c", 2, 4)
+    harness.tray_lost("b")
+    plan = plan_in(harness.park_all(passed=5, snapshots=[2, 4]))
     (bad,) = [r.snapshot for r in plan.restores if r.rank == 2]
-    assert only(BreakGeneration, told.finds_damaged(ranks(plan)[Rank(2)], 4, bad))
-    plan = plan_in(told.park_all(passed=5, snapshots=[2, 4]))
+    assert only(BreakGeneration, harness.finds_damaged(ranks(plan)[Rank(2)], 4, bad))
+    plan = plan_in(harness.park_all(passed=5, snapshots=[2, 4]))
     assert plan.rollback == 2
 
 
-def test_a_damage_that_is_told_late_is_remembered_but_breaks_nothing(rack: Told) -> None:
+def test_a_damage_that_is_told_late_is_remembered_but_breaks_nothing(rack: CoreHarness) -> None:
     rack.train("unique")
     assert not rack.finds_damaged(rack.members[0], 4)
     assert rack.view.phase == "training"
@@ -491,46 +493,46 @@ def test_a_damage_that_is_told_late_is_remembered_but_breaks_nothing(rack: Told)
 
 def test_a_copy_that_is_told_of_late_is_of_a_history_that_has_ended() -> None:
     """Its step 4 was pushed before all went back to 2; the step 4 that is done since may have other bits."""
-    told = three_trays()
-    told.mirrors("b/0", "c", 2)
-    told.mirrors("b/1", "c", 2)
-    told.mirrors("a/0", "b", 2)
-    told.exits("a/1", snapshots=[2])
-    assert plan_in(told.park_all(passed=4, snapshots=[2])).rollback == 2
-    told.mirrors("b/0", "c", 2, 4, generation=1)
-    told.resume_all()
-    told.exits("b/0")
-    plan = plan_in(told.park_all(passed=4, snapshots=[2, 4]))
+    harness = three_trays()
+    harness.mirrors("b/0", "c", 2)
+    harness.mirrors("b/1", "c", 2)
+    harness.mirrors("a/0", "b", 2)
+    harness.exits("a/1", snapshots=[2])
+    assert plan_in(harness.park_all(passed=4, snapshots=[2])).rollback == 2
+    harness.mirrors("b/0", "c", 2, 4, generation=1)
+    harness.resume_all()
+    harness.exits("b/0")
+    plan = plan_in(harness.park_all(passed=4, snapshots=[2, 4]))
     assert plan.rollback == 2
 
 
 def test_the_workers_own_tray_is_asked_first() -> None:
-    told = three_trays()
-    who = told.incarnation["b/0"]
-    told.mirrors("b/0", "c", 4)
-    told.exits("b/0", snapshots=[4])
-    plan = plan_in(told.park_all(passed=5, snapshots=[4]))
+    harness = three_trays()
+    who = harness.incarnation["b/0"]
+    harness.mirrors("b/0", "c", 4)
+    harness.exits("b/0", snapshots=[4])
+    plan = plan_in(harness.park_all(passed=5, snapshots=[4]))
     assert [restore.snapshot for restore in plan.restores] == [f"b:2/b/0/{who}"]
 
 
 def test_recoveries_without_progress_end_the_job() -> None:
-    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1, no_progress_max=2))
-    told.join("a", 3)
-    told.train()
+    harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=1, no_progress_max=2))
+    harness.join("a", 3)
+    harness.train()
     for number in range(3):
-        told.exits(told.members[1], step=number)
-        spare = told.view.spares[0]
+        harness.exits(harness.members[1], step=number)
+        spare = harness.view.spares[0]
         if spare.state == "starting":
-            told.ready(spare.slot)
-        answers = told.park_all(passed=4)
+            harness.ready(spare.slot)
+        answers = harness.park_all(passed=4)
         if every(StopJob, answers):
             break
-        told.resume_all()
+        harness.resume_all()
     assert stop_in(answers).because == "2 recoveries without one committed step: rank 1 lost (SIGKILL)"
     assert number == 2
 
 
-def test_what_old_incarnations_generations_and_trays_say_is_ignored(training: Told) -> None:
+def test_what_old_incarnations_generations_and_trays_say_is_ignored(training: CoreHarness) -> None:
     old = training.incarnation["a/1"]
     training.exits("a/1")
     training.park_all()
@@ -548,13 +550,13 @@ def test_what_old_incarnations_generations_and_trays_say_is_ignored(training: To
 
 
 # -- stalls ------------------------------------------------------------------------------------------------------------
-def test_a_silent_worker_is_fenced_at_once(training: Told) -> None:
+def test_a_silent_worker_is_fenced_at_once(training: CoreHarness) -> None:
     answers = training.stalls("b/0", silent=True)
     assert only(FenceWorker, answers).because == "silent for 700 ms at step 5"
     assert only(BreakGeneration, answers).because == "rank 2 lost (silent for 700 ms at step 5)"
 
 
-def test_the_lowest_collective_is_to_blame_once_all_have_reported(training: Told) -> None:
+def test_the_lowest_collective_is_to_blame_once_all_have_reported(training: CoreHarness) -> None:
     for slot in ("a/0", "a/1", "b/1"):
         training.stalls(slot, 11)
     assert [str(timer.timer) for timer in every(SetTimer, training.timer("stalled"))] == ["judge:1"]
@@ -565,14 +567,14 @@ def test_the_lowest_collective_is_to_blame_once_all_have_reported(training: Told
     )
 
 
-def test_after_a_second_window_those_that_report_are_judged(training: Told) -> None:
+def test_after_a_second_window_those_that_report_are_judged(training: CoreHarness) -> None:
     training.stalls("a/0", 11)
     training.stalls("b/0", 10)
     training.timer("stalled")
     assert only(FenceWorker, training.timer("judge")).slot == "b/0"
 
 
-def test_if_all_stand_at_one_collective_the_step_is_done_again_in_place(training: Told) -> None:
+def test_if_all_stand_at_one_collective_the_step_is_done_again_in_place(training: CoreHarness) -> None:
     for slot in training.members:
         training.stalls(slot, 11)
     announced = only(BreakGeneration, training.timer("stalled"))
@@ -582,7 +584,7 @@ def test_if_all_stand_at_one_collective_the_step_is_done_again_in_place(training
     assert not any(member.fresh for member in plan.members)
 
 
-def test_a_rank_that_returned_early_is_named_when_the_others_stall(training: Told) -> None:
+def test_a_rank_that_returned_early_is_named_when_the_others_stall(training: CoreHarness) -> None:
     training.finishes("a/1")
     for slot in ("a/0", "b/0", "b/1"):
         training.stalls(slot, 11)
@@ -592,13 +594,13 @@ def test_a_rank_that_returned_early_is_named_when_the_others_stall(training: Tol
     assert stop.because == "rank 1 returned from main, while ranks 0, 2, 3 wait in a step for all ranks"
 
 
-def test_late_newcomers_are_fenced_and_not_those_that_give_them_their_state(training: Told) -> None:
+def test_late_newcomers_are_fenced_and_not_those_that_give_them_their_state(training: CoreHarness) -> None:
     training.exits("b/0")
     training.park_all(passed=4)
     assert [fenced.slot for fenced in every(FenceWorker, training.timer("resume"))] == ["b/2"]
 
 
-def test_three_absorbs_without_progress_are_enough(training: Told) -> None:
+def test_three_absorbs_without_progress_are_enough(training: CoreHarness) -> None:
     answers: list[object] = []
     for _ in range(4):
         for slot in training.members:
@@ -613,7 +615,7 @@ def test_three_absorbs_without_progress_are_enough(training: Told) -> None:
 
 
 # -- broken connections ------------------------------------------------------------------------------------------------
-def test_a_broken_connection_between_living_ranks_repeats_the_step_in_place(training: Told) -> None:
+def test_a_broken_connection_between_living_ranks_repeats_the_step_in_place(training: CoreHarness) -> None:
     announced = only(BreakGeneration, training.is_severed("b/0"))
     assert announced.because == "a collective broke on rank 2 (connection reset)"
     assert len(announced.workers) == 4
@@ -623,14 +625,14 @@ def test_a_broken_connection_between_living_ranks_repeats_the_step_in_place(trai
     assert not any(member.fresh for member in plan.members)
 
 
-def test_a_connection_that_breaks_while_others_resume_breaks_again(training: Told) -> None:
+def test_a_connection_that_breaks_while_others_resume_breaks_again(training: CoreHarness) -> None:
     training.is_severed("b/0")
     training.park_all(passed=4)
     training.resumes("a/0")
     assert only(BreakGeneration, training.is_severed("a/0")).generation == 3
 
 
-def test_whoever_does_not_park_after_a_broken_connection_was_lost(training: Told) -> None:
+def test_whoever_does_not_park_after_a_broken_connection_was_lost(training: CoreHarness) -> None:
     training.is_severed("b/0")
     training.timer("gather")
     for slot in ("a/0", "a/1", "b/0"):
@@ -638,13 +640,13 @@ def test_whoever_does_not_park_after_a_broken_connection_was_lost(training: Told
     assert only(FenceWorker, training.timer("park")).slot == "b/1"
 
 
-def test_a_stalled_spare_is_fenced_and_started_again(training: Told) -> None:
+def test_a_stalled_spare_is_fenced_and_started_again(training: CoreHarness) -> None:
     assert only(FenceWorker, training.stalls("a/2")).slot == "a/2"
     assert only(StartWorker, training.exits("a/2")).slot == "a/2"
     assert training.view.generation == 1
 
 
-def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> None:
+def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: CoreHarness) -> None:
     failure = ScriptFailure(type="rackrun.errors.StepError", message="no", traceback="", where="train.py:1")
     event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
     stop = only(StopJob, training.tell(event))
@@ -661,13 +663,13 @@ def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> N
         ("train.py:7: no", "broke a rule, at /a/train.py:1: train.py:7: no"),
     ],
 )
-def test_the_line_of_a_broken_rule_is_told_once(message: str, told: str, training: Told) -> None:
+def test_the_line_of_a_broken_rule_is_told_once(message: str, told: str, training: CoreHarness) -> None:
     failure = ScriptFailure(type="rackrun.errors.StepError", message=message, traceback="", where="/a/train.py:1")
     event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
     assert only(StopJob, training.tell(event)).because.endswith(told)
 
 
-def test_an_error_of_rackruns_own_has_one_remedy_and_it_is_that_of_the_error(training: Told) -> None:
+def test_an_error_of_rackruns_own_has_one_remedy_and_it_is_that_of_the_error(training: CoreHarness) -> None:
     failure = ScriptFailure(
         type="rackrun.errors.UsageError", message="no. Remedy: this.", traceback="", where="train.py:1"
     )
@@ -677,11 +679,11 @@ def test_an_error_of_rackruns_own_has_one_remedy_and_it_is_that_of_the_error(tra
 
 
 # -- whose error -------------------------------------------------------------------------------------------------------
-def test_the_first_error_of_a_script_is_taken_for_the_hardwares(training: Told) -> None:
+def test_the_first_error_of_a_script_is_taken_for_the_hardwares(training: CoreHarness) -> None:
     assert every(BreakGeneration, training.exits("a/1", code=1, bug="train.py:7"))
 
 
-def test_the_same_error_at_the_same_step_elsewhere_is_the_scripts(training: Told) -> None:
+def test_the_same_error_at_the_same_step_elsewhere_is_the_scripts(training: CoreHarness) -> None:
     training.exits("a/1", code=1, bug="train.py:7")
     training.now = 1000
     training.park_all()
@@ -694,7 +696,7 @@ def test_the_same_error_at_the_same_step_elsewhere_is_the_scripts(training: Told
     )
 
 
-def test_a_process_that_aborts_itself_twice_is_told_what_gloo_does(training: Told) -> None:
+def test_a_process_that_aborts_itself_twice_is_told_what_gloo_does(training: CoreHarness) -> None:
     training.exits("a/1", signal=6)
     training.now = 1000
     training.park_all()
@@ -704,23 +706,23 @@ def test_a_process_that_aborts_itself_twice_is_told_what_gloo_does(training: Tol
     assert "a collective that not every rank calls" in stop.remedy
 
 
-def test_two_members_that_raise_the_same_in_one_window_are_the_scripts(training: Told) -> None:
+def test_two_members_that_raise_the_same_in_one_window_are_the_scripts(training: CoreHarness) -> None:
     training.exits("a/1", code=1, bug="train.py:7", step=5)
     training.now = 4
     assert stop_in(training.exits("b/1", code=1, bug="train.py:7", step=6)).exit_code == 1
 
 
 @pytest.mark.parametrize("signal", [4, 6, 7, 8, 11])
-def test_a_crash_twice_at_one_step_is_the_scripts(training: Told, signal: int) -> None:
+def test_a_crash_twice_at_one_step_is_the_scripts(training: CoreHarness, signal: int) -> None:
     training.exits("a/1", signal=signal)
     assert stop_in(training.exits("b/1", signal=signal)).exit_code == 1
 
 
-def test_a_kill_is_always_the_hardwares(training: Told) -> None:
+def test_a_kill_is_always_the_hardwares(training: CoreHarness) -> None:
     training.exits("a/1", signal=9)
     assert not every(StopJob, training.exits("b/1", signal=9))
 
 
-def test_to_leave_before_the_end_is_an_error_of_the_script(training: Told) -> None:
+def test_to_leave_before_the_end_is_an_error_of_the_script(training: CoreHarness) -> None:
     announced = only(BreakGeneration, training.exits("a/1", code=0))
     assert announced.because == "rank 1 lost (exited with code 0 before training was finished)"

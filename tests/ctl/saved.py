@@ -64,11 +64,11 @@ def image(held: State, rank: int) -> tuple[ImageLayout, memoryview]:
 
 
 def save(
-    root: Path, step: int, *, epoch: int = 1, job: str = JOB, held: State | None = None, ranks: int = WORLD
+    root: Path, step: int, *, fencing_token: int = 1, job: str = JOB, held: State | None = None, ranks: int = WORLD
 ) -> DurableStore:
     """Checkpoint ``step``; with fewer ``ranks`` than the world it stays unfinished."""
     store = DurableStore(root, job)
-    writer = store.writer(step, step, epoch, WORLD)
+    writer = store.writer(step, step, fencing_token, WORLD)
     for rank in range(ranks):
         layout, payload = image(held if held is not None else state(step), rank)
         crcs = chunk_crcs(payload, CHUNK)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rackrun.chaos.cli import chaos_commands
-from rackrun.chaos.runs.campaign import Sums
+from rackrun.chaos.runs.campaign import TallySums
 from rackrun.checkpoint.base.errors import CheckpointError
 from tests.chaos.recorded import write_run
 from tests.chaos.test_report import line_of, write_tally
@@ -130,7 +130,7 @@ def test_a_harness_that_fails_has_no_verdict(
 def test_who_is_interrupted_says_what_there_is(
     rackctl: Rackctl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(*_args: object, sums: Sums | None = None, **_more: object) -> None:
+    def interrupted(*_args: object, sums: TallySums | None = None, **_more: object) -> None:
         if sums is not None:
             sums.add(line_of(7))
         raise KeyboardInterrupt

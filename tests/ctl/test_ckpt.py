@@ -258,9 +258,9 @@ def test_gc_deletes_nothing_when_nothing_is_right(tmp_path: Path, rackctl: Rackc
 
 
 def test_gc_leaves_alone_what_the_newest_start_of_the_job_has_not_finished(tmp_path: Path, rackctl: Rackctl) -> None:
-    save(tmp_path, 1, epoch=5)
-    for epoch in (4, 5, 6):
-        save(tmp_path, 2, epoch=epoch, ranks=1)
+    save(tmp_path, 1, fencing_token=5)
+    for fencing_token in (4, 5, 6):
+        save(tmp_path, 2, fencing_token=fencing_token, ranks=1)
     assert rackctl("ckpt", "gc", tmp_path, "--keep-last", 1, "--json").json["unfinished"] == []
     arguments = ("ckpt", "gc", tmp_path, "--keep-last", 1, "--orphan-hours", 0, "--json")
     would = rackctl(*arguments, "--dry-run").json

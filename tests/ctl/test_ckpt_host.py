@@ -137,7 +137,7 @@ def test_numbers_that_cannot_be_are_bad_usage(wrong: dict[str, object], rackctl:
 
 # -- clean
 def make(path: Path, rank: int = 0) -> Arena:
-    return Arena.create(path, job="job", rank=rank, epoch=1, slots=2, payload_bytes=1000)
+    return Arena.create(path, job="job", rank=rank, fencing_token=1, slots=2, payload_bytes=1000)
 
 
 def left_by_the_dead(path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_pid_of_another_namespace_counts_as_alive(tmp_path: Path) -> None:
 
 def test_a_writer_of_a_slot_that_lives_keeps_the_arena(tmp_path: Path) -> None:
     left_by_the_dead(tmp_path / "a")
-    with Arena.attach(tmp_path / "a", job="job", writable=True, epoch=2) as arena:
+    with Arena.attach(tmp_path / "a", job="job", writable=True, fencing_token=2) as arena:
         arena.begin(1, 1)
         claimed_by(tmp_path / "a", ProcessIdentity(2**22, 1, os.stat("/proc/self/ns/pid").st_ino, 5))
         assert states(tmp_path) == {"a": ArenaState.USED}
@@ -228,7 +228,7 @@ def test_an_arena_of_a_newer_release_is_left_to_it(tmp_path: Path, rackctl: Rack
 def test_one_that_is_attached_again_after_the_look_is_not_removed(tmp_path: Path) -> None:
     left_by_the_dead(tmp_path / "a")
     (found,) = find_arenas(tmp_path)
-    with Arena.attach(tmp_path / "a", job="job", writable=True, epoch=2) as arena:
+    with Arena.attach(tmp_path / "a", job="job", writable=True, fencing_token=2) as arena:
         with pytest.raises(CheckpointError, match="in use"):
             remove(found)
         assert arena.begin(1, 1).payload

@@ -74,7 +74,7 @@ class Job:
         def write() -> None:
             for rank in range(WORLD):
                 path = folder / f"rank-{rank:05d}-of-{WORLD:05d}-1-0.arena"
-                arena = Arena.create(path, job=JOB, rank=rank, epoch=1, slots=2, payload_bytes=ROOM)
+                arena = Arena.create(path, job=JOB, rank=rank, fencing_token=1, slots=2, payload_bytes=ROOM)
                 for step in steps[-2:]:
                     layout, parts, plain = image(step, rank)
                     number = step if as_checkpoint is None else as_checkpoint
@@ -369,7 +369,7 @@ def test_with_an_older_one_whole_on_disk_a_missing_shard_is_told_too(job: Job, r
 
 def test_a_job_that_lives_is_left_to_itself(job: Job, rebuild: Rackctl) -> None:
     job.leave(5)
-    with Arena.attach(job.arena(1), job=JOB, writable=True, epoch=2):
+    with Arena.attach(job.arena(1), job=JOB, writable=True, fencing_token=2):
         said = rebuild()
         assert said.code == 1
         assert "is in use" in said.err

@@ -15,7 +15,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 from tests.coordinator.journaled_job import JournaledJob
-from tests.core.core_told import verdict_on
+from tests.core.core_harness import verdict_on
 from tests.ctl.conftest import Said
 
 Rackctl = Callable[..., Said]

@@ -16,8 +16,8 @@ from rackrun.checkpoint.redundancy import isal
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.errors import UsageError
 from rackrun.launch.options import arguments
-from rackrun.launch.options.arguments import MAX_RESTARTS, Options, make_parser, parse
-from rackrun.launch.options.policy_options import Policy
+from rackrun.launch.options.arguments import MAX_RESTARTS, LaunchOptions, make_parser, parse
+from rackrun.launch.options.policy_options import PolicyOptions
 from rackrun.protocol.agent_config import LogConfig
 from rackrun.protocol.ids import Rank
 from rackrun.protocol.policy_types import Rules, Rung, Weights
@@ -256,13 +256,13 @@ def test_pet_variables_work_for_ours_as_for_theirs(script: str, monkeypatch: pyt
 
 
 def test_a_policy_is_an_order_of_rungs_or_a_function_that_can_be_loaded(script: str, tmp_path: Path) -> None:
-    assert parse([script]).policy == Policy()
+    assert parse([script]).policy == PolicyOptions()
     given = parse(["--policy", "swap,wait", "--policy-weights", "cost=2", "--wait-for-hardware", "1.5", script]).policy
-    assert given == Policy(
+    assert given == PolicyOptions(
         rules=Rules(order=(Rung.SWAP, Rung.WAIT)), weights=Weights(cost=2.0), repair_patience_ms=1500
     )
     (tmp_path / "mine.py").write_text("def choose(failure, view):\n    return None\n")
-    assert parse(["--policy", "mine:choose", script]).policy == Policy(function="mine:choose")
+    assert parse(["--policy", "mine:choose", script]).policy == PolicyOptions(function="mine:choose")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_policy_that_cannot_work_is_refused_before_anything_starts(
         parse([*arguments, script])
 
 
-def endpoint_of(*arguments: str, script: str, tmp_path: Path) -> Options:
+def endpoint_of(*arguments: str, script: str, tmp_path: Path) -> LaunchOptions:
     return parse(["--rdzv-id", "job", "--token-file", str(tmp_path / "token"), *arguments, script])
 
 

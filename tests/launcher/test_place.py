@@ -12,7 +12,7 @@ import pytest
 
 from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
-from rackrun.launch.run.run_directory import Endpoint, Result, RunPlace, find_run, read_json, read_own
+from rackrun.launch.run.run_directory import Endpoint, Result, RunDirectory, find_run, read_json, read_own
 
 ANOTHER = 12_345
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -20,13 +20,13 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fil
 
 def test_of_two_launchers_that_start_in_one_folder_at_the_same_moment_one_is_refused(tmp_path: Path) -> None:
     """Neither has a journal yet. The other's token stays as it is."""
-    first = RunPlace.make("first", tmp_path / "run")
+    first = RunDirectory.make("first", tmp_path / "run")
     first.write_token("secret")
     with pytest.raises(UsageError, match="another run"):
-        RunPlace.make("second", tmp_path / "run")
+        RunDirectory.make("second", tmp_path / "run")
     assert (tmp_path / "run" / "token").read_text() == "secret"
     first.close()
-    RunPlace.make("third", tmp_path / "run").close()
+    RunDirectory.make("third", tmp_path / "run").close()
 
 
 @only_root
@@ -34,7 +34,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o777)
     os.chown(tmp_path / "run", ANOTHER, ANOTHER)
     with pytest.raises(UsageError, match=f"belongs to user {ANOTHER}, not to you"):
-        RunPlace.make("run", tmp_path / "run")
+        RunDirectory.make("run", tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -44,14 +44,14 @@ def test_a_link_is_refused_wherever_it_leads(tmp_path: Path, there: bool) -> Non
         (tmp_path / "mine").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "mine")
     with pytest.raises(UsageError, match="is a link"):
-        RunPlace.make("run", tmp_path / "run")
+        RunDirectory.make("run", tmp_path / "run")
     assert not there or list((tmp_path / "mine").iterdir()) == []
 
 
 def test_what_a_run_writes_is_for_its_user_alone(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        place = RunPlace.make("run", tmp_path / "run")
+        place = RunDirectory.make("run", tmp_path / "run")
         place.write_token("secret")
         place.announce(Endpoint(url="http://127.0.0.1:1", run_id="run", pid=1))
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir()}
@@ -67,7 +67,7 @@ def test_what_a_run_writes_is_for_its_user_alone(tmp_path: Path) -> None:
 def run(tmp_path: Path) -> Iterator[Path]:
     """Of which nobody answers: port 1 is nobody's."""
     directory = tmp_path / "run"
-    place = RunPlace.make("run", directory)
+    place = RunDirectory.make("run", directory)
     place.write_token("secret")
     place.announce(Endpoint(url="http://127.0.0.1:1", run_id="run", pid=1))
     yield directory
@@ -122,14 +122,14 @@ def test_root_may_ask_about_a_users_run(run: Path) -> None:
         ask(run, "/api/status")
 
 
-def run_in(folder: Path, run_id: str) -> RunPlace:
-    place = RunPlace.make(run_id, folder)
+def run_in(folder: Path, run_id: str) -> RunDirectory:
+    place = RunDirectory.make(run_id, folder)
     place.journal.write_text(run_id)
     place.announce(Endpoint(url="http://127.0.0.1:1", run_id=run_id, pid=1))
     return place
 
 
-def ended(place: RunPlace, run_id: str) -> None:
+def ended(place: RunDirectory, run_id: str) -> None:
     place.finish(Result(run_id=run_id, exit_code=0, because="", remedy="", steps=1, recoveries=(), seconds=1.0))
     place.close()
 
@@ -153,7 +153,7 @@ def test_the_folder_of_a_run_under_way_is_refused_and_left_as_it_is(tmp_path: Pa
     folder = tmp_path / "run"
     place = run_in(folder, "first")
     with pytest.raises(UsageError, match="under way"):
-        RunPlace.make("second", folder)
+        RunDirectory.make("second", folder)
     assert place.journal.read_text() == "first"
     assert read_json(folder / "endpoint.json", Endpoint) is not None
     ended(place, "first")
@@ -173,7 +173,7 @@ def test_a_run_that_was_killed_leaves_a_folder_that_can_be_used(tmp_path: Path) 
 def test_a_run_that_never_began_puts_back_what_was_there(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ended(run_in(folder, "first"), "first")
-    place = RunPlace.make("second", folder)
+    place = RunDirectory.make("second", folder)
     place.journal.write_text("second")
     place.close()
     assert (folder / "journal.sqlite").read_text() == "first"
@@ -190,6 +190,6 @@ def test_without_locks_a_run_that_may_be_under_way_is_not_overrun(
     folder = tmp_path / "run"
     place = run_in(folder, "first")
     with pytest.raises(UsageError, match=r"endpoint\.json"):
-        RunPlace.make("second", folder)
+        RunDirectory.make("second", folder)
     ended(place, "first")
     ended(run_in(folder, "second"), "second")

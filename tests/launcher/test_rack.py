@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rackrun.errors import UsageError
-from rackrun.launch.options.arguments import Options, parse
+from rackrun.launch.options.arguments import LaunchOptions, parse
 from rackrun.launch.options.rack_options import check_mesh, mesh_text, parse_mesh, rack_here
 from rackrun.launcher import _agent_configs
 from rackrun.protocol.agent_config import AgentConfig
@@ -41,11 +41,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "train.py"
 
 
-def configs(options: Options) -> list[AgentConfig]:
+def configs(options: LaunchOptions) -> list[AgentConfig]:
     return _agent_configs(options, "run", "token", "http://x", "logs")
 
 
-def two_hosts(host: str, script: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+def two_hosts(host: str, script: str, monkeypatch: pytest.MonkeyPatch) -> LaunchOptions:
     monkeypatch.setattr("socket.gethostname", lambda: host)
     return parse(
         ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400", "--rdzv-id", "j", "--token-file", "token",

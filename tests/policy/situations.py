@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 
-from rackrun.policy import ClusterView, Costs, Failure, ProviderNow, SpareNow, Whose
+from rackrun.policy import ClusterView, Costs, Failure, FailureCause, ProviderNow, SpareNow
 from rackrun.protocol.ids import Rank, SlotId
 
 __all__ = ["situation"]
@@ -57,7 +57,13 @@ def _lost(said: dict[str, float]) -> list[Rank]:
 
 
 def _failure(said: dict[str, float]) -> Failure:
-    whose = Whose.USER if "user bug" in said else Whose.PREEMPTION if "preemption" in said else Whose.HARDWARE
+    whose = (
+        FailureCause.USER
+        if "user bug" in said
+        else FailureCause.PREEMPTION
+        if "preemption" in said
+        else FailureCause.HARDWARE
+    )
     lost = _lost(said)
     return Failure(
         what=f"{len(lost)} lost" if lost else "stalled",

@@ -16,10 +16,10 @@ from rackrun.policy import (
     Costs,
     Decision,
     Failure,
+    FailureCause,
     Rules,
     Rung,
     Weights,
-    Whose,
     choose,
     options,
     parse_rules,
@@ -78,7 +78,7 @@ def test_what_is_chosen_is_possible_and_allowed(
     decision = choose(failure, view, rules, weights)
     assert not refusal(decision, failure, view)
     assert decision.reason
-    if rules.order and failure.whose is not Whose.USER:
+    if rules.order and failure.whose is not FailureCause.USER:
         assert decision.rung in (*rules.order, Rung.ABSORB, Rung.STOP)
     assert decision.rung not in rules.never
     assert [one.rung for one in decision.options] == list(Rung)
@@ -142,7 +142,7 @@ def test_the_default_is_the_cheapest_and_stops_only_where_nothing_else_goes_on_b
     assert decision.rung is not Rung.HOLD, "it is taken only where the policy names it"
     if decision.rung is not Rung.STOP:
         assert decision.cost_gpu_s == min(one.cost_gpu_s for one in going_on)
-    elif failure.whose is not Whose.USER:
+    elif failure.whose is not FailureCause.USER:
         assert all(one.rung is Rung.WAIT and not view.comes_by_itself for one in going_on)
 
 
@@ -203,3 +203,10 @@ def test_the_example_in_the_docstring_is_what_happens() -> None:
 def test_a_job_can_always_stop() -> None:
     with pytest.raises(UsageError, match="must be able to stop"):
         parse_rules("no-stop")
+
+
+def test_whose_is_the_former_name_of_a_failures_cause() -> None:
+    with pytest.warns(DeprecationWarning, match="it is called FailureCause now") as warned:
+        former = rackrun.policy.Whose  # type: ignore[attr-defined]
+    assert former is FailureCause
+    assert warned[0].filename == __file__

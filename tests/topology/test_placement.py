@@ -13,7 +13,7 @@ from rackrun.topology.model.errors import DoesNotFit, TopologyError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.rack_file import read_rack_file
 from rackrun.topology.model.racks import Topology
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.rank_assignment import Placement, place
 from tests.topology.placements import AVOID, BAD, cut, joined, machine
 
@@ -101,7 +101,7 @@ def test_only_preflighted_slots_are_used() -> None:
 
 
 def test_a_lost_tray_is_replaced_by_the_nearest_whole_one() -> None:
-    board = Board(NVL72)
+    board = PlacementArrays(NVL72)
     placed = place(board, TP4, spares=8)
     after = place(board, TP4, previous=placed, health={"tray-03": BAD})
     assert moved(after) == {12 + gpu: f"tray-16/{gpu}" for gpu in range(4)}
@@ -295,7 +295,7 @@ def test_a_rank_is_explained_in_a_few_plain_lines() -> None:
 
 
 def test_equal_placements_have_equal_ids() -> None:
-    one, other = place(NVL72, TP4, spares=8), place(Board(NVL72), TP4, spares=8)
+    one, other = place(NVL72, TP4, spares=8), place(PlacementArrays(NVL72), TP4, spares=8)
     assert one == other
     assert hash(one) == hash(other)
     assert one != place(NVL72, TP4, spares=8, health={"tray-00/0": BAD})
@@ -309,7 +309,7 @@ def test_a_hundred_thousand_gpus_are_placed_in_seconds_and_repaired_in_milliseco
     topology = joined(*(machine(18, 4, f"r{rack:04}", (f"leaf-{rack // 16}", "spine")) for rack in range(1389)))
     mesh = Mesh.of({"pp": 8, "dp": 1389, "tp": 8})
     start = time.process_time()  # others may use the processors too
-    board = Board(topology)
+    board = PlacementArrays(topology)
     placed = place(board, mesh, spares=8)
     from_nothing_s = time.process_time() - start
     assert placed.terms.pp == 0

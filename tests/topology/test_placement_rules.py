@@ -15,7 +15,7 @@ from rackrun.topology.model.errors import DoesNotFit
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.rack_file import read_rack_file
 from rackrun.topology.model.racks import CliqueId
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.rank_assignment import Placement, place
 from tests.topology.placements import AVOID, BAD, USABLE, Drawn, Oracle, chances, draw_case, draw_health, shuffled
 
@@ -30,7 +30,7 @@ class Story:
     def __init__(self, chance: random.Random, case: Drawn | None = None) -> None:
         self.chance = chance
         self.case = case or draw_case(chance, slots=96, world=96)
-        self.board = Board(self.case.topology)
+        self.board = PlacementArrays(self.case.topology)
         self.preflighted: set[str] | None = None
         if chance.randint(0, 2) == 0:
             self.preflighted = {slot for slot in self.board.slots if chance.randint(0, 4)}

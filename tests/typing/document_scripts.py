@@ -60,11 +60,11 @@ _BEFORE = {
         from rackrun.topology.model.rack_file import read_rack_file
         folder = Path()
         """,
-    "topology.md: board = Board": """
+    "topology.md: board = PlacementArrays": """
         from pathlib import Path
         from rackrun.topology.model.mesh import Mesh
         from rackrun.topology.model.rack_file import read_rack_file
-        from rackrun.topology.placement.arrays import Board
+        from rackrun.topology.placement.arrays import PlacementArrays
         from rackrun.topology.placement.objective import Fitness
         from rackrun.topology.placement.rank_assignment import place
         """,

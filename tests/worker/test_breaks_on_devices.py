@@ -29,7 +29,7 @@ from rackrun.worker.membership import worker_membership as world_module
 from rackrun.worker.membership.membership_machine import MembershipMachine
 from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import Undo
+from rackrun.worker.steps.unit_undo import UnitUndo
 from tests.worker.harness import Ended, say
 from tests.worker.nccl_double import EARLY, MODES, InStream, LateWork, Queue, Stream, stream_of
 from tests.worker.scripts import Samples, adam, ddp, fit, loss_of, net
@@ -141,14 +141,14 @@ def test_nothing_is_done_again_before_what_was_in_flight_is_over(
             say(begins=begins)
             begin_unit(world, phase=phase)
 
-        discard = Undo.discard
+        discard = UnitUndo.discard
 
-        def undone(undo: Undo, *, backward_open: bool) -> list[str]:
+        def undone(undo: UnitUndo, *, backward_open: bool) -> list[str]:
             if run._world.generation:
                 say(undone_when_empty=stream.is_empty())
             return discard(undo, backward_open=backward_open)
 
-        WorkerMembership.begin_unit, Undo.discard = looked_at, undone  # type: ignore[method-assign]
+        WorkerMembership.begin_unit, UnitUndo.discard = looked_at, undone  # type: ignore[method-assign]
         model = net().to(run.device)
         fit(run, model, adam(model), average=True)
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from rackrun.errors import StepError
 from rackrun.worker.data.loader import Loader
 from rackrun.worker.exact.exact_checks import check_module, check_optimizer, check_parameter
-from rackrun.worker.exact.exactly_once import ExactlyOnce, Slot
+from rackrun.worker.exact.exactly_once import ExactlyOnce, ParameterSum
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended
@@ -165,13 +165,15 @@ def test_an_optimizer_that_adds_up_over_elements_is_refused_for_shards(train: Tr
     refused(train(main, ranks=1, spares=0, max_restarts=0, batch=BATCH, reduction="exact"), "Adafactor")
 
 
-def slot_of(index: int, *, added: bool, reduced: bool = False, trained: bool = True) -> Slot:
-    slot = Slot(index, f"p{index}", nn.Parameter(torch.zeros(1), requires_grad=trained))
+def slot_of(index: int, *, added: bool, reduced: bool = False, trained: bool = True) -> ParameterSum:
+    slot = ParameterSum(index, f"p{index}", nn.Parameter(torch.zeros(1), requires_grad=trained))
     slot.fresh, slot.reduced = not added, reduced
     return slot
 
 
-def check(once: ExactlyOnce, slots: list[Slot], seen: list[float], alone: list[tuple[Slot, torch.Tensor]]) -> None:
+def check(
+    once: ExactlyOnce, slots: list[ParameterSum], seen: list[float], alone: list[tuple[ParameterSum, torch.Tensor]]
+) -> None:
     once.check_complete(slots, torch.tensor(seen), alone)
 
 

@@ -21,7 +21,7 @@ from rackrun.errors import UsageError
 from rackrun.worker.communicators import gate_tree
 from rackrun.worker.communicators.gate_tree import (
     FANOUT,
-    Block,
+    GateBlock,
     TreeWork,
     WithGateTree,
     blocks_of,
@@ -37,10 +37,10 @@ Train = Callable[..., Ended]
 
 # -- the tree ----------------------------------------------------------------------------------------------------------
 def test_five_ranks_in_pairs_make_three_levels() -> None:
-    assert blocks_of(0, 5, 2) == [Block(0, (0, 1)), Block(1, (0, 2)), Block(2, (0, 4))]
-    assert blocks_of(1, 5, 2) == [Block(0, (0, 1))]
-    assert blocks_of(2, 5, 2) == [Block(0, (2, 3)), Block(1, (0, 2))]
-    assert blocks_of(4, 5, 2) == [Block(2, (0, 4))], "it leads nobody in two levels"
+    assert blocks_of(0, 5, 2) == [GateBlock(0, (0, 1)), GateBlock(1, (0, 2)), GateBlock(2, (0, 4))]
+    assert blocks_of(1, 5, 2) == [GateBlock(0, (0, 1))]
+    assert blocks_of(2, 5, 2) == [GateBlock(0, (2, 3)), GateBlock(1, (0, 2))]
+    assert blocks_of(4, 5, 2) == [GateBlock(2, (0, 4))], "it leads nobody in two levels"
 
 
 def test_a_thousand_ranks_have_two_levels_and_few_connections() -> None:

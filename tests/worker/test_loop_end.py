@@ -24,7 +24,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.restore import loop_end
 from rackrun.worker.steps.step import Step
 from rackrun.worker.tensors.tensor_bytes import local_part
-from rackrun.worker.tensors.undo_copies import NoRoom
+from rackrun.worker.tensors.undo_copies import NoMemoryForCopies
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import Samples, adam, ddp, loss_of, net
 
@@ -305,7 +305,7 @@ def test_without_memory_for_it_a_change_after_the_loop_is_noticed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def none(*_: Any, **__: Any) -> None:
-        raise NoRoom("none is left")
+        raise NoMemoryForCopies("none is left")
 
     monkeypatch.setattr(loop_end, "place_for", none)
     ended = train(changes_after_the_loop(tmp_path, change=change), ranks=2, spares=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.worker.state.module_structure import Structure
+from rackrun.worker.state.module_structure import ModuleStructure
 from rackrun.worker.tensors import module_walk
 
 
@@ -52,7 +52,7 @@ def test_modules_parameters_and_buffers_are_those_of_torch(build: Callable[[], n
     assert [(path, id(one)) for path, one in module_walk.modules(root)] == [
         (path, id(one)) for path, one in root.named_modules()
     ]
-    structure = Structure({"m": root})
+    structure = ModuleStructure({"m": root})
     assert structure.stands({"m": root})
     assert [id(one) for one in structure.parameters] == [id(one) for one in root.parameters()]
     assert [f"m/param/{path}" for path, _ in root.named_parameters()] == structure.parameter_paths

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rackrun.worker.script.rank_changes import Places
+from rackrun.worker.script.rank_changes import RankChangeHooks
 
 
 class Asked:
@@ -16,7 +16,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.place = (3, 4)
-        self.places = Places(lambda: self.place)
+        self.places = RankChangeHooks(lambda: self.place)
 
     def goes_on(self, rank: int, size: int = 4) -> None:
         self.place = (rank, size)

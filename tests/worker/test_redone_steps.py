@@ -25,7 +25,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import Undo
+from rackrun.worker.steps.unit_undo import UnitUndo
 from tests.worker.harness import Ended, Swap, say
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 
@@ -57,7 +57,7 @@ class Codebook(nn.Module):
 
 def undone(state: TrackedState, change: Callable[[], Any], *, learns: bool = True) -> list[str]:
     """``change`` is done in a step that counts, which shows it, and in one that does not. Returns what was not put back."""
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin(whole=True, audit=True)
     if learns:
         change()
@@ -137,7 +137,7 @@ def test_what_a_step_has_not_changed_is_not_written_to() -> None:
     """A snapshot of the step before may be in the making, and would be taken for torn."""
     model, optimizer = trained()
     state = tracked(model=model, optimizer=optimizer)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin(whole=True)
     with torch.no_grad():
         model.bias.add_(1)
@@ -161,7 +161,7 @@ def test_what_an_optimizer_trains_is_put_back_once_it_was_seen_to_change_early(u
                     tensor.mul_(1.5)
 
     change()
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin(whole=True, audit=True)
     change()
     undo.before_update()
@@ -178,7 +178,7 @@ def test_a_first_step_is_put_back_as_a_whole_with_what_the_optimizer_has_made() 
     model = nn.Linear(600, 600)
     optimizer = torch.optim.AdamW(model.parameters())
     state = tracked(model=model, optimizer=optimizer)
-    before, undo = bits(state), Undo(state)
+    before, undo = bits(state), UnitUndo(state)
     undo.begin(whole=True, audit=True)
     model(torch.ones(1, 600)).sum().backward()
     undo.before_update()
@@ -191,7 +191,7 @@ def test_a_first_step_is_put_back_as_a_whole_with_what_the_optimizer_has_made() 
 def test_a_change_that_nobody_has_seen_in_time_is_found_when_the_step_is_done_again() -> None:
     """By ``.data``, before optimizer.step(), for the first time in a step that is abandoned: this state is of no use."""
     model, optimizer = trained()
-    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
     undo.begin()
     model.weight.data.mul_(1.5)
     assert not undo.discard(backward_open=True), "nothing shows it yet"
@@ -205,7 +205,7 @@ def test_weights_that_are_exchanged_for_a_while_are_found_where_the_step_was_lef
     """Through ``.data``, and put back before the gate: there is nothing to see there. Known from the first step, they are put back."""
     model, optimizer = trained()
     state = tracked(model=model, optimizer=optimizer)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     undo.at_place()
     model.weight.data.mul_(2)
@@ -222,7 +222,7 @@ def test_weights_that_are_exchanged_for_a_while_are_found_where_the_step_was_lef
 
     model, optimizer = trained()
     state = tracked(model=model, optimizer=optimizer)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin(whole=True, audit=True, everywhere=True)
     model.weight.data.mul_(2)
     undo.at_place()
@@ -243,7 +243,7 @@ def test_a_phase_is_not_left_while_it_has_other_weights_in_the_model() -> None:
     model, optimizer = trained()
     frozen, norm = nn.Linear(LARGE, 1), nn.BatchNorm1d(3)
     state = tracked(model=model, optimizer=optimizer, frozen=frozen, norm=norm)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     for exchanged in (model.weight, frozen.weight, optimizer.state[model.weight]["exp_avg"]):
         for _ in range(9):
             undo.begin(phase="every 1")
@@ -264,7 +264,7 @@ def test_a_phase_is_not_left_while_it_has_other_weights_in_the_model() -> None:
 
 def test_parameters_that_were_frozen_for_a_while_are_trained_again() -> None:
     model, optimizer = trained()
-    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
     undo.begin()
     model.weight.requires_grad_(False)
     undo.discard(backward_open=True)
@@ -273,7 +273,7 @@ def test_parameters_that_were_frozen_for_a_while_are_trained_again() -> None:
 
 def test_a_step_that_is_done_again_and_changes_nothing_early_is_good() -> None:
     model, optimizer = trained()
-    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
     undo.begin()
     undo.discard(backward_open=True)
     undo.begin()
@@ -283,7 +283,7 @@ def test_a_step_that_is_done_again_and_changes_nothing_early_is_good() -> None:
 
 def test_a_version_that_moves_before_the_update_shows_at_once_what_cannot_be_put_back() -> None:
     model, optimizer = trained()
-    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
     undo.begin()
     with torch.no_grad():
         model.weight.mul_(1.5)
@@ -294,7 +294,7 @@ def test_what_a_step_changes_early_for_the_first_time_the_next_one_has_copied() 
     """In any step, not in those alone that are audited: without a copy, a loss in the next one would cost every rank."""
     model, optimizer = trained()
     state = tracked(model=model, optimizer=optimizer)
-    undo = Undo(state)
+    undo = UnitUndo(state)
 
     def change() -> None:
         with torch.no_grad():
@@ -315,7 +315,7 @@ def test_a_large_frozen_model_is_not_copied_and_a_change_of_it_is_found() -> Non
     model, optimizer = trained()
     base = nn.Linear(5000, 4000, bias=False)
     state = tracked(model=model, optimizer=optimizer, base=base)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     for _ in range(3):
         undo.begin()
         undo.before_update()
@@ -330,7 +330,7 @@ def test_a_large_frozen_model_is_not_copied_and_a_change_of_it_is_found() -> Non
 
 def test_a_change_between_two_steps_that_no_version_shows_is_refused() -> None:
     model, optimizer = trained()
-    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
     undo.begin(audit=True)
     undo.before_update()
     undo.ended()
@@ -344,7 +344,7 @@ def test_a_change_between_two_steps_that_no_version_shows_is_refused() -> None:
 def test_a_frozen_parameter_that_each_step_exchanges_for_another_has_not_changed_between_steps() -> None:
     model, optimizer = trained()
     model.gate = nn.Parameter(torch.ones(3), requires_grad=False)
-    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
     for _ in range(3):
         undo.begin(audit=True)
         undo.before_update()

@@ -22,7 +22,7 @@ from rackrun.worker.data.loader import _Workers
 from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import Undo
+from rackrun.worker.steps.unit_undo import UnitUndo
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 
@@ -273,7 +273,7 @@ class Meter:
 def test_tensors_of_other_tracked_objects_are_put_back() -> None:
     state, meter = TrackedState(), Meter()
     state.track("meter", meter)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     for change in (lambda: meter.total.add_(1), lambda: setattr(meter, "total", torch.ones(1) * 9)):
         undo.begin()
         change()
@@ -291,7 +291,7 @@ def test_a_large_buffer_that_was_restored_is_not_put_back_to_what_it_was_before(
 
     state, module = TrackedState(), Queue()
     state.track("model", module)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     manifest = state.manifest("")
     module.queue.numpy()[:] = 5  # as a copy from outside does it: no version is counted up

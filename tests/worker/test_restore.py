@@ -22,7 +22,7 @@ from rackrun.protocol.ids import Rank
 from rackrun.worker.communicators.communicator import PointToPoint
 from rackrun.worker.loop.run import Run
 from rackrun.worker.restore import live_restore, process_vm
-from rackrun.worker.restore.live_restore import Callbacks, run_restores
+from rackrun.worker.restore.live_restore import RestoreCallbacks, run_restores
 from rackrun.worker.restore.restore_transfer import landing_places
 from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
@@ -228,7 +228,9 @@ def test_what_a_source_gives_once_it_was_broken_is_no_state_and_no_difference_of
     def source(rank: int) -> None:
         gives: Any = SimpleNamespace(manifest=state.manifest, tensors=lambda: state.tensors)
         with contextlib.suppress(RuntimeError):
-            run_restores(plan, rank, between.world(rank), gives, "", CPU, Callbacks(lambda: rank in between.broken))
+            run_restores(
+                plan, rank, between.world(rank), gives, "", CPU, RestoreCallbacks(lambda: rank in between.broken)
+            )
         for tag in range(16):
             between.line(rank, 2, tag).put(None)
 
@@ -237,7 +239,7 @@ def test_what_a_source_gives_once_it_was_broken_is_no_state_and_no_difference_of
         thread.start()
     lost = pytest.raises(RuntimeError, match="closed by peer")
     with contextlib.nullcontext() if breaks is None else lost:
-        run_restores(plan, 2, between.world(2), newcomer, "", CPU, Callbacks(lambda: False))
+        run_restores(plan, 2, between.world(2), newcomer, "", CPU, RestoreCallbacks(lambda: False))
     for thread in sources:
         thread.join()
     assert len(filled) == (breaks is None)

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from rackrun.worker.state.scaler_state import ScalerState
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.unit_undo import Undo
+from rackrun.worker.steps.unit_undo import UnitUndo
 from tests.worker.test_state import carried
 
 
@@ -53,7 +53,7 @@ def test_a_newcomers_scaler_goes_on_as_its_sources(given: int, held: int) -> Non
 def test_a_step_that_does_not_count_leaves_the_scaler_as_it_was(before: int) -> None:
     it = Scaled(before)
     was = it.scaler.state_dict()
-    undo = Undo(it.state)
+    undo = UnitUndo(it.state)
     for _ in range(2):
         undo.begin()
         it.scaler.scale(it.model(torch.full((1, 2), float("inf"))).sum()).backward()
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_before_has_numbers() -> None:
 @pytest.mark.parametrize("change", [GradScaler.update, lambda scaler: scaler.update(2.0)])
 def test_an_update_between_two_steps_is_seen(change: Callable[[Any], None]) -> None:
     it = Scaled(2)
-    undo = Undo(it.state)
+    undo = UnitUndo(it.state)
     undo.begin()
     it.step()
     undo.ended()
@@ -89,7 +89,7 @@ def test_an_update_between_two_steps_is_seen(change: Callable[[Any], None]) -> N
 
 def test_a_step_reads_no_number_of_the_scalers(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Scaled(2)
-    undo = Undo(it.state)
+    undo = UnitUndo(it.state)
 
     def refused(_: torch.Tensor) -> Any:
         raise AssertionError("read")

@@ -24,7 +24,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.optimizer_sizes import bytes_to_come
 
 SIZE = 100_000
-ME = {"rank": 3, "epoch": 1}
+ME = {"rank": 3, "fencing_token": 1}
 
 
 class Kernel:

@@ -18,7 +18,7 @@ from rackrun.errors import StepError
 from rackrun.worker.restore.restore_layout import PIECE_BYTES_MIN, RestoreLayout
 from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.unit_undo import Undo
+from rackrun.worker.steps.unit_undo import UnitUndo
 from rackrun.worker.tensors.device_digest import device_digest
 from rackrun.worker.tensors.tensor_bytes import digest
 from tests.worker import harness  # noqa: F401 - sets the number of threads before torch is imported
@@ -218,7 +218,7 @@ def test_a_resume_has_what_steps_have_switched_whatever_main_says() -> None:
 
 def test_an_abandoned_step_takes_the_group_back_that_it_has_added() -> None:
     state = unfrozen(3, None)
-    undo, plain = Undo(state), state.encode_plain()
+    undo, plain = UnitUndo(state), state.encode_plain()
     undo.begin()
     unfreeze(state)
     undo.discard(backward_open=False)
@@ -284,7 +284,7 @@ def test_lists_of_tensors_in_an_optimizers_state_come_as_they_are(steps: int) ->
 def test_a_list_in_an_optimizers_state_is_put_back() -> None:
     torch.manual_seed(3)
     state, optimizer, net = bent(2)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     held = optimizer.state[net.weight]
     before = list(held["old_dirs"])
@@ -359,7 +359,7 @@ def test_an_object_whose_state_dict_returns_copies_is_put_back_when_a_step_is_di
         lambda it: (it.shadow["w"].mul_(2.0), it.history.append(3.0)),
     ):
         state, thing = copying(3)
-        undo = Undo(state)
+        undo = UnitUndo(state)
         for _ in range(2):  # once more: it may be discarded again
             undo.begin()
             change(thing)
@@ -374,7 +374,7 @@ def test_a_scheduler_that_steps_before_the_gate_is_put_back_when_the_step_is_dis
     state = tracked(steps=steps)
     scheduler, optimizer = state.others["scheduler"], state.optimizers["optimizer"]
     before = dict(scheduler.state_dict()), [dict(group, params=0) for group in optimizer.param_groups]
-    undo, seen = Undo(state), []
+    undo, seen = UnitUndo(state), []
     for _ in range(2):
         undo.begin()
         for _ in range(2):  # so that the rate changes, wherever it stood
@@ -420,7 +420,7 @@ def test_a_discarded_step_leaves_no_trace() -> None:
     state = tracked(steps=2)
     before = {path: tensor.clone() for path, tensor in state.tensors().items()}
     plain = state.encode_plain()
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     net, scheduler = state.modules["net"], state.others["scheduler"]
     net(torch.randn(6, 4)).sum().backward()
@@ -508,7 +508,7 @@ def test_a_tracked_generator_is_put_back_and_given_to_a_newcomer(generator: Any)
     state.track("model", nn.Linear(2, 2))
     state.track("generator", generator)
     draw()
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     first = draw()
     assert not undo.discard(backward_open=True)
@@ -521,12 +521,12 @@ def test_a_tracked_generator_is_put_back_and_given_to_a_newcomer(generator: Any)
     assert draw() == second
 
 
-def abandoned(net: nn.Module) -> tuple[TrackedState, Undo]:
+def abandoned(net: nn.Module) -> tuple[TrackedState, UnitUndo]:
     """A step without copies of what the optimizer trains was left at its first place."""
     state = TrackedState()
     state.track("net", net)
     state.track("optimizer", torch.optim.SGD(net.parameters(), lr=0.1))
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     undo.at_place()
     assert undo.discard(backward_open=False) == []

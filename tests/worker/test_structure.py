@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import Structure
+from rackrun.worker.state.module_structure import ModuleStructure
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.unit_undo import Undo
+from rackrun.worker.steps.unit_undo import UnitUndo
 
 
 def net() -> nn.Sequential:
@@ -106,7 +106,7 @@ def test_whatever_is_exchanged_is_seen(change: Callable[[nn.Sequential], None]) 
 @pytest.mark.parametrize("change", [one for one in CHANGES if one not in (rename, change_the_class)])
 def test_a_glance_sees_whatever_is_another_object_or_elsewhere(change: Callable[[nn.Sequential], None]) -> None:
     root = net()
-    structure = Structure({"model": root})
+    structure = ModuleStructure({"model": root})
     assert structure.seems_to_stand()
     change(root)
     assert not structure.seems_to_stand()
@@ -225,18 +225,18 @@ def test_what_is_tracked_twice_has_not_moved() -> None:
     undo.begin()
 
 
-def begun(root: nn.Module, **others: nn.Module) -> Undo:
+def begun(root: nn.Module, **others: nn.Module) -> UnitUndo:
     state = TrackedState()
     for name, module in {"model": root, **others}.items():
         state.track(name, module)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     return undo
 
 
 def test_what_is_written_into_it_leaves_a_structure_as_it_is() -> None:
     root = net()
-    structure = Structure({"model": root})
+    structure = ModuleStructure({"model": root})
     with torch.no_grad():
         root[0].weight.add_(1)
     root[1](torch.ones(2, 3))
@@ -252,7 +252,7 @@ def test_a_scripted_module_has_a_structure() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said to be of the past, in a kind of warning that changes with torch
         root = torch.jit.script(net())
-    structure = Structure({"model": root})
+    structure = ModuleStructure({"model": root})
     assert structure.stands({"model": root})
     assert list(map(id, structure.parameters)) == list(map(id, root.parameters()))
 
@@ -261,7 +261,7 @@ def test_a_parameter_that_was_exchanged_between_two_steps_is_put_back_where_it_i
     """No optimizer trains it: what a step does to the new one is undone, though nobody has said that there is a new one."""
     state, root = TrackedState(), nn.ModuleDict({"average": nn.Linear(2, 2)})
     state.track("model", root)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin(audit=True)
     undo.ended()
     root["average"]._parameters["weight"] = nn.Parameter(torch.full((2, 2), 5.0))
@@ -277,7 +277,7 @@ def test_a_group_that_trains_another_parameter_of_the_same_number_is_seen() -> N
     optimizer = torch.optim.SGD([root[0].weight], lr=1.0)
     state.track("model", root)
     state.track("optimizer", optimizer)
-    undo = Undo(state)
+    undo = UnitUndo(state)
     undo.begin()
     undo.ended()
     optimizer.param_groups[0]["params"][0] = root[1].weight

@@ -11,7 +11,7 @@ from torch import nn
 
 from rackrun.checkpoint.arena.memory_plan import Ceiling
 from rackrun.worker.tensors import undo_copies
-from rackrun.worker.tensors.undo_copies import NoRoom, UndoCopies, place_for, same_bits
+from rackrun.worker.tensors.undo_copies import NoMemoryForCopies, UndoCopies, place_for, same_bits
 
 GB = 10**9
 
@@ -21,13 +21,13 @@ def test_the_lowest_of_all_ceilings_bounds_what_is_copied(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(undo_copies, "ceilings", lambda _: [low, high])
     assert place_for(GB // 8, torch.device("cpu")) is None
-    with pytest.raises(NoRoom, match="and 1000000000 bytes are free"):
+    with pytest.raises(NoMemoryForCopies, match="and 1000000000 bytes are free"):
         place_for(GB, torch.device("cpu"))
 
 
 def test_where_nothing_says_what_is_free_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(undo_copies, "ceilings", lambda _: [])
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoMemoryForCopies):
         place_for(1, torch.device("cpu"))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from rich.console import RenderableType
 
 from rackrun.protocol.ids import SlotId
-from rackrun.topology.drawing.rack_picture import Cell, Look, Meaning, letters_of, svg, terminal
+from rackrun.topology.drawing.rack_picture import Cell, CellStyle, LegendEntry, letters_of, svg, terminal
 from rackrun.topology.model.racks import Topology
 from rackrun.topology.placement.objective import Fitness
 from rackrun.topology.placement.rank_assignment import Placement
@@ -19,21 +19,21 @@ from rackrun.topology.placement.rank_assignment import Placement
 __all__ = ["Cell", "cells", "draw_svg", "draw_text"]
 
 _LOOKS = {
-    "rank": Look("bold {clique}", "#ffffff", dashed=False),
-    "spare": Look("{clique}", "#e5e7eb"),
-    "free": Look("{clique}", "#f9fafb"),
-    "waiting": Look("{clique}", "#f9fafb"),
-    "lost": Look("bold reverse", "#374151", "#ffffff"),
-    "bad": Look("bold reverse", "#374151", "#ffffff"),
+    "rank": CellStyle("bold {clique}", "#ffffff", dashed=False),
+    "spare": CellStyle("{clique}", "#e5e7eb"),
+    "free": CellStyle("{clique}", "#f9fafb"),
+    "waiting": CellStyle("{clique}", "#f9fafb"),
+    "lost": CellStyle("bold reverse", "#374151", "#ffffff"),
+    "bad": CellStyle("bold reverse", "#374151", "#ffffff"),
 }
 """The look of each `Cell.kind`. ``free``: there is no placement."""
 _MEANINGS = (
-    Meaning("12", "rank"),
-    Meaning("spare", "healthy and ready"),
-    Meaning("wait", "not preflighted"),
-    Meaning("!", "on its way out"),
-    Meaning("bad", "not to be used"),
-    Meaning("lost", "does not answer"),
+    LegendEntry("12", "rank"),
+    LegendEntry("spare", "healthy and ready"),
+    LegendEntry("wait", "not preflighted"),
+    LegendEntry("!", "on its way out"),
+    LegendEntry("bad", "not to be used"),
+    LegendEntry("lost", "does not answer"),
 )
 
 

@@ -15,7 +15,7 @@ from rackrun.pages.templates import render
 from rackrun.protocol.ids import SlotId
 from rackrun.topology.model.racks import CliqueId, Rack, Topology, Tray
 
-__all__ = ["Cell", "Look", "Meaning", "letters_of", "svg", "terminal"]
+__all__ = ["Cell", "CellStyle", "LegendEntry", "letters_of", "svg", "terminal"]
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _SVG_COLOURS = ("#0e7490", "#15803d", "#a21caf", "#b45309", "#1d4ed8", "#be123c")
@@ -24,7 +24,7 @@ _TRAYS = 18
 """How many hosts take the space of one rack."""
 
 
-class Look(NamedTuple):
+class CellStyle(NamedTuple):
     """The style of one kind of cell."""
 
     style: str
@@ -34,7 +34,7 @@ class Look(NamedTuple):
     dashed: bool = True
 
 
-class Meaning(NamedTuple):
+class LegendEntry(NamedTuple):
     """A line of the legend."""
 
     text: str
@@ -57,8 +57,8 @@ class Cell(NamedTuple):
 def terminal(
     topology: Topology,
     cells: Mapping[SlotId, Cell],
-    looks: Mapping[str, Look],
-    meanings: Sequence[Meaning],
+    looks: Mapping[str, CellStyle],
+    meanings: Sequence[LegendEntry],
     *,
     racks_max: int,
     brief: bool = False,
@@ -97,8 +97,8 @@ def terminal(
 def svg(
     topology: Topology,
     cells: Mapping[SlotId, Cell],
-    looks: Mapping[str, Look],
-    meanings: Sequence[Meaning],
+    looks: Mapping[str, CellStyle],
+    meanings: Sequence[LegendEntry],
     *,
     racks_max: int,
     lines: Sequence[str] = (),
@@ -132,7 +132,9 @@ def letters_of(topology: Topology) -> dict[CliqueId, str]:
     return found
 
 
-def _table(rack: Rack, cells: Mapping[SlotId, Cell], looks: Mapping[str, Look], brief: bool, single: bool) -> Table:
+def _table(
+    rack: Rack, cells: Mapping[SlotId, Cell], looks: Mapping[str, CellStyle], brief: bool, single: bool
+) -> Table:
     rows = _rows([rack], cells)
     letters = {cell.clique for row in rows for cell in row}
     numbered = not brief or (bool(rack.serial) and not all(tray.name.endswith(f"{tray.index}") for tray in rack.trays))
@@ -177,7 +179,7 @@ def _by_name(racks: Collection[Rack]) -> tuple[Tray, ...]:
     return tuple(sorted((tray for rack in racks for tray in rack.trays), key=lambda tray: (len(tray.name), tray.name)))
 
 
-def _text(cell: Cell, look: Look) -> Text:
+def _text(cell: Cell, look: CellStyle) -> Text:
     return Text(cell.text, style=look.style.format(clique=_colour(cell.clique, _COLOURS)))
 
 

@@ -16,7 +16,7 @@ import msgspec
 from rackrun.protocol.gpu_health import GpuVerdict, Health, Response
 from rackrun.topology.model.racks import CliqueId
 
-__all__ = ["Breaker", "BreakerPolicy", "Passed", "SwitchSuspected", "Withheld"]
+__all__ = ["Breaker", "BreakerPolicy", "PassedVerdict", "SwitchSuspected", "WithheldVerdict"]
 
 
 class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,14 +35,14 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     switch_window_ms: int = 10_000
 
 
-class Passed(msgspec.Struct, frozen=True, kw_only=True):
+class PassedVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict to act on."""
 
     tray: str
     verdict: GpuVerdict
 
 
-class Withheld(msgspec.Struct, frozen=True, kw_only=True):
+class WithheldVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict not to act on, but to report."""
 
     tray: str
@@ -59,7 +59,7 @@ class SwitchSuspected(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Decision = Passed | Withheld | SwitchSuspected
+Decision = PassedVerdict | WithheldVerdict | SwitchSuspected
 
 
 class Breaker:
@@ -76,7 +76,7 @@ class Breaker:
         self.waiting: list[tuple[int, str, GpuVerdict]] = []
         """Verdicts against the fabric that wait for others: until when, the tray, and the verdict."""
         self.open_since_ms: int | None = None
-        self.withheld: dict[tuple[str, int], Withheld] = {}
+        self.withheld: dict[tuple[str, int], WithheldVerdict] = {}
         """(tray, GPU index) -> the verdict that was not acted on.
 
         A verdict is reported once, so look here after the breaker is reset.
@@ -115,7 +115,7 @@ class Breaker:
 
     def _decide(self, at_ms: int, tray: str, verdict: GpuVerdict) -> list[Decision]:
         if verdict.response not in {Response.SWAP, Response.FENCE}:
-            return [Passed(tray=tray, verdict=verdict)]
+            return [PassedVerdict(tray=tray, verdict=verdict)]
         clique = self._clique_of.get(tray)
         if not verdict.fabric or clique is None:
             return [self._quarantine(at_ms, tray, verdict)]
@@ -135,7 +135,7 @@ class Breaker:
 
     def _noted(self, decisions: list[Decision]) -> list[Decision]:
         for decision in decisions:
-            if isinstance(decision, Withheld):
+            if isinstance(decision, WithheldVerdict):
                 self.withheld[decision.tray, decision.verdict.index] = decision
         return decisions
 
@@ -165,21 +165,23 @@ class Breaker:
 
     def _quarantine(self, at_ms: int, tray: str, verdict: GpuVerdict) -> Decision:
         if verdict.health is Health.LOST:  # the GPU is gone, whatever is decided
-            return Passed(tray=tray, verdict=verdict)
+            return PassedVerdict(tray=tray, verdict=verdict)
         policy = self._policy
         self._gone = {one: at for one, at in self._gone.items() if at_ms - at <= policy.window_ms}
         if self.open_since_ms is None:
             going = self._gone.keys() | {tray}
             if len(going) <= max(1, policy.share * len(self._clique_of)):
                 self._gone[tray] = at_ms
-                return Passed(tray=tray, verdict=verdict)
+                return PassedVerdict(tray=tray, verdict=verdict)
             self.open_since_ms = at_ms
         reason = (
             f"more than {policy.share:.0%} of {len(self._clique_of)} trays would go within {policy.window_ms // 1000} s:"
             " nothing more is taken out of use until a person has looked"
         )
-        return Withheld(tray=tray, verdict=verdict, reason=reason)
+        return WithheldVerdict(tray=tray, verdict=verdict, reason=reason)
 
 
-def _blame_the_switch(tray: str, verdict: GpuVerdict, clique: CliqueId) -> Withheld:
-    return Withheld(tray=tray, verdict=verdict, reason=f"the switches of clique {clique} are suspected, not this GPU")
+def _blame_the_switch(tray: str, verdict: GpuVerdict, clique: CliqueId) -> WithheldVerdict:
+    return WithheldVerdict(
+        tray=tray, verdict=verdict, reason=f"the switches of clique {clique} are suspected, not this GPU"
+    )

@@ -10,10 +10,10 @@ from rackrun.protocol.ids import SlotId
 from rackrun.topology.model.mesh import Ints
 from rackrun.topology.model.racks import CliqueId, Rack, Topology
 
-__all__ = ["Board"]
+__all__ = ["PlacementArrays"]
 
 
-class Board:
+class PlacementArrays:
     """A topology's arrays: made once for a topology, and never changed.
 
     Slots are numbered by chassis serial, tray index and GPU index. Cliques are numbered in the order of the fabric's

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rackrun.topology.model.mesh import Ints, Mesh
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 
 __all__ = ["NOWHERE", "Fitness", "PreviousFacts", "PlacementInput", "Terms", "score"]
 
@@ -72,7 +72,7 @@ class PreviousFacts:
 class PlacementInput:
     """All input from which a placement is computed."""
 
-    board: Board
+    board: PlacementArrays
     mesh: Mesh
     states: Ints
     """The `Fitness` of each slot, int64[slots]. BAD also for a slot that is not preflighted and has no rank."""
@@ -140,7 +140,7 @@ def score(question: PlacementInput, seats: Ints) -> Terms:
     )
 
 
-def _distances(board: Board, mesh: Mesh, cliques: Ints) -> tuple[int, int]:
+def _distances(board: PlacementArrays, mesh: Mesh, cliques: Ints) -> tuple[int, int]:
     grid = cliques.reshape(mesh.shape)
     pp = others = 0
     for at in mesh.free:

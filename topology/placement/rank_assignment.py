@@ -2,7 +2,7 @@
 
 ::
 
-    board = Board(topology)                                  # once for a topology
+    board = PlacementArrays(topology)                        # once for a topology
     first = place(board, Mesh.of({"pp": 2, "dp": 8, "tp": 4}), spares=8)
     after = place(board, first.mesh, previous=first, health={"tray-03": Fitness.BAD})
     after.moves                                              # who moved where, and why
@@ -25,7 +25,7 @@ from rackrun.protocol.ids import Rank, SlotId
 from rackrun.topology.model.errors import DoesNotFit, TopologyError
 from rackrun.topology.model.mesh import Ints, Mesh
 from rackrun.topology.model.racks import GpuLocation, Topology
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.objective import NOWHERE, Fitness, PlacementInput, Terms, score
 from rackrun.topology.placement.slot_assignment import preference
 from rackrun.topology.placement.solver import nearness, solve
@@ -49,10 +49,10 @@ class Placement:
 
     question: PlacementInput = field(repr=False)
     seats: Ints = field(repr=False)
-    """The slot of each rank, as numbered by `Board`: int64[world_size]."""
+    """The slot of each rank, as numbered by `PlacementArrays`: int64[world_size]."""
 
     @property
-    def board(self) -> Board:
+    def board(self) -> PlacementArrays:
         return self.question.board
 
     @property
@@ -214,7 +214,7 @@ class Placement:
 
 
 def place(
-    topology: Topology | Board,
+    topology: Topology | PlacementArrays,
     mesh: Mesh,
     *,
     spares: int = 0,
@@ -226,7 +226,7 @@ def place(
 ) -> Placement:
     """Return a placement: the slot of every rank.
 
-    topology: a `Board` of it saves the time to read it, which is most of a repair's.
+    topology: a `PlacementArrays` of it saves the time to read it, which is most of a repair's.
     spares: slots of each NVLink domain that are held back at first, whole trays before single slots; bad ones count as
         held back. With a ``previous`` placement they may be used.
     health, lemons: by slot, or by tray for all of its slots; the worse value counts. Slots that are not named are
@@ -238,7 +238,7 @@ def place(
 
     Raises `DoesNotFit` when there is no room, and `TopologyError` for unknown slots.
     """
-    board = topology if isinstance(topology, Board) else Board(topology)
+    board = topology if isinstance(topology, PlacementArrays) else PlacementArrays(topology)
     before = _previous(board, mesh, previous)
     states, points = np.zeros(len(board.slots), np.int64), np.zeros(len(board.slots), np.int64)
     if preflighted is not None:
@@ -260,7 +260,7 @@ def place(
     return Placement(question, seats)
 
 
-def as_seated(board: Board, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
+def as_seated(board: PlacementArrays, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
     """Return the ranks of ``mesh`` on ``slots`` as they are; nothing is chosen."""
     nothing = np.zeros(len(board.slots), np.int64)
     seats = np.array([board.number[slot] for slot in slots], np.int64)
@@ -270,7 +270,7 @@ def as_seated(board: Board, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
 
 
 def place_first(
-    board: Board,
+    board: PlacementArrays,
     mesh: Mesh,
     *,
     spares: int,
@@ -292,7 +292,7 @@ def place_first(
             each -= 1
 
 
-def _previous(board: Board, mesh: Mesh, previous: Placement | Sequence[SlotId] | None) -> Ints | None:
+def _previous(board: PlacementArrays, mesh: Mesh, previous: Placement | Sequence[SlotId] | None) -> Ints | None:
     if previous is None:
         return None
     if isinstance(previous, Placement) and previous.board is board and previous.mesh == mesh:
@@ -309,7 +309,7 @@ def _previous(board: Board, mesh: Mesh, previous: Placement | Sequence[SlotId] |
     return found
 
 
-def _slots_of(board: Board, name: str) -> list[int]:
+def _slots_of(board: PlacementArrays, name: str) -> list[int]:
     if name in board.tray_slots:
         return board.tray_slots[name]
     if name in board.number:
@@ -319,7 +319,7 @@ def _slots_of(board: Board, name: str) -> list[int]:
     )
 
 
-def _spread(board: Board, key: Ints, clique: int, slots: Ints) -> Ints:
+def _spread(board: PlacementArrays, key: Ints, clique: int, slots: Ints) -> Ints:
     """Extend a key of a clique's members to any slots: 0 outside the clique."""
     every = np.zeros(len(board.slots), np.int64)
     every[board.members[clique]] = key

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, Need, StrikeCost, Visit, always
+from rackrun.chaos.faults.fault_row import (
+    FaultRow,
+    HookPlace,
+    HookVisit,
+    InProcess,
+    Need,
+    ProcessAction,
+    StrikeCost,
+    always,
+)
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import A_RANK, THE_STORAGE
@@ -37,7 +46,7 @@ def _refusal(fault: FlipBit, kind: Subjects, _: Machine) -> Complaint | None:
     return None
 
 
-def _due(fault: FlipBit, visit: Visit) -> bool:
+def _due(fault: FlipBit, visit: HookVisit) -> bool:
     return (fault.of, visit.place) in (("parameters", HookPlace.STEP), ("gradients", HookPlace.UPDATE))
 
 
@@ -64,7 +73,7 @@ ROW = FaultRow(
     how="in parameters or gradients; in a snapshot or a checkpoint, from outside",
     inject=_inject,
     refusal=_refusal,
-    inside=Inside(_due, _flip),
+    inside=ProcessAction(_due, _flip),
     needs=lambda fault: frozenset({Need.SNAPSHOTS} if fault.of == "snapshot" else ()),
     simulate=_simulate,
     cost=always(StrikeCost.NOTHING),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
@@ -32,7 +32,7 @@ ROW = FaultRow(
     example=PoisonBatch(),
     how="in whichever worker computes the sample",
     inject=lambda fault, tools: tools.order(fault),
-    inside=Inside(lambda _, visit: visit.place is HookPlace.SAMPLES, _poison),
+    inside=ProcessAction(lambda _, visit: visit.place is HookPlace.SAMPLES, _poison),
     simulate=_simulate,
     not_simulated=lambda fault, _: "" if fault.how == "raises" else "it has no losses",
     cost=always(StrikeCost.SUBJECTS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.targets import A_RANK
@@ -29,7 +29,7 @@ ROW = FaultRow(
     example=DelayCollective(),
     how="before its next collective",
     inject=lambda fault, tools: tools.order(fault),
-    inside=Inside(lambda _, visit: visit.place is HookPlace.COLLECTIVE, _wait),
+    inside=ProcessAction(lambda _, visit: visit.place is HookPlace.COLLECTIVE, _wait),
     simulate=lambda fault, strike: strike.each(worker=lambda _: strike.delay(fault.for_s)),
     cost=always(StrikeCost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),

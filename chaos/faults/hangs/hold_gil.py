@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.strike_tools import Machine
@@ -44,7 +44,7 @@ ROW = FaultRow(
     how="in the step function, for its seconds",
     inject=lambda fault, tools: tools.order(fault),
     refusal=_refusal,
-    inside=Inside(lambda _, visit: visit.place is HookPlace.STEP, _hold),
+    inside=ProcessAction(lambda _, visit: visit.place is HookPlace.STEP, _hold),
     simulate=_simulate,
     cost=always(StrikeCost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),

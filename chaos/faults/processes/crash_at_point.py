@@ -10,10 +10,10 @@ from rackrun.chaos.faults.fault_row import (
     FaultAndTarget,
     FaultRow,
     HookPlace,
+    HookVisit,
     InProcess,
-    Inside,
+    ProcessAction,
     StrikeCost,
-    Visit,
     always,
 )
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
@@ -54,7 +54,7 @@ def _nonsense(fault: CrashAt) -> Complaint | None:
     return (f"the {fault.nth}th time of a point", "count from 1") if fault.nth < 1 else None
 
 
-def _due(fault: CrashAt, visit: Visit) -> bool:
+def _due(fault: CrashAt, visit: HookVisit) -> bool:
     return visit.place is HookPlace.POINT and visit.name == fault.point and fault.nth <= visit.nth
 
 
@@ -89,7 +89,7 @@ ROW = FaultRow(
     inject=lambda fault, tools: tools.order(fault),
     refusal=_refusal,
     nonsense=_nonsense,
-    inside=Inside(_due, _crash),
+    inside=ProcessAction(_due, _crash),
     points=lambda fault: (fault.point,),
     simulate=_simulate,
     not_simulated=_not_simulated,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK
@@ -43,7 +43,7 @@ ROW = FaultRow(
     how="in a memory control group of its own",
     inject=lambda fault, tools: tools.order_under_memory_limit(fault),
     refusal=_refusal,
-    inside=Inside(lambda _, visit: visit.place is HookPlace.STEP, _allocate),
+    inside=ProcessAction(lambda _, visit: visit.place is HookPlace.STEP, _allocate),
     simulate=lambda _, strike: strike.each(worker=lambda worker: worker.end(signal=9)),
     cost=always(StrikeCost.SUBJECTS),
     justifies_loss=always(True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 
-from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, Inside, StrikeCost, always
+from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
 from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
@@ -56,7 +56,7 @@ ROW = FaultRow(
     how="in the step function",
     inject=lambda fault, tools: tools.order(fault),
     nonsense=_nonsense,
-    inside=Inside(lambda _, visit: visit.place is HookPlace.STEP, _raise),
+    inside=ProcessAction(lambda _, visit: visit.place is HookPlace.STEP, _raise),
     simulate=_simulate,
     cost=always(StrikeCost.SUBJECTS),
     looks_like=lambda fault: fault.error,

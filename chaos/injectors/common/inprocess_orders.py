@@ -15,7 +15,7 @@ import msgspec
 from rackrun.chaos.faults.fault_types import BaseFault
 from rackrun.chaos.faults.table.fault_table import row_of
 from rackrun.chaos.injectors.common.injection import CONFIRM_S, StrikeOutcome
-from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, Struck
+from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, FaultReport
 from rackrun.chaos.testbed.machine.processes import Process
 from rackrun.chaos.testbed.machine.undo_log import RemoveFile, UndoLog
 
@@ -50,7 +50,7 @@ class Ordered:
     def outcome(self) -> StrikeOutcome | None:
         if all(path.exists() for path in self._done):
             self._withdraw()
-            told = [msgspec.json.decode(path.read_bytes(), type=Struck) for path in self._done]
+            told = [msgspec.json.decode(path.read_bytes(), type=FaultReport) for path in self._done]
             return StrikeOutcome(True, "; ".join(one.detail for one in told), min(one.at_s for one in told))
         gone = [p.pid for p, path in zip(self._processes, self._done, strict=True) if not p.state and not path.exists()]
         waited_s = time.monotonic() - self._began_s

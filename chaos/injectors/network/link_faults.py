@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rackrun.chaos.faults.network.bad_link import Link
 from rackrun.chaos.injectors.common.injection import CONFIRM_S, StrikeOutcome
-from rackrun.chaos.testbed.network.link_proxy import Say
+from rackrun.chaos.testbed.network.link_proxy import LinkOrder
 from rackrun.chaos.testbed.network.proxy_control import Links
 
 __all__ = ["BadLink"]
@@ -21,7 +21,7 @@ class BadLink:
         self._began_s = time.monotonic()
         self._trays, self._number, self._links = trays, number, links
         for index, tray in enumerate(trays):
-            links.say(Say(number, tray, fault, seed + index))
+            links.say(LinkOrder(number, tray, fault, seed + index))
 
     def outcome(self) -> StrikeOutcome | None:
         found = {tray: self._links.effect(self._number, tray) for tray in self._trays}
@@ -37,4 +37,4 @@ class BadLink:
         """Undo the fault. It needs no undo record: the proxy is a process of the job's, and the fault ends with it."""
         with contextlib.suppress(OSError, ValueError):  # the proxy has ended
             for tray in self._trays:
-                self._links.say(Say(self._number, tray, None))
+                self._links.say(LinkOrder(self._number, tray, None))

@@ -9,7 +9,7 @@ import msgspec
 
 from rackrun.chaos.faults.fault_types import BaseFault
 from rackrun.chaos.injectors.common.injection import Missed, StrikeOutcome
-from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, Struck
+from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, FaultReport
 from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.chaos.testbed.machine.private_filesystem import SIZE_BYTES, set_size, sizes
 from rackrun.chaos.testbed.machine.undo_log import RemoveFile, SetSize, UndoLog
@@ -64,7 +64,7 @@ class Failing:
 
     def outcome(self) -> StrikeOutcome | None:
         for path in self._done.glob(f"{self._number}-*.json"):
-            told = msgspec.json.decode(path.read_bytes(), type=Struck)
+            told = msgspec.json.decode(path.read_bytes(), type=FaultReport)
             return StrikeOutcome(True, told.detail, told.at_s)
         return None
 

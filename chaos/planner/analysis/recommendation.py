@@ -20,9 +20,9 @@ from rackrun.chaos.planner.analysis.sensitivity import applies, resaved, rescale
 from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals, rates
 from rackrun.chaos.planner.inputs.option_values import spell
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import FleetOutcome, Where
+from rackrun.chaos.planner.model.outcome import FleetOutcome, TimeBreakdown
 
-__all__ = ["COSTS", "POLICIES", "Candidate", "Grid", "Point", "GridSurvey", "Swing", "survey"]
+__all__ = ["COSTS", "POLICIES", "Candidate", "Grid", "GridPoint", "GridSurvey", "AssumptionSwing", "survey"]
 
 Tell = Callable[[str], None]
 POLICIES = ("", "swap,move,wait,shrink", "shrink", "restart")
@@ -43,7 +43,7 @@ COSTS = (
 )
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class GridPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One plan of the grid, with its results."""
 
     spares_per_rack: int
@@ -60,7 +60,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """The share of time in which the world had its full size and did not wait."""
     rungs: dict[str, float]
     """How often each rung was taken in a run, on average."""
-    where: Where
+    where: TimeBreakdown
     """Where the seconds of a run went, on average."""
     formulas: dict[str, Formula]
     """Closed forms by the figure that they belong to: ``wall``, ``whole``."""
@@ -74,7 +74,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return 1 / self.goodput.mean if self.goodput.mean > 0 else float("inf")
 
 
-class Swing(msgspec.Struct, frozen=True, kw_only=True):
+class AssumptionSwing(msgspec.Struct, frozen=True, kw_only=True):
     """The goodput with another value of one assumption; everything else stays, the spares included."""
 
     what: str
@@ -106,7 +106,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     racks: int
     days: float
     seeds: tuple[int, ...]
-    points: tuple[Point, ...]
+    points: tuple[GridPoint, ...]
 
 
 class GridSurvey(Grid, frozen=True, kw_only=True):
@@ -120,12 +120,12 @@ class GridSurvey(Grid, frozen=True, kw_only=True):
     interval_formulas: dict[str, float]
     """Seconds of work between two saves, by formula and level; ``waste``: the share of time for saving and for work
     done again."""
-    best: Point
+    best: GridPoint
     policies: tuple[Candidate, ...]
     intervals: tuple[Candidate, ...]
     usual: float
     """The best plan's goodput with the first seed, with which each assumption is varied."""
-    tornado: tuple[Swing, ...]
+    tornado: tuple[AssumptionSwing, ...]
     guessed: tuple[str, ...]
     """Costs that were never measured."""
 
@@ -192,15 +192,15 @@ def _fetch_ahead(
     runs.fetch([(one, seed) for one in several for seed in seeds] + [(one, seeds[0]) for one in single])
 
 
-def _point(case: Case, outcomes: Sequence[FleetOutcome]) -> Point:
+def _point(case: Case, outcomes: Sequence[FleetOutcome]) -> GridPoint:
     intervals = case.intervals or chosen_intervals(case)
     first, count = outcomes[0], len(outcomes)
     names = sorted({name for one in outcomes for name in one.rungs})
     rungs = {name: sum(one.rungs.get(name, 0) for one in outcomes) / count for name in names}
-    where = Where(
-        **{name: sum(getattr(one.where, name) for one in outcomes) / count for name in Where.__struct_fields__}
+    where = TimeBreakdown(
+        **{name: sum(getattr(one.where, name) for one in outcomes) / count for name in TimeBreakdown.__struct_fields__}
     )
-    return Point(
+    return GridPoint(
         spares_per_rack=case.job.spares_per_rack,
         spare_racks=case.job.spare_racks,
         policy=case.policy,
@@ -216,8 +216,8 @@ def _point(case: Case, outcomes: Sequence[FleetOutcome]) -> Point:
     )
 
 
-def _front(points: Sequence[Point]) -> list[Point]:
-    def beaten(one: Point) -> bool:
+def _front(points: Sequence[GridPoint]) -> list[GridPoint]:
+    def beaten(one: GridPoint) -> bool:
         mine = (one.wall.mean, -one.price)
         others = [(other.wall.mean, -other.price) for other in points]
         return any(wall >= mine[0] and price >= mine[1] and (wall, price) != mine for wall, price in others)
@@ -311,7 +311,7 @@ def _compared(what: str, outcomes: Sequence[FleetOutcome], formulas: tuple[Formu
     )
 
 
-def _tornado(case: Case, usual: FleetOutcome, seed: int, runs: Runs) -> tuple[Swing, ...]:
+def _tornado(case: Case, usual: FleetOutcome, seed: int, runs: Runs) -> tuple[AssumptionSwing, ...]:
     """Vary each assumption. Intervals that were not given are chosen anew."""
     found = []
     for what, low, high, simulated in _swung(case, usual):
@@ -320,7 +320,7 @@ def _tornado(case: Case, usual: FleetOutcome, seed: int, runs: Runs) -> tuple[Sw
         else:
             ends = [rescaled(case, usual, what, factor).goodput for factor in (0.5, 2.0)]
         found.append(
-            Swing(
+            AssumptionSwing(
                 what=what,
                 low=low[0],
                 low_goodput=ends[0],

@@ -12,7 +12,7 @@ import msgspec
 
 from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals
 from rackrun.chaos.planner.model.job_state import Intervals
-from rackrun.chaos.planner.model.outcome import FleetOutcome, Where
+from rackrun.chaos.planner.model.outcome import FleetOutcome, TimeBreakdown
 
 __all__ = ["applies", "resaved", "rescaled"]
 
@@ -83,7 +83,7 @@ def _with(outcome: FleetOutcome, saving_s: float, redone_s: float, broken_s: flo
     extra_s += saving_s - where.saving + redone_s - where.redone + broken_s - where.broken
     training_s = where.productive + where.slowed + where.between
     kept = max(1 - extra_s / training_s, 0.0) if training_s else 0.0
-    changed: Where = msgspec.structs.replace(
+    changed: TimeBreakdown = msgspec.structs.replace(
         where,
         productive=where.productive * kept,
         slowed=where.slowed * kept,

@@ -17,7 +17,7 @@ from rackrun.chaos.planner.model.fleet_simulation import FleetSimulation
 from rackrun.chaos.planner.model.job_state import Intervals
 from rackrun.chaos.planner.model.outcome import FleetOutcome
 from rackrun.chaos.planner.model.policy_adapter import Policy
-from rackrun.checkpoint.commit.snapshot_interval import NS, IntervalPolicy, Observed, choose_interval
+from rackrun.checkpoint.commit.snapshot_interval import NS, IntervalPolicy, ObservedCosts, choose_interval
 from rackrun.coordinator.user_code.child_setup import find
 from rackrun.core.policy.choice import parse_policy, parse_weights
 
@@ -88,7 +88,7 @@ def chosen_intervals(case: Case) -> Intervals:
     to_memory, to_disk = rates(case)
     snapshot = 0
     if job.state == "mirror":
-        observed = Observed(
+        observed = ObservedCosts(
             steps=1,
             step_ns=round(costs.step_s * NS),
             snapshots=1,

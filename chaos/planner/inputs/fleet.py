@@ -11,7 +11,7 @@ import msgspec
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Clique, CliqueId, Gpu, Rack, Topology, Tray
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 
 __all__ = ["Fleet", "FleetJob", "board_of", "fleet_of"]
 
@@ -134,7 +134,7 @@ class FleetJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=4)
-def board_of(fleet: Fleet) -> Board:
+def board_of(fleet: Fleet) -> PlacementArrays:
     """Return the fleet as the placement needs it. Takes 0.7 s for 100,000 GPUs."""
     built, cliques = [], []
     for rack in range(fleet.racks):
@@ -148,4 +148,4 @@ def board_of(fleet: Fleet) -> Board:
         )
         built.append(Rack(serial=f"{rack:05}", trays=trays, fabric=("fabric",)))
         cliques.append(Clique(id=CliqueId(f"{rack:05}", 1), gpus=tuple(gpu.uuid for t in trays for gpu in t.gpus)))
-    return Board(Topology.of(built, cliques))
+    return PlacementArrays(Topology.of(built, cliques))

@@ -19,9 +19,9 @@ from rackrun.chaos.planner.inputs.failures import FailureSource, UnitFailure, sl
 from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.inputs.repair_crews import Crews
-from rackrun.chaos.planner.model.fleet_state import FleetState, Staff, Stamps
+from rackrun.chaos.planner.model.fleet_state import FleetState, NewSlots, SlotStamps
 from rackrun.chaos.planner.model.job_state import Intervals, State
-from rackrun.chaos.planner.model.outcome import FleetOutcome, Where
+from rackrun.chaos.planner.model.outcome import FleetOutcome, TimeBreakdown
 from rackrun.chaos.planner.model.policy_adapter import Policy, PolicyAdapter, Situation
 from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, NS, Engine
 from rackrun.protocol.policy_types import Decision, Rules, Rung, Weights
@@ -63,7 +63,7 @@ class FleetSimulation:
     _brain: PolicyAdapter = field(init=False)
     _crews: Crews = field(init=False)
     _engine: Engine = field(default_factory=Engine)
-    _where: Where = field(default_factory=Where)
+    _where: TimeBreakdown = field(default_factory=TimeBreakdown)
     _rungs: dict[str, int] = field(default_factory=dict)
     _phase: _Phase = _Phase.TRAINING
     _since_s: float = 0.0
@@ -178,7 +178,7 @@ class FleetSimulation:
         if slots:
             self._engine.after(self.costs.start_s, self._started, self.hall.stamps(slots), priority=FIRST)
 
-    def _started(self, stamps: Stamps) -> None:
+    def _started(self, stamps: SlotStamps) -> None:
         if not self.hall.started(stamps):
             return
         if self._phase is _Phase.WAITING:
@@ -221,7 +221,7 @@ class FleetSimulation:
             self._count(decision.rung.value)
         self._carry_out(decision, staff, rollback)
 
-    def _carry_out(self, decision: Decision, staff: Staff | None, rollback: int | None) -> None:
+    def _carry_out(self, decision: Decision, staff: NewSlots | None, rollback: int | None) -> None:
         costs, rung = self.costs, decision.rung
         match rung:
             case Rung.ABSORB:

@@ -27,10 +27,10 @@ from rackrun.topology.placement.rank_assignment import place
 from rackrun.topology.placement.slot_assignment import preference
 from rackrun.topology.placement.solver import solve
 
-__all__ = ["FleetState", "Staff", "Stamps"]
+__all__ = ["FleetState", "NewSlots", "SlotStamps"]
 
 
-class Staff(NamedTuple):
+class NewSlots(NamedTuple):
     """The new slots of ranks, by rank."""
 
     takeovers: dict[int, int]
@@ -38,7 +38,7 @@ class Staff(NamedTuple):
     """Ranks that are alive and move with their group."""
 
 
-class Stamps(NamedTuple):
+class SlotStamps(NamedTuple):
     """Slots, and a stamp for each, both of shape (slots,)."""
 
     slots: Ints
@@ -126,12 +126,12 @@ class FleetState:
         found: list[int] = (np.flatnonzero(self._down[slots.start : slots.stop] == 0) + slots.start).tolist()
         return found
 
-    def stamps(self, slots: Sequence[int]) -> Stamps:
+    def stamps(self, slots: Sequence[int]) -> SlotStamps:
         """A worker starts in each of ``slots``. Returns what `started` needs."""
         at = np.array(slots, np.int64)
-        return Stamps(at, self._stamp[at] + self._beginnings)
+        return SlotStamps(at, self._stamp[at] + self._beginnings)
 
-    def started(self, stamps: Stamps) -> int:
+    def started(self, stamps: SlotStamps) -> int:
         """The workers have started. Returns how many of them are spares now."""
         slots, before = stamps
         meant = (self._stamp[slots] + self._beginnings == before) & ~self._held[slots] & (self._down[slots] == 0)
@@ -142,7 +142,7 @@ class FleetState:
         return len(slots)
 
     # -- who takes over
-    def staff(self) -> Staff | None:
+    def staff(self) -> NewSlots | None:
         """Return new slots for all lost ranks; None when there are too few spares, or they are in the wrong racks."""
         usable = self._counted().usable
         question = self._question(self._states, usable)
@@ -151,16 +151,16 @@ class FleetState:
                 return None
             found = self._near(question) if self.ranks > RANKS_MAX else None
             if found is not None:
-                return Staff(found, {})
+                return NewSlots(found, {})
         try:
             seats = solve(question)
         except DoesNotFit:
             return None
         moved = np.flatnonzero(seats != self.seats).tolist()
         uprooted = {rank: int(seats[rank]) for rank in moved if rank not in self.lost}
-        return Staff({rank: int(seats[rank]) for rank in self.lost}, uprooted)
+        return NewSlots({rank: int(seats[rank]) for rank in self.lost}, uprooted)
 
-    def take(self, staff: Staff) -> list[int]:
+    def take(self, staff: NewSlots) -> list[int]:
         """Seat the ranks as ``staff`` says. Returns the slots that they left, in which workers start."""
         left = [int(self.seats[rank]) for rank in staff.uprooted]
         self._leave(left)

@@ -11,7 +11,7 @@ from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.inputs.fleet import Fleet, FleetJob
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
 from rackrun.chaos.planner.model.fleet_state import FleetState
-from rackrun.chaos.planner.model.outcome import Where
+from rackrun.chaos.planner.model.outcome import TimeBreakdown
 from rackrun.chaos.planner.model.undisturbed_training import TrainingTimes, progress
 
 __all__ = ["Intervals", "State"]
@@ -39,7 +39,7 @@ class State:
     job: FleetJob
     costs: PlanCosts
     intervals: Intervals
-    where: Where
+    where: TimeBreakdown
     steps: int = 0
     """The number of committed steps."""
     snapshot: int = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["FleetOutcome", "Where"]
+__all__ = ["FleetOutcome", "TimeBreakdown"]
 
 
-class Where(msgspec.Struct, kw_only=True):
+class TimeBreakdown(msgspec.Struct, kw_only=True):
     """Where the wall time went, in seconds; the fields add up to it."""
 
     productive: float = 0.0
@@ -38,7 +38,7 @@ class FleetOutcome(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     """Ranks of the full world."""
     steps: int
-    where: Where
+    where: TimeBreakdown
     strikes: int
     """Failures of all units, used or not."""
     breaks: int

@@ -12,7 +12,7 @@ from statistics import median
 
 from rackrun.chaos.base.errors import PlannerError
 from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
-from rackrun.chaos.planner.model.fleet_state import FleetState, Staff
+from rackrun.chaos.planner.model.fleet_state import FleetState, NewSlots
 from rackrun.core.policy.choice import allows, choose, refusal, settled
 from rackrun.core.policy.measured_costs import SAMPLES
 from rackrun.protocol.ids import Rank, SlotId
@@ -21,12 +21,12 @@ from rackrun.protocol.policy_types import (
     Costs,
     Decision,
     Failure,
+    FailureCause,
     RankNow,
     Rules,
     Rung,
     SpareNow,
     Weights,
-    Whose,
 )
 
 __all__ = ["PolicyAdapter", "Policy", "Situation"]
@@ -75,7 +75,7 @@ class PolicyAdapter:
         """Note that a tray was gone for ``seconds``, which the core measures, too."""
         self._repairs_s.append(seconds)
 
-    def decide(self, hall: FleetState, staff: Staff | None, now: Situation) -> Decision:
+    def decide(self, hall: FleetState, staff: NewSlots | None, now: Situation) -> Decision:
         """Decide what to do about the ranks that are lost."""
         self.decisions += 1
         failure = self._failure(hall)
@@ -100,7 +100,7 @@ class PolicyAdapter:
             whose=_whose(ranks),
         )
 
-    def _view(self, hall: FleetState, staff: Staff | None, now: Situation) -> ClusterView:
+    def _view(self, hall: FleetState, staff: NewSlots | None, now: Situation) -> ClusterView:
         job, lost, ready, starting = hall.job, hall.lost, hall.ready, hall.starting
         enough = ready >= len(lost)
         state = now.rollback is not None
@@ -154,8 +154,8 @@ class PolicyAdapter:
         return hall.board.slots[slot]
 
 
-def _whose(ranks: tuple[Rank, ...]) -> Whose:
-    return Whose.HARDWARE if ranks else Whose.NETWORK
+def _whose(ranks: tuple[Rank, ...]) -> FailureCause:
+    return FailureCause.HARDWARE if ranks else FailureCause.NETWORK
 
 
 def _no_shrink(stays: int, min_ranks: int, *, state: bool) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rackrun.topology.model.mesh import Ints
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.objective import Fitness
 
 __all__ = ["Bools", "RackCounter", "RackCounts"]
@@ -30,7 +30,7 @@ class RackCounts(NamedTuple):
 class RackCounter:
     """The counter of one fleet. Each rack is one clique of ``board``, and all have one size."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: PlacementArrays) -> None:
         racks = len(board.cliques)
         self._board = board
         self._counts = RackCounts(*np.zeros((3, racks), np.int64))

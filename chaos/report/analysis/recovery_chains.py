@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from rackrun.chaos.evidence.history import (
     Committed,
     Entry,
+    JobNotice,
     Noticed,
-    Overtaken,
     Planned,
     Recovered,
+    RecoveryInterrupted,
     Resumed,
     RungChosen,
     Strike,
     StrikeConfirmed,
     TakenBack,
-    Told,
 )
 from rackrun.chaos.report.analysis.journal_timeline import SEEN, Happened, JournalTimeline
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
@@ -157,7 +157,7 @@ def entries_of(chains: Sequence[Chain], job: JournalTimeline) -> list[Entry]:
             cause = _tell_recovery(recovery, cause, chain, job, add)
     for one in job.said:
         if one.name in ("Notice", "Answer"):
-            add(Told(at_s=one.at_s, id=f"j{one.id}", by="job", text=str(one.body["text"])))
+            add(JobNotice(at_s=one.at_s, id=f"j{one.id}", by="job", text=str(one.body["text"])))
     return found
 
 
@@ -190,7 +190,11 @@ def _tell_recovery(
     name = f"g{generation}"
     if recovery.overtaken:
         ended_s = _moment(job, recovery.resumed_ms or recovery.plan_ms or recovery.break_ms or recovery.fault_ms)
-        return add(Overtaken(at_s=ended_s or 0.0, id=f"{name}.overtaken", cause=cause, by="job", generation=generation))
+        return add(
+            RecoveryInterrupted(
+                at_s=ended_s or 0.0, id=f"{name}.overtaken", cause=cause, by="job", generation=generation
+            )
+        )
     if recovery.resumed_ms is not None:
         at_s = job.at_s(recovery.resumed_ms)
         cause = add(Resumed(at_s=at_s, id=f"{name}.resumed", cause=cause, by="job", generation=generation))

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rackrun.chaos.evidence.history import Entry, Started, read_history
-from rackrun.chaos.evidence.summary import FaultTimes, StrikeTold, Summary, quantile, read_summary
+from rackrun.chaos.evidence.summary import FaultTimes, StrikeSummary, Summary, quantile, read_summary
 from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline, maybe_recorded
 from rackrun.chaos.report.analysis.recovery_chains import Chain, chains_of, entries_of
 from rackrun.coordinator.report.run_report import Goodput, read_goodput
@@ -86,12 +86,12 @@ def _goodput(folder: Path) -> Goodput | None:
         return None
 
 
-def _strikes(told: Sequence[StrikeTold], chains: Sequence[Chain]) -> tuple[StrikeTold, ...]:
+def _strikes(told: Sequence[StrikeSummary], chains: Sequence[Chain]) -> tuple[StrikeSummary, ...]:
     by_number = {chain.strike.strike: chain for chain in chains}
     return tuple(_strike(one, by_number[one.number]) if one.number in by_number else one for one in told)
 
 
-def _strike(told: StrikeTold, chain: Chain) -> StrikeTold:
+def _strike(told: StrikeSummary, chain: Chain) -> StrikeSummary:
     recovery, seen = chain.recovery, chain.seen
 
     def after(moment_s: float | None) -> float | None:

@@ -16,7 +16,7 @@ import msgspec
 
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.faults.targets import Scene, SlotOccupant
-from rackrun.chaos.plan.conductor import Conductor, Order, See, StrikeOrder
+from rackrun.chaos.plan.conductor import Conductor, Observation, Order, StrikeOrder
 from rackrun.chaos.plan.definition import Plan as ChaosPlan
 from rackrun.chaos.simulator.base.connections import TrayCuts
 from rackrun.chaos.simulator.base.coordinator_checks import Halt
@@ -367,7 +367,7 @@ class Simulation:
     def _see(self) -> None:
         if self.conductor is None or self.coordinator.stopped is not None:
             return
-        seen = See(self.engine.now_ms / 1e3, self._newest, self.scene(), dict(self.points))
+        seen = Observation(self.engine.now_ms / 1e3, self._newest, self.scene(), dict(self.points))
         self._carry_out(self.conductor.see(seen))
         wake_s = self.conductor.wake_s
         if wake_s is not None:

@@ -2,7 +2,7 @@
 
 Run as ``python -m rackrun.chaos.testbed.network.link_proxy ADDRESS PORT TRAY...``: it listens on one port for each tray
 and forwards to the coordinator at ``ADDRESS:PORT``. Its first line of output is `Ports`. Each line of JSON on its input
-(`Say`) sets what is in force; a line of output (`Effect`) reports, for each strike and tray, that something has met the
+(`LinkOrder`) sets what is in force; a line of output (`StrikeMet`) reports, for each strike and tray, that something has met the
 fault. It ends when its input does.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 
 from rackrun.chaos.faults.network.bad_link import Link
 
-__all__ = ["Effect", "Ports", "Say"]
+__all__ = ["StrikeMet", "Ports", "LinkOrder"]
 
 _CHUNK_BYTES = 1 << 16
 _HELD_BYTES_MAX = 4 << 20
@@ -35,7 +35,7 @@ class Ports(msgspec.Struct, frozen=True):
     ports: dict[str, int]
 
 
-class Say(msgspec.Struct, frozen=True):
+class LinkOrder(msgspec.Struct, frozen=True):
     """An order to the proxy: put a bad link in force for one tray."""
 
     strike: int
@@ -45,7 +45,7 @@ class Say(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class Effect(msgspec.Struct, frozen=True):
+class StrikeMet(msgspec.Struct, frozen=True):
     """The report that a strike has met a connection of a tray."""
 
     strike: int
@@ -91,7 +91,7 @@ class _Way:
         """Report, once for each strike, that the fault has met something."""
         if not self._told:
             self._told = True
-            _tell(Effect(self.number, self.tray, detail))
+            _tell(StrikeMet(self.number, self.tray, detail))
 
     def due_s(self, now_s: float, size: int, *, up: bool) -> float:
         """Return the time at which ``size`` bytes that arrive now are sent on. ``up``: towards the coordinator."""
@@ -236,7 +236,7 @@ def _abort(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-def _tell(what: Ports | Effect) -> None:
+def _tell(what: Ports | StrikeMet) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -248,7 +248,7 @@ async def _main(above: tuple[str, int], trays: list[str]) -> None:
     said = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(said), sys.stdin)
     while line := await said.readline():
-        say = msgspec.json.decode(line, type=Say)
+        say = msgspec.json.decode(line, type=LinkOrder)
         if say.link is None:
             ways[say.tray].take_back()
         else:

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from rackrun.chaos.testbed.network.hosts import HEAD, PORT, Hosts
-from rackrun.chaos.testbed.network.link_proxy import Effect, Ports, Say
+from rackrun.chaos.testbed.network.link_proxy import LinkOrder, Ports, StrikeMet
 
 __all__ = ["Links"]
 
@@ -54,7 +54,7 @@ class Links:
         self._unread = b""
         self._effects: dict[tuple[int, str], str] = {}
 
-    def say(self, say: Say) -> None:
+    def say(self, say: LinkOrder) -> None:
         """Send an order to the proxy."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(say) + b"\n")
@@ -68,7 +68,7 @@ class Links:
                 self._unread += data
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            effect = msgspec.json.decode(line, type=Effect)
+            effect = msgspec.json.decode(line, type=StrikeMet)
             self._effects[effect.strike, effect.tray] = effect.detail
         return self._effects.get((strike, tray), "")
 

@@ -25,7 +25,7 @@ from rackrun.agent.host.priority import finish_off
 from rackrun.agent.worker_start.worker_logs import WorkerLogs
 from rackrun.protocol.agent_config import FillerConfig
 from rackrun.protocol.ids import Incarnation, SlotId
-from rackrun.protocol.wire import FillerTold
+from rackrun.protocol.wire import FillerState
 from rackrun.topology.placement.rank_environment import Binding
 
 __all__ = ["CAGE", "HOLD_S", "LATE_S", "MARK", "Fillers"]
@@ -119,7 +119,7 @@ class Fillers:
         self._closing = False
         self.others: Callable[[], Iterable[int]] = tuple
         """Returns the agent's other children."""
-        self.tell: Callable[[FillerTold], None] = lambda _told: None
+        self.tell: Callable[[FillerState], None] = lambda _told: None
         self._gpus = gpus
         self.in_the_way = gpus > 0
         """Whether a filler's device memory may be what the spare needs. Then a promoted spare waits until the filler is
@@ -131,6 +131,7 @@ class Fillers:
 
     # -- what the tray tells
     def spare_waits(self, slot: SlotId, incarnation: Incarnation) -> None:
+        """Start a filler beside a spare that waits now, unless none is configured or one runs already."""
         if not self._places or self._closing:
             return
         place = self._place(slot)
@@ -320,7 +321,7 @@ class Fillers:
 
     def _report(self, run: _Run, state: str, because: str = "", gone_s: float | None = None) -> None:
         self.tell(
-            FillerTold(
+            FillerState(
                 slot=run.slot,
                 incarnation=run.incarnation,
                 start=run.number,

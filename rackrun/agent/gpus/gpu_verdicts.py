@@ -51,6 +51,7 @@ class GpuVerdicts:
 
     @property
     def begun(self) -> bool:
+        """Whether `begin` was called, so that slots have GPUs."""
         return self._gpus is not None
 
     def begin(self, gpus: Sequence[int]) -> None:

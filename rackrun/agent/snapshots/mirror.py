@@ -50,6 +50,7 @@ class SnapshotCopies:
         self._held: dict[_Owner, dict[int, int]] = {}  # step -> descriptor
 
     def find(self, tray: str, index: int, incarnation: int, step: int) -> int | None:
+        """Return the descriptor of the copy of one snapshot; None if this tray does not keep it."""
         return self._held.get(_Owner(tray, index, incarnation), {}).get(step)
 
     def room(self, size: int) -> int:

@@ -93,6 +93,7 @@ class _StoredRow:
             return await asyncio.to_thread(act)
 
     def finish(self) -> None:
+        """Mark the row as whole and write its header, once no member's stripe is missing."""
         if not self.row.missing:
             os.pwrite(self.memory.fd, encode_header(self.row.header()), 0)
             self.whole = True

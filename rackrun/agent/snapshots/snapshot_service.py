@@ -46,7 +46,8 @@ class KeptSnapshots(Protocol):
 class SnapshotAccess(Protocol):
     """Gives access to the snapshots that a tray keeps."""
 
-    def kept(self, index: int, incarnation: int) -> KeptSnapshots | None: ...
+    def kept(self, index: int, incarnation: int) -> KeptSnapshots | None:
+        """Return the snapshots that a worker of this tray has or has left; None if there are none."""
 
 
 class SnapshotService:

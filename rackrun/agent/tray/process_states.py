@@ -111,6 +111,7 @@ class ProcessRecord:
 
     @property
     def gone(self) -> bool:
+        """Whether the process has ended and was reaped."""
         return self.state is ProcessState.GONE
 
     @property

@@ -78,9 +78,11 @@ class TrayAgent:
 
     # -- for the watch and the snapshot service
     def living(self) -> list[WorkerHandle]:
+        """Return the current workers that have a process and no reported exit."""
         return [worker for worker in self._current() if worker.pid and not worker.reported]
 
     def kept(self, index: int, incarnation: int) -> WorkerHandle | None:
+        """Return one start of a worker, ended or not; None if it was forgotten."""
         return self._workers.get(c.Worker(slot_id(self._config.tray, index), Incarnation(incarnation)))
 
     def check_end(self, worker: WorkerHandle) -> None:
@@ -112,6 +114,7 @@ class TrayAgent:
         self._handle(t.LeaveAsked(because, exit_code))
 
     def job_is_over(self, *, connected: bool) -> None:
+        """Handle the end of the job. ``connected``: the coordinator will say how it ended."""
         self._handle(t.JobOver(connected))
 
     def stood_still(self, for_ms: int) -> None:

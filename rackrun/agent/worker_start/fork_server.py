@@ -151,6 +151,7 @@ class ForkServer:
         return cls(pid, connection)
 
     def fileno(self) -> int:
+        """Return the descriptor of the connection to the fork server, for polling."""
         return self._connection.fileno()
 
     def wake(self) -> None:

@@ -35,6 +35,7 @@ class WorkerStreams:
         self.error_file = error_file
 
     def close(self) -> None:
+        """Close both streams, unless they are those of this process."""
         for fd in (self.stdout, self.stderr):
             if fd > 2:
                 os.close(fd)
@@ -131,6 +132,7 @@ class _Follower:
         self._thread.start()
 
     def follow(self, path: str, prefix: bytes, to: int) -> None:
+        """Print what is appended to the file ``path``, each line after ``prefix``, to the descriptor ``to``."""
         with self._lock:
             if path in self._files:
                 self._files[path].prefix = prefix
@@ -138,6 +140,7 @@ class _Follower:
                 self._files[path] = _Followed(path, prefix, to)
 
     def stop(self) -> None:
+        """Print what is left and end the thread; waits at most 10 s."""
         self._stopping.set()
         self._thread.join(timeout=10.0)  # the reader of the output may have stopped reading
 

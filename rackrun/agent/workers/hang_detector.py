@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["AgentPauses", "ProgressTimer", "Signs"]
+__all__ = ["AgentPauses", "ProgressTimer", "ActivityTotals"]
 
 _BUSY_SHARE = 0.05
 _LIVES_SHARE, _LIVES_BYTES_PER_S = 0.01, 4096
@@ -27,7 +27,7 @@ waits hundreds of times as long. It also runs for at least the share `_COMPUTES_
 readings."""
 
 
-class Signs(NamedTuple):
+class ActivityTotals(NamedTuple):
     """What a process and all its descendants have done so far. Every value only grows."""
 
     at_ns: int
@@ -47,13 +47,13 @@ class Signs(NamedTuple):
     """Since when the main thread spins, and when that was last seen; 0: it does not."""
 
 
-def _spun(before: Signs, now: Signs) -> bool:
+def _spun(before: ActivityTotals, now: ActivityTotals) -> bool:
     """Return whether the main thread spun during the whole interval."""
     since_ns, seen_ns = now.spins
     return 0 < since_ns <= before.at_ns < seen_ns
 
 
-def starved_ns(before: Signs, now: Signs) -> int:
+def starved_ns(before: ActivityTotals, now: ActivityTotals) -> int:
     """Return how long a computing thread waited for a processor.
 
     Threads may wait for each other, so the longest wait counts. Threads that only wake and sleep again (for the
@@ -70,7 +70,7 @@ def starved_ns(before: Signs, now: Signs) -> int:
     return longest
 
 
-def works(before: Signs, now: Signs) -> bool:
+def works(before: ActivityTotals, now: ActivityTotals) -> bool:
     """Return whether the process worked between two readings."""
     took_ns = max(now.at_ns - before.at_ns, 1)
     spun = _spun(before, now)
@@ -84,7 +84,7 @@ def works(before: Signs, now: Signs) -> bool:
     )
 
 
-def lives(before: Signs, now: Signs) -> bool:
+def lives(before: ActivityTotals, now: ActivityTotals) -> bool:
     """Return whether the process showed any sign of life between two readings."""
     took_ns, spun = max(now.at_ns - before.at_ns, 1), _spun(before, now)
     ran_ns = [
@@ -111,6 +111,7 @@ class AgentPauses:
     """Begin and end of the latest interval without a look."""
 
     def add(self, from_ns: int, until_ns: int) -> None:
+        """Add an interval in which the agent did not look, on the monotonic clock in ns."""
         if from_ns > self._until_ns:
             self._from_ns = from_ns
         self._until_ns = until_ns
@@ -139,7 +140,7 @@ class ProgressTimer:
     _from_ns: int = 0
     _held_ns: int = 0
     """How long the agent had been held up by then. It sees later events late."""
-    _signs: Signs | None = None
+    _signs: ActivityTotals | None = None
     _worked_ns: int = 0
     _lived_ns: int = 0
     _starved_ns: int = 0
@@ -160,9 +161,11 @@ class ProgressTimer:
         self._signs, self._worked_ns, self._lived_ns, self._starved_ns = None, 0, 0, 0
 
     def is_due(self, now_ns: int, every_ns: int) -> bool:
+        """Return whether the last reading is at least ``every_ns`` old."""
         return self._signs is None or now_ns - self._signs.at_ns >= every_ns
 
-    def add_reading(self, signs: Signs) -> None:
+    def add_reading(self, signs: ActivityTotals) -> None:
+        """Add a reading of the process, and count what has changed since the one before."""
         before, self._signs = self._signs, signs
         if before is None:
             return

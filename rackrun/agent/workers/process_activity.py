@@ -7,7 +7,7 @@ import os
 import time
 
 from rackrun.agent.host import proc
-from rackrun.agent.workers.hang_detector import Signs
+from rackrun.agent.workers.hang_detector import ActivityTotals
 
 __all__ = ["frozen", "read_signs", "where_in_kernel"]
 
@@ -15,14 +15,14 @@ _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _FREEZERS = ("do_freezer_trap", "__refrigerator", "freezer_trap")
 
 
-def read_signs(pid: int) -> Signs:
+def read_signs(pid: int) -> ActivityTotals:
     """Read the signs of a process and all its descendants. What cannot be read counts as nothing."""
     below = proc.descendants_now(pid)
     below_ns = sum(_cpu_ns(one) for one in below)
     io_bytes = sum(_io_bytes(one) for one in (pid, *below))
     fields, waits_ns = _stat_fields(pid), _waits_ns(pid)
     reaped_ns = _TICK_NS * sum(int(field) for field in fields[13:15])
-    return Signs(
+    return ActivityTotals(
         time.monotonic_ns(),
         below_ns + _cpu_ns(pid),
         waits_ns,

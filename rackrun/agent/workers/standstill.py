@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-__all__ = ["BOUND_NS", "Moment", "read_moment", "stood_still_ns"]
+__all__ = ["BOUND_NS", "UsageReading", "read_moment", "stood_still_ns"]
 
 BOUND_NS = 1_000_000_000
 """Shortest standstill that is reported, in nanoseconds."""
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
-class Moment(NamedTuple):
+class UsageReading(NamedTuple):
     """What the agent has used so far, and when. Every value only grows."""
 
     at_ns: int
@@ -30,17 +30,17 @@ class Moment(NamedTuple):
     """How long the main thread was ready to run but had no processor; 0: the kernel does not count it."""
 
 
-def read_moment() -> Moment:
+def read_moment() -> UsageReading:
     """Return the present moment. Called by the main thread."""
     try:
         with open(_SCHEDSTAT, encoding="ascii") as file:
             waited_ns = int(file.read().split()[1])
     except (OSError, IndexError, ValueError):
         waited_ns = 0
-    return Moment(time.clock_gettime_ns(time.CLOCK_BOOTTIME), time.process_time_ns(), waited_ns)
+    return UsageReading(time.clock_gettime_ns(time.CLOCK_BOOTTIME), time.process_time_ns(), waited_ns)
 
 
-def stood_still_ns(before: Moment, now: Moment, asleep_ns: int) -> int:
+def stood_still_ns(before: UsageReading, now: UsageReading, asleep_ns: int) -> int:
     """Return for how long the agent stood still between two moments, in nanoseconds; 0: for less than `BOUND_NS`.
 
     ``asleep_ns``: how long it meant to sleep between them.

@@ -149,6 +149,7 @@ class WorkerHandle:
         return stat.status
 
     def stopped(self) -> bool:
+        """Return whether the process is stopped by a signal (SIGSTOP or a debugger's)."""
         stat = proc.read_stat(self._stat_fd) if self._stat_fd >= 0 else None
         return stat is not None and stat.stopped
 
@@ -190,9 +191,11 @@ class WorkerHandle:
         self.snapshot_fds = (-1, -1)
 
     def step(self) -> Step:
+        """The step that the worker is in; -1 before it has entered one."""
         return Step(self.page.at.step) if self.page.since_ns else Step(-1)
 
     def snapshots(self) -> tuple[Step, ...]:
+        """The steps of which the worker has sealed snapshots, in order."""
         return tuple(Step(step) for step in sorted(self.page.snapshots()))
 
     def unreported_unit(self) -> UnitSealed | None:

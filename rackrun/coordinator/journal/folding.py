@@ -50,6 +50,7 @@ class Folding:
 
     @property
     def due(self) -> bool:
+        """Whether more rows wait than are to be kept."""
         return self._rows > self._keep
 
     @property

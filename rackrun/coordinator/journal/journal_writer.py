@@ -30,7 +30,7 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
 ``folded``     step, phase, generation, samples, untold (more, by its gate), ids (a digest of all ranks', or NULL), seconds (of the slowest), vain (how often it was computed in
                vain): units so old that their rows of ``units`` and ``ledger`` are gone (`rackrun.coordinator.journal.folding`)
 ``findings``   kind, what: errors that were found in folded units before their rows were removed
-``fillers``    slot, incarnation, start, at_ms, body (the last `rackrun.protocol.wire.FillerTold` of that start)
+``fillers``    slot, incarnation, start, at_ms, body (the last `rackrun.protocol.wire.FillerState` of that start)
 =============  =====================================================================================================
 
 A unit that is computed again after a rollback has rows of both generations.
@@ -62,7 +62,7 @@ from rackrun.errors import RackrunError
 from rackrun.protocol.commands import BreakGeneration, Command, ResumeGeneration
 from rackrun.protocol.encodable import INT_MAX, clean, encodable, json_of
 from rackrun.protocol.events import Event
-from rackrun.protocol.wire import PROTOCOL, FillerTold, UnitCommitted
+from rackrun.protocol.wire import PROTOCOL, FillerState, UnitCommitted
 
 __all__ = ["BATCH_ROWS", "FORMAT", "Journal", "JournalError", "LedgerMode", "digest_of"]
 
@@ -170,12 +170,15 @@ class Journal:
         return self._entry("event", event, event.at_ms, None)
 
     def command(self, command: Command, at_ms: int, cause: int) -> None:
+        """Queue a command; ``cause``: the id of the event that it follows from. Never blocks."""
         self._entry("command", command, at_ms, cause)
 
     def recovery(self, recovery: RecoveryRecord) -> None:
+        """Queue a recovery; a later call for the same generation and fault replaces it. Never blocks."""
         self._put(_RECOVERY, (recovery.generation, recovery.fault_ms, recovery))
 
     def unit(self, unit: UnitCommitted, at_ms: float) -> None:
+        """Queue a rank's committed unit, with its gate and its ledger of sample ids. Never blocks."""
         where = (unit.at.step, unit.at.phase, unit.rank, unit.generation)
         gate = struct.pack(f"<{len(unit.gate)}d", *unit.gate)
         self._put(_UNIT, (*where, unit.attempt, at_ms, unit.seconds, gate, unit.own))
@@ -183,10 +186,12 @@ class Journal:
             ids = unit.ids if self._ids else None
             self._put(_LEDGER, (*where, len(unit.ids) // 8, digest_of(unit.ids), ids))
 
-    def filler(self, told: FillerTold, at_ms: float) -> None:
+    def filler(self, told: FillerState, at_ms: float) -> None:
+        """Queue the state of a filler; the last one of each start is kept. Never blocks."""
         self._put(_FILLER, (told.slot, told.incarnation, told.start, at_ms, told))
 
     def fact(self, key: str, value: object) -> None:
+        """Queue a fact about the run as text, such as its configuration or exit code. Never blocks."""
         self._put(_META, (key, clean(str(value))))
 
     # -- the end

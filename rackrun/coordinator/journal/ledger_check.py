@@ -54,6 +54,7 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
+        """Whether every sample was counted exactly once, as far as the rows show, and none were lost."""
         return not (self.doubled or self.differing or self.missing or self.rows_lost)
 
 
@@ -156,6 +157,7 @@ class _LedgerChecker:
         self._by_gate: list[str] = []
 
     def add_gate(self, at: Position, rank: int, generation: int, samples: float | None) -> None:
+        """Add a rank's report of a unit; ``samples``: as its gate summed them, None: not in it."""
         if not self._eras.counts(at, generation):
             return
         execution = self._execution(at, generation)
@@ -165,6 +167,7 @@ class _LedgerChecker:
         self._last_of[key] = max(self._last_of.get(key, at), at)
 
     def row(self, row: LedgerRow) -> None:
+        """Add a rank's row of sample ids. What a rollback took back is ignored."""
         if self._eras.counts(row.at, row.generation):
             self._execution(row.at, row.generation).rows[row.rank] = row
 
@@ -183,6 +186,7 @@ class _LedgerChecker:
                     self._last_of[execution.generation, rank] = later
 
     def left(self, at: Position) -> Folded | None:
+        """Return a unit as the one row that folding keeps; None if nothing is known of it."""
         executions = self._since(at)
         if not executions:
             return self._folded.get(at)
@@ -203,6 +207,7 @@ class _LedgerChecker:
         return {era: execution for era, execution in executions.items() if era > over}
 
     def result(self, rows_lost: int, *, all_reported: bool = False) -> LedgerCheck:
+        """Return the findings. ``all_reported``: the job is over, so the last unit's rows must be complete too."""
         known = sorted(self._units.keys() | self._folded.keys())
         for at in known:
             eras = list(self._since(at))

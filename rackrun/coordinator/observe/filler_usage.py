@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
-from rackrun.protocol.wire import FillerTold
+from rackrun.protocol.wire import FillerState
 
 __all__ = ["FillerMetrics", "FillerUse", "filler_uses"]
 
@@ -20,7 +20,7 @@ class FillerMetrics:
     """Metrics of fillers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._running: dict[SlotId, FillerTold] = {}
+        self._running: dict[SlotId, FillerState] = {}
         self.running = Gauge("rackrun_fillers_running", "Fillers beside spares.", registry=registry)
         self.starts = Counter("rackrun_filler_starts", "Starts of fillers.", registry=registry)
         self.seconds = Counter("rackrun_filler_seconds", "Time that fillers have run.", registry=registry)
@@ -33,7 +33,8 @@ class FillerMetrics:
             registry=registry,
         )
 
-    def record_state(self, told: FillerTold) -> None:
+    def record_state(self, told: FillerState) -> None:
+        """Count a filler's state: starts, seconds and processor time since the last report."""
         before = self._running.pop(told.slot, None)
         if before is None or (before.incarnation, before.start) != (told.incarnation, told.start):
             self.starts.inc()
@@ -80,11 +81,11 @@ def filler_uses(connection: sqlite3.Connection) -> tuple[FillerUse, ...]:
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'fillers'").fetchone():
         return ()  # an older journal without fillers
     rows = connection.execute("SELECT body FROM fillers ORDER BY slot, incarnation, start")
-    told = [msgspec.json.decode(body, type=FillerTold) for (body,) in rows]
+    told = [msgspec.json.decode(body, type=FillerState) for (body,) in rows]
     return tuple(_use(slot, list(runs)) for slot, runs in groupby(told, key=lambda one: one.slot))
 
 
-def _use(slot: SlotId, runs: list[FillerTold]) -> FillerUse:
+def _use(slot: SlotId, runs: list[FillerState]) -> FillerUse:
     gone = [run.gone_s for run in runs if run.gone_s is not None]
     seconds, cpu_s = sum(run.seconds for run in runs), sum(run.cpu_s for run in runs)
     return FillerUse(

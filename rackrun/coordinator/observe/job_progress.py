@@ -68,9 +68,11 @@ class Ledger:
         return True
 
     def logged(self, line: Logged) -> None:
+        """Remember the values that the script logged last."""
         self.values = line.values
 
     def progress(self, now_ms: float) -> JobProgress:
+        """Return the progress at ``now_ms``, with rates over the last moments."""
         recent = self._recent
         while recent and recent[0][0] < now_ms - _RATE_MS:
             recent.popleft()

@@ -77,4 +77,5 @@ class Metrics:
             self.corruptions.labels("yes" if event.culprits else "no").inc()
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -97,7 +97,7 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     reasons: tuple[str, ...] = ()
     """The reason for each rung, with its figures."""
     whose: str = ""
-    """What the failure was attributed to (`rackrun.policy.Whose`)."""
+    """What the failure was attributed to (`rackrun.policy.FailureCause`)."""
     decided_ms: float | None = None
     """Time of the first decision."""
     predicted_gpu_s: float | None = None
@@ -255,6 +255,7 @@ class RecoveryWatch:
                 pass
 
     def committed(self, unit: UnitCommitted, now_ms: float) -> None:
+        """Note a rank's committed unit: a recovery is over when every rank has committed one."""
         recovery = self._open
         self._newest_step = max(self._newest_step, unit.at.step)
         if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:

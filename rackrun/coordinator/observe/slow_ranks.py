@@ -82,6 +82,7 @@ class SlowWatch:
                 pass
 
     def committed(self, unit: UnitCommitted) -> None:
+        """Add a rank's own time in a committed unit."""
         plan, stragglers = self._plan, self._stragglers
         if stragglers is None or plan is None or unit.generation != plan.generation or unit.at.phase:
             return

@@ -40,12 +40,14 @@ class SpeedMeasurements:
         return median(self._seconds) if len(self._seconds) >= _STEPS_MIN else None
 
     def committed(self, unit: UnitCommitted) -> None:
+        """Learn the seconds of a step from its first report; a repeated step teaches nothing."""
         if unit.at.phase == 0 and unit.at.step > self._newest_step:
             self._newest_step = unit.at.step
             if unit.attempt == 0 and unit.seconds > 0:
                 self._seconds.append(unit.seconds)
 
     def copied(self, told: StateCopied, now_ms: float) -> None:
+        """Learn state sizes, transfer rates and checkpoint intervals from a copy at ``now_ms``."""
         match told.kind, told.outcome:
             case ("snapshot", "done") if told.bytes:
                 self._state_bytes = max(self._state_bytes or 0.0, float(told.bytes))

@@ -12,7 +12,7 @@ import msgspec
 
 from rackrun.coordinator.journal.journal_reader import as_of_today, open_journal, resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
-from rackrun.core.machine.hindsight import COMMANDS, EVENTS, Hindsight, Sat, Standing, Trouble
+from rackrun.core.machine.state_replay import COMMANDS, EVENTS, SeatChange, SlotStatus, StateReplay, Trouble
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import Answer, CondemnWorker, FenceWorker, ReleaseWorkers, StartWorker, StopJob
 from rackrun.protocol.events import Event
@@ -54,13 +54,14 @@ class RankPlacement:
     """Exit code; None: the job runs, or its launcher was killed."""
     because: str
     rows_lost: int
-    past: Hindsight = field(repr=False)
+    past: StateReplay = field(repr=False)
     whys: dict[Generation, str] = field(repr=False)
     """For each plan, its recovery in one line, or the decision's reason."""
-    standings: dict[SlotId, Standing] = field(repr=False)
+    standings: dict[SlotId, SlotStatus] = field(repr=False)
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of the newest plan; before the first, one data-parallel axis over all ranks."""
         return self.past.seating.mesh or Mesh.of({"dp": max(len(self.past.seats), 1)})
 
     @property
@@ -72,7 +73,7 @@ class RankPlacement:
 
     def known(self) -> list[GpuFact]:
         """Return what is known about GPUs; neighbours on a tray with the same facts are combined."""
-        found: list[list[Standing]] = []
+        found: list[list[SlotStatus]] = []
         for standing in self.standings.values():
             if standing.why:
                 if found and _goes_on(found[-1][-1], standing):
@@ -138,7 +139,7 @@ class RankPlacement:
                 lines.append(self._next(Rank(rank)))
         return lines
 
-    def _story(self, sat: list[Sat]) -> Iterator[str]:
+    def _story(self, sat: list[SeatChange]) -> Iterator[str]:
         first, *_ = sat
         began = f"It was placed on {first.worker.slot} in generation {first.generation}, at the start"
         yield f"{began}{', and has stayed' if len(sat) == 1 else ''}."
@@ -165,7 +166,7 @@ def read_placement(path: Path) -> RankPlacement:
     """Read the placement from a journal. Raises UsageError if ``path`` is not a journal that this version can read."""
     with open_journal(path) as (connection, meta):
         config = meta.get("config")
-        past = Hindsight(
+        past = StateReplay(
             msgspec.json.decode(config, type=JobConfig)
             if config
             else JobConfig(trays_min=1, trays_max=1, spares=0)  # an older journal without it
@@ -202,7 +203,7 @@ def read_placement(path: Path) -> RankPlacement:
     )
 
 
-def _goes_on(one: Standing, other: Standing) -> bool:
+def _goes_on(one: SlotStatus, other: SlotStatus) -> bool:
     """Return whether the next slot of the same tray has the same facts, and ranks on both are neighbours too."""
     tray, _, index = one.slot.rpartition("/")
     same = (one.trouble, one.why, one.spare) == (other.trouble, other.why, other.spare)
@@ -217,7 +218,7 @@ def _span(slots: list[SlotId]) -> str:
     return f"{tray_of(slots[0])}/{first}-{last}"
 
 
-def _who(group: list[Standing]) -> str:
+def _who(group: list[SlotStatus]) -> str:
     first, last = group[0].rank, group[-1].rank
     if first is None:
         return "spare" if group[0].spare else ""

@@ -26,7 +26,7 @@ from rackrun.protocol.events import Event
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.wire import Telemetry
 
-__all__ = ["AgentLink", "Breach"]
+__all__ = ["AgentLink", "ProtocolViolation"]
 
 _PINGS = 5
 """Number of pings in a lease. TCP doubles its wait after each lost answer; with five pings one arrives in time after a
@@ -36,7 +36,7 @@ _PROBE_S = 2.0
 _PROBE_AGAIN_S = (0.01, 1.0)
 
 
-class Breach(Exception):
+class ProtocolViolation(Exception):
     """An agent sent something that it must not send."""
 
 
@@ -82,9 +82,9 @@ class AgentLink:
         self._pinger = asyncio.create_task(self._ping_often(lease_s / _PINGS), name=f"ping-{tray}")
 
     def check(self, message: Event | Telemetry) -> None:
-        """Raise `Breach` if no working agent of this tray would send this message."""
+        """Raise `ProtocolViolation` if no working agent of this tray would send this message."""
         if because := unlikely(message, self.slots):
-            raise Breach(f"{type(message).__name__}: {because}")
+            raise ProtocolViolation(f"{type(message).__name__}: {because}")
 
     def join(self, host: str, slots: int, listens_at: str) -> None:
         """Record where the agent is: ``listens_at`` is ``host:port``."""

@@ -43,7 +43,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
-from rackrun.coordinator.server.agent_link import AgentLink, Breach
+from rackrun.coordinator.server.agent_link import AgentLink, ProtocolViolation
 from rackrun.coordinator.shell.driver import Driver
 from rackrun.coordinator.user_code.policy_host import check
 from rackrun.core.policy.choice import parse_policy
@@ -311,7 +311,7 @@ class Server:
         because, broken, code, message = "its agent went away without a reason", False, 1000, b""
         try:
             because, broken = await self._listen(link, connection)
-        except Breach as breach:
+        except ProtocolViolation as breach:
             because = f"its agent broke the protocol: {breach}"
             code, message = 1002, str(breach).encode()[:120]
             _log.warning("tray %s: %s", link.tray, breach)
@@ -435,7 +435,7 @@ class Server:
                 with contextlib.suppress(ConnectionError, RuntimeError):
                     await connection.pong(message.data)
             elif message.type is not WSMsgType.PONG:
-                raise Breach(f"a message of type {message.type.name}")
+                raise ProtocolViolation(f"a message of type {message.type.name}")
 
     def _take_in(self, link: AgentLink, packet: bytes) -> None:
         telemetry: list[Telemetry] = []
@@ -453,9 +453,9 @@ class Server:
         """Return whether telemetry is used. Only an agent that has joined and was not given up may report, and only
         about its own tray."""
         if not link.joined:
-            raise Breach(f"{type(told).__name__} before TrayJoined")
+            raise ProtocolViolation(f"{type(told).__name__} before TrayJoined")
         if (tray := tray_of(told.slot)) != link.tray:
-            raise Breach(f"{type(told).__name__} of {tray} on the connection of {link.tray}")
+            raise ProtocolViolation(f"{type(told).__name__} of {tray} on the connection of {link.tray}")
         link.check(told)
         return self._driver.link_of(link.tray) is link
 
@@ -463,20 +463,20 @@ class Server:
         assert not isinstance(event, Telemetry)
         if isinstance(event, TrayJoined):
             if event.tray != link.tray or link.joined:
-                raise Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
+                raise ProtocolViolation(f"TrayJoined of {event.tray} on the connection of {link.tray}")
             if (other := self._driver.link_of(link.tray)) is not None:  # two agents came at the same time
-                raise Breach(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
+                raise ProtocolViolation(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
             link.check(event)
             link.join(event.host, event.slots, event.store)
             self._driver.joined(event, link)
         elif isinstance(event, _OUR_OWN):
-            raise Breach(f"{type(event).__name__} is not an agent's to say")
+            raise ProtocolViolation(f"{type(event).__name__} is not an agent's to say")
         elif isinstance(event, StopRequested):  # from an agent that was started by hand
             self._driver.submit(event)
         elif not link.joined:
-            raise Breach(f"{type(event).__name__} before TrayJoined")
+            raise ProtocolViolation(f"{type(event).__name__} before TrayJoined")
         elif (tray := _tray_of(event)) != link.tray:
-            raise Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
+            raise ProtocolViolation(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
         elif self._driver.link_of(link.tray) is link:  # otherwise it has been given up
             link.check(event)
             self._driver.submit(event)
@@ -508,4 +508,4 @@ def _decode(link: AgentLink, packet: bytes) -> list[Upward]:
     try:
         return [decode_upward(body) for body in link.numbered.unpack(packet)]
     except (msgspec.MsgspecError, ValueError) as error:
-        raise Breach(f"a message that cannot be read: {error}") from error
+        raise ProtocolViolation(f"a message that cannot be read: {error}") from error

@@ -12,7 +12,7 @@ import msgspec
 
 from rackrun.errors import RackrunError
 from rackrun.protocol.events import DeviceChecked, Event, OfWorker, TrayDescribed, TrayJoined
-from rackrun.protocol.wire import FillerTold, StateCopied, Telemetry, UnitCommitted, UnitSealed
+from rackrun.protocol.wire import FillerState, StateCopied, Telemetry, UnitCommitted, UnitSealed
 from rackrun.topology.sources.partial_topology import PartialTopology
 
 __all__ = ["SLOTS_MAX", "unlikely"]
@@ -32,7 +32,7 @@ def unlikely(message: Event | Telemetry, slots: int) -> str:
         return _of_tray(message)
     if because := _numbers(msgspec.structs.asdict(message)):
         return because
-    if isinstance(message, OfWorker | UnitCommitted | UnitSealed | StateCopied | FillerTold):
+    if isinstance(message, OfWorker | UnitCommitted | UnitSealed | StateCopied | FillerState):
         index = message.slot.rpartition("/")[2]
         if not (
             index.isascii()

@@ -23,7 +23,7 @@ from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
 from rackrun.coordinator.observe.slow_ranks import SlowWatch
 from rackrun.coordinator.observe.speed_measurements import SpeedMeasurements
 from rackrun.coordinator.observe.step_log import StepLog
-from rackrun.coordinator.shell.job_end import JobEnd
+from rackrun.coordinator.shell.job_completion import JobCompletion
 from rackrun.coordinator.shell.ports import AgentConnection, Core, JobJournal, Loop, LoopTimer, Observer
 from rackrun.coordinator.shell.request_waiters import Requests
 from rackrun.link.channel import frame
@@ -62,7 +62,7 @@ from rackrun.protocol.events import (
 )
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
 from rackrun.protocol.timers import JobBegins
-from rackrun.protocol.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
+from rackrun.protocol.wire import FillerState, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 
 __all__ = ["Driver", "Status"]
 
@@ -102,7 +102,7 @@ class Driver:
         slow_after_s: float | None = None,
         loop: Loop | None = None,
     ) -> None:
-        self.finished = JobEnd()
+        self.finished = JobCompletion()
         self.ledger = Ledger()
         self.watch = RecoveryWatch(self._recovered)
         self.metrics = Metrics(run_id, lambda: self.watch.plan)
@@ -145,9 +145,11 @@ class Driver:
     # -- who is there
     @property
     def over(self) -> StopJob | None:
+        """The command that ended the job; None while it runs."""
         return self.finished.stop
 
     def link_of(self, tray: TrayId) -> AgentConnection | None:
+        """Return the connection to a tray's agent; None if there is none now."""
         return self._links.get(tray)
 
     def joined(self, event: TrayJoined, link: AgentConnection) -> None:
@@ -218,7 +220,7 @@ class Driver:
         if self.over is None and (news := self._pace.news()) is not None:
             self.submit(news)
 
-    def _receive_one(self, message: UnitCommitted | UnitSealed | StateCopied | FillerTold, now_ms: float) -> None:
+    def _receive_one(self, message: UnitCommitted | UnitSealed | StateCopied | FillerState, now_ms: float) -> None:
         match message:
             case UnitCommitted():
                 self._committed(message, now_ms)
@@ -231,7 +233,7 @@ class Driver:
                 self.metrics.copies.record_copy(message)
                 self._pace.copied(message, now_ms)
                 self.watch.copied(message)
-            case FillerTold():
+            case FillerState():
                 self._journal.filler(message, now_ms)
                 self.metrics.fillers.record_state(message)
             case _:
@@ -253,6 +255,7 @@ class Driver:
         self.stop(StopJob(exit_code=3, because=because, remedy="start the same command again, and please report this."))
 
     def close(self) -> None:
+        """Cancel all timers and end the measurement of an open recovery."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
@@ -264,6 +267,7 @@ class Driver:
         return (self._loop.time() - self._began) * 1e3
 
     def status(self) -> Status:
+        """Return the status that ``/status`` and ``rackctl status`` show."""
         last = self.recoveries[-1] if self.recoveries else None
         return Status(
             run_id=self._run_id,

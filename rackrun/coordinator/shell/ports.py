@@ -11,7 +11,7 @@ import msgspec
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.protocol.commands import BreakGeneration, Command, ResumeGeneration
 from rackrun.protocol.events import Event
-from rackrun.protocol.wire import FillerTold, Logged, UnitCommitted
+from rackrun.protocol.wire import FillerState, Logged, UnitCommitted
 
 __all__ = ["AgentConnection", "Core", "JobJournal", "Loop", "LoopTimer", "Observer"]
 
@@ -60,7 +60,7 @@ class JobJournal(Protocol):
 
     def unit(self, unit: UnitCommitted, at_ms: float) -> None: ...
 
-    def filler(self, told: FillerTold, at_ms: float) -> None: ...
+    def filler(self, told: FillerState, at_ms: float) -> None: ...
 
     def fact(self, key: str, value: object) -> None: ...
 

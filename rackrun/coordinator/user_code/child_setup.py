@@ -12,25 +12,25 @@ import traceback
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["Pipes", "find", "exit_in_forks", "error_text", "open_pipes"]
+__all__ = ["ParentPipes", "find", "exit_in_forks", "error_text", "open_pipes"]
 
 _PR_SET_PDEATHSIG = 1
 _TOLD_MAX = 500
 """Number of characters of an error that are passed to the parent."""
 
 
-class Pipes(NamedTuple):
+class ParentPipes(NamedTuple):
     """Pipes from and to the parent. Standard input is empty from now on, and standard output goes to standard error."""
 
     down: BinaryIO
     up: BinaryIO
 
 
-def open_pipes(up: int) -> Pipes:
+def open_pipes(up: int) -> ParentPipes:
     """Open the pipes, and make this process end with its parent. ``up`` is the descriptor that leads to the parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(up, False)  # not inherited by programs that user code starts
-    found = Pipes(os.fdopen(os.dup(0), "rb"), os.fdopen(up, "wb", buffering=0))
+    found = ParentPipes(os.fdopen(os.dup(0), "rb"), os.fdopen(up, "wb", buffering=0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     if sys.stdout is not None:

@@ -51,6 +51,7 @@ class LocalRacks:
         self._starter = ThreadPoolExecutor(1)
 
     def request_rack(self, request: RackRequest) -> Sequence[str]:
+        """Start a rack's agents here, and return the names of its trays. Raises `Refused`."""
         if request.cancelled.wait(self._after_s):
             raise Refused("it was cancelled")
         return self._starter.submit(self._start, request).result()
@@ -72,6 +73,7 @@ class LocalRacks:
         self._starter.shutdown()
 
     def release(self, name: str) -> None:
+        """Wait a while for the rack's agents to end, and kill those that have not."""
         agents = self._starter.submit(self._agents.get, name, []).result()
         deadline = time.monotonic() + _LEAVES_S
         for agent in agents:

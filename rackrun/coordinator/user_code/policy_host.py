@@ -65,6 +65,7 @@ class PolicyHost:
             self.start()
 
     def start(self) -> None:
+        """Start a child that loads the function. If it cannot be started, questions are answered with the trouble."""
         self._processes.reap()
         self._loaded = False
         try:
@@ -87,6 +88,7 @@ class PolicyHost:
             self._put(command)
 
     def close(self) -> None:
+        """Drop open questions and end all children."""
         self._asked = self._next = None
         self._disarm()
         self._processes.close()

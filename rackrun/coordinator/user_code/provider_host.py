@@ -75,6 +75,7 @@ class ProviderHost:
         self._all_released = asyncio.Event()
 
     def start(self) -> None:
+        """Start a child that loads the provider."""
         self._processes.reap()
         try:
             self._processes.now = process = UserProcess(_CHILD, self._spec)
@@ -89,6 +90,7 @@ class ProviderHost:
         return self._processes.pids()
 
     def provide(self, command: RequestRack | ReleaseRack) -> None:
+        """Pass a request or release to the provider. Its answer comes as an event; a second release changes nothing."""
         if isinstance(command, RequestRack):
             self._known[command.request] = self._left[command.request] = None
         elif command.request in self._releasing:
@@ -115,6 +117,7 @@ class ProviderHost:
         self.close()
 
     def close(self) -> None:
+        """End all children. Racks that were not released stay with the provider."""
         for timer in self._releasing.values():
             timer.cancel()
         self._releasing.clear()

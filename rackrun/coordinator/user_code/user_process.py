@@ -56,6 +56,7 @@ class UserProcess:
         os.set_blocking(self._down, False)
 
     def listen(self, heard: Callable[[bytes], None], over: Callable[[str], None]) -> None:
+        """Call ``heard`` with each line of output, and ``over`` with the reason when the process has ended."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._up, self._read, heard, over)
         loop.add_reader(self._end, self._ended, heard, over)
@@ -169,6 +170,7 @@ class UserProcesses:
         self.reap()
 
     def reap(self) -> None:
+        """Reap the killed processes that have ended."""
         self._dying = [process for process in self._dying if not process.reap()]
 
 

@@ -25,9 +25,11 @@ class PartitionReports:
     """For each rank that could not build its groups in this attempt, whether it was cut off from the exchange."""
 
     def add(self, rank: Rank, *, cut_off: bool) -> None:
+        """Record that ``rank`` could not build its groups; ``cut_off``: it did not reach the exchange either."""
         self._told[rank] = cut_off
 
-    def has_told(self, rank: Rank) -> bool:
+    def has_reported(self, rank: Rank) -> bool:
+        """Return whether ``rank`` has reported in this attempt."""
         return rank in self._told
 
     def attempt(self) -> None:

@@ -42,12 +42,15 @@ class PeerTimes:
     reports: dict[Rank, WorkerStalled] = field(default_factory=dict)
 
     def add(self, rank: Rank, report: WorkerStalled) -> None:
+        """Record the early report of ``rank``; it replaces an earlier one."""
         self.reports[rank] = report
 
     def forget(self, rank: Rank) -> None:
+        """Drop the report of ``rank``, if there is one."""
         self.reports.pop(rank, None)
 
     def clear(self) -> None:
+        """Drop all reports, because another generation begins."""
         self.reports.clear()
 
     def idle(self, at_ms: int) -> dict[Rank, WorkerStalled]:

@@ -17,7 +17,7 @@ from rackrun.protocol.events import DeviceChecked, DeviceJudged
 from rackrun.protocol.gpu_health import GpuVerdict, Response
 from rackrun.protocol.ids import TrayId, slot_id
 from rackrun.protocol.timers import BreakerWakes, SelfExitOver
-from rackrun.topology.health.circuit_breaker import Breaker, Passed, SwitchSuspected, Withheld
+from rackrun.topology.health.circuit_breaker import Breaker, PassedVerdict, SwitchSuspected, WithheldVerdict
 from rackrun.topology.model.racks import CliqueId
 
 __all__ = ["SELF_EXIT_MS", "Triage"]
@@ -108,12 +108,12 @@ class Triage:
             self._awaited = text
             self.out.emit(Notice(text=text))
 
-    def _act(self, decisions: Sequence[Passed | Withheld | SwitchSuspected], at_ms: int) -> None:
+    def _act(self, decisions: Sequence[PassedVerdict | WithheldVerdict | SwitchSuspected], at_ms: int) -> None:
         for decision in decisions:
             match decision:
-                case Passed():
+                case PassedVerdict():
                     self._passed(TrayId(decision.tray), decision.verdict, at_ms)
-                case Withheld():
+                case WithheldVerdict():
                     self.out.emit(Notice(text=f"{decision.tray}: {decision.verdict} Not acted on: {decision.reason}"))
                 case SwitchSuspected():
                     self.out.emit(Notice(text=decision.reason))

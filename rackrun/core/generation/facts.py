@@ -168,6 +168,7 @@ class Facts:
     """Empty after almost every event, so callers look here before they call anything."""
 
     def add(self, fact: Fact) -> None:
+        """Add a fact, which a rule acts on before the event's handling ends."""
         self.found.append(fact)
 
     def departing(self) -> list[TrayId]:

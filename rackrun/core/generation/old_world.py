@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rackrun.core.generation import restore_plan
-from rackrun.core.generation.restore_plan import Kept, ParkReport, StatePlan
+from rackrun.core.generation.restore_plan import ParkReport, StatePlan, StoredSnapshots
 from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
@@ -63,7 +63,10 @@ class OldWorld:
         return max((plan for plan in plans if plan is not None), key=lambda plan: plan.rollback or 0, default=None)
 
     def _state(
-        self, reports: Mapping[Rank, ParkReport], kept: Mapping[Rank, Sequence[Kept]], trusted: Position | None
+        self,
+        reports: Mapping[Rank, ParkReport],
+        kept: Mapping[Rank, Sequence[StoredSnapshots]],
+        trusted: Position | None,
     ) -> StatePlan | None:
         return restore_plan.state_plan(
             reports=reports,
@@ -71,7 +74,7 @@ class OldWorld:
             classes=self.classes,
             world_size=self.size,
             upto=self.committed,
-            torn=True,
+            rollback_incomplete=True,
             trusted=trusted,
         )
 
@@ -89,13 +92,13 @@ class OldWorld:
         steps = steps_in(self.layout, parked.snapshots)
         return tuple(step for step in steps if not (step == now and self.committed.phase))
 
-    def _kept(self) -> dict[Rank, list[Kept]]:
+    def _kept(self) -> dict[Rank, list[StoredSnapshots]]:
         """Return the known snapshots by rank. If the committed unit is a phase, the snapshot of its step is left out,
         because the phase may have changed the state."""
         now = self.committed.step if self.committed.phase else None
         return {
             rank: [
-                Kept(
+                StoredSnapshots(
                     tray=one.tray,
                     slot=one.slot,
                     incarnation=one.incarnation,
@@ -107,7 +110,7 @@ class OldWorld:
             for rank, holders in self.snapshots.by_rank().items()
         }
 
-    def _of_replicas(self, kept: Mapping[Rank, Sequence[Kept]]) -> dict[Rank, list[Kept]]:
+    def _of_replicas(self, kept: Mapping[Rank, Sequence[StoredSnapshots]]) -> dict[Rank, list[StoredSnapshots]]:
         """Add to each rank's snapshots those of its replicas, which hold the same state."""
         found = {rank: list(kept.get(rank, ())) for rank in (Rank(rank) for rank in range(self.size))}
         for rank, mine in found.items():

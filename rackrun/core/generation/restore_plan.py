@@ -22,7 +22,7 @@ import msgspec
 from rackrun.protocol.commands import Restore
 from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
-__all__ = ["Kept", "Rebuild", "ParkReport", "StatePlan", "committed", "state_plan"]
+__all__ = ["StoredSnapshots", "Rebuild", "ParkReport", "StatePlan", "committed", "state_plan"]
 
 Rebuild: TypeAlias = Callable[[Rank, Step], Restore | None]
 """Returns how a rank's snapshot of a step can be rebuilt; None if it cannot."""
@@ -37,7 +37,7 @@ class ParkReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     snapshots: tuple[Step, ...] = ()
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class StoredSnapshots(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Snapshots on a live tray: left there by a worker that is gone, or copied from another tray."""
 
     tray: TrayId
@@ -73,11 +73,11 @@ def committed(
 def state_plan(
     *,
     reports: Mapping[Rank, ParkReport],
-    kept: Mapping[Rank, Sequence[Kept]],
+    kept: Mapping[Rank, Sequence[StoredSnapshots]],
     classes: Mapping[Rank, str],
     world_size: int,
     upto: Position,
-    torn: bool = False,
+    rollback_incomplete: bool = False,
     trusted: Position | None = None,
     rebuild: Rebuild = lambda rank, step: None,  # noqa: ARG005
 ) -> StatePlan | None:
@@ -86,13 +86,13 @@ def state_plan(
     ``reports`` holds the members with state; every other rank is fresh. A rank that reports that it never entered the
     gate of the committed unit is fresh too: that is a contradiction, and its state cannot be made that of ``upto``.
 
-    ``torn``: a rollback was interrupted, so some members have gone back and others have not; only another rollback
+    ``rollback_incomplete``: a rollback was interrupted, so some members have gone back and others have not; only another rollback
     makes them equal. ``trusted``: state from after this position, in memory or in a snapshot, is not used, even if it
     is intact; None: all state is used.
     """
     clean = {rank: report for rank, report in reports.items() if report.entered >= upto or report.passed >= upto}
     missing = [Rank(rank) for rank in range(world_size) if rank not in clean]
-    if clean and not torn and (trusted is None or upto <= trusted):
+    if clean and not rollback_incomplete and (trusted is None or upto <= trusted):
         snapshot_of = Step(upto.step) if upto.phase == 0 else None  # a phase may have changed the step's state
         replicas = _by_class(clean, classes) if missing else {}
         found = [_restore(rank, snapshot_of, replicas, kept, classes, rebuild) for rank in missing]
@@ -112,7 +112,7 @@ def _restore(
     rank: Rank,
     step: Step | None,
     replicas: Mapping[str, tuple[Rank, ...]],
-    kept: Mapping[Rank, Sequence[Kept]],
+    kept: Mapping[Rank, Sequence[StoredSnapshots]],
     classes: Mapping[Rank, str],
     rebuild: Rebuild,
 ) -> Restore | None:
@@ -130,7 +130,7 @@ def _restore(
     return rebuild(rank, step)
 
 
-def _kept(rank: Rank, step: Step, kept: Mapping[Rank, Sequence[Kept]]) -> str:
+def _kept(rank: Rank, step: Step, kept: Mapping[Rank, Sequence[StoredSnapshots]]) -> str:
     return next((holder.where for holder in kept.get(rank, ()) if step in holder.steps), "")
 
 
@@ -145,7 +145,7 @@ def _by_class(holders: Mapping[Rank, ParkReport], classes: Mapping[Rank, str]) -
 
 
 def _candidates(
-    reports: Mapping[Rank, ParkReport], kept: Mapping[Rank, Sequence[Kept]], upto: Position
+    reports: Mapping[Rank, ParkReport], kept: Mapping[Rank, Sequence[StoredSnapshots]], upto: Position
 ) -> tuple[Step, ...]:
     """Return the steps of which any snapshot exists, newest first.
 
@@ -161,7 +161,7 @@ def _candidates(
 def _go_back(
     step: Step,
     reports: Mapping[Rank, ParkReport],
-    kept: Mapping[Rank, Sequence[Kept]],
+    kept: Mapping[Rank, Sequence[StoredSnapshots]],
     classes: Mapping[Rank, str],
     world_size: int,
     rebuild: Rebuild,

@@ -31,7 +31,7 @@ class RestoreSources:
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
         """Record the snapshots that a member leaves when it exits. They may be the only copies of its shard. At the end
         of the job they are not needed."""
-        if record.lied or self.world.phase is Phase.ENDING:
+        if record.corrupt or self.world.phase is Phase.ENDING:
             return
         plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
         old = self.world.old
@@ -58,6 +58,7 @@ class RestoreSources:
             self.snapshots.striped(record.rank, event)
 
     def forget_tray(self, tray: TrayId) -> None:
+        """Drop the snapshots on a lost tray, also those of the world before a resize."""
         self.snapshots.forget_tray(tray)
         if self.world.old is not None:
             self.world.old.snapshots.forget_tray(tray)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from rackrun.core.generation.restore_plan import Kept, Rebuild
+from rackrun.core.generation.restore_plan import Rebuild, StoredSnapshots
 from rackrun.core.generation.stripes import ParityRows
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.protocol.commands import GenerationPlan, Worker
@@ -28,9 +28,9 @@ KEPT_MAX = 3
 class SnapshotLocations:
     """The known locations of snapshots, by rank."""
 
-    _left: dict[Rank, list[Kept]] = field(default_factory=dict)
+    _left: dict[Rank, list[StoredSnapshots]] = field(default_factory=dict)
     """Snapshots of former workers on their own trays, the latest worker's first."""
-    _copies: dict[Rank, list[Kept]] = field(default_factory=dict)
+    _copies: dict[Rank, list[StoredSnapshots]] = field(default_factory=dict)
     """Copies on other trays, of snapshots of present and former workers."""
     told: dict[Rank, Generation] = field(default_factory=dict)
     """The ranks whose snapshots other trays keep, each with the newest generation in which such a snapshot was
@@ -53,7 +53,7 @@ class SnapshotLocations:
         """Record snapshots that a worker leaves at ``where``."""
         slot, incarnation = worker.slot, worker.incarnation
         others = [one for one in self._left.get(rank, ()) if (one.slot, one.incarnation) != (slot, incarnation)]
-        kept = Kept(tray=tray_of(slot), slot=slot, incarnation=incarnation, where=where, steps=steps)
+        kept = StoredSnapshots(tray=tray_of(slot), slot=slot, incarnation=incarnation, where=where, steps=steps)
         self._left[rank] = [kept, *others][:KEPT_MAX]
         self._there.setdefault(kept.tray, {})[rank] = None
         self._forget_as_the_agent_does(slot)
@@ -66,7 +66,9 @@ class SnapshotLocations:
             if generation > event.generation:  # the event was under way when that plan was made
                 steps = _until(end, steps)
         self._tell(rank, event.generation)
-        copy = Kept(tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=steps)
+        copy = StoredSnapshots(
+            tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=steps
+        )
         others = [one for one in self._copies.get(rank, ()) if not _same_place(one, copy)]
         self._copies[rank] = [copy, *others][:KEPT_MAX]
         self._there.setdefault(copy.tray, {})[rank] = None
@@ -103,18 +105,18 @@ class SnapshotLocations:
         It uses the snapshots of parked ``members`` with state, and those that former workers left.
         """
 
-        def whole(rank: Rank) -> Sequence[Kept]:
+        def whole(rank: Rank) -> Sequence[StoredSnapshots]:
             record, left = members.get(rank), self._left.get(rank, [])
             if record is None or not record.stateful:
                 return left
             slot, incarnation, tray = record.worker.slot, record.worker.incarnation, tray_of(record.worker.slot)
             steps = steps_in(layout, record.parked.snapshots) if record.parked is not None else ()
             where = f"{trays[tray].snapshots}/{slot}/{incarnation}"
-            return [Kept(tray=tray, slot=slot, incarnation=incarnation, where=where, steps=steps), *left]
+            return [StoredSnapshots(tray=tray, slot=slot, incarnation=incarnation, where=where, steps=steps), *left]
 
         return lambda rank, step: self._rows.rebuild(rank, step, whole)
 
-    def by_rank(self) -> Mapping[Rank, Sequence[Kept]]:
+    def by_rank(self) -> Mapping[Rank, Sequence[StoredSnapshots]]:
         """Return the locations for each rank, those on its own tray first."""
         if not self._left and not self._copies:
             return {}
@@ -122,6 +124,7 @@ class SnapshotLocations:
         return {rank: [*self._left.get(rank, ()), *self._copies.get(rank, ())] for rank in ranks}
 
     def forget_tray(self, tray: TrayId) -> None:
+        """Drop the snapshots and copies on a lost tray."""
         for rank in self._there.pop(tray, ()):
             for held in (self._left, self._copies):
                 if rank in held:
@@ -139,6 +142,7 @@ class SnapshotLocations:
         self.behind = {rank: None for rank, newest in self.told.items() if newest < plan.generation}
 
     def clear(self) -> None:
+        """Forget all snapshots, copies and parity: nothing from before is used."""
         self.behind.clear()
         self._there.clear()
         self._left.clear()
@@ -171,10 +175,10 @@ def _until(end: Position, steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple([step for step in steps if step <= end.step])
 
 
-def _same_place(one: Kept, other: Kept) -> bool:
+def _same_place(one: StoredSnapshots, other: StoredSnapshots) -> bool:
     """Return whether both are snapshots of one worker on one tray."""
     return one.incarnation == other.incarnation and one.tray == other.tray and one.slot == other.slot
 
 
-def _without(holder: Kept, step: Step) -> Kept:
+def _without(holder: StoredSnapshots, step: Step) -> StoredSnapshots:
     return replace(holder, steps=tuple(other for other in holder.steps if other != step))

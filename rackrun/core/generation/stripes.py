@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rackrun.core.generation.restore_plan import Kept
+from rackrun.core.generation.restore_plan import StoredSnapshots
 from rackrun.protocol.commands import GenerationPlan, Keeper, Restore, Stripes
 from rackrun.protocol.events import SnapshotStriped
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step
@@ -57,6 +57,7 @@ class ParityRows:
         self._forget_old()
 
     def striped(self, rank: Rank, event: SnapshotStriped) -> None:
+        """Record complete parity of a snapshot of ``rank``. A late event, or one from no set, changes nothing."""
         ends = [end for generation, end in self._ends.items() if generation > event.generation]
         if rank not in self._sets.get(event.generation, {}) or any(end < Position(event.step) for end in ends):
             return  # the event comes late: its step is computed again
@@ -77,7 +78,7 @@ class ParityRows:
                 for member in self._sets[generation][rows[row]] if row in rows else ():
                     given.pop(member, None)
 
-    def rebuild(self, rank: Rank, step: Step, snapshots: Callable[[Rank], Sequence[Kept]]) -> Restore | None:
+    def rebuild(self, rank: Rank, step: Step, snapshots: Callable[[Rank], Sequence[StoredSnapshots]]) -> Restore | None:
         """Return how ``rank``'s snapshot of ``step`` can be rebuilt; None if it cannot.
 
         ``snapshots`` returns the snapshots of a rank on live trays.
@@ -103,6 +104,7 @@ class ParityRows:
         return None
 
     def clear(self) -> None:
+        """Forget all parity, and the sets of all generations."""
         self._sets.clear()
         self._parity.clear()
         self._keepers.clear()

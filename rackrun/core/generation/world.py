@@ -163,6 +163,7 @@ class World:
         self.trusted, self.unsure, self.doubted = None, False, False
 
     def ranks(self) -> list[Rank]:
+        """Return all ranks, 0 to size - 1, whether or not they have a worker."""
         return [Rank(rank) for rank in range(self.size)]
 
     def lost(self) -> dict[Rank, SlotId]:
@@ -188,9 +189,11 @@ class World:
         return {rank: record for rank, record in sorted(self.members.items()) if record.stateful}
 
     def workers(self) -> tuple[Worker, ...]:
+        """Return the workers of all members, ordered by rank."""
         return tuple([record.worker for _, record in sorted(self.members.items())])
 
     def as_members(self, fresh: Collection[Rank] = ()) -> tuple[Member, ...]:
+        """Return the members as a plan lists them, ordered by rank; those in ``fresh`` receive their state."""
         fresh = dict.fromkeys(fresh)
         return tuple(
             [
@@ -277,7 +280,7 @@ class World:
         return kept
 
     # -- what the last plan settled --------------------------------------------------------------------------------
-    def torn(self) -> bool:
+    def rollback_incomplete(self) -> bool:
         """Return whether a rollback was interrupted before all ranks had gone back."""
         if self.plan is None or self.plan.rollback is None:
             return False
@@ -287,7 +290,7 @@ class World:
         """Return the least position that is committed, and the values of its gate."""
         if self.plan is None:
             return BEGIN, ()
-        if self.plan.rollback is not None and self.stateful() and not self.torn():
+        if self.plan.rollback is not None and self.stateful() and not self.rollback_incomplete():
             return Position(self.plan.rollback), ()
         return self.plan.committed, self.plan.gate
 

@@ -16,7 +16,7 @@ from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.choice import only_answer
-from rackrun.core.recovery.view_builder import Prospect, ViewBuilder, failure_of
+from rackrun.core.recovery.view_builder import DecisionInputs, ViewBuilder, failure_of
 from rackrun.protocol.commands import Decided, SetTimer
 from rackrun.protocol.ids import BEGIN
 from rackrun.protocol.job_config import JobConfig
@@ -118,7 +118,7 @@ class Restart:
         failure = failure_of(because, by_rank, lost, again=False, planned=False)
         view = None
         if world.elastic:
-            nothing = Prospect(
+            nothing = DecisionInputs(
                 committed=BEGIN,
                 gate=(),
                 state=None,

@@ -128,7 +128,7 @@ def apply(job: CoreParts, event: Event) -> bool:
 def _outlives(record: WorkerRecord, event: Event) -> bool:
     """Return whether an event of a condemned worker counts: its exit, and its copies unless its state was wrong."""
     kind = type(event)
-    return kind is WorkerExited or (kind in _OUTLIVES and not record.lied)
+    return kind is WorkerExited or (kind in _OUTLIVES and not record.corrupt)
 
 
 def _kind(kind: type[Event]) -> _Kind:

@@ -23,7 +23,7 @@ from rackrun.core.lifecycle.forming import WorldForming
 from rackrun.core.lifecycle.numerics_notices import NumericsNotices
 from rackrun.core.lifecycle.restart import Restart
 from rackrun.core.lifecycle.shutdown import Shutdown
-from rackrun.core.machine.losses import Losses
+from rackrun.core.machine.losses import LossResponse
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating
 from rackrun.core.policy.active_policy import ActivePolicy
@@ -73,7 +73,7 @@ class CoreParts:
     acquiring: RackAcquisition = field(init=False)
     spare_top_up: SpareTopUp = field(init=False)
     restart: Restart = field(init=False)
-    losses: Losses = field(init=False)
+    losses: LossResponse = field(init=False)
 
     def __post_init__(self) -> None:
         config, world, rack, out, facts = self.config, self.world, self.rack, self.out, self.facts
@@ -124,7 +124,9 @@ class CoreParts:
         )
         self.forming = WorldForming(config, world, rack, seating, self.triage, out, self.beginning, end)
         self.restart = Restart(config, world, rack, seating, outlook, out, self.beginning, self.triage, facts, end)
-        self.losses = Losses(config, world, facts, end, self.recovery, self.restart, self.shutdown, self.start_bugs)
+        self.losses = LossResponse(
+            config, world, facts, end, self.recovery, self.restart, self.shutdown, self.start_bugs
+        )
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the core contradicts itself."""

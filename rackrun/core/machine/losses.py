@@ -16,11 +16,11 @@ from rackrun.core.members.workers import Loss
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.protocol.job_config import JobConfig
 
-__all__ = ["Losses"]
+__all__ = ["LossResponse"]
 
 
 @dataclass(slots=True)
-class Losses:
+class LossResponse:
     """Decides what follows from losses, by the phase and by who is to blame."""
 
     config: JobConfig

@@ -170,7 +170,7 @@ def _retire(job: CoreParts, fact: RanksRetired, at_ms: int) -> None:
 def _replace_wrong(job: CoreParts, fact: StateWrong, at_ms: int) -> None:
     """Fence workers whose state is wrong, and use nothing that they leave behind."""
     for record in fact.records:
-        record.lied = True
+        record.corrupt = True
         job.recovery.fencing.fence(record, fact.because, fault=True)
     job.losses.lost([Loss(record=record, because=fact.because) for record in fact.records], at_ms)
 

@@ -68,6 +68,7 @@ class GpuFitness:
         self._refused |= {slot_id(tray, index): why for index in range(slots)}
 
     def put_on_probation(self, slot: SlotId, cause: ProbationCause, because: str) -> None:
+        """Make a slot the last choice from now on; ``because`` is shown to operators."""
         self.edition += 1
         self._probation.setdefault(slot, {})[cause] = because
 

@@ -158,6 +158,7 @@ class RackMachine:
         return self._slots
 
     def slots_on(self, tray: TrayId) -> list[SlotId]:
+        """Return all slots of a tray, by index. Raises `KeyError` if the tray is not in the job."""
         return [slot_id(tray, index) for index in range(self.trays[tray].slots)]
 
     def lives(self, slot: SlotId) -> bool:
@@ -166,6 +167,7 @@ class RackMachine:
         return tray is not None and int(slot.rpartition("/")[2]) < tray.slots
 
     def quarantined(self, slot: SlotId) -> bool:
+        """Return whether a slot is in quarantine after losing several workers."""
         return slot in self.quarantine.until_ms
 
     def lift_quarantine(self, slot: SlotId) -> bool:
@@ -225,6 +227,7 @@ class RackMachine:
 
     @property
     def has_vacant_slots(self) -> bool:
+        """Whether some slot has no worker, usable or not."""
         return bool(self._vacant)
 
     def condemned(self) -> list[WorkerRecord]:

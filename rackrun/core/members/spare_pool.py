@@ -24,10 +24,12 @@ class SparePool:
     _ordered: bool = True
 
     def add(self, record: WorkerRecord) -> None:
+        """Add a worker without a rank; it replaces what was in its slot."""
         self._records[record.worker.slot] = record
         self._ordered = False
 
     def drop(self, slot: SlotId) -> None:
+        """Remove the worker in ``slot``, if there is one."""
         self._records.pop(slot, None)
 
     def living(self) -> list[WorkerRecord]:

@@ -81,7 +81,7 @@ class WorkerRecord:
     finished: bool = False
     returned_in_ms: int = -1
     """As `WorkerFinished.took_ms`."""
-    lied: bool = False
+    corrupt: bool = False
     """Whether the worker's state differed from its replicas'. Nothing that it leaves behind is used."""
     fixed: str = "it has not come to its first step"
     """Why the number of ranks cannot change under this worker; "": it can change."""
@@ -133,6 +133,7 @@ class Loss:
 
     @property
     def failure(self) -> ScriptFailure | None:
+        """The script's failure as the worker reported it; None if there was none or its exit was not seen."""
         return self.exit.failure if self.exit else None
 
 

@@ -21,7 +21,7 @@ from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.errors import DoesNotFit
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import CliqueId
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.objective import Fitness
 from rackrun.topology.placement.rank_assignment import Placement, as_seated, place, place_first
 from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology, merge
@@ -48,7 +48,7 @@ class Seating:
     rack: RackMachine
     mesh: Mesh | None = None
     """The mesh; None: every rank is on its own."""
-    board: Board | None = None
+    board: PlacementArrays | None = None
     """The topology; None: nothing but the trays' names is known."""
     edition: int = 0
     """Changes whenever ``board`` changes."""
@@ -70,7 +70,7 @@ class Seating:
             told[event.tray] = event
         if any(event.topology for event in told.values()):
             self.edition += 1
-            self.board = Board(merge(partial for event in told.values() for partial in _known(event)))
+            self.board = PlacementArrays(merge(partial for event in told.values() for partial in _known(event)))
         self._told = told
 
     def cliques(self) -> dict[str, CliqueId]:

@@ -17,7 +17,7 @@ from rackrun.protocol.commands import GenerationPlan, Keeper
 from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 
-__all__ = ["Keeping", "Protection", "keepers_of", "protect"]
+__all__ = ["SnapshotCoverage", "Protection", "keepers_of", "protect"]
 
 _SNAPSHOTS = "shards without a replica: snapshots, "
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
@@ -47,7 +47,7 @@ def keepers_of(plan: GenerationPlan) -> dict[TrayId, tuple[TrayId, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class SnapshotCoverage:
     """Which trays and ranks a plan protects."""
 
     plan: GenerationPlan
@@ -57,7 +57,8 @@ class Keeping:
     """Members of sets."""
 
     @classmethod
-    def of(cls, plan: GenerationPlan) -> Keeping:
+    def of(cls, plan: GenerationPlan) -> SnapshotCoverage:
+        """Return what ``plan`` protects, indexed for `of_rank`."""
         keepers = [keeper for members in plan.sets for keeper in members]
         holders = [TrayId(holder.rpartition("/")[2]) for holder in plan.mirrors.values()]
         trays = frozenset((*holders, *(keeper.tray for keeper in keepers)))

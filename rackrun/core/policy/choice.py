@@ -12,7 +12,17 @@ import msgspec
 
 from rackrun.core.policy.rungs import options
 from rackrun.errors import UsageError
-from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Option, Priors, Rules, Rung, Weights, Whose
+from rackrun.protocol.policy_types import (
+    ClusterView,
+    Decision,
+    Failure,
+    FailureCause,
+    Option,
+    Priors,
+    Rules,
+    Rung,
+    Weights,
+)
 
 __all__ = [
     "allows",
@@ -117,7 +127,7 @@ def choose(
     waiting for hardware."""
     rules = rules or Rules()
     found = options(failure, view, weights, priors, meanwhile=rules.meanwhile)
-    if failure.whose is Whose.USER:
+    if failure.whose is FailureCause.USER:
         return _decision(_of(found, Rung.STOP), f"the script's own error: {failure.what}", view, found, "default")
     if rules.order:
         return _first(rules, view, found)

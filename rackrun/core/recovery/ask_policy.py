@@ -17,7 +17,7 @@ from rackrun.core.policy.choice import choose, one_line, refusal, settled
 from rackrun.core.policy.rungs import options
 from rackrun.protocol.commands import AskPolicy, Decided, Notice, SetTimer
 from rackrun.protocol.events import PolicyAnswered
-from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure, FailureCause, Rung
 from rackrun.protocol.timers import PolicyOver, RepairOver
 
 __all__ = ["ANSWER_MS", "DecisionMaker"]
@@ -46,7 +46,7 @@ class DecisionMaker:
         """Return the decision; None while an answer is awaited. The user's function is not asked about the script's own
         errors."""
         decision = choose(failure, view, self.policy.rules, self.policy.weights)
-        if self.policy.function and failure.whose is not Whose.USER:
+        if self.policy.function and failure.whose is not FailureCause.USER:
             situation = _situation(failure, view)
             if situation != self._asked:
                 self._ask(situation, failure, view, at_ms)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
-from rackrun.core.recovery.view_builder import Prospect
+from rackrun.core.recovery.view_builder import DecisionInputs
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure, FailureCause, Rung
 
 __all__ = ["FailedRecovery"]
 
@@ -25,11 +25,11 @@ class FailedRecovery:
     rack: RackMachine
     end: JobEnd
 
-    def decided(self, prospect: Prospect, decision: Decision, failure: Failure, view: ClusterView) -> None:
+    def decided(self, prospect: DecisionInputs, decision: Decision, failure: Failure, view: ClusterView) -> None:
         """Stop because no other rung is possible, or the rules or the user's function do not want another."""
         rungs = [one.rung for one in decision.options if one.possible and not one.rung.only_by_name]
         others = [rung for rung in rungs if rung is not Rung.STOP]
-        if failure.whose is Whose.USER:
+        if failure.whose is FailureCause.USER:
             self.end.stop(
                 3,
                 f"the same step was done again {view.absorbs} times and failed again: {failure.what}",

@@ -12,7 +12,7 @@ from rackrun.core.generation.restore_sources import RestoreSources
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, WorkerRecord
-from rackrun.core.recovery.view_builder import Prospect, ViewBuilder
+from rackrun.core.recovery.view_builder import DecisionInputs, ViewBuilder
 from rackrun.core.resize.resizing import Resizing
 from rackrun.protocol.ids import Generation, Position, Rank, steps_in
 from rackrun.protocol.job_config import JobConfig
@@ -37,7 +37,7 @@ class ParkedMembers:
     view_builder: ViewBuilder
     losses: Mapping[Rank, Loss]
     """Losses since the last plan."""
-    found: Prospect | None = None
+    found: DecisionInputs | None = None
     """Cached result of `evaluate`, valid as long as only spares send events."""
     missing: int = 0
     """How many more spares have to become ready before a decided wait can end. 0: every ready spare leads to a new
@@ -48,7 +48,7 @@ class ParkedMembers:
         self.found = None
         self.missing = 0
 
-    def evaluate(self) -> Prospect:
+    def evaluate(self) -> DecisionInputs:
         """Return what the parked members' reports allow. Call it when all members have parked. It does not look at
         spares."""
         if self.found is None:
@@ -59,7 +59,7 @@ class ParkedMembers:
         """Return where state comes from, for the world as it is now; None: no copy of some state is left in memory."""
         return self._state(self._reports(), committed)
 
-    def _look(self) -> Prospect:
+    def _look(self) -> DecisionInputs:
         world = self.world
         world.doubt()
         reports = self._reports()
@@ -68,7 +68,7 @@ class ParkedMembers:
             world.old = None  # a gate has passed in the new world: all ranks had its state and a snapshot of it
         state, lost = self._state(reports, committed), world.lost()
         why_no_shrink = self.resizing.why_not_shrink(committed, gate) if lost else "nobody is lost"
-        return Prospect(
+        return DecisionInputs(
             committed=committed,
             gate=gate,
             state=state,
@@ -95,13 +95,13 @@ class ParkedMembers:
                 classes=self.classes,
                 world_size=world.size,
                 upto=committed,
-                torn=all_go_back,
+                rollback_incomplete=all_go_back,
                 trusted=world.trusted,
                 rebuild=snapshots.rebuilding(world.members, self.rack.trays, world.layout),
             )
 
         found = planned(all_go_back=True) if world.unsure else None
-        return found or planned(all_go_back=world.torn())
+        return found or planned(all_go_back=world.rollback_incomplete())
 
     def _has_just_begun(self, committed: Position) -> bool:
         """Return whether no more than `FEW_STEPS` steps were computed, according to living members and to those seen to

@@ -15,17 +15,17 @@ from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Trigger, WorkerRecord
 from rackrun.core.placement.snapshot_keepers import protect
-from rackrun.core.recovery.view_builder import Prospect
+from rackrun.core.recovery.view_builder import DecisionInputs
 from rackrun.core.stragglers.shifting import Shifting
 from rackrun.protocol.commands import GenerationPlan, ResumeGeneration, SetTimer
 from rackrun.protocol.ids import Position, Rank, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import ResumeOver
 
-__all__ = ["Planner", "told_of"]
+__all__ = ["Planner", "takeovers_text"]
 
 
-def told_of(chosen: Mapping[Rank, WorkerRecord], rack: RackMachine) -> str:
+def takeovers_text(chosen: Mapping[Rank, WorkerRecord], rack: RackMachine) -> str:
     """Describe which spares are about to take over and how many are left, for people; "": none takes over."""
     if not chosen:
         return ""
@@ -46,7 +46,7 @@ class Planner:
     out: Outbox
     partition_reports: PartitionReports
 
-    def resume(self, prospect: Prospect, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
+    def resume(self, prospect: DecisionInputs, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
         """Build the plan and send it.
 
         ``chosen`` holds the spare that takes over each lost rank. ``told`` describes for people what has happened.

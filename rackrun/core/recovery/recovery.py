@@ -40,8 +40,8 @@ from rackrun.core.recovery.fencing import Fencing
 from rackrun.core.recovery.hold import Hold
 from rackrun.core.recovery.no_progress import NoProgress
 from rackrun.core.recovery.parked_members import ParkedMembers
-from rackrun.core.recovery.planning import Planner, told_of
-from rackrun.core.recovery.view_builder import Prospect, ViewBuilder, failure_of
+from rackrun.core.recovery.planning import Planner, takeovers_text
+from rackrun.core.recovery.view_builder import DecisionInputs, ViewBuilder, failure_of
 from rackrun.core.resize.acquiring import RackAcquisition
 from rackrun.core.resize.growth_backoff import GrowthBackoff
 from rackrun.core.resize.resizing import Resizing
@@ -343,7 +343,7 @@ class Recovery:
         late = [
             record
             for rank, record in sorted(self.world.members.items())
-            if record.state is state and not self.partition_reports.has_told(rank)
+            if record.state is state and not self.partition_reports.has_reported(rank)
         ]
         newcomers = [record for record in late if not record.stateful]
         if state is WorkerState.RESUMING and newcomers:
@@ -351,9 +351,10 @@ class Recovery:
         if late:
             self.condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
         elif state is WorkerState.RESUMING:
-            self._judge_rift(at_ms)
+            self._judge_partition(at_ms)
 
     def condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
+        """Fence these living workers and handle them as lost. ``because``: the reason that is shown."""
         for record in records:
             self.fencing.fence(record, because, fault=fault)
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
@@ -420,6 +421,7 @@ class Recovery:
         return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
 
     def answered(self, event: PolicyAnswered) -> None:
+        """Decide with the answer of the user's policy function, if it belongs to the open question."""
         if self.decision_maker.answered(event):
             self.decide(event.at_ms)
 
@@ -428,7 +430,7 @@ class Recovery:
         if self.decision_maker.overdue(question):
             self.decide(at_ms)
 
-    def _decide(self, prospect: Prospect, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+    def _decide(self, prospect: DecisionInputs, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
         """Ask the policy for a decision and carry it out."""
         failure = failure_of(
             self._told() or "a rollback was broken off",
@@ -488,7 +490,7 @@ class Recovery:
             if limit_ms > used_ms:
                 self.out.emit(SetTimer(timer=timer, at_ms=at_ms + limit_ms - used_ms))
 
-    def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
+    def _would_begin_again(self, prospect: DecisionInputs, decision: Decision) -> bool:
         """Return whether a restart is allowed, nothing else is possible, and the policy does not oppose it."""
         wanted = decision.by != "user" and allows(self.world.policy.rules, Rung.RESTART)
         return wanted and prospect.may_begin_again and decision.is_last
@@ -497,18 +499,20 @@ class Recovery:
         """Return whether a condemned worker's exit, with the snapshots that it leaves, is still to come."""
         old = self.world.old.ranks if self.world.old is not None else {}
         return self._owed and any(
-            ((record.rank is not None and record.stateful) or record.worker in old) and not record.lied
+            ((record.rank is not None and record.stateful) or record.worker in old) and not record.corrupt
             for record in self.rack.condemned()
         )
 
-    def _start_over(self, prospect: Prospect, decision: Decision, what: str) -> None:
+    def _start_over(self, prospect: DecisionInputs, decision: Decision, what: str) -> None:
         first = next((loss for _, loss in sorted(self._losses.items())), None)
         because = f"{what}; {decision.reason}"
         if prospect.state is None:
             because = self.failed_recovery.no_copy_left(what, prospect.committed)
         self.facts.add(RestartDue(because, first))
 
-    def _go_on(self, prospect: Prospect, staff: Takeovers, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+    def _go_on(
+        self, prospect: DecisionInputs, staff: Takeovers, ready: Mapping[SlotId, WorkerRecord], at_ms: int
+    ) -> None:
         """Let spares take over, or condemn ranks that have to move with their group first. Ready spares may join as
         well."""
         if staff.uprooted:
@@ -533,7 +537,7 @@ class Recovery:
                 self.resizing.growth.came_to_nothing(why, at_ms)
             self._resume(prospect, chosen, at_ms)
 
-    def _shrink_as_asked(self, prospect: Prospect, at_ms: int) -> None:
+    def _shrink_as_asked(self, prospect: DecisionInputs, at_ms: int) -> None:
         """Remove the ranks that an operator asked to remove, if the others have all state. No rank is lost."""
         if why := self.resizing.why_not_shrink(prospect.committed, prospect.gate, self.leaving):
             self.leaving = ()
@@ -543,7 +547,7 @@ class Recovery:
         else:
             self._shrink(prospect, at_ms)
 
-    def _shrink(self, prospect: Prospect, at_ms: int) -> None:
+    def _shrink(self, prospect: DecisionInputs, at_ms: int) -> None:
         """Go on without the lost or leaving ranks. The remaining ranks have all of their state."""
         if not self._may_go_on(prospect.committed):
             return
@@ -561,11 +565,11 @@ class Recovery:
             self.out.emit(self.rack.fence(record, why, swept_along=True))
         self._resume(self._planned_anew(prospect), {}, at_ms)
 
-    def _planned_anew(self, prospect: Prospect) -> Prospect:
+    def _planned_anew(self, prospect: DecisionInputs) -> DecisionInputs:
         """Return the prospect with the state plan for the world as it is now."""
         return replace(prospect, state=self.parked_members.state(prospect.committed))
 
-    def _start_spares(self, prospect: Prospect, view: ClusterView) -> None:
+    def _start_spares(self, prospect: DecisionInputs, view: ClusterView) -> None:
         """Start as many spares as needed, in the lost ranks' own slots first."""
         lost, free = prospect.lost, self.rack.free_slots()
         in_place = [slot for slot in lost.values() if slot in free]
@@ -584,8 +588,8 @@ class Recovery:
         return not stuck
 
     # -- resume ----------------------------------------------------------------------------------------------------
-    def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
-        told = "; ".join(filter(None, [self._told(), told_of(chosen, self.rack), self._resized]))
+    def _resume(self, prospect: DecisionInputs, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
+        told = "; ".join(filter(None, [self._told(), takeovers_text(chosen, self.rack), self._resized]))
         self._settle()
         self.stalls.forget()  # ranks may have other numbers; stalls that last are reported again
         self.planner.resume(prospect, chosen, told, at_ms)
@@ -624,11 +628,12 @@ class Recovery:
         self.partition_reports.add(record.rank, cut_off=event.cut_off)
         members = self.world.members.items()
         if all(
-            other.state is not WorkerState.RESUMING or self.partition_reports.has_told(rank) for rank, other in members
+            other.state is not WorkerState.RESUMING or self.partition_reports.has_reported(rank)
+            for rank, other in members
         ):
-            self._judge_rift(event.at_ms)
+            self._judge_partition(event.at_ms)
 
-    def _judge_rift(self, at_ms: int) -> None:
+    def _judge_partition(self, at_ms: int) -> None:
         """Condemn the members that are cut off, or plan again. All members live, and their groups could not be
         built."""
         assert self.world.plan is not None

@@ -16,9 +16,9 @@ from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.policy.measured_costs import CostMeter
 from rackrun.protocol.ids import Position, Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import ClusterView, Failure, ProviderNow, RankNow, SpareNow, TrayNow, Whose
+from rackrun.protocol.policy_types import ClusterView, Failure, FailureCause, ProviderNow, RankNow, SpareNow, TrayNow
 
-__all__ = ["ViewBuilder", "Prospect", "failure_of", "whose"]
+__all__ = ["ViewBuilder", "DecisionInputs", "failure_of", "cause_of"]
 
 _NETWORK = (
     "rackrun.errors.CollectiveBroken",
@@ -33,17 +33,23 @@ _STORAGE = ("builtins.OSError", "builtins.FileNotFoundError", "builtins.Permissi
 counts as this too, until it repeats."""
 
 
-def whose(loss: Loss) -> Whose:
+def cause_of(loss: Loss) -> FailureCause:
     """Return what a first failure is attributed to. `rackrun.core.faults.script_bug` recognizes the script's own errors
     when they repeat."""
     if loss.exit is None:
-        return Whose.HARDWARE
+        return FailureCause.HARDWARE
     if loss.failure is not None:
         kind = loss.failure.type
-        return Whose.NETWORK if kind in _NETWORK else Whose.STORAGE if kind in _STORAGE else Whose.HARDWARE
+        return (
+            FailureCause.NETWORK
+            if kind in _NETWORK
+            else FailureCause.STORAGE
+            if kind in _STORAGE
+            else FailureCause.HARDWARE
+        )
     if why_exited(loss.exit) == "SIGTERM" and not fingerprint(loss.exit):
-        return Whose.PREEMPTION
-    return Whose.HARDWARE
+        return FailureCause.PREEMPTION
+    return FailureCause.HARDWARE
 
 
 def failure_of(
@@ -54,13 +60,13 @@ def failure_of(
     ``lost`` holds all ranks without a worker, also those lost before an older plan. ``again``: the same step has failed
     in place repeatedly, so the hardware is not to blame.
     """
-    found = [whose(loss) for _, loss in sorted(losses.items())]
+    found = [cause_of(loss) for _, loss in sorted(losses.items())]
     if again:
-        taken_for = Whose.USER
+        taken_for = FailureCause.USER
     elif not lost:
-        taken_for = Whose.NETWORK
+        taken_for = FailureCause.NETWORK
     else:
-        taken_for = found[0] if found and len(dict.fromkeys(found)) == 1 else Whose.HARDWARE
+        taken_for = found[0] if found and len(dict.fromkeys(found)) == 1 else FailureCause.HARDWARE
     return Failure(
         what=what,
         whose=taken_for,
@@ -74,7 +80,7 @@ def failure_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
+class DecisionInputs:
     """What is known when a decision is taken, from fresh reports."""
 
     committed: Position
@@ -111,7 +117,7 @@ class ViewBuilder:
 
     def view(
         self,
-        prospect: Prospect,
+        prospect: DecisionInputs,
         *,
         moved: tuple[Rank, ...],
         waited_ms: int,
@@ -191,7 +197,7 @@ class ViewBuilder:
         unfit = len([slot for slot in unusable if self.world.rank_at(slot) is None and self.rack.may_come(slot)])
         return unfit + sum(self.rack.returning.values())
 
-    def _why_short(self, prospect: Prospect, coming: int) -> str:
+    def _why_short(self, prospect: DecisionInputs, coming: int) -> str:
         lost = self.world.lost()
         if prospect.enough:
             return f"{len(lost)} ranks to replace, and no spare inside their NVLink clique"
@@ -199,7 +205,7 @@ class ViewBuilder:
         last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
         return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}{self.rack.held_back()}"
 
-    def _placeable(self, prospect: Prospect) -> bool:
+    def _placeable(self, prospect: DecisionInputs) -> bool:
         """Return whether a restart finds a slot for every rank.
 
         It is computed only where a restart may be chosen although state is left, so that it does not end what could

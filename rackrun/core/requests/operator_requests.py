@@ -16,7 +16,7 @@ from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating, Takeovers
-from rackrun.core.placement.snapshot_keepers import Keeping
+from rackrun.core.placement.snapshot_keepers import SnapshotCoverage
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.core.requests.admission import Admission
 from rackrun.core.requests.pending_requests import PendingDrain, PendingSwap, Request, RequestRefused
@@ -62,7 +62,7 @@ class OperatorRequests:
     _ready: tuple[SlotId, ...] = ()
     """Ready spares of this edition."""
     _stirred: tuple[object, ...] = ()
-    _keeping: Keeping | None = None
+    _coverage: SnapshotCoverage | None = None
 
     def __post_init__(self) -> None:
         self.replies = Replies(self.rack, self.out)
@@ -280,7 +280,7 @@ class OperatorRequests:
             return False
         if self._is_used(one):
             return True
-        behind, kept = self.recovery.snapshots.behind, self._kept(plan)
+        behind, kept = self.recovery.snapshots.behind, self._coverage_of(plan)
         needed = (rank for rank in reversed(behind) if rank in seats and kept.of_rank(rank, tray_of(seats[rank])))
         if (rank := next(needed, None)) is None:
             return False
@@ -293,13 +293,13 @@ class OperatorRequests:
             return False
         if not self.rack.goes(TrayId(tray)):  # it came back with more slots, and the next plan may use it
             return False
-        return tray in self._kept(plan).trays
+        return tray in self._coverage_of(plan).trays
 
-    def _kept(self, plan: GenerationPlan) -> Keeping:
+    def _coverage_of(self, plan: GenerationPlan) -> SnapshotCoverage:
         """Return what a plan's trays keep, cached for each plan because it is needed after every event."""
-        if self._keeping is None or self._keeping.plan is not plan:
-            self._keeping = Keeping.of(plan)
-        return self._keeping
+        if self._coverage is None or self._coverage.plan is not plan:
+            self._coverage = SnapshotCoverage.of(plan)
+        return self._coverage
 
     def _beyond(self) -> list[Request]:
         """Return the requests for which there are too few spares, including those that still start.

@@ -71,7 +71,11 @@ class Resizing:
             for rank, record in members.items()
             if rank in staying
         )
-        return self._unlike(members) if clean and not self.world.torn() else "nobody has the state of the last step"
+        return (
+            self._unlike(members)
+            if clean and not self.world.rollback_incomplete()
+            else "nobody has the state of the last step"
+        )
 
     def staying(self, leaving: Collection[Rank] = ()) -> dict[Rank, Rank]:
         """Return the ranks that would go on without the lost ones and those in ``leaving``: old -> new."""
@@ -153,7 +157,7 @@ class Resizing:
         if not room or not members or any(record.fixed for record in members):
             return []
         if not self._reenters(members):
-            return [] if world.torn() or self._unlike(world.members) else fits[:room]
+            return [] if world.rollback_incomplete() or self._unlike(world.members) else fits[:room]
         axes = self._axes()
         at = mesh_resize.data_axis(axes)
         if at is None or len(members) < world.size:
@@ -215,8 +219,8 @@ class Resizing:
 
     def _as_it_was(self, committed: Position, gate: tuple[float, ...]) -> OldWorld:
         world, plan = self.world, self.world.plan
-        torn = world.torn()
-        if torn and plan is not None and plan.rollback is not None:
+        incomplete = world.rollback_incomplete()
+        if incomplete and plan is not None and plan.rollback is not None:
             committed, gate = (
                 Position(plan.rollback),
                 (),
@@ -226,7 +230,7 @@ class Resizing:
             size=world.size,
             committed=committed,
             gate=gate,
-            gone_back=torn,
+            gone_back=incomplete,
             ranks={record.worker: rank for rank, record in world.stateful().items()},
             classes=dict(self.classes),
             snapshots=self.sources.snapshots,

@@ -95,6 +95,7 @@ class Shifting:
         self._shares, self._number = (), 0
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if the shares do not fit the world that trains."""
         if self._shares and self.world.phase in (Phase.TRAINING, Phase.RESUMING):
             assert len(self._shares) == len(self._places()), "a share for each place along the data axes"
             assert (sum(self._shares), min(self._shares) > 0) == (self._total(), True), "all micro-batches, none twice"

@@ -91,15 +91,18 @@ class _Windows:
 
     @classmethod
     def empty(cls, rows: int, ranks: int) -> _Windows:
+        """Return windows of shape (rows, ranks) without any measurement: NaN and False."""
         nan = np.full((rows, ranks), np.nan)
         return cls(nan, nan.copy(), np.zeros((rows, ranks), bool), nan.copy())
 
     def add(self, own: Floats, times: Floats, behind: Bools, noise: Floats) -> None:
+        """Append one step, a row of shape (ranks,) for each window; the oldest row goes."""
         for ring, row in ((self.own, own), (self.times, times), (self.behind, behind), (self.noise, noise)):
             ring[:-1] = ring[1:]
             ring[-1] = row
 
     def forget(self, ranks: Bools) -> None:
+        """Drop all measurements of ``ranks``, a mask of shape (ranks,)."""
         self.own[:, ranks] = self.times[:, ranks] = self.noise[:, ranks] = np.nan
         self.behind[:, ranks] = False
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import local_path
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.lease import living_epoch
+from rackrun.checkpoint.durable.lease import living_fencing_token
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, choose, collect
 from rackrun.checkpoint.offline.directory_survey import DirectorySurvey, nothing_in, one_store, stores_in, survey
@@ -211,7 +211,8 @@ def gc(
         return
     _mark_one(store, found, quiet=as_json)
     done = collect(
-        store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S, over=_over(store)
+        store, retention, fencing_token=_newest_fencing_token(found), now=time.time,
+        orphan_ttl_s=orphan_hours * _HOUR_S, over=_over(store),
     )  # fmt: skip
     failures = [str(failure) for failure in done.failures]
     if as_json:
@@ -332,9 +333,9 @@ def _checked(store: DurableStore, number: int, progress: Callable[[int, int], No
 
 
 # -- deletion
-def _newest_epoch(found: DirectorySurvey) -> int:
-    """Return the epoch of the job's newest start. What it left unfinished may still be in progress, and stays."""
-    return max((info.epoch for info in found.whole), default=0)
+def _newest_fencing_token(found: DirectorySurvey) -> int:
+    """Return the fencing token of the newest start. What it left unfinished may still be in progress, and stays."""
+    return max((info.fencing_token for info in found.whole), default=0)
 
 
 def _mark_one(store: DurableStore, found: DirectorySurvey, *, quiet: bool) -> None:
@@ -349,15 +350,17 @@ def _mark_one(store: DurableStore, found: DirectorySurvey, *, quiet: bool) -> No
 
 
 def _over(store: DurableStore) -> Callable[[int], bool]:
-    """Return a function that tells whether the job of an epoch is known to be over. Raises CheckpointError if the
-    storage cannot be used."""
+    """Return a function that tells whether the job of a fencing token is known to be over.
+
+    Raises CheckpointError if the storage cannot be used.
+    """
     try:
-        known, living = living_epoch(store)
+        known, living = living_fencing_token(store)
     except OSError as error:
         raise CheckpointError(
             f"{store.directory} cannot be used: {error}.", remedy="be the user who wrote it."
         ) from error
-    return lambda epoch: known and epoch != living
+    return lambda token: known and token != living
 
 
 def _would_collect(
@@ -367,11 +370,12 @@ def _would_collect(
     marked = next((info.number for info in usable if info.verified), None)
     assumed = marked if marked is not None else next((info.number for info in usable), None)
     choice = choose(found.whole, retention, pins=(), newest_verified=assumed, barred=found.barred)
-    newest = _newest_epoch(found)
+    newest = _newest_fencing_token(found)
     unfinished = [
         left.path.name
         for left in found.leftovers
-        if left.kind == "unfinished" and (over(left.epoch) or (left.epoch < newest and left.touched_s < before_s))
+        if left.kind == "unfinished"
+        and (over(left.fencing_token) or (left.fencing_token < newest and left.touched_s < before_s))
     ]
     waste = sum(left.kind == "trash" for left in found.leftovers)
     if as_json:

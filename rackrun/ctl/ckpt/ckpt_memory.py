@@ -251,7 +251,7 @@ def _arena_as_json(one: FoundArena, removed: list[Path], failures: Mapping[Path,
         "why": one.why,
         "job": one.job,
         "rank": one.rank,
-        "epoch": one.epoch,
+        "epoch": one.fencing_token,
         "removed": one.path in removed,
         "failure": failures.get(one.path),
     }

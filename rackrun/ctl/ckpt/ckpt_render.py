@@ -106,7 +106,7 @@ def surveyed(found: DirectorySurvey, now_s: float) -> dict[str, Any]:
         {
             **numbered(info.number),
             "step": info.step,
-            "epoch": info.epoch,
+            "epoch": info.fencing_token,
             "world_size": info.world_size,
             "bytes": info.bytes,
             "digest": info.digest,

@@ -30,16 +30,16 @@ from rackrun.errors import UsageError
 from rackrun.launch.options.filler_options import filler
 from rackrun.launch.options.job_size import size_of
 from rackrun.launch.options.own_options import add_own_options
-from rackrun.launch.options.policy_options import Policy, policy
+from rackrun.launch.options.policy_options import PolicyOptions, policy
 from rackrun.launch.options.provider_options import ProviderOptions, provider
-from rackrun.launch.options.rack_options import Axes, RackHere, mesh_text
+from rackrun.launch.options.rack_options import Axes, HostRack, mesh_text
 from rackrun.launch.options.snapshot_copies import redundancy
 from rackrun.link.address import host_and_port
 from rackrun.protocol.agent_config import FillerConfig, ScriptConfig
 from rackrun.protocol.job_config import SlowRanks
 from rackrun.protocol.policy_types import Rules, Rung
 
-__all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
+__all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "LaunchOptions", "make_parser", "parse"]
 
 MAX_RESTARTS = 3
 """Default of --max-restarts. torchrun's is 0; no other default differs."""
@@ -58,7 +58,7 @@ ended by signal N
 """
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The user's options, checked."""
 
     script: ScriptConfig
@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     spares: int
     filler: FillerConfig
     """The command that runs beside spares."""
-    rack: RackHere | None
+    rack: HostRack | None
     mesh: Axes
     """Axes and sizes; (): none was given."""
     cross_clique: bool
@@ -102,7 +102,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to begin again when the last copy of some state is lost."""
     min_ranks: int
     """Smallest number of ranks to which the world may shrink; 0: it never shrinks."""
-    policy: Policy
+    policy: PolicyOptions
     provider: ProviderOptions
     slow_ranks: SlowRanks
     slow_after_s: float
@@ -243,7 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
+def parse(arguments: Sequence[str] | None = None) -> LaunchOptions:
     """Parse and check all arguments. Raises UsageError for what cannot work, and SystemExit(2) for what argparse itself
     refuses."""
     try:
@@ -276,7 +276,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
             remedy="give the same --rdzv-id on every host, for example the scheduler's job id.",
         )
     asked = policy(args.policy, args.policy_weights, args.wait_for_hardware)
-    return Options(
+    return LaunchOptions(
         script=_script(args),
         run_id=run_id,
         nodes_min=size.nodes_min,

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from rackrun.errors import UsageError
-from rackrun.launch.options.rack_options import Axes, RackHere, check_mesh, parse_mesh, rack_here
+from rackrun.launch.options.rack_options import Axes, HostRack, check_mesh, parse_mesh, rack_here
 
-__all__ = ["Size", "size_of"]
+__all__ = ["JobSize", "size_of"]
 
 _TRAYS_MAX = 1_000
 
 
-class Size(NamedTuple):
+class JobSize(NamedTuple):
     """Size of the job."""
 
     nodes_min: int
@@ -29,13 +29,13 @@ class Size(NamedTuple):
     """Trays on this host."""
     slots: int
     """Slots of each tray; 0: ``rack`` gives the number for each."""
-    rack: RackHere | None
+    rack: HostRack | None
     mesh: Axes
     ranks: int
     """Largest number of ranks."""
 
 
-def size_of(args: argparse.Namespace) -> Size:
+def size_of(args: argparse.Namespace) -> JobSize:
     """Return the size of the job. Raises UsageError."""
     nodes_min, nodes_max = _nodes(args.nnodes)
     mesh = parse_mesh(args.mesh)
@@ -58,7 +58,7 @@ def size_of(args: argparse.Namespace) -> Size:
         _check_counts(args, total, f"({nodes_min} hosts x {trays} trays x {slots} workers)")
     check_mesh(mesh, total, args.spares, rack.topology if rack else None, cross_clique=args.cross_clique)
     ranks = math.prod(extent for _, extent in mesh) if mesh else most - args.spares
-    return Size(nodes_min, nodes_max, trays, slots, rack, mesh, ranks)
+    return JobSize(nodes_min, nodes_max, trays, slots, rack, mesh, ranks)
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -16,12 +16,12 @@ from rackrun.topology.model.errors import DoesNotFit
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.rack_file import read_rack_file
 from rackrun.topology.model.racks import Topology, Tray
-from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.arrays import PlacementArrays
 from rackrun.topology.placement.rank_assignment import place_first
 from rackrun.topology.placement.rank_environment import nccl_environment
 from rackrun.topology.sources.partial_topology import partial_of_tray
 
-__all__ = ["Axes", "RackHere", "check_mesh", "mesh_text", "parse_mesh", "rack_here"]
+__all__ = ["Axes", "HostRack", "check_mesh", "mesh_text", "parse_mesh", "rack_here"]
 
 Axes = tuple[tuple[str, int], ...]
 _AXIS = re.compile(r"([A-Za-z_]\w*)=([1-9]\d{0,6})", re.ASCII)
@@ -29,7 +29,7 @@ _NPROC = "1"
 """torchrun's default for --nproc-per-node."""
 
 
-class RackHere(msgspec.Struct, frozen=True, kw_only=True):
+class HostRack(msgspec.Struct, frozen=True, kw_only=True):
     """A rack file, and which of its trays belong to this host."""
 
     file: str
@@ -55,7 +55,7 @@ class RackHere(msgspec.Struct, frozen=True, kw_only=True):
         return tuple({one.name: one.value for one in nccl_environment(self.topology, slot)} for slot in slots)
 
 
-def rack_here(file: Path, *, nodes: tuple[int, int], nproc: str, trays: int, host: str, trays_max: int) -> RackHere:
+def rack_here(file: Path, *, nodes: tuple[int, int], nproc: str, trays: int, host: str, trays_max: int) -> HostRack:
     """Read a rack file and find this host's trays in it. Raises UsageError, including `RackFileError`.
 
     ``nodes``: from --nnodes. A single host runs an agent for every tray of the file; with several hosts, each runs its
@@ -76,13 +76,13 @@ def rack_here(file: Path, *, nodes: tuple[int, int], nproc: str, trays: int, hos
                 f"{file} has {len(found)} trays, and a host can stand for {trays_max} at the most.",
                 remedy="give a smaller rack file, or --nnodes.",
             )
-        return RackHere(file=str(file), topology=topology, trays=tuple(tray.name for tray in found))
+        return HostRack(file=str(file), topology=topology, trays=tuple(tray.name for tray in found))
     if nodes[1] != len(found):
         raise UsageError(
             f"--nnodes {nodes[1]} contradicts {file}, which has {len(found)} trays, each of them a host.",
             remedy=f"give --nnodes {len(found)}, or a file with the hosts of this job.",
         )
-    return RackHere(file=str(file), topology=topology, trays=(_own(file, found, host),))
+    return HostRack(file=str(file), topology=topology, trays=(_own(file, found, host),))
 
 
 def parse_mesh(text: str) -> Axes:
@@ -118,7 +118,7 @@ def check_mesh(axes: Axes, slots: int, spares: int, topology: Topology | None, *
     if topology is None:
         return
     try:
-        place_first(Board(topology), Mesh.of(dict(axes)), spares=spares, allow_cross_clique=cross_clique)
+        place_first(PlacementArrays(topology), Mesh.of(dict(axes)), spares=spares, allow_cross_clique=cross_clique)
     except DoesNotFit as error:
         raise UsageError(f"--mesh {text} with --spares {spares}: {error.what}", remedy=error.remedy) from error
 

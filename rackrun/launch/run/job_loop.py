@@ -20,11 +20,11 @@ from rackrun.coordinator.user_code.policy_host import PolicyHost
 from rackrun.coordinator.user_code.provider_child import Hello
 from rackrun.coordinator.user_code.provider_host import RELEASE_S, ProviderHost
 from rackrun.core.machine.control_plane import ControlPlane
-from rackrun.launch.options.arguments import Options
+from rackrun.launch.options.arguments import LaunchOptions
 from rackrun.launch.run.local_agents import LocalAgents
 from rackrun.launch.run.missing_hosts import AGAIN_S, FIRST_S, expected_trays, who_is_missing
-from rackrun.launch.run.run_directory import Endpoint, Result, RunPlace
-from rackrun.launch.run.screen import Screen, status_text
+from rackrun.launch.run.run_directory import Endpoint, Result, RunDirectory
+from rackrun.launch.run.screen import TerminalOutput, status_text
 from rackrun.protocol.commands import StopJob
 from rackrun.protocol.events import StopRequested, TrayLost
 from rackrun.protocol.ids import TrayId
@@ -42,7 +42,9 @@ _AGAIN_S = 20.0
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
-def _journal(options: Options, place: RunPlace, endpoint: Endpoint, screen: Screen, config: JobConfig) -> Journal:
+def _journal(
+    options: LaunchOptions, place: RunDirectory, endpoint: Endpoint, screen: TerminalOutput, config: JobConfig
+) -> Journal:
     journal = Journal(
         place.journal,
         run_id=endpoint.run_id,
@@ -61,7 +63,7 @@ def _close(journal: Journal, over: StopJob, ended_ms: float) -> None:
     journal.close()
 
 
-def _idle(options: Options, core: ControlPlane, over: StopJob) -> str:
+def _idle(options: LaunchOptions, core: ControlPlane, over: StopJob) -> str:
     """Describe the given options that cannot have had an effect; "": none."""
     if not options.of_steps or over.exit_code != 0 or core.view().elastic:
         return ""
@@ -70,12 +72,17 @@ def _idle(options: Options, core: ControlPlane, over: StopJob) -> str:
 
 
 async def host(
-    options: Options, place: RunPlace, listening: socket.socket, agents: LocalAgents, endpoint: Endpoint, token: str
+    options: LaunchOptions,
+    place: RunDirectory,
+    listening: socket.socket,
+    agents: LocalAgents,
+    endpoint: Endpoint,
+    token: str,
 ) -> StopJob:
     """Run the job to its end, with the coordinator in this process. Raises JournalError if the journal cannot be
     created."""
     began = time.monotonic()
-    screen = Screen(quiet=options.quiet)
+    screen = TerminalOutput(quiet=options.quiet)
     config = _config(options)
     journal = _journal(options, place, endpoint, screen, config)
     core = ControlPlane(config)
@@ -164,7 +171,7 @@ async def host(
 
 
 def _racks(
-    config: JobConfig, driver: Driver, agents: LocalAgents, endpoint: Endpoint, screen: Screen
+    config: JobConfig, driver: Driver, agents: LocalAgents, endpoint: Endpoint, screen: TerminalOutput
 ) -> ProviderHost | None:
     if not config.provider:
         return None
@@ -174,7 +181,7 @@ def _racks(
     return racks
 
 
-def _config(options: Options) -> JobConfig:
+def _config(options: LaunchOptions) -> JobConfig:
     return JobConfig(
         trays_min=options.nodes_min * options.trays,
         trays_max=options.nodes_max * options.trays,
@@ -200,7 +207,7 @@ def _config(options: Options) -> JobConfig:
     )
 
 
-async def follow(options: Options, url: str, agents: LocalAgents, token: str) -> StopJob:
+async def follow(options: LaunchOptions, url: str, agents: LocalAgents, token: str) -> StopJob:
     """Keep this host's agents running, without the coordinator, until the job ends."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[StopJob] = loop.create_future()
@@ -305,7 +312,7 @@ def _handled(signals: tuple[signal.Signals, ...], stop: Callable[[signal.Signals
 
 
 @contextlib.contextmanager
-def _telling_who_is_missing(options: Options, config: JobConfig, driver: Driver) -> Iterator[None]:
+def _telling_who_is_missing(options: LaunchOptions, config: JobConfig, driver: Driver) -> Iterator[None]:
     """Report missing hosts until the world is formed or the job is over."""
 
     async def tell() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rackrun.launch.options.arguments import Options
+from rackrun.launch.options.arguments import LaunchOptions
 
 __all__ = ["AGAIN_S", "FIRST_S", "expected_trays", "who_is_missing"]
 
@@ -12,7 +12,7 @@ FIRST_S, AGAIN_S = 5.0, 30.0
 """Seconds until the first message, because hosts do not start at the same moment, and between further ones."""
 
 
-def expected_trays(options: Options) -> tuple[str, ...]:
+def expected_trays(options: LaunchOptions) -> tuple[str, ...]:
     """Return the trays' names if they are known in advance, from a rack file or by node rank. (): only their number is
     known."""
     if options.rack is not None:

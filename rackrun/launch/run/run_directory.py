@@ -31,7 +31,7 @@ from rackrun.protocol.wire import PROTOCOL
 __all__ = [
     "Endpoint",
     "Result",
-    "RunPlace",
+    "RunDirectory",
     "find_run",
     "new_run_id",
     "read_json",
@@ -69,7 +69,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class RunPlace:
+class RunDirectory:
     """The directory of one run, from the start to the end of its launcher."""
 
     def __init__(self, directory: Path, made: tuple[Path, ...], lock: int) -> None:
@@ -81,7 +81,7 @@ class RunPlace:
         """Directory with the files of the previous run."""
 
     @classmethod
-    def make(cls, run_id: str, wanted: Path | None) -> RunPlace:
+    def make(cls, run_id: str, wanted: Path | None) -> RunDirectory:
         """Create or reuse a run's directory. Raises UsageError if it cannot be used."""
         directory = wanted or _free_name(runs_root() / run_id)
         _refuse_what_is_others(directory)

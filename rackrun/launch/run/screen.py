@@ -15,13 +15,13 @@ from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.shell.driver import Status
 from rackrun.protocol.wire import Logged
 
-__all__ = ["Screen", "status_text"]
+__all__ = ["TerminalOutput", "status_text"]
 
 _CLEAR = "\r\x1b[2K"
 _CLOSE_S = 2.0
 
 
-class Screen:
+class TerminalOutput:
     """An `rackrun.coordinator.shell.driver.Observer` that prints."""
 
     def __init__(self, *, quiet: bool, out: TextIO | None = None, err: TextIO | None = None) -> None:

@@ -63,6 +63,7 @@ class ScaleLR:
 
     @property
     def named(self) -> str:
+        """The rule's name: ``linear``, ``sqrt``, or that of the user's function."""
         return getattr(self.rule, "__name__", repr(self.rule)) if callable(self.rule) else self.rule
 
     def factor(self, batch: int, full_batch: int) -> float:

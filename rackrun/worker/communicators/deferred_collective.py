@@ -86,9 +86,11 @@ class DeferredWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
+        """Return whether all parts are started and have completed; never waits."""
         return self._known.is_set() and all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
+        """Return whether it has completed without an error."""
         return self.is_completed() and self._error is None
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from rackrun.worker.communicators.exchange_store import ExchangeStore
 
-__all__ = ["Rooms"]
+__all__ = ["ExchangeRooms"]
 
 
-class Rooms:
+class ExchangeRooms:
     """The open rooms of one generation. ``enter``: opens the room with the given name."""
 
     def __init__(self, enter: Callable[[str], ExchangeStore]) -> None:

@@ -23,12 +23,15 @@ class ExchangeStore(dist.Store):
         self._exchange = Exchange(address, token, room, _CONNECT_S)
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Set ``key``. A second value is ignored: the first stays."""
         self._exchange.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
+        """Wait for the value of ``key``, for the default timeout at most, and return it."""
         return self._exchange.get(key, _DEFAULT.total_seconds())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for all ``keys``, and return their values in the same order."""
         self.wait(keys)
         return [self.get(key) for key in keys]
 
@@ -39,10 +42,13 @@ class ExchangeStore(dist.Store):
         return self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all ``keys`` have values; never waits for one."""
         return self._exchange.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` have values; ``timeout`` None: the default."""
         self._exchange.wait(list(keys), (timeout or _DEFAULT).total_seconds())
 
     def close(self) -> None:
+        """Close the connection to the exchange, which ends calls that wait in it."""
         self._exchange.close()

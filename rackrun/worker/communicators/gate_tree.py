@@ -33,7 +33,7 @@ __all__ = [
     "FANOUT",
     "GATE_MAX",
     "GATE_SUM",
-    "Block",
+    "GateBlock",
     "TreeSum",
     "TreeWork",
     "WithGateTree",
@@ -52,7 +52,7 @@ GATE_SUM, GATE_MAX = "gate_sum", "gate_max"
 
 
 @dataclass(frozen=True)
-class Block:
+class GateBlock:
     """One group of the tree with a given rank as a member."""
 
     level: int
@@ -61,17 +61,17 @@ class Block:
     """The members' ranks, the leader first."""
 
 
-def blocks_of(rank: int, size: int, width: int) -> list[Block]:
+def blocks_of(rank: int, size: int, width: int) -> list[GateBlock]:
     """Return the blocks of ``rank`` from the lowest level up. It leads all of them, except perhaps the last. Blocks of
     one rank have nothing to do and are left out."""
-    found: list[Block] = []
+    found: list[GateBlock] = []
     stride = 1
     level = 0
     while stride < size and rank % stride == 0:
         leader = rank - rank % (stride * width)
         members = tuple(range(leader, min(leader + stride * width, size), stride))
         if len(members) > 1:
-            found.append(Block(level, members))
+            found.append(GateBlock(level, members))
         if leader != rank:
             break
         stride *= width
@@ -93,7 +93,7 @@ def fanout() -> int:
 class TreeSum:
     """The blocks of one rank in one generation."""
 
-    def __init__(self, rank: int, groups: Sequence[tuple[Block, GlooCommunicator]]) -> None:
+    def __init__(self, rank: int, groups: Sequence[tuple[GateBlock, GlooCommunicator]]) -> None:
         """``groups``: in the order of `blocks_of`."""
         self._groups = [(communicator.inner, block.ranks.index(rank)) for block, communicator in groups]
         self._communicators = [communicator for _, communicator in groups]
@@ -167,6 +167,7 @@ class TreeWork(dist.Work):
         return self._current is None or self._error is not None
 
     def is_success(self) -> bool:
+        """Return whether the sum has ended without an error."""
         return self._current is None and self._error is None
 
     def _go_on(self) -> None:

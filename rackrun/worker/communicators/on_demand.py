@@ -67,6 +67,7 @@ class _Call:
         self.parts, self.work = parts, work
 
     def may_begin(self) -> bool:
+        """Whether all connections that it needs are built, and it is the next call on each."""
         return all(part.communicator is not None and part.calls[0] is self for part in self.parts)
 
 

@@ -65,9 +65,11 @@ class Batches:
 
     # -- tracked
     def state_dict(self) -> dict[str, Any]:
+        """Return the sizes of the committed steps' batches, from which the samples of later steps follow."""
         return {"per_rank": self._per_rank, "upto": self._upto, "history": [list(run) for run in self._history]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, which need not be of this number of ranks."""
         self._per_rank, self._upto = int(state["per_rank"]), int(state["upto"])
         self._history = [(int(first), int(shards)) for first, shards in state["history"]]
 

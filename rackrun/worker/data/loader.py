@@ -318,6 +318,7 @@ class _Workers:
         ids: np.ndarray[Any, Any],
         upcoming: Iterator[tuple[_Key, np.ndarray[Any, Any]]],
     ) -> Any:
+        """Return the batch for ``key``, from the processes or, for a repeated step, loaded here."""
         if self._expected and key < self._expected[0]:
             return self._fetch(key[0], ids)  # the step is being repeated
         if key not in self._expected:  # first use, or a promoted spare that has tried step 0
@@ -330,6 +331,7 @@ class _Workers:
                 return batch
 
     def close(self) -> None:
+        """End the worker processes, if there are any."""
         stream, self._stream, self._expected = self._stream, None, []
         if stream is not None:
             end_workers(stream)

@@ -33,9 +33,9 @@ from rackrun.worker.exact.exact_checks import (
     check_without_gradients,
     has_running_statistics,
 )
-from rackrun.worker.exact.exactly_once import ExactlyOnce, Slot
+from rackrun.worker.exact.exactly_once import ExactlyOnce, ParameterSum
 from rackrun.worker.exact.fixed_point import FixedPoint, fixed_point
-from rackrun.worker.exact.fixed_point_scales import Scales, Width, fit
+from rackrun.worker.exact.fixed_point_scales import BitBudget, Scales, fit
 from rackrun.worker.exact.parameter_segments import Factors, Segments
 from rackrun.worker.membership.worker_membership import Abandoned, WorkerMembership
 from rackrun.worker.process.reports import say
@@ -51,11 +51,11 @@ class ExactReduction:
     """The exact reduction of one run, between its gradients and its collectives. ``shards``: number of micro-batches in
     the global batch."""
 
-    def __init__(self, world: WorkerMembership, state: TrackedState, width: Width, shards: int) -> None:
+    def __init__(self, world: WorkerMembership, state: TrackedState, width: BitBudget, shards: int) -> None:
         self._world, self._state, self._width, self._shards = world, state, width, shards
         self._bits = width.of_a_shard(shards)
         self._arithmetic: FixedPoint = fixed_point(world.device)
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, ParameterSum] = {}
         self._scales = Scales(0)
         self._not_trained: dict[str, nn.Parameter] = {}
         """Parameters that no optimizer trains and nobody reduces, such as an average of the weights (`AveragedModel`),
@@ -106,7 +106,7 @@ class ExactReduction:
                     self._not_trained[f"{name}.{path}"] = parameter
                 elif parameter.requires_grad:
                     check_parameter(f"{name}.{path}", parameter, reducers[id(parameter)])
-                self._slots[id(parameter)] = Slot(index, f"{name}.{path}", parameter)
+                self._slots[id(parameter)] = ParameterSum(index, f"{name}.{path}", parameter)
                 index += 1
         self._scales = Scales(index)
         self._largest = torch.zeros(index, device=self._world.device)
@@ -210,7 +210,7 @@ class ExactReduction:
         ghost's."""
         any_new = False
         for module in self._state.modules.values():
-            given: list[tuple[Slot, torch.Tensor]] = []
+            given: list[tuple[ParameterSum, torch.Tensor]] = []
             for parameter, gradient, part in fsdp_reduce.local_gradients(module):
                 slot = self._slots[id(parameter)]
                 if self._once.is_new(slot, gradient):
@@ -233,7 +233,7 @@ class ExactReduction:
         self._once.taken(any_new=any_new)
         self._once.leave(self._local_gradients())
 
-    def _local_gradients(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+    def _local_gradients(self) -> Iterator[tuple[ParameterSum, torch.Tensor]]:
         """Yield the gradients on this rank that are not reduced yet, or belong to another step."""
         for module in self._state.modules.values():
             for parameter, gradient, _ in fsdp_reduce.local_gradients(module):
@@ -243,9 +243,9 @@ class ExactReduction:
                 if parameter.grad is not None:
                     yield self._slots[id(parameter)], parameter.grad
 
-    def _add(self, given: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+    def _add(self, given: Sequence[tuple[ParameterSum, torch.Tensor]]) -> None:
         """Round the gradients of one micro-batch, and add them to the sums of their parameters."""
-        alike: dict[tuple[bool, torch.dtype], list[tuple[Slot, torch.Tensor]]] = {}
+        alike: dict[tuple[bool, torch.dtype], list[tuple[ParameterSum, torch.Tensor]]] = {}
         for slot, flat in given:
             if slot.sums is None:
                 slot.sums = torch.empty(flat.numel(), dtype=self._width.dtype, device=flat.device)
@@ -257,7 +257,7 @@ class ExactReduction:
             self._add_apart(slots, flats, sums, fresh=fresh)
 
     def _add_apart(
-        self, slots: Sequence[Slot], flats: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, fresh: bool
+        self, slots: Sequence[ParameterSum], flats: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, fresh: bool
     ) -> None:
         """Add ``flats``, which have one dtype, to ``into``."""
         segments = self._segments_of(slots, [flat.numel() for flat in flats])
@@ -297,7 +297,7 @@ class ExactReduction:
         reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(read)
         return reduced
 
-    def _wire(self, key: tuple[int, int], slots: Sequence[Slot], buffer: torch.Tensor) -> torch.Tensor:
+    def _wire(self, key: tuple[int, int], slots: Sequence[ParameterSum], buffer: torch.Tensor) -> torch.Tensor:
         """Return the integers of one bucket, in the bucket's order, with a mark for each parameter after them. Created
         once in a generation."""
         wire = self._wires.get(key)
@@ -359,7 +359,7 @@ class ExactReduction:
         self._read(self._segments_of(slots, sizes), output.view(self._width.dtype), output)
 
     # -- both
-    def _segments_of(self, slots: Sequence[Slot], sizes: Sequence[int]) -> Segments:
+    def _segments_of(self, slots: Sequence[ParameterSum], sizes: Sequence[int]) -> Segments:
         """Return the segments for these slots, which are created once, as a bucket is the same in every step."""
         key = tuple(slot.index for slot in slots), tuple(sizes)
         if key not in self._segments:

@@ -17,10 +17,10 @@ from rackrun.errors import StepError
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.steps.step import Step
 
-__all__ = ["ExactlyOnce", "Slot"]
+__all__ = ["ExactlyOnce", "ParameterSum"]
 
 
-class Slot:
+class ParameterSum:
     """One parameter's part in the sum of this attempt."""
 
     def __init__(self, index: int, name: str, parameter: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class ExactlyOnce:
         """The current micro-batch."""
         return self._shard
 
-    def begin(self, step: Step, gradients: Iterable[tuple[Slot, torch.Tensor]]) -> None:
+    def begin(self, step: Step, gradients: Iterable[tuple[ParameterSum, torch.Tensor]]) -> None:
         """Begin an attempt. ``gradients``: those that exist already, from another step."""
         self._step, self._shard = step, None
         self._delivered.clear()
@@ -75,11 +75,11 @@ class ExactlyOnce:
             self._delivered.add(shard.index)
 
     # -- what a rank has computed alone
-    def leave(self, gradients: Iterable[tuple[Slot, torch.Tensor]]) -> None:
+    def leave(self, gradients: Iterable[tuple[ParameterSum, torch.Tensor]]) -> None:
         """Remember these gradients as known."""
         self._left = {slot.index: (weakref.ref(gradient), gradient._version) for slot, gradient in gradients}
 
-    def is_new(self, slot: Slot, gradient: torch.Tensor) -> bool:
+    def is_new(self, slot: ParameterSum, gradient: torch.Tensor) -> bool:
         """Whether a backward pass has added to the gradient since `leave`."""
         known = self._left.get(slot.index)
         return known is None or known[0]() is not gradient or known[1] != gradient._version
@@ -96,7 +96,7 @@ class ExactlyOnce:
             )
 
     # -- what all ranks have
-    def reduces(self, slots: Sequence[Slot], ranks: int, *, passed: bool) -> bool:
+    def reduces(self, slots: Sequence[ParameterSum], ranks: int, *, passed: bool) -> bool:
         """Note that ``slots`` are reduced now over ``ranks`` ranks, and return whether their gradients count: a ghost's
         do not.
 
@@ -123,7 +123,7 @@ class ExactlyOnce:
         return not self._shard.ghost
 
     def check_complete(
-        self, slots: Iterable[Slot], largest: torch.Tensor, alone: Iterable[tuple[Slot, torch.Tensor]]
+        self, slots: Iterable[ParameterSum], largest: torch.Tensor, alone: Iterable[tuple[ParameterSum, torch.Tensor]]
     ) -> None:
         """Check, before the gate, that all computed gradients were reduced. Raises `StepError` otherwise.
 

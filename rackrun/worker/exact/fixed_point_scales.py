@@ -14,14 +14,14 @@ import torch
 
 from rackrun.errors import UsageError
 
-__all__ = ["Fit", "Scales", "Width", "fit", "width_of"]
+__all__ = ["AttemptScales", "Scales", "BitBudget", "fit", "width_of"]
 
 _RESOLUTION_BITS_MIN = 14
 _DECAY = 0.9
 
 
 @dataclass(frozen=True)
-class Width:
+class BitBudget:
     """How the bits of a value are divided: ``headroom`` for growth from one step to the next, and a share for each
     shard of the rest."""
 
@@ -37,12 +37,12 @@ class Width:
 
 
 _WIDTHS = {
-    "exact": Width(torch.int32, torch.float32, bits=32, headroom=3),
-    "exact64": Width(torch.int64, torch.float64, bits=64, headroom=16),
+    "exact": BitBudget(torch.int32, torch.float32, bits=32, headroom=3),
+    "exact64": BitBudget(torch.int64, torch.float64, bits=64, headroom=16),
 }
 
 
-def width_of(reduction: str, shards: int) -> Width | None:
+def width_of(reduction: str, shards: int) -> BitBudget | None:
     """Return the width for ``reduction``; None for ``"fast"`` and ``"none"``. Raises `UsageError` for an unknown value,
     and when ``shards`` leave too few bits for each."""
     if reduction in ("fast", "none"):
@@ -69,9 +69,11 @@ class Scales:
         """fp32, by slot; 0 until a gradient other than 0 was seen."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the largest magnitudes, a tensor of shape (slots,) in fp32."""
         return {"largest": self.largest}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy a `state_dict` in place. The number of slots must be the same."""
         self.largest.copy_(state["largest"])
 
     def seen(self, largest: torch.Tensor) -> None:
@@ -82,7 +84,7 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Fit:
+class AttemptScales:
     """The scales of one attempt, which follow from the expected magnitudes."""
 
     limits: torch.Tensor
@@ -92,13 +94,13 @@ class Fit:
     inverse: list[float]
 
 
-def fit(expected: torch.Tensor, headroom: int, bits: int) -> Fit:
+def fit(expected: torch.Tensor, headroom: int, bits: int) -> AttemptScales:
     """Return the scales at which a gradient at its limit is an integer of ``bits`` bits."""
     exponents = torch.frexp(expected)[1].tolist()  # expected < 2**exponent
     known = (expected > 0).tolist()
     shifts = [min(max(bits - headroom - exponent, -126), 126) for exponent in exponents]
     limits = [math.ldexp(1.0, e + headroom) if known[i] else 0.0 for i, e in enumerate(exponents)]
-    return Fit(
+    return AttemptScales(
         torch.tensor(limits, dtype=torch.float64).float(),
         [math.ldexp(1.0, shift) if known[i] else 0.0 for i, shift in enumerate(shifts)],
         [math.ldexp(1.0, -shift) for shift in shifts],

@@ -108,6 +108,7 @@ class UniqueBuffers:
 
     # -- tracked state
     def state_dict(self) -> dict[str, Any]:
+        """Return the choice of buffers, and every rank's row of them if rows are kept."""
         rows = {} if self._kept is None else {"rows": self._kept}
         return {
             "chosen": list(self._chosen),
@@ -118,6 +119,7 @@ class UniqueBuffers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`; rows move to this rank's device. Its own row is loaded by `take_place`."""
         self._paths, self._row_bytes, self._coming = tuple(state["paths"]), state["row_bytes"], None
         self._chosen = tuple(state.get("chosen", self._paths))
         self.whole_bytes = state.get("whole_bytes", 0)

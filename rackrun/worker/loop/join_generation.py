@@ -29,7 +29,7 @@ from rackrun.worker.loop.resize_support import fixed_because
 from rackrun.worker.membership.worker_membership import Reenter, Superseded
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.process.runtime import Runtime
-from rackrun.worker.restore.live_restore import Callbacks, run_restores, settle_restores
+from rackrun.worker.restore.live_restore import RestoreCallbacks, run_restores, settle_restores
 from rackrun.worker.restore.loop_end import LoopEndState
 from rackrun.worker.restore.reshard_from_snapshots import reshard
 from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot
@@ -63,7 +63,7 @@ class Rejoin:
         self._reports = reports
         self.loop_end = LoopEndState(state)
         self.known_digests: Callable[[], Mapping[str, int]] = dict
-        """Returns digests that are already known, by path (see `rackrun.worker.restore.live_restore.Callbacks`)."""
+        """Returns digests that are already known, by path (see `rackrun.worker.restore.live_restore.RestoreCallbacks`)."""
         self._unlike = ""
         """The last notice printed about numerics: how the state that this process took over was computed differently.
         """
@@ -251,7 +251,7 @@ class Rejoin:
                     self._state,
                     world.replica_class,
                     self._runtime.device,
-                    Callbacks(
+                    RestoreCallbacks(
                         lambda: world.superseded(plan.generation),
                         world.stages.reached,
                         self.known_digests,

@@ -64,6 +64,7 @@ class _OneRankNccl:
         self._device = torch.device("cpu")
 
     def connect(self, device: torch.device) -> None:
+        """Build a communicator of this rank alone on ``device``."""
         self._device = device
         options = dist.ProcessGroupNCCL.Options()
         # Blocking, as in the job's own communicators: torch would choose non-blocking mode for an eager connection.
@@ -72,6 +73,7 @@ class _OneRankNccl:
         self._group.eager_connect_single_device(device)
 
     def use(self) -> None:
+        """Run one small sum in a stream of its own, and wait for it."""
         stream = torch.cuda.Stream(self._device)  # the spare's trial step may still be running in the default stream
         with torch.cuda.stream(stream):
             work = self._group.allreduce([torch.zeros(1, device=self._device)])
@@ -80,6 +82,7 @@ class _OneRankNccl:
         stream.synchronize()
 
     def drop(self) -> None:
+        """Abort the communicator. A second call does nothing."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()  # as with every other communicator here; after an abort it is never destroyed

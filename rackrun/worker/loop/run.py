@@ -29,7 +29,7 @@ from rackrun.worker.membership.worker_membership import Reenter, Scope
 from rackrun.worker.process.log_values import log_values
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
-from rackrun.worker.script.rank_changes import Places
+from rackrun.worker.script.rank_changes import RankChangeHooks
 from rackrun.worker.script.script_checks import ScriptChecks
 from rackrun.worker.script.second_loop import ONE_LOOP, second_loop
 from rackrun.worker.script.user_line import user_line
@@ -109,7 +109,7 @@ class Run:
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.microbatch_collectives = MicrobatchCollectives(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
-        self._places = Places(lambda: (self.rank, self.world_size))
+        self._places = RankChangeHooks(lambda: (self.rank, self.world_size))
         self._checks = ScriptChecks(
             runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
         )

@@ -49,12 +49,12 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_audited, is_looked_at
 from rackrun.worker.steps.hang_deadlines import HangDeadlines
-from rackrun.worker.steps.multi_part_steps import Parts
+from rackrun.worker.steps.multi_part_steps import MultiPartWatch
 from rackrun.worker.steps.post_gate import PostGateFailures
 from rackrun.worker.steps.recorded_units import RecordedUnit, RecordedUnits
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
-from rackrun.worker.steps.unit_undo import Undo, changed_between
+from rackrun.worker.steps.unit_undo import UnitUndo, changed_between
 from rackrun.worker.tensors.readback import Readback
 
 __all__ = ["MainHandover", "UnitRunner"]
@@ -101,8 +101,8 @@ class UnitRunner:
         self._state, self._seed = state, batches.plan.seed
         # Where the batch follows the world size a shrunk world trains differently: report no shards.
         shards = 0 if batches.scale else batches.plan.shards
-        self._undo = Undo(state, self._say_once)
-        self._parts = Parts(state)
+        self._undo = UnitUndo(state, self._say_once)
+        self._parts = MultiPartWatch(state)
         self._reports = Reports(runtime, mesh, exact=exact is not None and not batches.scale, shards=shards)
         self._batches, self._rates = batches, LearningRates()
         self._batch: StepBatch | None = None
@@ -176,6 +176,7 @@ class UnitRunner:
     # -- the run
     @property
     def passed(self) -> Position:
+        """The position of the last unit whose gate this rank saw pass."""
         return self._world.passed
 
     @property
@@ -859,7 +860,7 @@ class UnitRunner:
             )
 
     def _leave_unrestorable(self, at: Position) -> None:
-        """End this process: some rank has changed state that it cannot put back (see `Undo.not_put_back`), and ranks
+        """End this process: some rank has changed state that it cannot put back (see `UnitUndo.not_put_back`), and ranks
         that joined since have copied it."""
         what = f"changed {_listed(self._not_put_back)}" if self._not_put_back else "has a peer that changed its state"
         leave(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rackrun.link.heartbeat_page import HeartbeatPage
     from rackrun.worker.membership.elastic_group import ElasticGroup
 
-__all__ = ["BlockedCollective", "Call"]
+__all__ = ["BlockedCollective", "BlockedCall"]
 
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource", "batch"})
 """Operations that are not in the order of the group's collectives."""
@@ -34,7 +34,7 @@ _OF_ALL = frozenset({"allreduce", "allreduce_coalesced", "allgather", "allgather
 """Collectives in which each rank's result depends on the input of every rank."""
 
 
-class Call(NamedTuple):
+class BlockedCall(NamedTuple):
     """The ``number``-th collective that this rank has called in ``group`` in this generation. ``needs_all``: whether it
     ends only when all members have called it."""
 
@@ -62,7 +62,7 @@ class BlockedCollective:
         self._futures.clear()
         self._elsewhere = False
 
-    def count(self, group: ElasticGroup, name: str, result: Any) -> Call | None:
+    def count(self, group: ElasticGroup, name: str, result: Any) -> BlockedCall | None:
         """Count a collective that has begun without an error, and return its place; None for point-to-point
         operations."""
         if name in _POINT_TO_POINT:
@@ -72,7 +72,7 @@ class BlockedCollective:
         key = _tree_of(group.key) if name in _TREE else group.key
         number = self._called[key] = self._called.get(key, 0) + 1
         needs_all = name == "barrier" or (name in _OF_ALL and elements(result) > 0)
-        return Call(key, number, needs_all)
+        return BlockedCall(key, number, needs_all)
 
     def future_given(self, work: object) -> None:
         """Record that a future of ``work`` exists."""
@@ -82,7 +82,7 @@ class BlockedCollective:
         """Record that the callbacks of ``work``'s future have returned."""
         self._futures.discard(work)
 
-    def report(self, call: Call | None, generation: int, groups: Iterable[ElasticGroup]) -> None:
+    def report(self, call: BlockedCall | None, generation: int, groups: Iterable[ElasticGroup]) -> None:
         """Write to the heartbeat page that the main thread is blocked in ``call``, a collective of ``generation`` that
         cannot end before all members have called it, and how many collectives this rank has called in each of
         ``groups``.

@@ -24,7 +24,7 @@ from rackrun.worker.device.device_queue import DeviceQueue, StreamEvent
 if TYPE_CHECKING:
     from rackrun.link.heartbeat_page import HeartbeatPage
     from rackrun.worker.communicators.communicator import Communicator
-    from rackrun.worker.membership.blocked_collective import Call
+    from rackrun.worker.membership.blocked_collective import BlockedCall
 
 __all__ = ["Entered", "CollectiveProgress"]
 
@@ -44,7 +44,7 @@ class Entered:
         """The collective's work, until somebody waits for it; not longer, because it holds the memory of the result."""
         self.communicator: Communicator | None = None
         """The communicator of ``work``."""
-        self.call: Call | None = None
+        self.call: BlockedCall | None = None
         """The place of the collective among those of its group; None before it begins, and for an operation of only
         some members."""
         self.over = False

@@ -83,6 +83,7 @@ class GuardedWork(dist.Work):
         self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the collective; a broken one leaves the loopback's result. Raises `RuntimeError` for a misuse."""
         del timeout
         if self._on_device:
             self._wait_on_device()
@@ -208,6 +209,7 @@ class GuardedWork(dist.Work):
         return self._over or (self._entered.is_passed() if self._on_device else self._work.is_completed())
 
     def is_success(self) -> bool:
+        """Return whether it is over, by a break too."""
         return self.is_completed()
 
     def result(self) -> Any:

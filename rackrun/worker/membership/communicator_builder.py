@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.worker.communicators.communicator import COLLECTIVE_TIMEOUT, Communicator
-from rackrun.worker.communicators.exchange_rooms import Rooms
+from rackrun.worker.communicators.exchange_rooms import ExchangeRooms
 from rackrun.worker.communicators.exchange_store import ExchangeStore
 from rackrun.worker.communicators.gate_tree import with_gate_tree
 from rackrun.worker.communicators.gloo import GlooCommunicator
@@ -172,9 +172,9 @@ class Builder(threading.Thread):
         build = partial(_build_when_all_have_come, self._device, rooms, self._handshakes, name)
         return OnDemand(build, rooms.close, rank, size, self._queue)
 
-    def _new_rooms(self) -> Rooms:
+    def _new_rooms(self) -> ExchangeRooms:
         address, token, generation = self._plan.store, self._token, self._plan.generation
-        return Rooms(lambda name: ExchangeStore(address, token, f"{generation}/{name}"))
+        return ExchangeRooms(lambda name: ExchangeStore(address, token, f"{generation}/{name}"))
 
     def _keep(self, group: ElasticGroup, communicator: Communicator) -> Communicator:
         """Store the communicator for its group; break it at once if the build was abandoned."""
@@ -193,7 +193,7 @@ def _meet(store: ExchangeStore, rank: int, size: int, timeout: timedelta) -> Non
 
 
 def _build_when_all_have_come(
-    device: torch.device, rooms: Rooms, handshakes: Handshakes, group: str, part: str, rank: int, size: int
+    device: torch.device, rooms: ExchangeRooms, handshakes: Handshakes, group: str, part: str, rank: int, size: int
 ) -> Communicator:
     """Build a communicator at its first use.
 

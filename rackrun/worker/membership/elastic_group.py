@@ -64,9 +64,11 @@ class ElasticGroup(dist.ProcessGroup):
 
     # -- identity: torch reads it under several names
     def rank(self) -> int:
+        """Return this process's rank in the group, which may change with the generation."""
         return self._group_rank
 
     def size(self) -> int:
+        """Return the number of ranks in the group."""
         return len(self.ranks)
 
     getRank = rank  # noqa: N815
@@ -310,10 +312,12 @@ class ElasticGroup(dist.ProcessGroup):
         return on_device.cpu()
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Reduce in place over all ranks. Alone or broken, every peer counts as equal to this rank."""
         opts = opts or dist.AllreduceOptions()
         return self._run("allreduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Reduce several tensors in place; on a device, or of several dtypes, one after the other."""
         opts = opts or dist.AllreduceCoalescedOptions()
         plain = dist.AllreduceOptions()
         plain.reduceOp = opts.reduceOp
@@ -326,6 +330,7 @@ class ElasticGroup(dist.ProcessGroup):
         return CompletedWork(tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Broadcast in place. During set-up, newcomers receive what the root published when the job began."""
         opts = opts or dist.BroadcastOptions()
         loopback = _nothing
         if self.world.in_setup and self.size() > 1 and not self._asks_nobody:
@@ -340,6 +345,7 @@ class ElasticGroup(dist.ProcessGroup):
         return self._run("broadcast", tensors, loopback, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Reduce to the root, in place; the contents on other ranks are undefined afterwards."""
         opts = opts or dist.ReduceOptions()
         return self._run("reduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
 
@@ -374,6 +380,7 @@ class ElasticGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Reduce ``inputs[i][r]`` over all ranks into ``outputs[i]`` of rank r."""
         opts = opts or dist.ReduceScatterOptions()
 
         if len(outputs) == 1 and outputs[0].device.type == "cpu" and len({tensor.numel() for tensor in inputs[0]}) == 1:
@@ -387,6 +394,7 @@ class ElasticGroup(dist.ProcessGroup):
         return self._run("reduce_scatter", outputs, loopback, outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        """Reduce ``input`` over all ranks; ``output`` becomes this rank's equal part of it."""
         opts = opts or dist.ReduceScatterOptions()
 
         def loopback() -> None:
@@ -461,6 +469,7 @@ class ElasticGroup(dist.ProcessGroup):
         return self._run("send", tensors, _nothing, tensors, peer, tag)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
+        """Receive into ``tensors`` from ``peer``, a rank of the group; zeros if the generation is broken."""
         self._check_not_coalesced(tensors)
         return self._run("recv", tensors, lambda: _zero(tensors), tensors, peer, tag)
 

@@ -18,7 +18,8 @@ _GRACE_S = 0.1
 class Abandonable(Protocol):
     """A collective that can be abandoned."""
 
-    def abandon(self) -> None: ...
+    def abandon(self) -> None:
+        """End the wait for its result: the future completes, with a value that does not count."""
 
 
 class InflightCollectives:

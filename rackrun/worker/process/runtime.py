@@ -84,6 +84,7 @@ class Runtime:
 
     @property
     def spare(self) -> bool:
+        """Whether this process was started as a spare; False without an agent."""
         return self.boot is not None and self.boot.spare
 
     def _init_groups(self, boot: Boot | None) -> tuple[int, int]:

@@ -49,7 +49,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import copy_bytes, pack
 
-__all__ = ["Callbacks", "run_restores", "settle_restores"]
+__all__ = ["RestoreCallbacks", "run_restores", "settle_restores"]
 
 _HEADER, _MANIFEST, _SMALL, _DIGESTS, _OFFER, _ANSWER, _PIECES = 0, 1, 2, 3, 4, 5, 16  # message tags
 _SEND, _HAVE_READ = 0, 1
@@ -70,7 +70,7 @@ def settle_restores() -> None:
 
 
 @dataclass(frozen=True)
-class Callbacks:
+class RestoreCallbacks:
     """Functions of the worker that a restore calls."""
 
     overtaken: Callable[[], bool]
@@ -90,7 +90,7 @@ def run_restores(
     state: TrackedState,
     replica_class: str,
     device: torch.device,
-    callbacks: Callbacks,
+    callbacks: RestoreCallbacks,
 ) -> StateManifest | None:
     """Take part in all restores of the plan, as source or as newcomer. Returns the source's manifest on a newcomer,
     else None.
@@ -119,7 +119,7 @@ def _send(
     source: StateSource,
     replica_class: str,
     device: torch.device,
-    callbacks: Callbacks,
+    callbacks: RestoreCallbacks,
 ) -> None:
     manifest, tensors = source.manifest(replica_class), source.tensors()
     refuse_freed(tensors)
@@ -155,7 +155,7 @@ def _receive(
     world: Communicator,
     state: TrackedState,
     device: torch.device,
-    callbacks: Callbacks,
+    callbacks: RestoreCallbacks,
 ) -> StateManifest:
     lead = restore.sources[0]
     header = torch.zeros(1, dtype=torch.int64)

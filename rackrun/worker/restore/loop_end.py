@@ -19,7 +19,7 @@ from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
-from rackrun.worker.tensors.undo_copies import NoRoom, UndoCopies, place_for
+from rackrun.worker.tensors.undo_copies import NoMemoryForCopies, UndoCopies, place_for
 from rackrun.worker.torch_compat.data_parallel import fsdp
 
 __all__ = ["LoopEndState", "StateSource"]
@@ -28,9 +28,11 @@ __all__ = ["LoopEndState", "StateSource"]
 class StateSource(Protocol):
     """The state that a newcomer receives: the current one, or a former one."""
 
-    def manifest(self, replica_class: str) -> StateManifest: ...
+    def manifest(self, replica_class: str) -> StateManifest:
+        """Return the description of the state, for replicas of ``replica_class``."""
 
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return path -> tensor of the state, without copies."""
 
 
 class LoopEndState:
@@ -68,7 +70,7 @@ class LoopEndState:
             return
         try:
             place = place_for(sum(tensor.nbytes for tensor in tensors.values()), self._state.device)
-        except NoRoom:
+        except NoMemoryForCopies:
             self._digests = digests_by_path(tensors)
         else:
             self._copies.take(tensors, place)

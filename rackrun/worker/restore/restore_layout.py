@@ -11,7 +11,15 @@ import torch
 from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.tensors.tensor_bytes import digest, digests, pack
 
-__all__ = ["PIECE_BYTES_MAX", "PIECE_BYTES_MIN", "ROUND_BYTES", "ROUND_PIECES", "SMALL_BYTES", "RestoreLayout", "Piece"]
+__all__ = [
+    "PIECE_BYTES_MAX",
+    "PIECE_BYTES_MIN",
+    "ROUND_BYTES",
+    "ROUND_PIECES",
+    "SMALL_BYTES",
+    "RestoreLayout",
+    "TensorPiece",
+]
 
 SMALL_BYTES = 64 * 2**10
 """Tensors of up to this many bytes are sent packed together."""
@@ -26,7 +34,7 @@ ROUND_PIECES = 64
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """Bytes ``start`` to ``stop`` of the tensor at ``path``, and the rank that gives them."""
 
     path: str
@@ -36,6 +44,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
+        """The size of the piece in bytes."""
         return self.stop - self.start
 
 
@@ -49,7 +58,7 @@ class RestoreLayout:
         self.large = [info.path for info in manifest.tensors if info.nbytes > SMALL_BYTES]
         self.lead, self.second = sources[0], sources[1 % len(sources)]
         """The source that sends the small tensors, and the source whose digest of them counts."""
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorPiece] = []
         self.checker: dict[str, int] = {}
         """Path of each large tensor -> the source whose digest counts: not the one that gives its first piece, if there
         is another.
@@ -63,7 +72,7 @@ class RestoreLayout:
             size = self.infos[path].nbytes
             for start in range(0, size, step):
                 source = min(sources, key=lambda one: (given[one], sources.index(one)))
-                piece = Piece(path, start, min(start + step, size), source)
+                piece = TensorPiece(path, start, min(start + step, size), source)
                 given[source] += piece.nbytes
                 self.pieces.append(piece)
                 if not start and not _is_buffer(path):

@@ -16,7 +16,7 @@ import torch
 
 from rackrun.worker.communicators.communicator import COLLECTIVE_TIMEOUT, Communicator
 from rackrun.worker.device.device_queue import queue_of, wait_until
-from rackrun.worker.restore.restore_layout import Piece, RestoreLayout
+from rackrun.worker.restore.restore_layout import RestoreLayout, TensorPiece
 from rackrun.worker.state.state_manifest import TensorInfo
 from rackrun.worker.tensors.tensor_bytes import dense_bytes
 
@@ -58,6 +58,7 @@ class Transfer:
         self._work, self._limited = work, limited
 
     def wait(self) -> None:
+        """Wait for the transfer. Raises `RuntimeError` if it failed."""
         if self._work is None:  # NCCL: it is in the current stream already
             return
         if self._limited:
@@ -138,7 +139,7 @@ class SendBuffers:
         """Path and bytes of the last tensor that had to be made contiguous, because its other pieces follow; None
         before."""
 
-    def piece(self, piece: Piece) -> torch.Tensor:
+    def piece(self, piece: TensorPiece) -> torch.Tensor:
         """Return the bytes of ``piece``, 1-d uint8, on the sending device."""
         part = self._flat(piece.path)[piece.start : piece.stop]
         return part if part.device.type == self._device.type else part.to(self._device)

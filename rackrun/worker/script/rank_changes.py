@@ -11,10 +11,10 @@ from rackrun.worker.data.rng import undrawn
 from rackrun.worker.process.reports import say
 from rackrun.worker.script.user_line import keeps_something, user_line
 
-__all__ = ["MainOnly", "Places"]
+__all__ = ["MainOnly", "RankChangeHooks"]
 
 
-class Places:
+class RankChangeHooks:
     """Callbacks and rank-0 objects of one entry of ``main``. ``place``: returns (rank, number of ranks)."""
 
     def __init__(self, place: Callable[[], tuple[int, int]]) -> None:

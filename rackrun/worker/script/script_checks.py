@@ -31,7 +31,7 @@ from rackrun.worker.steps.step import Step
 from rackrun.worker.torch_compat import unhooked_calls, zero_grad
 from rackrun.worker.torch_compat.data_parallel import ddp
 
-__all__ = ["Reading", "ScriptChecks"]
+__all__ = ["LoaderPass", "ScriptChecks"]
 
 _LITTLE = 64
 """Gradients count as not reduced if fewer elements than one in this many went through collectives, compressed or
@@ -41,7 +41,7 @@ _GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 @dataclass
-class Reading:
+class LoaderPass:
     """One iteration over a loader: how many micro-batches it has, the script's line, how many were taken, and whether
     it is over."""
 
@@ -85,7 +85,7 @@ class ScriptChecks:
         self._function: Callable[..., Any] = lambda: None
         self._steps = 0
         self.loop_over = False
-        self._readings: list[Reading] = []
+        self._readings: list[LoaderPass] = []
         self._weight_reads = 0
         """Reads of the current step's weight when its last micro-batch was delivered or the loader was exhausted."""
         self._strays: dict[int, tuple[weakref.ref[torch.Tensor], _Stray]] = {}
@@ -174,20 +174,20 @@ class ScriptChecks:
         elif self._world.scope is Scope.OUTSIDE and not self._read_between:
             self._read_between = user_line()
 
-    def begin_iteration(self, micro_batches: int) -> Reading:
+    def begin_iteration(self, micro_batches: int) -> LoaderPass:
         """Begin an iteration over a loader with this many micro-batches."""
-        reading = Reading(micro_batches, user_line())
+        reading = LoaderPass(micro_batches, user_line())
         if self._step is not None:
             self._readings.append(reading)
         return reading
 
-    def record_delivery(self, reading: Reading) -> None:
+    def record_delivery(self, reading: LoaderPass) -> None:
         """Note that a micro-batch of ``reading`` is about to be delivered."""
         reading.taken += 1
         if self._step is not None:
             self._weight_reads = self._step._weight_reads
 
-    def record_generator_use(self, reading: Reading, name: str, generator: Any) -> None:
+    def record_generator_use(self, reading: LoaderPass, name: str, generator: Any) -> None:
         """Print a notice if the data set has drawn from a ``generator`` of its own; ``generator`` None: in one of the
         loader's processes."""
         if name and (generator is None or not is_kept(getattr(generator, "bit_generator", generator), self._state)):
@@ -200,7 +200,7 @@ class ScriptChecks:
                 + ("; or give the generator to run.track." if generator is not None else "."),
             )
 
-    def end_iteration(self, reading: Reading) -> None:
+    def end_iteration(self, reading: LoaderPass) -> None:
         """Note that the loader is exhausted."""
         reading.over = True
         if self._step is not None:

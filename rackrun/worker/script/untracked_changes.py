@@ -31,7 +31,7 @@ from rackrun.worker.tensors.freed_tensors import is_freed
 from rackrun.worker.tensors.tensor_bytes import host_memory, local_part
 from rackrun.worker.torch_compat.data_parallel import ddp
 
-__all__ = ["Change", "UntrackedChanges", "is_kept"]
+__all__ = ["UntrackedChange", "UntrackedChanges", "is_kept"]
 
 _DEPTH_MAX = 4
 _THINGS_MAX = 2000
@@ -44,7 +44,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 
 
 @dataclass(frozen=True)
-class Change:
+class UntrackedChange:
     """An object that was found changed twice."""
 
     name: str
@@ -75,7 +75,7 @@ class UntrackedChanges:
 
     def after_step(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Change]:
+    ) -> list[UntrackedChange]:
         """Look for changes after a step, and return those that were not reported yet."""
         self._steps += 1
         if self._steps > 4 and self._steps & (self._steps - 1) and not self._some_once:
@@ -91,7 +91,7 @@ class UntrackedChanges:
             self._some_once |= seen.changes == 1
             if seen.changes > 1 and not seen.told:
                 seen.told = True
-                found.append(Change(name, type(thing).__name__, line_of_name(function, root), kept))
+                found.append(UntrackedChange(name, type(thing).__name__, line_of_name(function, root), kept))
         return found
 
 

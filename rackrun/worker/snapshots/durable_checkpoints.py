@@ -19,7 +19,7 @@ from pathlib import Path
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.base.location import parse_location
-from rackrun.checkpoint.base.messages import Complaints
+from rackrun.checkpoint.base.messages import SaveWarnings
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import InUse, Lease
@@ -93,7 +93,7 @@ class DurableCheckpoints:
         """Step -> whether its checkpoint is complete, as far as this rank has checked."""
         ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._buffers = CheckpointBuffers(ranks, self._device.pin, self._device.unpin)
-        self._complaints = Complaints()
+        self._warnings = SaveWarnings()
         token = runtime.boot.token if runtime.boot else ""
         self._owner = content_digest(token.encode())[:16] if token else ""
         """The job's name in the lease; "" for a job without a token, which takes no lease."""
@@ -107,8 +107,8 @@ class DurableCheckpoints:
         resumption = Resumption(self._world, self._state, self._store, self._options.facts)
         position, life = resumption.run(self._take_lease() if self._world.rank == 0 else None)
         if self._lease is not None:
-            self._lease.epoch = life
-            sweep(self._store, epoch=life)
+            self._lease.fencing_token = life
+            sweep(self._store, fencing_token=life)
             self._lease.keep(self._complain)
         if position is not None:
             self._reports.copied("resume", position.step, seconds=time.monotonic() - began)
@@ -363,12 +363,12 @@ class DurableCheckpoints:
             collect(
                 self._store,
                 Retention(self._options.keep),
-                epoch=life,
+                fencing_token=life,
                 now=time.time,
                 orphan_ttl_s=_ORPHANS_S,
                 finished=step if not last else -1,
                 began=self._state.lineage.began,
-                over=lambda epoch: self._lease is not None and not self._lease.lost and epoch < life,
+                over=lambda token: self._lease is not None and not self._lease.lost and token < life,
             )
 
     def _failed(self, step: int, why: str, reason: str = "") -> None:
@@ -378,4 +378,4 @@ class DurableCheckpoints:
 
     def _complain(self, what: str, reason: str = "") -> None:
         """Print a complaint once for each reason, because a full disk stays full."""
-        self._complaints.say(self._world.rank, what, reason)
+        self._warnings.say(self._world.rank, what, reason)

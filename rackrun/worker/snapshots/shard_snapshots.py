@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, Observed, choose_interval
+from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, ObservedCosts, choose_interval
 from rackrun.checkpoint.image.host_copies import ImageCopy, copies_from
 from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.boot import SNAPSHOT_JOB
@@ -140,7 +140,7 @@ class Snapshots:
         """Return the number of steps between two snapshots. It is a power of two, so that noise in the estimates seldom
         changes it, and the former interval need not be known."""
         size = self._runtime.world.size
-        observed = Observed(
+        observed = ObservedCosts(
             steps=1,
             step_ns=round(gate.step_s / size * 1e9),
             snapshots=1,
@@ -225,7 +225,7 @@ class Snapshots:
         if self._fds[0] < 0 or self._arenas.complete:
             return
         size = self._images.describe("").layout.total_bytes if size is None else size
-        self._arenas.ahead(size, rank=self._runtime.world.rank, epoch=self._runtime.world.generation)
+        self._arenas.ahead(size, rank=self._runtime.world.rank, fencing_token=self._runtime.world.generation)
 
     def expect(self) -> None:
         """Begin to allocate memory like `warm`, perhaps before the first step, with room for what optimizers will hold.
@@ -249,7 +249,7 @@ class Snapshots:
         memory."""
         world = self._runtime.world
         arena = self._arenas.arena(
-            slot, size, rank=world.rank, epoch=world.generation, waiting=self._runtime.page.progress
+            slot, size, rank=world.rank, fencing_token=world.generation, waiting=self._runtime.page.progress
         )
         for info in arena.slots():
             if info.number == named and info.manifest_digest:  # the step is being done again

@@ -58,11 +58,11 @@ class SnapshotMemory:
         """Whether each arena exists, is being allocated, or could not be."""
         return not self._lacking()
 
-    def ahead(self, size: int, *, rank: int, epoch: int) -> None:
+    def ahead(self, size: int, *, rank: int, fencing_token: int) -> None:
         """Begin to allocate the missing arenas for images of ``size`` bytes, and return at once. Existing ones stay,
         whatever their size, because they may hold a snapshot."""
         for slot in self._lacking():
-            self._make(slot, size, self._threads_beside, rank=rank, epoch=epoch)
+            self._make(slot, size, self._threads_beside, rank=rank, fencing_token=fencing_token)
 
     def stop(self) -> None:
         """Give up allocations in progress, because they will not be needed. Their threads end soon."""
@@ -71,7 +71,7 @@ class SnapshotMemory:
                 making.wanted = False
 
     def arena(
-        self, slot: int, size: int, *, rank: int, epoch: int, waiting: Callable[[], None] = lambda: None
+        self, slot: int, size: int, *, rank: int, fencing_token: int, waiting: Callable[[], None] = lambda: None
     ) -> Arena:
         """Return the arena in ``slot`` with room for an image of ``size`` bytes. A smaller one is replaced, and its
         content lost.
@@ -90,7 +90,7 @@ class SnapshotMemory:
                 self._device.unpin(arena.memory()[0])
                 arena.close()
                 self._arenas[slot] = None
-            making = self._make(slot, size, self._threads_alone, rank=rank, epoch=epoch)
+            making = self._make(slot, size, self._threads_alone, rank=rank, fencing_token=fencing_token)
             self._wait(making, waiting)
             if making.error is not None:
                 self._making[slot] = None
@@ -110,7 +110,7 @@ class SnapshotMemory:
             making.thread.join(_SLICE_S)
             waiting()
 
-    def _make(self, slot: int, size: int, threads: int, *, rank: int, epoch: int) -> _Making:
+    def _make(self, slot: int, size: int, threads: int, *, rank: int, fencing_token: int) -> _Making:
         making = self._making[slot] = _Making(with_spare_room(size), threads)
 
         def make() -> None:
@@ -118,7 +118,7 @@ class SnapshotMemory:
                 with self._one_by_one:
                     if self._arenas[slot] is not None:
                         return  # an earlier allocation finished just after it was given up
-                    self._arenas[slot] = arena = self._made(slot, size, making, rank, epoch)
+                    self._arenas[slot] = arena = self._made(slot, size, making, rank, fencing_token)
                 self._device.pin(*arena.memory())
             except BaseException as error:  # noqa: BLE001 - raised by who needs it
                 making.error = error
@@ -127,7 +127,7 @@ class SnapshotMemory:
         making.thread.start()
         return making
 
-    def _made(self, slot: int, size: int, making: _Making, rank: int, epoch: int) -> Arena:
+    def _made(self, slot: int, size: int, making: _Making, rank: int, fencing_token: int) -> Arena:
         if not making.wanted:
             raise CheckpointError("an arena is not wanted any more.", remedy="none needed.")
         if not any(self._arenas):  # better to refuse now than to have the kernel end a process later
@@ -137,7 +137,7 @@ class SnapshotMemory:
             self._fds[slot],
             job=SNAPSHOT_JOB,
             rank=rank,
-            epoch=epoch,
+            fencing_token=fencing_token,
             slots=1,
             payload_bytes=making.size,
             populating=Populating(making.threads, lambda: making.wanted),

@@ -22,13 +22,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from rackrun.worker.tensors import module_walk
 from rackrun.worker.tensors.tensor_lists import are_plain, same_objects, versions, versions_of_plain
 
-__all__ = ["Structure"]
+__all__ = ["ModuleStructure"]
 
 _DICTIONARIES = attrgetter("_modules", "_parameters", "_buffers")
 _NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
 
 
-class Structure:
+class ModuleStructure:
     """The modules, parameters and buffers of ``roots`` (tracked name -> module), with their paths, as they were when this
     was made. Callers must not change its lists. A module that two roots share is listed twice, a parameter or a buffer
     once."""
@@ -108,7 +108,7 @@ class Structure:
         """Return the versions of all parameters (see `rackrun.worker.tensors.tensor_lists.versions`)."""
         return versions_of_plain(self.parameters) if self._are_plain else versions(self.parameters)
 
-    def differs(self, before: Structure) -> str:
+    def differs(self, before: ModuleStructure) -> str:
         """Return the first difference because of which a copy of this structure's tensors would not fit into
         ``before``, for a message.
 

@@ -10,7 +10,7 @@ import torch
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.worker.state.shardings import Sharding
 
-__all__ = ["Changes", "Lineage", "StateManifest", "Modes", "TensorInfo"]
+__all__ = ["ChangedTensors", "Lineage", "StateManifest", "ModelModes", "TensorInfo"]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +34,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
+        """The size of the tensor in bytes, dense."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
@@ -57,7 +58,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
         return torch.as_strided(typed, self.shape, self.strides) if self.strides else typed.view(self.shape)
 
 
-class Changes(msgspec.Struct, frozen=True):
+class ChangedTensors(msgspec.Struct, frozen=True):
     """What the script was seen to change and when: paths of tensors (`rackrun.worker.steps.unit_undo`)."""
 
     early: tuple[str, ...] = ()
@@ -70,13 +71,13 @@ class Changes(msgspec.Struct, frozen=True):
     """Whether steps have several parts, and go on after their first ``optimizer.step()``
     (`rackrun.worker.steps.multi_part_steps`)."""
 
-    def union(self, other: Changes) -> Changes:
+    def union(self, other: ChangedTensors) -> ChangedTensors:
         """Return the changes that either of the two holds. ``parts``, on which all ranks agree, is this one's."""
         phases = {
             name: _united(self.phases.get(name, ()), other.phases.get(name, ()))
             for name in (*self.phases, *(name for name in other.phases if name not in self.phases))
         }
-        return Changes(_united(self.early, other.early), _united(self.moving, other.moving), phases, self.parts)
+        return ChangedTensors(_united(self.early, other.early), _united(self.moving, other.moving), phases, self.parts)
 
 
 def _united(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ class Lineage(msgspec.Struct, frozen=True):
     """Settings that must be equal for a resumed run to be the same training."""
     entered: Position = BEGIN
     """The position that was committed when all ranks last entered ``main`` again; `BEGIN` if they have not."""
-    changes: Changes = Changes()
+    changes: ChangedTensors = ChangedTensors()
 
     @property
     def since(self) -> Position:
@@ -105,7 +106,7 @@ class Lineage(msgspec.Struct, frozen=True):
         return max(Position(self.began), self.entered)
 
 
-class Modes(msgspec.Struct, frozen=True):
+class ModelModes(msgspec.Struct, frozen=True):
     """Modes of a model that steps and phases have switched since ``run.steps``: path -> value.
 
     What ``main`` sets before is not included, so that a job may resume with another choice.
@@ -128,7 +129,7 @@ class StateManifest(msgspec.Struct, frozen=True):
     whole: dict[str, int] = {}
     """Digests, by path, of the tensors that this rank holds as a whole, where not all ranks are replicas. They show
     whether all ranks hold the same."""
-    modes: Modes = Modes()
+    modes: ModelModes = ModelModes()
     numerics: dict[str, str] = {}
     """The hardware, libraries and settings that the state was computed with (`rackrun.worker.device.numerics`)."""
     key_orders: dict[str, tuple[str, ...]] = {}

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, like, with_tensors, without_tensors
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import Structure
+from rackrun.worker.state.module_structure import ModuleStructure
 from rackrun.worker.state.optimizer_groups import OptimizerGroups
 from rackrun.worker.state.scaler_state import ScalerState, scaler_as_tracked
 from rackrun.worker.state.shardings import part_like, take_part
-from rackrun.worker.state.state_manifest import Lineage, Modes, StateManifest, TensorInfo
+from rackrun.worker.state.state_manifest import Lineage, ModelModes, StateManifest, TensorInfo
 from rackrun.worker.state.tensor_infos import TensorInfos
 from rackrun.worker.state.tracked_generators import as_tracked
 from rackrun.worker.tensors import module_walk
@@ -52,7 +52,7 @@ class TrackedState:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._groups: dict[str, OptimizerGroups] = {}
-        self._structure = Structure({})
+        self._structure = ModuleStructure({})
         self.lineage = Lineage()
         self.numerics: Callable[[], Mapping[str, str]] = dict
         """Returns the hardware, libraries and settings that this process computes with now
@@ -60,7 +60,7 @@ class TrackedState:
         self.filled = 0
         """How often the state was filled from outside. Such writes do not change tensors' versions."""
         self._infos = TensorInfos()
-        self._modes_of_main, self._modes_filled = Modes(), Modes()
+        self._modes_of_main, self._modes_filled = ModelModes(), ModelModes()
         """The modules' modes at ``run.steps``, and the modes in the manifest that this state was filled from last."""
 
     def track(self, name: str, thing: Any) -> None:
@@ -335,21 +335,21 @@ class TrackedState:
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers
-    def _modes_now(self) -> Modes:
-        return Modes(
+    def _modes_now(self) -> ModelModes:
+        return ModelModes(
             {path: parameter.requires_grad for path, parameter in self._parameters_by_path().items()},
             {path: module.training for path, module in self._modules_by_path()},
         )
 
-    def _modes(self) -> Modes:
+    def _modes(self) -> ModelModes:
         """Return the modes switched since ``run.steps``, on this rank or on the one that this state comes from."""
         now, main, filled = self._modes_now(), self._modes_of_main, self._modes_filled
-        return Modes(
+        return ModelModes(
             _switched(now.requires_grad, main.requires_grad, filled.requires_grad),
             _switched(now.training, main.training, filled.training),
         )
 
-    def _put_modes(self, modes: Modes) -> None:
+    def _put_modes(self, modes: ModelModes) -> None:
         self._modes_filled = modes
         trains = {**self._modes_of_main.requires_grad, **modes.requires_grad}
         for path, parameter in self._parameters_by_path().items():
@@ -393,14 +393,15 @@ class TrackedState:
     def _names(self) -> list[str]:
         return [*self.modules, *self.optimizers, *self.others]
 
-    def structure(self, *, glance: bool = False) -> Structure:
+    def structure(self, *, glance: bool = False) -> ModuleStructure:
         """Return the structure of the tracked modules now: the same object as long as it is unchanged. ``glance``:
-        check only what `Structure.seems_to_stand` does."""
+        check only what `ModuleStructure.seems_to_stand` does."""
         if not (self._structure.seems_to_stand() if glance else self._structure.stands(self.modules)):
-            self._structure = Structure(self.modules)
+            self._structure = ModuleStructure(self.modules)
         return self._structure
 
     def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of all tracked modules, as `ModuleStructure` lists them."""
         return self.structure().parameters
 
     def trained(self) -> list[torch.Tensor]:
@@ -516,7 +517,7 @@ class TrackedState:
         """Return `ScalerState.marks` of all tracked scalers."""
         return [other.marks() for other in self.others.values() if isinstance(other, ScalerState)]
 
-    def encode_plain(self, given: Mapping[str, Any] | None = None, structure: Structure | None = None) -> bytes:
+    def encode_plain(self, given: Mapping[str, Any] | None = None, structure: ModuleStructure | None = None) -> bytes:
         """Encode everything that is not a tensor as msgpack.
 
         ``given`` and ``structure``: results of `state_dicts` and `structure` that the caller has just obtained, which

@@ -24,7 +24,7 @@ import torch
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.tensor_lists import marks, storages
 
-__all__ = ["Parts"]
+__all__ = ["MultiPartWatch"]
 
 _PACKAGES = (str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).parent))
 _LOOKED_AT_WHOLE = 3
@@ -32,7 +32,7 @@ _LOOKED_AT_WHOLE = 3
 at every power of two."""
 
 
-class Parts:
+class MultiPartWatch:
     """Watches collectives from a unit's first ``optimizer.step()`` on, to find out whether the script's steps have
     several parts."""
 
@@ -46,6 +46,7 @@ class Parts:
         """Why this script's steps have several parts, for a message; empty while none was seen."""
 
     def begin_unit(self) -> None:
+        """Forget the collectives of the unit before."""
         self._signature, self._because = None, ""
 
     def called(self, name: str, result: Any) -> None:

@@ -69,6 +69,7 @@ class UnitTimes:
         self._seconds: deque[float] = deque(maxlen=64)
 
     def took(self, seconds: float) -> None:
+        """Add the duration of a unit that passed, in seconds."""
         self._seconds.append(seconds)
 
     def resized(self, times: float) -> None:

@@ -34,9 +34,9 @@ from torch import nn
 
 from rackrun.checkpoint.image.plain_values import flatten
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import Structure
+from rackrun.worker.state.module_structure import ModuleStructure
 from rackrun.worker.state.scaler_state import ScalerState
-from rackrun.worker.state.state_manifest import Changes
+from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
@@ -49,11 +49,11 @@ from rackrun.worker.tensors.tensor_lists import (
     versions,
     versions_of_plain,
 )
-from rackrun.worker.tensors.undo_copies import NoRoom, UndoCopies, place_for
+from rackrun.worker.tensors.undo_copies import NoMemoryForCopies, UndoCopies, place_for
 from rackrun.worker.torch_compat import zero_grad
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
-__all__ = ["Undo", "changed_between"]
+__all__ = ["UnitUndo", "changed_between"]
 
 _SMALL_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
@@ -72,7 +72,7 @@ class _Look(NamedTuple):
     """The tracked state as it was found at one moment between two units."""
 
     filled: int
-    structure: Structure
+    structure: ModuleStructure
     dicts: dict[str, Any]
     """The objects' ``state_dict``s (see `TrackedState.state_dicts`)."""
     plain: bytes
@@ -80,7 +80,7 @@ class _Look(NamedTuple):
     """The versions of all parameters."""
 
 
-class Undo:
+class UnitUndo:
     """Remembers the state at the beginning of a unit, and restores it. ``say``: prints once what the copies cost."""
 
     def __init__(  # noqa: PLR0915 - what there is at the start, one line each
@@ -89,8 +89,8 @@ class Undo:
         self._state, self._say = state, say
         self._copies = UndoCopies()
         self._filled = -1
-        self._structure = Structure({})
-        self._made_of: Structure | None = None
+        self._structure = ModuleStructure({})
+        self._made_of: ModuleStructure | None = None
         """The structure of the tracked modules when the last unit began."""
         self._trained_objects: list[torch.Tensor] = []
         self._phase = ""
@@ -261,7 +261,7 @@ class Undo:
         plain = self._state.encode_plain(dicts, structure)
         return _Look(self._state.filled, structure, dicts, plain, structure.versions())
 
-    def _check_made_of(self, structure: Structure) -> None:
+    def _check_made_of(self, structure: ModuleStructure) -> None:
         """Raise `StepError` if a unit has changed the structure of the tracked modules."""
         before, self._made_of = self._made_of, structure
         if before is not None and structure is not before and (difference := structure.differs(before)):
@@ -288,7 +288,7 @@ class Undo:
         fsdp.reshard(look.structure.fsdp)
         self._find_tensors(self._state.structure())
 
-    def _find_tensors(self, structure: Structure) -> None:
+    def _find_tensors(self, structure: ModuleStructure) -> None:
         """Find the tracked tensors, except those that are looked up in every unit."""
         self._structure, self._submodules = structure, structure.modules
         self._parameters, self._free_parameters = self._state.trained_and_free()
@@ -331,7 +331,7 @@ class Undo:
         size = sum(nbytes(copied.values()))
         try:
             place = self._place_for(size)
-        except NoRoom as none:
+        except NoMemoryForCopies as none:
             self._say(
                 f"no memory for a copy of what may have to be undone ({none}): a failure in this unit costs this rank"
             )
@@ -361,7 +361,7 @@ class Undo:
         return {path: known[path] for path in tensors} if known else digests_by_path(tensors)
 
     def _place_for(self, size: int) -> torch.device | None:
-        """Return the device for ``size`` bytes of copies; None for 0 bytes. Raises `NoRoom`."""
+        """Return the device for ``size`` bytes of copies; None for 0 bytes. Raises `NoMemoryForCopies`."""
         if size > self._place[0]:
             first = self._whole and not self._phase and not self._state.lineage.changes.parts
             self._place = size, place_for(size, self._state.device, on_host=first)
@@ -628,7 +628,7 @@ class Undo:
         if not early and not moving and not phase:
             return
         known = self._state.lineage.changes
-        found = Changes(tuple(early), tuple(moving), {self._phase: tuple(phase)} if phase else {})
+        found = ChangedTensors(tuple(early), tuple(moving), {self._phase: tuple(phase)} if phase else {})
         learned = known.union(found)
         if learned != known:
             self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=learned)
@@ -661,7 +661,7 @@ class Undo:
         return (small | (self._structure.norm_buffers & sizes.keys())) - self._free_parameters.keys()
 
     def _free_tensors(
-        self, dicts: Mapping[str, Any] | None = None, structure: Structure | None = None
+        self, dicts: Mapping[str, Any] | None = None, structure: ModuleStructure | None = None
     ) -> dict[str, torch.Tensor]:
         """Return this rank's part of each tensor that no optimizer trains, by path. ``dicts`` and ``structure``: just
         read from `TrackedState`; None reads them."""

@@ -18,7 +18,7 @@ from rackrun.worker.tensors.freed_tensors import is_freed, refuse_freed, refuse_
 from rackrun.worker.tensors.tensor_bytes import dense_bytes, local_part
 from rackrun.worker.tensors.tensor_lists import Fact, Mark, facts, marks, written
 
-__all__ = ["NoRoom", "UndoCopies", "place_for", "same_bits"]
+__all__ = ["NoMemoryForCopies", "UndoCopies", "place_for", "same_bits"]
 
 _ROOM = 2
 """Free memory must be at least this many times the size of the copies."""
@@ -48,6 +48,7 @@ class UndoCopies:
         self._fresh.clear()
 
     def clear(self) -> None:
+        """Drop all copies and free their memory."""
         self._held.clear()
         self._fresh.clear()
 
@@ -158,13 +159,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-class NoRoom(Exception):
+class NoMemoryForCopies(Exception):
     """There is not enough memory for the copies."""
 
 
 def place_for(size: int, device: torch.device, *, on_host: bool = False) -> torch.device | None:
     """Return the device for copies of ``size`` bytes of this rank's state; None for the device that the state is on.
-    Raises `NoRoom`.
+    Raises `NoMemoryForCopies`.
 
     ``on_host``: do not use an accelerator, whose memory may be needed by a step that has not run yet.
     """
@@ -173,5 +174,5 @@ def place_for(size: int, device: torch.device, *, on_host: bool = False) -> torc
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = min((ceiling.free for ceiling in ceilings(None)), default=0)
     if free < _ROOM * size * ranks:
-        raise NoRoom(f"each of {ranks} ranks needs {size} bytes for copies, and {free} bytes are free")
+        raise NoMemoryForCopies(f"each of {ranks} ranks needs {size} bytes for copies, and {free} bytes are free")
     return None if device.type == "cpu" else torch.device("cpu")

@@ -116,7 +116,7 @@ def a_stop_has_no_reason() -> None:
     def finish(original: Any, self: Any, result: Any) -> None:
         original(self, msgspec.structs.replace(result, because="", remedy=""))
 
-    wrap(run_directory.RunPlace, "finish", finish)
+    wrap(run_directory.RunDirectory, "finish", finish)
 
 
 @mutant

@@ -65,7 +65,7 @@ from rackrun.topology.model.errors import TopologyError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Gpu, Rack, Topology, Tray
 
-__all__ = ["COMMANDS", "EVENTS", "Hindsight", "Sat", "Standing", "Trouble"]
+__all__ = ["COMMANDS", "EVENTS", "StateReplay", "SeatChange", "SlotStatus", "Trouble"]
 
 EVENTS = (
     TrayJoined, TrayDescribed, TrayLost, DeviceJudged, DeviceChecked, BreakerClosed, SlowRanksChanged, TimerFired, WorkerElastic,
@@ -73,7 +73,7 @@ EVENTS = (
     LossNotRepeated, TrayStoodStill,
 )  # fmt: skip
 COMMANDS = (StartWorker, CondemnWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
-"""Together with `EVENTS`, everything that `Hindsight` evaluates."""
+"""Together with `EVENTS`, everything that `StateReplay` evaluates."""
 
 Trouble: TypeAlias = Literal["", "lost", "out", "quarantined", "drained", "failing", "unfit", "withheld"]
 """What is wrong with a slot.
@@ -84,7 +84,7 @@ failing but still works. ``unfit``: it must not be taken into use now. ``withhel
 """
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of one slot."""
 
     slot: SlotId
@@ -95,7 +95,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the problem; "": nothing."""
 
 
-class Sat(NamedTuple):
+class SeatChange(NamedTuple):
     """A rank moved to a slot, or was started there again."""
 
     generation: Generation
@@ -104,7 +104,7 @@ class Sat(NamedTuple):
 
 
 @dataclass(slots=True)
-class Hindsight:
+class StateReplay:
     """State of a job at some moment. Pass events and commands to it in their order, then call `finish`."""
 
     config: JobConfig
@@ -120,7 +120,7 @@ class Hindsight:
     """Facts that are found again. Nobody acts on them: what was done is in the commands."""
     generation: Generation = Generation(0)
     seats: dict[Rank, SlotId] = field(default_factory=dict)
-    sat: dict[Rank, list[Sat]] = field(default_factory=dict)
+    sat: dict[Rank, list[SeatChange]] = field(default_factory=dict)
     lost: dict[TrayId, str] = field(default_factory=dict)
     """Lost trays, each with the reason."""
     spares_wanted: int = 0
@@ -308,7 +308,7 @@ class Hindsight:
             worker = Worker(member.slot, member.incarnation)
             sat = self.sat.setdefault(member.rank, [])
             if not sat or sat[-1].worker != worker:
-                sat.append(Sat(plan.generation, at_ms, worker))
+                sat.append(SeatChange(plan.generation, at_ms, worker))
             record = self._occupant(member.slot, member.incarnation)
             if record is not None:
                 record.rank = member.rank
@@ -357,20 +357,20 @@ class Hindsight:
         )
         return Topology.of([Rack(serial="", trays=trays)] if trays else [])
 
-    def standings(self) -> dict[SlotId, Standing]:
+    def standings(self) -> dict[SlotId, SlotStatus]:
         """Return the state of every slot: those of the topology first, then others, because a rank's last slot may no
         longer exist."""
         every = chain((SlotId(seat.slot) for seat in self.topology().seats), self.rack.slots(), self.seats.values())
         ranks = {slot: rank for rank, slot in self.seats.items()}
         return {slot: self._standing(slot, ranks.get(slot)) for slot in dict.fromkeys(every)}
 
-    def _standing(self, slot: SlotId, rank: Rank | None) -> Standing:
+    def _standing(self, slot: SlotId, rank: Rank | None) -> SlotStatus:
         record = self._there(slot)
         spare: Literal["", "starting", "ready"] = ""
         if record is not None and record.rank is None:
             spare = "starting" if record.state is WorkerState.STARTING else "ready"
         trouble, why = self._trouble(slot, rank)
-        return Standing(slot=slot, rank=rank, spare=spare, trouble=trouble, why=why)
+        return SlotStatus(slot=slot, rank=rank, spare=spare, trouble=trouble, why=why)
 
     def _there(self, slot: SlotId) -> WorkerRecord | None:
         record = self.rack.occupants.get(slot)

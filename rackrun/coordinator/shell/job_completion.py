@@ -8,10 +8,10 @@ from typing import Any
 
 from rackrun.protocol.commands import StopJob
 
-__all__ = ["JobEnd"]
+__all__ = ["JobCompletion"]
 
 
-class JobEnd:
+class JobCompletion:
     """The end of one job. Any number of tasks may await it, and each gets the `StopJob`. It is made without an event
     loop."""
 

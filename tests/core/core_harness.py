@@ -1,4 +1,4 @@
-"""A rack to tell events to, and whose answers are looked at. The invariants are checked after every event."""
+"""A control plane that tests tell events to, and its answers. The invariants are checked after every event."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, Parti
 C = TypeVar("C")
 
 
-class Told:
+class CoreHarness:
     """A control plane and what it has answered. Workers are named by their slot: the current incarnation is meant."""
 
     def __init__(self, config: JobConfig) -> None:

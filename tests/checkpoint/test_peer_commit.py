@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from rackrun.checkpoint.commit.peer_commit import CommitDesk, CommitOutcome, Sealed
+from rackrun.checkpoint.commit.peer_commit import CommitOutcome, CommitParticipant, Sealed
 from rackrun.checkpoint.commit.peers import Peers, PeersGone
 
 WORLD = 3
@@ -27,7 +27,7 @@ def store() -> dist.HashStore:
 @pytest.fixture
 def settle(store: dist.HashStore) -> Settle:
     """``settle(number, {rank: what it says}, seconds={rank: how long it waits})``: what each of those ranks hears."""
-    desks = [CommitDesk(Peers(store, rank, WORLD), 1, seconds=60) for rank in range(WORLD)]
+    desks = [CommitParticipant(Peers(store, rank, WORLD), 1, seconds=60) for rank in range(WORLD)]
 
     def one(rank: int, number: int, said: Sealed, seconds: float) -> CommitOutcome | PeersGone:
         desks[rank]._seconds = seconds
