@@ -109,7 +109,8 @@ def _typed(number: int) -> Iterator[None]:
         yield
     except OSError as error:
         kind = IntegrityError if isinstance(error, FileNotFoundError) else Unreadable
-        raise kind(f"checkpoint {number} is not whole: {error}.", remedy="use another checkpoint.") from error
+        what = f"{error.filename} is missing" if kind is IntegrityError and error.filename else str(error)
+        raise kind(f"checkpoint {number} is not whole: {what}.", remedy="use another checkpoint.") from error
 
 
 class DurableStore:

@@ -139,10 +139,9 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
 
     ``began``: the checkpoint that the run of ``epoch`` has restored; -1 when it restored none. A checkpoint stays
     unless a verified one of this run, or of those it began from, supersedes it; the run's own were read back when they
-    were written. None: no run asks, and any verified checkpoint counts. ``now``: Unix time in seconds, like file times.
+    were written, and count as verified. None: no run asks, and any verified checkpoint counts. ``now``: Unix time in seconds, like file times.
 
-    Errors of storage are recorded, not raised. Reads all bytes of the newest checkpoint when none is marked as
-    verified.
+    Errors of storage are recorded, not raised. Reads all bytes of the newest checkpoint when none counts as verified.
     """
     done = Collected()
     try:
@@ -153,7 +152,9 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
         crash_point("retention.synced")
         probation = Probation(store.directory, store.files)
         barred = {*probation.barred(), *(info.number for info in checkpoints if info.path in store.doubtful)}
-        newest_verified = _newest_verified(store, sorted(checkpoints, key=lambda info: info.number in barred))
+        newest_verified = _newest_own(checkpoints, epoch, barred) if began is not None else None
+        if newest_verified is None:
+            newest_verified = _newest_verified(store, sorted(checkpoints, key=lambda info: info.number in barred))
         choice = choose(
             checkpoints,
             retention,
@@ -220,6 +221,12 @@ def _exists(store: DurableStore) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _newest_own(checkpoints: Sequence[CheckpointInfo], epoch: int, barred: Collection[int]) -> int | None:
+    """Return the newest checkpoint of the run of ``epoch``, which has read all its bytes back; None for none."""
+    own = (info.number for info in checkpoints if info.epoch == epoch and info.number not in barred)
+    return max(own, default=None)
 
 
 def _newest_verified(store: DurableStore, checkpoints: Sequence[CheckpointInfo]) -> int | None:
