@@ -106,7 +106,9 @@ def test_ls_says_of_what_is_no_checkpoint_of_its_name_what_it_is_and_once(tmp_pa
     (store.path(2) / "MANIFEST.json").unlink()
     said = rackctl("ckpt", "ls", tmp_path)
     assert said.code == 1
-    assert f"{store.path(9999)} holds checkpoint 3 of run, and is not used as checkpoint 9999. Remedy: move it" in said.out
+    assert (
+        f"{store.path(9999)} holds checkpoint 3 of run, and is not used as checkpoint 9999. Remedy: move it" in said.out
+    )
     assert f"{store.path(500)} has nothing of a checkpoint in it. Remedy: move it" in said.out
     assert f"checkpoint 2 is not whole: {store.path(2) / 'MANIFEST.json'} is missing." in said.out
     assert said.out.count("is not whole") == 1
