@@ -3,7 +3,7 @@
 ::
 
     <folder>/rackrun-<uid>/               0700
-        lock                              held while a job starts or leaves
+        lock                              held while a job starts or leaves; the last to leave removes it
         <job>-<digest of its directory>/
             keeper-<pid>-<start>-...      a process that may come back for the arenas: a worker, or torchrun itself
             rank-00001-of-00004-<epoch>.arena
@@ -47,6 +47,7 @@ _ARENA = re.compile(r"rank-(\d{5})-of-(\d{5})-(\d+)-[0-9a-f]+\.arena", re.ASCII)
 _KEEPER = re.compile(r"keeper-(\d+)-(\d+)-(\d+)-(\d+)", re.ASCII)
 _COMMIT = re.compile(r"commit-(\d{12,20})\.json", re.ASCII)
 _COMMITS_KEPT = 4
+_LOCK = "lock"
 
 register("commit.record_written", "commit.record_named", "commit.sweeping")
 
@@ -76,7 +77,6 @@ class ArenaFolder:
         self._base = self.path.parent
         self._me = begin_session()
         try:
-            _private(self._base)
             with self._locked():
                 self._remove_orphans()
                 _private(self.path)
@@ -182,10 +182,10 @@ class ArenaFolder:
         """Leave the folder.
 
         With ``remove`` nobody comes back: this rank's arenas are removed, except those that a later fencing token has
-        taken, and the last process to leave removes the folder. Otherwise the arenas stay for the next start of the
-        same job.
+        taken, and the last process to leave removes the folder, and the folder of this user if no other job is in it.
+        Otherwise the arenas stay for the next start of the same job.
         """
-        with contextlib.suppress(OSError), self._locked():
+        with contextlib.suppress(OSError, CheckpointError), self._locked():
             if remove:
                 (self.path / _keeper_name(self._me)).unlink(missing_ok=True)
                 for path, (rank, _) in self.arenas().items():
@@ -194,6 +194,9 @@ class ArenaFolder:
                 mine = {self._me, *_restarter()}
                 if not any(keeper.alive() for keeper in keepers_in(self.path) if keeper not in mine):
                     shutil.rmtree(self.path, ignore_errors=True)
+                if os.listdir(self._base) == [_LOCK]:
+                    (self._base / _LOCK).unlink()
+                    self._base.rmdir()  # fails if another process has made a new lock meanwhile
         end_session(self._me)
 
     # -- helpers
@@ -205,12 +208,38 @@ class ArenaFolder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        fd = os.open(self._base / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Hold the lock of this user's folder. Makes both if they are not there.
+
+        Whoever holds the lock may remove it with the folder. So a lock that is not in the folder any more is of no use,
+        and another one is taken.
+        """
+        fd = self._lock()
+        while fd is None:
+            fd = self._lock()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
             os.close(fd)
+
+    def _lock(self) -> int | None:
+        """Return a descriptor that holds the lock; None if the lock was removed meanwhile."""
+        _private(self._base)
+        name = self._base / _LOCK
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(fd), os.stat(name)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
 
     def _remove_orphans(self) -> None:
         """Remove folders of jobs whose keepers are all dead.
@@ -262,9 +291,12 @@ def keepers_in(folder: Path) -> list[ProcessIdentity]:
 
 def _private(path: Path) -> None:
     """Make a folder that only this user may enter. Raises `IntegrityError` when another kind of thing is there."""
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    status = path.lstat()
+    while True:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):  # the last process to leave has removed it just now
+            status = path.lstat()
+            break
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise IntegrityError(
             f"{path} must be a folder of user {os.geteuid()} that nobody else can enter; its owner is {status.st_uid}, its mode {stat.S_IMODE(status.st_mode):o}.",

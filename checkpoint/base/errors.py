@@ -6,6 +6,7 @@
     +-- CheckpointError              a checkpoint operation cannot be done
         +-- IntegrityError           the hardware's: bytes are not those that were sealed, or a file was replaced
         |   +-- Unreadable           storage does not give the bytes: they may be right, and readable later
+        |   +-- NotOurs              what has a checkpoint's name is no checkpoint of that number
         +-- NoUsableCheckpoint       the hardware's, a StateLost: no verified copy of what was asked for
         +-- LayoutMismatch           yours: saved and wanted tensors do not fit
         +-- MemoryPlanError          yours: the request exceeds the available memory or disk space
@@ -29,6 +30,7 @@ __all__ = [
     "LayoutMismatch",
     "MemoryPlanError",
     "NoUsableCheckpoint",
+    "NotOurs",
     "StaleFencingToken",
     "Unreadable",
     "is_damage",
@@ -47,12 +49,16 @@ class Unreadable(IntegrityError):
     """Storage does not give the bytes. They may be right."""
 
 
+class NotOurs(IntegrityError):
+    """What has a checkpoint's name is no checkpoint of that number, such as a copy that somebody made."""
+
+
 def is_damage(error: CheckpointError) -> bool:
     """Whether bytes are wrong or missing for good.
 
-    False when storage did not give them, or another release wrote them.
+    False when storage did not give them, another release wrote them, or they were never those of this checkpoint.
     """
-    return isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
+    return isinstance(error, IntegrityError) and not isinstance(error, Unreadable | NotOurs)
 
 
 class NoUsableCheckpoint(CheckpointError, StateLost):

@@ -12,7 +12,8 @@ Nothing here raises into training: `CheckpointWriter` returns True or False, and
 A reader trusts a directory only by its manifest's digest and the exact size of every file. `DurableStore.verify` reads
 all bytes.
 
-Nothing that is published is ever replaced or changed.
+What is published is not changed. It is replaced only where a job says so (`CheckpointWriter`): a job that numbers its
+checkpoints by their steps, and does a step again after it has passed over the checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint, Unreadable
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NotOurs, NoUsableCheckpoint, Unreadable
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,
@@ -108,7 +109,8 @@ def _typed(number: int) -> Iterator[None]:
         yield
     except OSError as error:
         kind = IntegrityError if isinstance(error, FileNotFoundError) else Unreadable
-        raise kind(f"checkpoint {number} is not whole: {error}.", remedy="use another checkpoint.") from error
+        what = f"{error.filename} is missing" if kind is IntegrityError and error.filename else str(error)
+        raise kind(f"checkpoint {number} is not whole: {what}.", remedy="use another checkpoint.") from error
 
 
 class DurableStore:
@@ -130,10 +132,12 @@ class DurableStore:
         self._rooted = False
         """Whether the root's entry of the job's directory is known to be on disk."""
 
-    def writer(self, number: int, step: int, fencing_token: int, world_size: int) -> CheckpointWriter:
-        """Return a writer of one checkpoint."""
+    def writer(
+        self, number: int, step: int, fencing_token: int, world_size: int, *, replaces: bool = False
+    ) -> CheckpointWriter:
+        """Return a writer of one checkpoint. ``replaces``: see `CheckpointWriter`."""
         kind = ObjectWriter if self.files.objects else CheckpointWriter
-        return kind(self, number, step, fencing_token, world_size)
+        return kind(self, number, step, fencing_token, world_size, replaces=replaces)
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the whole checkpoints, newest first. Checkpoints that are unreadable or not whole are left out.
@@ -238,7 +242,7 @@ class DurableStore:
         if number is None:
             return True
         try:
-            return self.data(self._manifest(number)[0]) == attempt
+            return self.data(self.manifest(number)[0]) == attempt
         except NoUsableCheckpoint:
             return False
         except CheckpointError:
@@ -278,7 +282,7 @@ class DurableStore:
 
     def whole(self, number: int) -> tuple[Manifest, str]:
         """Return the manifest and its digest, after checking the sizes of all files. Raises as `open` does."""
-        manifest, digest = self._manifest(number)
+        manifest, digest = self.manifest(number)
         path, wanted = self.data(manifest), dict[str, int]()
         for shard in manifest.shards:
             wanted[shard_name(shard.rank, manifest.world_size)] = shard.size
@@ -293,7 +297,8 @@ class DurableStore:
                 )
         return manifest, digest
 
-    def _manifest(self, number: int) -> tuple[Manifest, str]:
+    def manifest(self, number: int) -> tuple[Manifest, str]:
+        """Return the manifest and its digest. The files that it names are not looked at. Raises as `open` does."""
         path = self.path(number)
         with _typed(number):
             try:
@@ -303,11 +308,22 @@ class DurableStore:
                 raise NoUsableCheckpoint(
                     f"checkpoint {number} of {self.job} is not in {self.directory}.", remedy="list what is there."
                 ) from error
-            data = read_small(self.files, path / MANIFEST, MANIFEST_BYTES_MAX)
+            try:
+                data = read_small(self.files, path / MANIFEST, MANIFEST_BYTES_MAX)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                names = self.files.listdir(path) if isinstance(error, FileNotFoundError) else []
+                if any(name.startswith("rank-") for name in names):
+                    raise
+                raise NotOurs(
+                    f"{path} has nothing of a checkpoint in it.",
+                    remedy="move it out of this directory, if you made it; remove it, if it is empty.",
+                ) from None
         manifest, digest = unseal(data, Manifest, path)
         if (manifest.job, manifest.number) != (self.job, number):
-            raise IntegrityError(
-                f"{path} holds checkpoint {manifest.number} of {manifest.job}.", remedy="rename it back."
+            raise NotOurs(
+                f"{path} holds checkpoint {manifest.number} of {manifest.job}, and is not used as checkpoint {number}.",
+                remedy=f"move it out of this directory, if it is a copy; if {checkpoint_name(manifest.number)} of "
+                f"{manifest.job} is missing, give it that name again.",
             )
         return manifest, digest
 

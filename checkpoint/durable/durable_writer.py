@@ -22,10 +22,11 @@ import msgspec
 import numpy as np
 
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, crc
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NotOurs, NoUsableCheckpoint, is_damage
 from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,
     MANIFEST,
+    MANIFEST_BYTES_MAX,
     Fragment,
     Manifest,
     ManifestEntry,
@@ -72,6 +73,10 @@ register(
 )
 
 
+_KEPT = "not-"
+"""Begins the name under which something is kept that had a checkpoint's name and was none."""
+
+
 class SliceReadable(Protocol):
     """Bytes that are read by slices."""
 
@@ -91,9 +96,21 @@ class CheckpointWriter:
     """Writes shards of one checkpoint, and makes it whole.
 
     Any number of writers, anywhere, may work on one checkpoint.
+
+    ``replaces``: what has this checkpoint's name and is of an earlier fencing token, or not whole, was passed over by
+    the job of this token. It gives way once this checkpoint is whole.
     """
 
-    def __init__(self, store: DurableStore, number: int, step: int, fencing_token: int, world_size: int) -> None:
+    def __init__(
+        self,
+        store: DurableStore,
+        number: int,
+        step: int,
+        fencing_token: int,
+        world_size: int,
+        *,
+        replaces: bool = False,
+    ) -> None:
         if number < 0 or fencing_token < 0 or world_size < 1:
             raise ValueError(
                 f"checkpoint {number}, fencing token {fencing_token} or world size {world_size} is too small: "
@@ -102,6 +119,9 @@ class CheckpointWriter:
         self.number, self.step, self.fencing_token, self.world_size = number, step, fencing_token, world_size
         self.failure: FileFailure | None = None
         """Why the last call returned False. None: fragments of other ranks are not there yet."""
+        self.replaced = False
+        """Whether this writer has put its checkpoint in the place of one that had its name."""
+        self._replaces = replaces
         self._store, self._files = store, store.files
         self._final = store.path(number)
         self._temporary = store.attempt(number, step, fencing_token, world_size)
@@ -195,10 +215,11 @@ class CheckpointWriter:
         """
         sealed, digest = seal(fragment)
         with contextlib.suppress(CheckpointError):
-            record = self._store.whole(self.number)[0].shards
-            if [shard.fragment for shard in record[fragment.rank : fragment.rank + 1]] != [digest]:
-                raise FileRefused(FailureKind.DISAGREES, f"{self._final} has another shard of rank {fragment.rank}")
-            return True
+            found, _ = self._store.whole(self.number)
+            if not self._passed_over(found):
+                if [shard.fragment for shard in found.shards[fragment.rank : fragment.rank + 1]] != [digest]:
+                    raise FileRefused(FailureKind.DISAGREES, f"{self._final} has another shard of rank {fragment.rank}")
+                return True
         if self._temporary in self._store.doubtful:
             return False
         with contextlib.suppress(FileNotFoundError):
@@ -337,11 +358,14 @@ class CheckpointWriter:
             try:
                 self._files.rename(self._temporary, self._final)
             except OSError as error:
-                if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
+                if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
                     raise
                 if not self._is_published(manifest):
-                    raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
-                self._discard()
+                    if not self._gives_way():
+                        raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
+                    self._take_place(manifest)
+                else:
+                    self._discard()
             crash_point("durable.renamed")
         except FileNotFoundError:  # another writer was faster
             if not self._is_published(manifest):
@@ -350,11 +374,13 @@ class CheckpointWriter:
     def _is_published(self, manifest: Manifest | None) -> bool:
         """Whether the checkpoint is published, whole and the same (None: of the same step and world size).
 
-        Raises FileRefused when another checkpoint has its name.
+        Raises FileRefused when another checkpoint has its name, unless that was passed over.
         """
         try:
             found, _ = self._store.whole(self.number)
         except (NoUsableCheckpoint, IntegrityError):
+            return False
+        if self._passed_over(found):
             return False
         same = (
             found.same_content(manifest) if manifest else (found.step, found.world_size) == (self.step, self.world_size)
@@ -362,6 +388,55 @@ class CheckpointWriter:
         if not same:
             raise FileRefused(FailureKind.DISAGREES, f"{self._final} exists with other content")
         return True
+
+    def _passed_over(self, found: Manifest) -> bool:
+        """Whether a published checkpoint of this number may be replaced: it is of an earlier fencing token."""
+        return self._replaces and found.fencing_token < self.fencing_token
+
+    def _gives_way(self) -> bool:
+        """Whether what has this checkpoint's name may be replaced: it is of an earlier fencing token, or not whole."""
+        try:
+            return self._passed_over(self._store.manifest(self.number)[0])
+        except NoUsableCheckpoint:
+            return False
+        except NotOurs:
+            return self._replaces and not self._files.objects  # there its manifest could not be kept
+        except CheckpointError as error:
+            return self._replaces and is_damage(error)
+
+    def _take_place(self, manifest: Manifest) -> None:
+        """Replace what has this checkpoint's name and gives way. What is no checkpoint is kept, under another name."""
+        aside = self._set_aside()
+        if aside is not None and self._is_own(aside, manifest):  # another writer was faster
+            self._files.rename(aside, self._final)
+            self._discard()
+            return
+        self._files.rename(self._temporary, self._final)
+        self.replaced = True
+        if aside is not None and not aside.name.startswith(_KEPT):
+            with contextlib.suppress(OSError):
+                for _ in delete_tree(self._files, aside, first=MANIFEST):
+                    pass
+
+    def _set_aside(self) -> Path | None:
+        """Rename what has this checkpoint's name. Return its new name; None when another writer has done it."""
+        try:
+            self._store.manifest(self.number)
+        except NotOurs:
+            kept = self._final.with_name(f"{_KEPT}{self._final.name}-{secrets.token_hex(4)}")
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rename(self._final, kept)
+                return kept
+            return None
+        except CheckpointError:
+            pass
+        return set_aside(self._files, self._final)
+
+    def _is_own(self, directory: Path, manifest: Manifest) -> bool:
+        with contextlib.suppress(OSError, CheckpointError):
+            data = read_small(self._files, directory / MANIFEST, MANIFEST_BYTES_MAX)
+            return unseal(data, Manifest, directory)[0] == manifest
+        return False
 
     def _sync_name(self) -> None:
         """Sync the directory that lists the checkpoint.

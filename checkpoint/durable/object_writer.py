@@ -8,7 +8,8 @@
 
 An object appears whole or not at all, so there are no temporary names and no renames. Attempts that differ in anything
 have different prefixes, so a late writer overwrites nothing that was published. The manifest is created only where none
-exists, as far as the store supports that; of two whole attempts, either may stay.
+exists, as far as the store supports that; of two whole attempts, either may stay. That of a checkpoint that gives way
+(`CheckpointWriter`) is replaced in one request.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class ObjectWriter(CheckpointWriter):
                 self._files.create(self._final / MANIFEST, seal(manifest)[0])
             except FileExistsError as error:
                 if not self._is_published(manifest):
-                    raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
+                    if not self._gives_way():
+                        raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
+                    self._files.replace(self._final / MANIFEST, seal(manifest)[0])
+                    self.replaced = True
             crash_point("durable.manifest_named")
         self._discard()
 

@@ -139,11 +139,10 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
 
     ``began``: the checkpoint that the run of ``fencing_token`` has restored; -1 when it restored none. A checkpoint
     stays unless a verified one of this run, or of those it began from, supersedes it; the run's own were read back
-    when they were written. None: no run asks, and any verified checkpoint counts. ``now``: Unix time in seconds, like
-    file times.
+    when they were written, and count as verified. None: no run asks, and any verified checkpoint counts. ``now``: Unix
+    time in seconds, like file times.
 
-    Errors of storage are recorded, not raised. Reads all bytes of the newest checkpoint when none is marked as
-    verified.
+    Errors of storage are recorded, not raised. Reads all bytes of the newest checkpoint when none counts as verified.
     """
     done = Collected()
     try:
@@ -154,7 +153,9 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
         crash_point("retention.synced")
         probation = Probation(store.directory, store.files)
         barred = {*probation.barred(), *(info.number for info in checkpoints if info.path in store.doubtful)}
-        newest_verified = _newest_verified(store, sorted(checkpoints, key=lambda info: info.number in barred))
+        newest_verified = _newest_own(checkpoints, fencing_token, barred) if began is not None else None
+        if newest_verified is None:
+            newest_verified = _newest_verified(store, sorted(checkpoints, key=lambda info: info.number in barred))
         choice = choose(
             checkpoints,
             retention,
@@ -223,6 +224,12 @@ def _exists(store: DurableStore) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _newest_own(checkpoints: Sequence[CheckpointInfo], fencing_token: int, barred: Collection[int]) -> int | None:
+    """Return the newest checkpoint of the run of ``fencing_token``, which has read all its bytes back; None for none."""
+    own = (info.number for info in checkpoints if info.fencing_token == fencing_token and info.number not in barred)
+    return max(own, default=None)
 
 
 def _newest_verified(store: DurableStore, checkpoints: Sequence[CheckpointInfo]) -> int | None:

@@ -20,7 +20,7 @@ from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_folder import ArenaFolder
 from rackrun.checkpoint.arena.arena_format import SlotHeader, SlotState, manifest_digest, table_bytes
 from rackrun.checkpoint.arena.arena_slot import SlotInfo, SlotReader
-from rackrun.checkpoint.base.errors import CheckpointError, NoUsableCheckpoint, is_damage
+from rackrun.checkpoint.base.errors import CheckpointError, NotOurs, NoUsableCheckpoint, is_damage
 from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, Tier
 from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy
@@ -76,16 +76,18 @@ class Sources:
         durable: list[CheckpointInfo] = []
         left_out: dict[int, str] = {}
         damaged: tuple[int, ...] = ()
+        foreign: set[int] = set()
         try:
             self._store.complete()
             durable, unusable = self._store.look()
             left_out = {n: str(why) for n, why in unusable.items()}
             damaged = tuple(n for n, why in unusable.items() if is_damage(why))
+            foreign = {n for n, why in unusable.items() if isinstance(why, NotOurs)}
         except CheckpointError as error:
             left_out = {-1: str(error)}
         records, unreadable = self._folder.commits() if self._folder is not None else ([], {})
         left_out = {**unreadable, **left_out}
-        known = [*(info.number for info in durable), *(record.number for record in records), *left_out]
+        known = [*(info.number for info in durable), *(record.number for record in records), *({*left_out} - foreign)]
         newest = max(known, default=-1)  # lost checkpoints count too
         fencing_token = max((info.fencing_token for info in durable), default=-1)
         holdings: list[Holding] = []

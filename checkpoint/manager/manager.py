@@ -108,7 +108,7 @@ class CheckpointManager:
         memory: the arenas' settings; None keeps no arena that outlives this process.
         durable_every: steps whose number is a multiple of it are written to disk too; None writes only those saved with
             ``durable=True``.
-        keep: how many durable checkpoints stay. The newest one whose bytes were all read back stays as well.
+        keep: how many durable checkpoints stay: the newest that a restore would take.
 
         Raises CheckpointError when ``durable_every`` or ``keep`` is below 1.
         """

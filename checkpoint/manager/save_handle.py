@@ -182,7 +182,7 @@ class Flush:
         """
         number, peers = self._handle.number, self._peers
         disk = self._disk
-        writer = disk.store.writer(number, self._handle.step, disk.fencing_token, peers.world_size)
+        writer = disk.store.writer(number, self._handle.step, disk.fencing_token, peers.world_size, replaces=True)
         with self._lease:
             crash_point("flush.leased")
             elsewhere = self._elsewhere() if peers.world_size > 1 else {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rackrun.checkpoint.base.errors import CheckpointError, NoUsableCheckpoint
+from rackrun.checkpoint.base.errors import CheckpointError, NotOurs, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import absolute
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, TemporaryName, check_job, checkpoint_number
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
@@ -30,12 +30,22 @@ _FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A directory with a checkpoint's name that is not a whole checkpoint."""
+    """A directory with a checkpoint's name that is not a whole checkpoint.
+
+    ``ours``: False when it is no checkpoint of that number at all, such as a copy of another.
+    """
 
     number: int
     path: Path
     what: str
     remedy: str
+    ours: bool = True
+
+    @property
+    def summary(self) -> str:
+        """What is wrong, in a sentence that names the checkpoint or its directory."""
+        named = self.what.startswith(f"checkpoint {self.number} ") or not self.ours
+        return self.what if named else f"checkpoint {self.number} is not whole: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class DirectorySurvey:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all checkpoints, whole or damaged, newest first."""
-        found = [info.number for info in self.whole] + [one.number for one in self.damaged]
+        found = [info.number for info in self.whole] + [one.number for one in self.damaged if one.ours]
         return sorted(found, reverse=True)
 
 
@@ -138,7 +148,8 @@ def survey(store: DurableStore) -> DirectorySurvey:
         except NoUsableCheckpoint:
             continue  # deleted meanwhile
         except CheckpointError as error:
-            damaged.append(DamagedCheckpoint(number, store.path(number), error.what, error.remedy))
+            ours = not isinstance(error, NotOurs)
+            damaged.append(DamagedCheckpoint(number, store.path(number), error.what, error.remedy, ours))
     written = {}
     for info in whole:
         with contextlib.suppress(OSError):

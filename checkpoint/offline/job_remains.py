@@ -19,7 +19,7 @@ from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_folder import commits_in, keepers_in
 from rackrun.checkpoint.arena.arena_slot import SlotInfo, SlotReader
 from rackrun.checkpoint.arena.orphans import ArenaState, FoundArena, find_arenas
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NotOurs
 from rackrun.checkpoint.commit.commit_records import CommitRecord
 from rackrun.checkpoint.durable.durable_manifest import (
     MANIFEST,
@@ -104,7 +104,8 @@ class Remains:
         on_disk: list[int | None] = []
         with contextlib.suppress(OSError):
             on_disk = [checkpoint_number(name) for name in self.store.files.listdir(self.store.directory)]
-        return sorted({*self._records, *(number for number in on_disk if number is not None)}, reverse=True)
+        ours = (number for number in on_disk if number is not None and self._is_ours(number))
+        return sorted({*self._records, *ours}, reverse=True)
 
     def sought(self, number: int) -> CommittedCheckpoint:
         """Return a checkpoint as it was committed.
@@ -170,6 +171,16 @@ class Remains:
         )
 
     # -- disk
+    def _is_ours(self, number: int) -> bool:
+        """Whether what has this checkpoint's name on disk may be that checkpoint."""
+        try:
+            self.store.manifest(number)
+        except NotOurs:
+            return False
+        except CheckpointError:
+            pass  # damaged, or it cannot be read: it was committed
+        return True
+
     def _manifest(self, number: int) -> Manifest:
         path = self.store.path(number)
         try:

@@ -73,7 +73,7 @@ def render_report(console: Console, report: Report) -> None:
     _say(console, f"{report.run_id}  {ended}", bold=len(report.run_id))
     _say(
         console,
-        f"{report.steps} steps, {report.steps_redone} of them done again; {report.generations} generations, "
+        f"{report.steps} steps, {report.steps_redone} of them done again{_rescaled(report.steps_rescaled)}; {report.generations} generations, "
         f"{len(report.recoveries)} recoveries",
     )
     for notice in report.notices:
@@ -89,6 +89,10 @@ def render_report(console: Console, report: Report) -> None:
     if report.own_times:
         _own_times(console, report.own_times)
     _ledger(console, report.ledger)
+
+
+def _rescaled(steps: int) -> str:
+    return f' ({steps} because a gradient had no scale yet or had outgrown it, reduction="exact")' if steps else ""
 
 
 def _waterfall(console: Console, one: RecoveryReport) -> None:

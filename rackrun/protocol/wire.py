@@ -46,6 +46,9 @@ class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
     core."""
 
     attempt: int = 0
+    rescaled: int = 0
+    """The part of ``attempt`` in which nothing broke: a gradient had no scale yet, or had outgrown it
+    (``reduction="exact"``)."""
     seconds: float = 0.0
     """Seconds that the committed attempt took on this rank, without the time in which it waited for a plan."""
     own: float = 0.0

@@ -23,7 +23,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
     shard_name,
     unseal,
 )
-from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.durable_store import CheckpointWriter, DurableStore
 from rackrun.checkpoint.durable.files import FailureKind, Files
 from rackrun.protocol import crash_points
 from tests.checkpoint.storage import (
@@ -202,6 +202,80 @@ def test_a_checkpoint_with_another_step_is_not_taken_for_this_one(tmp_path: Path
     assert writer.failure is not None
     assert writer.failure.kind is FailureKind.DISAGREES
     assert whole(tmp_path) == [1]
+
+
+# -- a checkpoint that gives way
+def again(root: Path, *, fencing_token: int = 2) -> list[CheckpointWriter]:
+    """Writers of checkpoint 1 in a later start that has passed over the one that is there, one for each rank."""
+    return [store_at(root).writer(1, 99, fencing_token, WORLD, replaces=True) for _ in range(WORLD)]
+
+
+def tokens(root: Path) -> list[tuple[int, int]]:
+    return [(info.number, info.fencing_token) for info in store_at(root).checkpoints()]
+
+
+def test_what_a_start_has_passed_over_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    assert save(store_at(tmp_path), 1)
+    writers = again(tmp_path)
+    for rank, writer in enumerate(writers):
+        assert not writer.finish()
+        assert writer.failure is None, "shards are missing"
+        assert tokens(tmp_path) == [(1, 1)]
+        assert write_shard(writer, rank), writer.failure
+    assert [writer.finish() for writer in writers] == [True] * WORLD
+    assert [writer.replaced for writer in writers] == [True, *[False] * (WORLD - 1)]
+    assert tokens(tmp_path) == [(1, 2)]
+    assert store_at(tmp_path).verify(1).ok
+    assert sorted(os.listdir(tmp_path / JOB)) == ["gen-000000000001"]
+
+
+def test_a_checkpoint_of_the_same_start_and_of_a_later_one_do_not_give_way(tmp_path: Path) -> None:
+    assert save(store_at(tmp_path), 1, fencing_token=2)
+    other = memoryview(b"other")
+    for token in (1, 2):
+        (writer, *_) = again(tmp_path, fencing_token=token)
+        assert not writer.write_shard(0, other, "layout-0", chunk_crcs(other, CHUNK), chunk_bytes=CHUNK)
+        assert writer.failure is not None
+        assert writer.failure.kind is FailureKind.DISAGREES
+    assert tokens(tmp_path) == [(1, 2)]
+
+
+def test_of_two_writers_that_replace_at_once_the_later_leaves_what_the_first_has_published(tmp_path: Path) -> None:
+    assert save(store_at(tmp_path), 1)
+    first, second = again(tmp_path)[:2]
+    for rank in range(WORLD):
+        assert write_shard(first, rank)
+    set_aside = second._set_aside
+
+    def late() -> Path | None:
+        assert first.finish(), first.failure
+        return set_aside()
+
+    second._set_aside = late  # type: ignore[method-assign]
+    assert second.finish(), second.failure
+    assert (first.replaced, second.replaced) == (True, False)
+    assert tokens(tmp_path) == [(1, 2)]
+    assert sorted(os.listdir(tmp_path / JOB)) == ["gen-000000000001"]
+
+
+@pytest.mark.parametrize("point", [name for name in crash_points.CRASH_POINTS if name.startswith("durable.")])
+def test_killed_anywhere_while_it_is_replaced_one_of_them_is_whole(tmp_path: Path, point: str) -> None:
+    assert save(store_at(tmp_path), 1)
+
+    def replace() -> None:
+        for rank, writer in enumerate(again(tmp_path)):
+            write_shard(writer, rank)
+        writer.finish()
+
+    assert killed_at(point, replace)
+    (found,) = tokens(tmp_path)
+    assert found in [(1, 1), (1, 2)]
+    assert store_at(tmp_path).verify(1).ok
+    writers = again(tmp_path, fencing_token=3)
+    for rank, writer in enumerate(writers):
+        assert write_shard(writer, rank), writer.failure
+    assert writers[0].finish(), writers[0].failure
+    assert tokens(tmp_path) == [(1, 3)]
 
 
 # -- the source

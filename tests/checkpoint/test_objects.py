@@ -157,6 +157,23 @@ def test_what_is_published_is_never_changed_by_whoever_is_late(remote: RemotePat
     ]
 
 
+def test_what_a_later_start_has_passed_over_gives_way_in_one_request(remote: RemotePath) -> None:
+    store = DurableStore(remote, JOB)
+    assert save(store, 3, fencing_token=1)
+    writers = [store.writer(3, 30, 2, WORLD, replaces=True) for _ in range(WORLD)]
+    for rank, writer in enumerate(writers):
+        assert not writer.finish()
+        assert writer.failure is None
+        assert verified(store) == [3]
+        assert write_shard(writer, rank), writer.failure
+    assert [info.fencing_token for info in store.checkpoints()] == [1]
+    assert [writer.finish() for writer in writers] == [True] * WORLD
+    assert [writer.replaced for writer in writers] == [True, *[False] * (WORLD - 1)]
+    assert [info.fencing_token for info in store.checkpoints()] == [2]
+    assert verified(store) == [3]
+    assert [part.fencing_token for part in store.parts()] == [1], "for retention"
+
+
 def harmed(files: ObjectFiles, path: Path, how: str) -> None:
     with_bytes = files._fs.cat_file(path.key)  # type: ignore[attr-defined]
     if how == "gone":

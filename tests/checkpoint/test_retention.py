@@ -110,6 +110,13 @@ def test_what_no_restore_takes_does_not_push_out_what_one_can(
     assert choose(left, retention, pins=(), newest_verified=next(iter(usable), None), barred=barred).drop == ()
 
 
+def test_a_run_keeps_as_many_as_were_asked_for_and_the_first_does_not_stay_for_good(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        saved(tmp_path, number)
+        gc(tmp_path, Retention(keep_last=2), began=-1)
+    assert listed(tmp_path) == [5, 4]
+
+
 def test_a_quarantined_checkpoint_goes_when_enough_newer_ones_are_there_and_its_number_is_free_again(
     tmp_path: Path,
 ) -> None:

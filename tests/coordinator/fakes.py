@@ -197,7 +197,14 @@ def worker(slot: str, incarnation: int) -> Worker:
 
 
 def unit(
-    step: int, rank: int, *, generation: int = 1, attempt: int = 0, ids: bytes = b"", seconds: float = 0.1
+    step: int,
+    rank: int,
+    *,
+    generation: int = 1,
+    attempt: int = 0,
+    rescaled: int = 0,
+    ids: bytes = b"",
+    seconds: float = 0.1,
 ) -> UnitCommitted:
     return UnitCommitted(
         slot=SlotId(f"tray-00/{rank}"),
@@ -206,6 +213,7 @@ def unit(
         rank=Rank(rank),
         at=Position(step),
         attempt=attempt,
+        rescaled=rescaled,
         seconds=seconds,
         ids=ids,
     )

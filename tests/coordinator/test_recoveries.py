@@ -47,10 +47,10 @@ class Story(RecoveryWatch):
         self.now += 10
         self.on_command(command, cause, self.now)  # type: ignore[arg-type]
 
-    def commits(self, *ranks: int, step: int, generation: int, attempt: int = 0) -> None:
+    def commits(self, *ranks: int, step: int, generation: int, attempt: int = 0, rescaled: int = 0) -> None:
         for rank in ranks:
             self.now += 10
-            self.committed(unit(step, rank, generation=generation, attempt=attempt), self.now)
+            self.committed(unit(step, rank, generation=generation, attempt=attempt, rescaled=rescaled), self.now)
 
 
 @pytest.fixture
@@ -214,6 +214,22 @@ def test_a_restart_blames_who_fell_first_not_who_was_ended_for_it() -> None:
     (recovery,) = story.told_of  # at once: a plain script does not tell when it computes again
     assert recovery.fault_ms == began
     assert recovery.line() == "rank 1 lost on tray-00/1 (SIGKILL) -> all 3 workers start again"
+
+
+@pytest.mark.parametrize(("attempt", "redone"), [(1, ()), (2, (0,))])
+def test_an_attempt_that_only_looked_for_a_scale_is_not_done_again_for_the_recovery(
+    story: Story, attempt: int, redone: tuple[int, ...]
+) -> None:
+    story.hears(exited("tray-00/2", 3))
+    story.does(breaking(2))
+    swapped = plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True))
+    story.does(ResumeGeneration(plan=swapped, because="swap"))
+    for slot, incarnation in (("tray-00/0", 1), ("tray-00/1", 2), ("tray-00/4", 9)):
+        story.hears(resumed(slot, incarnation, 2))
+    story.commits(0, 1, 2, step=0, generation=2, attempt=attempt, rescaled=1)
+    (recovery,) = story.told_of
+    assert recovery.redone == redone
+    assert ("done again" in recovery.line()) == bool(redone)
 
 
 def test_a_restart_from_a_checkpoint_does_only_the_steps_after_it_again(story: Story) -> None:

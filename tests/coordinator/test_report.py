@@ -237,6 +237,23 @@ def test_the_report_is_json_and_text(journal: Journal) -> None:
     assert "32 samples in 8 units" in text
 
 
+def test_the_report_says_which_steps_were_done_again_without_a_fault(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
+    for step in range(3):
+        for rank in (0, 1):
+            attempt = int(step == 0)
+            first = 4 * step + 2 * rank
+            row = unit(step, rank, attempt=attempt, rescaled=attempt, ids=ids(first, first + 1))
+            journal.unit(row, 600.0 + step)
+    report = report_of(journal)
+    assert (report.steps_redone, report.steps_rescaled) == (1, 1)
+    console = Console(width=120, record=True, file=StringIO())
+    render_report(console, report)
+    why = '3 steps, 1 of them done again (1 because a gradient had no scale yet or had outgrown it, reduction="exact");'
+    assert why in console.export_text().replace("\n", "")
+
+
 def test_own_times_show_who_is_waited_for(journal: Journal) -> None:
     for step in range(8, 11):
         for rank, own in ((0, 0.03), (1, 0.09)):

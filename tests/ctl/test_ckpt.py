@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,6 +72,56 @@ def test_ls_shows_what_is_unfinished_waste_or_not_whole_and_the_last_makes_its_e
         ("trash", 1, 3, 3),
         ("unfinished", 4, 2, 3),
     ]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_ls_keeps_its_columns_when_checkpoints_are_passed_over(
+    tmp_path: Path, rackctl: Rackctl, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for step in (3, 7, 12):
+        store = save(tmp_path, step)
+    probation = Probation(store.directory)
+    probation.quarantine(12, "the loss is not a number after it, as far as anybody can tell, and this is a long story")
+    for _ in range(3):
+        probation.restored(7)
+    said = rackctl("ckpt", "ls", tmp_path)
+    lines = said.out.splitlines()
+    assert lines[1].split() == ["number", "step", "ranks", "bytes", "age"]
+    rows = [line.split() for line in lines[2:5]]
+    assert [(row[0], row[1], row[2], " ".join(row[7:])) for row in rows] == [
+        ("12", "12", "3", "not verified, quarantined"),
+        ("7", "7", "3", "not verified, passed over"),
+        ("3", "3", "3", "not verified"),
+    ]
+    assert "checkpoint 12 is quarantined: the loss is not a number after it, as far as" in said.out
+    assert "checkpoint 7 is passed over: resumed from 3 times, and nothing newer was finished" in said.out
+
+
+def test_ls_says_of_what_is_no_checkpoint_of_its_name_what_it_is_and_once(tmp_path: Path, rackctl: Rackctl) -> None:
+    store = save(tmp_path, 3)
+    shutil.copytree(store.path(3), store.path(9999))
+    store.path(500).mkdir()
+    save(tmp_path, 2)
+    (store.path(2) / "MANIFEST.json").unlink()
+    said = rackctl("ckpt", "ls", tmp_path)
+    assert said.code == 1
+    assert (
+        f"{store.path(9999)} holds checkpoint 3 of run, and is not used as checkpoint 9999. Remedy: move it" in said.out
+    )
+    assert f"{store.path(500)} has nothing of a checkpoint in it. Remedy: move it" in said.out
+    assert f"checkpoint 2 is not whole: {store.path(2) / 'MANIFEST.json'} is missing." in said.out
+    assert said.out.count("is not whole") == 1
+    assert rackctl("ckpt", "verify", tmp_path).out.startswith("run  checkpoint 3  ok"), "the newest"
+
+
+@pytest.mark.parametrize("former", ["--generation 3", "--generation=3"])
+def test_a_number_by_both_names_is_refused(tmp_path: Path, rackctl: Rackctl, former: str) -> None:
+    save(tmp_path, 3)
+    for command in (["export", str(tmp_path), str(tmp_path / "out")], ["rebuild", str(tmp_path)]):
+        said = rackctl("ckpt", *command, *former.split(), "--number", "3")
+        assert said.code == 2
+        assert "--generation and --number cannot be given together" in said.err
 
 
 def test_ls_shows_all_jobs_of_a_directory_and_one_when_it_is_given_its_own(tmp_path: Path, rackctl: Rackctl) -> None:

@@ -142,6 +142,8 @@ class Ended:
     copied: list[StateCopied] = field(default_factory=list)
     told: list[tuple[int, Position, int]] = field(default_factory=list)
     """Rank, unit, attempt: every commit, as often as it was told."""
+    rescaled: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Rank, step, attempt, and in how many attempts before only a scale was missing or outgrown."""
     met: set[int] = field(default_factory=set)
     """Ranks that have met others in a micro-batch that was not their last."""
     paused: dict[int, Paused] = field(default_factory=dict)
@@ -470,6 +472,8 @@ class TinyCluster:
 
     def _committed(self, message: UnitCommitted) -> None:
         self._ended.told.append((message.rank, message.at, message.attempt))
+        if message.rescaled:
+            self._ended.rescaled.append((message.rank, message.at.step, message.attempt, message.rescaled))
         self._ended.met |= {message.rank} if message.meets else set()
         if self._swap is not None and self._swap.told_after == message.at and not self._told_to_pause:
             self._told_to_pause = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,99 @@ def test_after_three_resumptions_in_vain_the_next_older_one_is_taken(folder: Pat
     assert reported.count(("resume", "done", older)) == 2
     assert reported.count(("checkpoint", "not_used", newest)) == 1
     assert older not in probation.attempts(), "something newer was finished since"
+
+
+def passed_over(folder: Path, number: int, how: str) -> None:
+    """Make the checkpoint one that no restore takes."""
+    probation, path = Probation(folder / "run"), folder / "run" / f"gen-{number:012d}"
+    shard = path / "rank-00001-of-00002.safetensors"
+    match how:
+        case "in vain":
+            for _ in range(3):
+                probation.restored(number)
+        case "quarantined":
+            probation.quarantine(number, "the loss is not a number")
+        case "damaged":
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+        case "a shard is missing":
+            shard.unlink()
+        case "no manifest":
+            (path / "MANIFEST.json").unlink()
+        case "a copy of another":
+            shutil.rmtree(path)
+            shutil.copytree(max(folder.glob("run/gen-*")), path)
+        case "empty":
+            shutil.rmtree(path)
+            path.mkdir()
+        case "a note in a folder":
+            shutil.rmtree(path)
+            path.mkdir()
+            (path / "note").touch()
+        case "a file":
+            shutil.rmtree(path)
+            path.touch()
+        case _:
+            raise AssertionError(how)
+
+
+_FOREIGN = {"a copy of another", "a note in a folder", "a file"}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "in vain",
+        "quarantined",
+        "damaged",
+        "a shard is missing",
+        "no manifest",
+        "a copy of another",
+        "empty",
+        "a note in a folder",
+        "a file",
+    ],
+)
+def test_the_step_of_a_checkpoint_that_was_passed_over_gets_a_new_one(
+    folder: Path, small: Train, capfd: Any, how: str
+) -> None:
+    small(trained(6))
+    store, probation = DurableStore(folder, "run"), Probation(folder / "run")
+    newest, older = numbers(folder)[:2]
+    former = store.manifest(newest)[0].fencing_token
+    passed_over(folder, newest, how)
+
+    ended = small(trained(9))
+    assert min(ended.losses) == older + 1
+    assert [one.at.step for one in ended.copied if (one.kind, one.outcome) == ("checkpoint", "failed")] == []
+    assert "could not be written" not in capfd.readouterr().err
+    assert store.manifest(newest)[0].fencing_token > former
+    assert store.verify(newest).ok
+    assert probation.barred() == {}, "the notes were about the one that is gone"
+    assert bool(list(folder.glob(f"run/not-gen-{newest:012d}-*"))) == (how in _FOREIGN), "it is somebody's"
+    assert not list(folder.glob("run/.*gen-*"))
+
+
+def test_what_is_distrusted_in_this_start_stays_so(folder: Path, small: Train) -> None:
+    """Replicas differed after it was computed: its step is not written again before the next start."""
+    small(trained(6))
+    newest = numbers(folder)[0]
+    before = DurableStore(folder, "run").manifest(newest)
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+
+        def between(number: int) -> None:
+            if number == newest - 1 and run._units._durable is not None:
+                run._units._durable.distrust(newest - 1)
+
+        fit(run, model, adam(model), steps=9, between=between)
+
+    Probation(folder / "run").quarantine(newest, "the loss is not a number")
+    small(main)
+    assert DurableStore(folder, "run").manifest(newest) == before
+    assert newest in Probation(folder / "run").quarantined()
 
 
 def test_a_run_that_was_over_already_may_be_started_again_and_again(folder: Path, small: Train) -> None:

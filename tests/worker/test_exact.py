@@ -226,6 +226,9 @@ def test_a_gradient_that_outgrows_its_scale_is_computed_again_on_every_rank(trai
     assert computed(ended) == computed(alone)
     for said in (*alone.said.values(), *ended.said.values()):
         assert [said[f"attempt {step}"] for step in range(STEPS)] == [1, 0, 0, 0, 1, 0, 0, 0]  # the first measures
+    assert sorted(ended.rescaled) == [(rank, step, 1, 1) for rank in range(3) for step in (0, 4)], (
+        "and the report says why"
+    )
 
 
 class Half(nn.Module):

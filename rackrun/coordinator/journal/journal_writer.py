@@ -17,7 +17,8 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
 
 =============  =====================================================================================================
 ``meta``       key, value: format, run_id, protocol, began_wall, began_monotonic_s (of that clock, as the host has it),
-               config (`rackrun.protocol.job_config.JobConfig` as JSON), and whatever the launcher adds; at the end also exit_code, because, ended_ms, rows_lost
+               config (`rackrun.protocol.job_config.JobConfig` as JSON), and whatever the launcher adds; steps_rescaled (how many steps were
+               done again because a gradient had no scale yet, or had outgrown it), where there are any; at the end also exit_code, because, ended_ms, rows_lost
 ``events``     id, cause (id of the event that a command answers, NULL for an event), kind (``event``, ``command``),
                name, at_ms, wall, body: every core event and command, in the order in which they were handled
 ``generations``  id, generation, stage (``break``, ``resume``), at_ms, wall, body (the whole command): on disk *before*
@@ -110,6 +111,7 @@ class Journal:
         self._grows = False
         """Whether it was reported that old units cannot be folded for now."""
         self._ids = ledger == "ids"
+        self._rescaled: set[int] = set()
         self._on_trouble = on_trouble
         self.on_death: Callable[[str], None] = lambda _because: None
         """Called on the writer's thread when that thread ends unexpectedly."""
@@ -182,6 +184,9 @@ class Journal:
         where = (unit.at.step, unit.at.phase, unit.rank, unit.generation)
         gate = struct.pack(f"<{len(unit.gate)}d", *unit.gate)
         self._put(_UNIT, (*where, unit.attempt, at_ms, unit.seconds, gate, unit.own))
+        if unit.rescaled and unit.at.step not in self._rescaled:
+            self._rescaled.add(unit.at.step)
+            self.fact("steps_rescaled", len(self._rescaled))
         if unit.ids:
             ids = unit.ids if self._ids else None
             self._put(_LEDGER, (*where, len(unit.ids) // 8, digest_of(unit.ids), ids))

@@ -260,7 +260,7 @@ class RecoveryWatch:
         self._newest_step = max(self._newest_step, unit.at.step)
         if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:
             return
-        if unit.attempt > 0 and unit.at.phase == 0 and unit.at.step not in recovery.redone:
+        if unit.attempt > unit.rescaled and unit.at.phase == 0 and unit.at.step not in recovery.redone:
             recovery.redone = tuple(sorted({*recovery.redone, unit.at.step}))
         self._uncommitted.discard(unit.rank)
         if unit.stages:

@@ -102,6 +102,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerCheck
     fillers: tuple[FillerUse, ...] = ()
     """Use of fillers beside spares, by slot."""
+    steps_rescaled: int = 0
+    """How many steps were done again because a gradient had no scale yet, or had outgrown it (``reduction="exact"``)."""
     own_times: tuple[OwnTime, ...] = ()
     """Own times by rank, whichever worker held the rank."""
 
@@ -168,6 +170,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         because=meta.get("because", ""),
         steps=len([at for at in slowest if at.phase == 0]),
         steps_redone=len([at for at in redone if at.phase == 0]),
+        steps_rescaled=int(meta.get("steps_rescaled", 0)),
         generations=len(plans),
         recoveries=tuple(
             RecoveryReport(line=one.line(), recovery=one, seconds=one.seconds, stages=_stages(one))

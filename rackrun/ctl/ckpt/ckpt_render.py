@@ -149,8 +149,11 @@ def render_surveys(console: Console, directory: Path, found: Sequence[DirectoryS
         say(console, f"{one.job}  {one.directory}", "bold")
         if one.whole:
             _checkpoints(console, one, now_s)
+        for info in one.whole:
+            if why := one.barred.get(info.number):
+                say(console, f"checkpoint {info.number} is {why}", "yellow")
         for damaged in one.damaged:
-            say(console, f"checkpoint {damaged.number} is not whole: {damaged.what} {damaged.remedy}", "red")
+            say(console, f"{damaged.summary} Remedy: {damaged.remedy}", "red")
         for left in one.leftovers:
             of = f"{left.shards} of {left.world_size} shards" if left.world_size else "no shard yet"
             written = "being written, or left by a dead writer" if left.kind == "unfinished" else "on its way out"
@@ -189,7 +192,7 @@ def _checkpoints(console: Console, found: DirectorySurvey, now_s: float) -> None
             amount(info.bytes),
             "?" if seconds is None else age(seconds),
             ("verified" if info.verified else "not verified")
-            + "".join(f"; {why}" for number, why in found.barred.items() if number == info.number),
+            + (f", {found.barred[info.number].partition(':')[0]}" if info.number in found.barred else ""),
         )
     console.print(table, highlight=False)
 

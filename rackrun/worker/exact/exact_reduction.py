@@ -72,6 +72,8 @@ class ExactReduction:
         self._wires: dict[tuple[int, int], torch.Tensor] = {}
         self._wires_generation = -1
         self._once = ExactlyOnce()
+        self.rescaled = 0
+        """How many attempts at this step were abandoned because a gradient had no scale yet, or had outgrown it."""
         self._unhook: list[Callable[[], None]] = []
 
     # -- once
@@ -139,6 +141,8 @@ class ExactReduction:
     def begin(self, step: Step) -> None:
         """Begin an attempt at ``step``."""
         generation = self._world.generation
+        if not step.attempt:
+            self.rescaled = 0
         if self._raised is not None and self._raised[0] != generation:
             self._raised = None
         # collectives left behind in a broken generation may still write to the old ones
@@ -189,6 +193,7 @@ class ExactReduction:
         if outgrown.any():
             expected = self._raised[1] if self._raised is not None else self._scales.largest
             self._raised = self._world.generation, torch.where(outgrown, largest, expected)
+            self.rescaled += 1
             raise Abandoned
         self._measured = largest
         if self._world.rank:

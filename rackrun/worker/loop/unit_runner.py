@@ -791,7 +791,8 @@ class UnitRunner:
         elif attempt == 0:
             self._pace.unit_took(self._phase(at, name), seconds)
         own = self._world.own_time.of(seconds) if attempt == 0 else 0.0
-        self._reports.committed(at, attempt, seconds, own, self._delivered_ids())
+        rescaled = self._exact.rescaled if self._exact is not None and not at.phase else 0
+        self._reports.committed(at, attempt, rescaled, seconds, own, self._delivered_ids())
         self._reports.snapshots(self._page, size=self._snapshots.bytes, seconds=self._snapshots.cost_s)
         for values in self._logs:
             self._reports.logged(values, at)

@@ -126,9 +126,11 @@ class Reports:
             boot = self._boot
             self._channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation, took_ms=took_ms))
 
-    def committed(self, at: Position, attempt: int, seconds: float, own: float, ids: np.ndarray[Any, Any]) -> None:
-        """Report a committed unit. ``seconds``: its time; ``own``: the part that this rank did not wait for others;
-        ``ids``: the samples that it delivered."""
+    def committed(
+        self, at: Position, attempt: int, rescaled: int, seconds: float, own: float, ids: np.ndarray[Any, Any]
+    ) -> None:
+        """Report a committed unit. ``rescaled``: see `UnitCommitted`; ``seconds``: its time; ``own``: the part that this
+        rank did not wait for others; ``ids``: the samples that it delivered."""
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 UnitCommitted(
@@ -138,6 +140,7 @@ class Reports:
                     rank=self._world.rank,  # type: ignore[arg-type]
                     at=at,
                     attempt=attempt,
+                    rescaled=rescaled,
                     seconds=seconds,
                     own=own,
                     passes=self._world.own_time.passes,

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest
-from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
+from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError, Unreadable
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.base.messages import SaveWarnings
-from rackrun.checkpoint.durable.durable_manifest import MANIFEST
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import InUse, Lease
 from rackrun.checkpoint.durable.probation import Probation
@@ -200,12 +199,21 @@ class DurableCheckpoints:
             with contextlib.suppress(OSError, CheckpointError):
                 there = {one.number for one in self._store.checkpoints()} | {newest}
                 for number in sorted(one for one in there if one > step):
-                    if number not in self._probation.quarantined():
-                        self._probation.quarantine(number, "replicas differed then, or soon after")
+                    if not self._distrusted(number):
+                        self._probation.quarantine(number, f"replicas differed then, or soon after {self._start}")
 
         thread = threading.Thread(target=bar, name="rackrun-distrust", daemon=True)
         thread.start()
         thread.join(_DISTRUST_S)
+
+    @property
+    def _start(self) -> str:
+        """Names this start of the job in a note."""
+        return f"(start {self._state.lineage.life})"
+
+    def _distrusted(self, step: int) -> bool:
+        """Whether replicas differed in this start, so that what it writes of ``step`` is not to be used."""
+        return self._start in self._probation.quarantined().get(step, "")
 
     def cut_short(self, step: int) -> bool:
         """Whether the last checkpoint is known to be incomplete for good, so that the later ``step`` gets one now and
@@ -224,12 +232,14 @@ class DurableCheckpoints:
         return whole
 
     def _is_there(self, step: int) -> bool:
-        path = self._store.path(step)
+        """Whether the checkpoint of ``step`` is published, and is not one that this start has passed over."""
         try:
-            self._store.files.stat(path / MANIFEST if self._store.files.objects else path)
-        except FileNotFoundError:
+            found, _ = self._store.manifest(step)
+        except Unreadable:
+            return True
+        except CheckpointError:
             return False
-        return True
+        return step <= self._state.lineage.began or found.fencing_token >= self._state.lineage.life
 
     def _every(self, gate: GateSums) -> int:
         """Return the number of steps between two checkpoints: the power of two nearest to `_EVERY_S` of training."""
@@ -346,11 +356,13 @@ class DurableCheckpoints:
         life, (rank, ranks) = self._state.lineage.life, part
         if self._lease is not None and self._lease.lost:
             raise CheckpointError(self._lease.lost + ".", remedy="give each job a --checkpoint-dir of its own.")
-        if step in self._probation.quarantined():
-            return  # the published one stays, and no start uses it
-        writer = self._store.writer(step, step, life, ranks)
+        if self._distrusted(step):
+            return  # no start uses it
+        writer = self._store.writer(step, step, life, ranks, replaces=True)
         written = writer.write_shard(rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         whole = written and writer.finish()
+        if writer.replaced and not self._distrusted(step):
+            self._probation.forget(step)  # the notes were about the checkpoint of an earlier start
         if whole:
             self._probation.confirm(self._state.lineage.began)
             self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)
