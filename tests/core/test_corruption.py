@@ -118,6 +118,32 @@ def test_without_a_spare_it_stays_and_takes_the_state_of_another() -> None:
     assert [member.rank for member in plan.members if member.fresh] == [2]
 
 
+def test_it_stays_and_is_lost_before_it_has_another_state_then_what_it_has_left_is_not_used(job: Told) -> None:
+    for slot in ("c/0", "c/1"):
+        job.checks(slot, "its driver does not answer")
+    assert not every(FenceWorker, differ(job, 2))
+    job.exits("b/0", snapshots=(3, 7))
+    job.checks("c/0")
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert plan.rollback == 3
+    assert [(restore.rank, restore.sources) for restore in plan.restores] == [(2, (0, 1, 3))]
+
+
+def test_it_stays_and_is_lost_after_it_has_taken_another_state_then_what_it_has_left_is_as_good_as_any(
+    job: Told,
+) -> None:
+    for slot in ("c/0", "c/1"):
+        job.checks(slot, "its driver does not answer")
+    differ(job, 2)
+    job.park_all(passed=7, snapshots=(3, 7))
+    job.resume_all()
+    job.exits("b/0", snapshots=(9,))
+    differ(job, good=9, at=10, of=job.view.generation - 1)
+    job.checks("c/0")
+    plan = plan_in(job.park_all(passed=9, snapshots=(9,)))
+    assert [(restore.rank, restore.snapshot) for restore in plan.restores] == [(2, "b:2/b/0/3")]
+
+
 def test_a_policy_that_has_come_to_forbid_swaps_forbids_this_one_too(job: Told) -> None:
     job.tell(PolicyRequested(request="p", policy="no-swap"))
     assert not every(FenceWorker, differ(job, 2))

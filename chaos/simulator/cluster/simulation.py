@@ -303,13 +303,14 @@ class Simulation:
         """Take in a new plan of the core: check it, and make its generation. ``launch``: a world begins with it."""
         before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         self.truth.planned(plan, launch=launch)
+        self.rollbacks.planned(plan, launch=launch)
+        self.memory.planned()
         era = self.eras[plan.generation] = SimulatedGeneration(self, plan)
         self.planned_ns = self.engine.now_ns
         if launch:
             self._newest = -1
             self._lives.append(plan.generation)
         else:
-            self.rollbacks.planned(plan)
             era.entered = self.eras[max(self.eras.keys() - {plan.generation})].entered
             if plan.reshard is not None:
                 era.entered = int(plan.committed.step)
