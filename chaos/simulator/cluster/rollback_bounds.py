@@ -113,7 +113,7 @@ class Rollbacks:
 
     def _of(self, plan: GenerationPlan, rank: int, step: int) -> set[StateHistory]:
         """Return the states of ``step`` that ``rank`` can be given, without their flaws."""
-        sim, name = self._sim, named(plan, step)
+        name = named(plan, step)
         members = {member.rank: (member.slot, int(member.incarnation)) for member in plan.members if not member.fresh}
         kind, classes = self._classes.get(rank, ""), self._classes
         survivors = [

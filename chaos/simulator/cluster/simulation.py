@@ -314,8 +314,10 @@ class Simulation:
             era.entered = self.eras[max(self.eras.keys() - {plan.generation})].entered
             if plan.reshard is not None:
                 era.entered = int(plan.committed.step)
+        differed = None if before is None else self.differences.get(int(before.generation))
         for name, seen in (
             ("the world began again", launch and before is not None),
+            ("replicas differed, and no snapshot was left", launch and differed is not None and not differed.culprits),
             ("a rollback was planned", plan.rollback is not None),
             ("all entered main again", plan.reshard is not None),
             ("the world shrank", before is not None and plan.world_size < before.world_size),

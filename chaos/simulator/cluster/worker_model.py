@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rackrun.chaos.simulator.base.ground_truth import StateHistory, must
 from rackrun.chaos.simulator.cluster.checkpoint_storage import Unusable
-from rackrun.chaos.simulator.cluster.known_replicas import KnownReplicas
-from rackrun.chaos.simulator.cluster.replica_comparison import Comparing, ReplicaDifference, goes_back, is_due
+from rackrun.chaos.simulator.cluster.replica_comparison import (
+    Comparing,
+    KnownReplicas,
+    ReplicaDifference,
+    goes_back,
+    is_due,
+)
 from rackrun.chaos.simulator.cluster.restore_sources import CorruptState, Unlike, named
 from rackrun.chaos.simulator.cluster.snapshot_sealing import Sealing
 from rackrun.chaos.simulator.cluster.worker_watchdog import WorkerWatchdog
