@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
+import msgspec
 import pytest
 
 from rackrun.chaos.base.errors import Unsupported
@@ -33,6 +36,10 @@ from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, Engine
 from rackrun.chaos.simulator.cluster.agent_model import Agent
 from rackrun.chaos.simulator.cluster.checkpoint_storage import _Files
 from rackrun.chaos.simulator.cluster.simulation import SimulatedJob, Simulation, SimulationOutcome
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.commands import Command
+from rackrun.protocol.events import Event, WorkerReady
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 
@@ -252,6 +259,32 @@ def test_parts_of_two_trainings_make_no_checkpoint(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(simulation.disk, "_whole", {0: both})
     with pytest.raises(Violation, match="two trainings"):
         simulation.disk.begins(1)
+
+
+class _Listening(ControlPlane):
+    """A core that keeps what it is told."""
+
+    told: ClassVar[list[Event]] = []
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        self.told.append(event)
+        return super().handle(event)
+
+
+def told_in(simulated: SimulatedJob) -> list[Event]:
+    """What the core of a job is told."""
+    _Listening.told.clear()
+    outcome = Simulation(simulated, _Listening).run()
+    assert not outcome.violation
+    return [*_Listening.told]
+
+
+def test_after_all_have_entered_main_again_a_rank_knows_its_replicas_from_the_second_unit_on() -> None:
+    whole = job(at(5, Kill(), Exactly(RANK, ("0",))), spares=0, trays=3, shards="pairs")
+    config = msgspec.structs.replace(whole.config, min_ranks=1, rules=parse_rules("shrink"))
+    told = told_in(replace(whole, config=config, reenters=True))
+    said = [event.replica_class for event in told if isinstance(event, WorkerReady) and event.slot == "tray-2/0"]
+    assert said[:3] == ["class 0", "start class 1", "class 1"], "it has another rank now"
 
 
 def test_a_slow_rank_makes_all_slow() -> None:

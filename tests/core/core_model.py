@@ -288,8 +288,12 @@ class Cluster:
             assert all(plan.reshard.images)
             trusted = self.core._job.world.trusted
             assert trusted is None or plan.committed <= trusted, "shards are cut of a state that is not to be trusted"
+            assert plan.rollback is not None or not self.core._job.world.unsure, (
+                "shards are cut of memory that may be wrong"
+            )
             return
-        trusted = self.core._job.world.trusted
+        trusted, unsure = self.core._job.world.trusted, self.core._job.world.unsure
+        assert plan.rollback is not None or not unsure, "nobody can say whose memory is right, and memory is used"
         if trusted is not None and plan.committed > trusted:
             assert plan.rollback is not None, "a state that is not to be trusted goes on"
             assert Position(plan.rollback) <= trusted, "all go back to a state that is not to be trusted"

@@ -9,10 +9,20 @@ import pytest
 from rackrun.core.faults.corruption import OFFENCES_MAX, WITHIN_MS
 from rackrun.core.faults.standstills import STANDSTILLS_MAX
 from rackrun.core.policy.choice import parse_rules
-from rackrun.protocol.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
+from rackrun.protocol.commands import (
+    Answer,
+    BreakGeneration,
+    Command,
+    Decided,
+    FenceWorker,
+    Notice,
+    PauseWorkers,
+    ResumeGeneration,
+)
 from rackrun.protocol.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, TrayId
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rung
 from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 
@@ -108,6 +118,32 @@ def test_without_a_spare_it_stays_and_takes_the_state_of_another() -> None:
     assert [member.rank for member in plan.members if member.fresh] == [2]
 
 
+def test_it_stays_and_is_lost_before_it_has_another_state_then_what_it_has_left_is_not_used(job: CoreHarness) -> None:
+    for slot in ("c/0", "c/1"):
+        job.checks(slot, "its driver does not answer")
+    assert not every(FenceWorker, differ(job, 2))
+    job.exits("b/0", snapshots=(3, 7))
+    job.checks("c/0")
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert plan.rollback == 3
+    assert [(restore.rank, restore.sources) for restore in plan.restores] == [(2, (0, 1, 3))]
+
+
+def test_it_stays_and_is_lost_after_it_has_taken_another_state_then_what_it_has_left_is_as_good_as_any(
+    job: CoreHarness,
+) -> None:
+    for slot in ("c/0", "c/1"):
+        job.checks(slot, "its driver does not answer")
+    differ(job, 2)
+    job.park_all(passed=7, snapshots=(3, 7))
+    job.resume_all()
+    job.exits("b/0", snapshots=(9,))
+    differ(job, good=9, at=10, of=job.view.generation - 1)
+    job.checks("c/0")
+    plan = plan_in(job.park_all(passed=9, snapshots=(9,)))
+    assert [(restore.rank, restore.snapshot) for restore in plan.restores] == [(2, "b:2/b/0/3")]
+
+
 def test_a_policy_that_has_come_to_forbid_swaps_forbids_this_one_too(job: CoreHarness) -> None:
     job.tell(PolicyRequested(request="p", policy="no-swap"))
     assert not every(FenceWorker, differ(job, 2))
@@ -144,10 +180,61 @@ def test_nobody_can_say_then_what_is_in_memory_is_not_used_even_of_the_good_step
     differ(job, good=7)
     plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
     assert (plan.rollback, plan.anew, plan.restores) == (7, True, ())
-    job.resume_all()
-    differ(job, good=7)
-    again = plan_in(job.park_all(passed=7, snapshots=()))
-    assert (again.rollback, again.restores) == (None, ()), "there is nothing else"
+
+
+def test_nobody_can_say_and_no_snapshot_is_left_then_memory_is_not_used_either_and_all_begin_again() -> None:
+    """Three replicas that are compared at every step keep no snapshot; one is lost, and a bit of another flips in the
+    step that the two of them compute again."""
+    told = trained("ab", spares=1, min_ranks=1)
+    told.exits("a/1")
+    told.park_all(passed=7)
+    told.resume_all()
+    differ(told, good=7)
+    answers = told.park_all(passed=7)
+    assert not every(ResumeGeneration, answers), "one of the two is wrong, and both would only show it again"
+    assert only(Decided, answers).decision.rung is Rung.RESTART
+
+
+def test_nobody_can_say_and_nothing_is_left_then_a_job_that_may_not_begin_again_ends_and_says_why() -> None:
+    told = trained("ab", spares=0)
+    differ(told, good=17, at=18)
+    stop = stop_in(told.park_all(passed=17))
+    assert stop.exit_code == 3
+    assert "nobody can say which state in memory is right, and no snapshot of a good one is left" in stop.because
+
+
+@pytest.mark.parametrize("snapshots", [(), (7,)])
+def test_nobody_can_say_then_the_one_that_replaces_another_has_its_state_from_a_snapshot_or_not_at_all(
+    job: CoreHarness, snapshots: tuple[int, ...]
+) -> None:
+    """Whoever stays may be the one that is wrong."""
+    gone(job, differ(job, again=(0, 2), good=7))
+    answers = job.park_all(passed=7, snapshots=snapshots)
+    if snapshots:
+        assert plan_in(answers).rollback == 7
+    else:
+        assert not every(ResumeGeneration, answers)
+
+
+@pytest.mark.parametrize("snapshots", [(), (7,)])
+@pytest.mark.parametrize("resizes", ["in place", "entering main again"])
+def test_nobody_can_say_then_the_others_go_on_without_a_lost_rank_from_a_snapshot_or_not_at_all(
+    resizes: str, snapshots: tuple[int, ...]
+) -> None:
+    told = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=0, min_ranks=1, rules=parse_rules("shrink,stop")))
+    told.resizes = resizes
+    for tray in "ab":
+        told.join(tray, 2)
+    told.train()
+    generation = told.view.generation
+    told.exits("b/1", snapshots=snapshots)
+    differ(told, good=7, of=generation)
+    answers = told.park_all(passed=7, snapshots=snapshots)
+    if not snapshots:
+        assert stop_in(answers).exit_code == 3
+        return
+    plan = plan_in(answers)
+    assert (plan.world_size, plan.committed, plan.rollback) == (3, Position(7), 7)
 
 
 def test_nobody_can_say_twice_then_one_of_them_is_replaced_and_both_are_watched(job: CoreHarness) -> None:

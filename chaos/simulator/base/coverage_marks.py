@@ -64,6 +64,7 @@ MARKS = (
     "it stopped for a reason",
     "replicas differed twice",
     "replicas differed, and all computed again",
+    "replicas differed, and no snapshot was left",
     "somebody woke up in an older generation",
     "the policy was asked",
     "the world began again",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rackrun.chaos.simulator.base.ground_truth import StateHistory, Violation, must
 from rackrun.protocol.commands import GenerationPlan, Reshard, Restore
 from rackrun.protocol.events import SnapshotMirrored
-from rackrun.protocol.ids import SlotId, Step, TrayId, snapshot_id
+from rackrun.protocol.ids import SlotId, Step, TrayId, snapshot_id, tray_of
 
 if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
@@ -50,6 +50,8 @@ class AgentMemory:
         self._told: dict[tuple[TrayId, Owner], tuple[Step, ...]] = {}
         """The copies that the coordinator last heard of. The holder may have newer ones, which replaced older ones, and
         whose report was lost."""
+        self._told_then = self._told
+        """The same, when the newest plan was made."""
 
     def seal(self, tray: TrayId, owner: Owner, name: int, history: StateHistory) -> None:
         self.kept.setdefault((tray, owner), {})[name] = history
@@ -72,6 +74,10 @@ class AgentMemory:
 
     def record_copy(self, event: SnapshotMirrored) -> None:
         self._told[event.holder, (event.slot, int(event.incarnation))] = event.steps
+
+    def planned(self) -> None:
+        """A plan has been made, by what the coordinator has heard so far."""
+        self._told_then = dict(self._told)
 
     # -- restoring
     def for_member(self, process: SimulatedWorker, plan: GenerationPlan) -> StateHistory | None:
@@ -136,7 +142,7 @@ class AgentMemory:
             return None
         if (tray, owner) not in self.kept and self._sim.agents[tray].began_ns > self._sim.planned_ns:
             return None  # the tray has come back empty meanwhile
-        if name not in self.of(tray, owner) and name in self._told.get((tray, owner), ()):
+        if name not in self.of(tray, owner) and name in self._told_then.get((tray, owner), ()):
             raise CorruptState(name, where)
         must(name in self.of(tray, owner), f"a snapshot that nobody keeps: {name} at {where}")
         if (tray, owner, name) in self.rotten:
@@ -150,7 +156,7 @@ class AgentMemory:
         for where in of.images:
             address, slot_tray, index, incarnation = where.split("/")
             tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
-            if name not in self.of(tray, owner):
+            if name not in self.of(tray, owner) and tray == tray_of(owner[0]):
                 process = self._sim.processes.get(owner)
                 lost = process is None or not process.alive or not self._reachable(tray)
                 must(

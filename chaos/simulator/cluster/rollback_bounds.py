@@ -1,7 +1,7 @@
 """Check that a rollback goes back no further than necessary.
 
-The bound is the newest step that every rank can be given, by what the coordinator has been told. What was reported is
-compared with what really exists, so snapshots lost in between do not count. Parity is left out: a rebuild that was
+The bound is the newest step that every rank can be given, by what the coordinator has been told, also of who is whose
+replica. What was reported is compared with what really exists, so snapshots lost in between do not count. Parity is left out: a rebuild that was
 possible and was not made is not found here.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rackrun.chaos.simulator.base.ground_truth import StateHistory, must
 from rackrun.chaos.simulator.cluster.restore_sources import Owner, named
 from rackrun.protocol.commands import GenerationPlan
-from rackrun.protocol.events import Event, SnapshotDamaged, SnapshotMirrored, WorkerExited, WorkerParked
+from rackrun.protocol.events import Event, SnapshotDamaged, SnapshotMirrored, WorkerExited, WorkerParked, WorkerReady
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
 
 if TYPE_CHECKING:
@@ -37,11 +37,19 @@ class Rollbacks:
         self._ends: list[tuple[int, int]] = []
         """Each generation that rolled back, and the step: what earlier generations computed beyond it no longer
         counts."""
+        self._ranks: dict[Owner, int] = {}
+        """The rank of each member of the last plan."""
+        self._classes: dict[int, str] = {}
+        """Rank -> its replica class, as last reported with these shards."""
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the coordinator, right before the core does."""
         match event:
+            case WorkerReady():
+                self._learn(event)
             case WorkerParked() | WorkerExited():
+                if isinstance(event, WorkerParked):
+                    self._learn(event)
                 self._tell(tray_of(event.slot), (event.slot, int(event.incarnation)), event.snapshots)
             case SnapshotMirrored():
                 self._tell(event.holder, (event.slot, int(event.incarnation)), event.steps)
@@ -49,6 +57,11 @@ class Rollbacks:
                 self._damaged(event)
             case _:
                 pass
+
+    def _learn(self, event: WorkerReady | WorkerParked) -> None:
+        rank = self._ranks.get((event.slot, int(event.incarnation)))
+        if rank is not None and event.replica_class:
+            self._classes[rank] = event.replica_class
 
     def _tell(self, tray: TrayId, owner: Owner, names: tuple[int, ...]) -> None:
         agent = self._sim.agents.get(tray)
@@ -67,22 +80,27 @@ class Rollbacks:
         if (tray, owner) in self._told:
             self._told[tray, owner][1].pop(int(event.step), None)
 
-    def planned(self, plan: GenerationPlan) -> None:
+    def planned(self, plan: GenerationPlan, *, launch: bool) -> None:
         """Check a new plan: if it rolls back, no newer step may have been available to every rank."""
-        if plan.rollback is None:
-            return
+        self._ranks = {(member.slot, int(member.incarnation)): int(member.rank) for member in plan.members}
+        if plan.rollback is not None:
+            self._rolls_back(plan, int(plan.rollback))
+        if launch or plan.reshard is not None:
+            self._classes.clear()
+
+    def _rolls_back(self, plan: GenerationPlan, to: int) -> None:
         limit, life = int(plan.committed.step), self._sim.life(int(plan.generation))
-        if int(plan.rollback) < self._last.get(life, -1):
+        if to < self._last.get(life, -1):
             self._sim.marks.sometimes("a rollback went behind the one before")
-        self._last[life] = int(plan.rollback)
+        self._last[life] = to
         if plan.anew:  # a corrupted state is left behind, however far that goes
             limit = min(limit, self._sim.truth.good)
-        for step in range(limit, int(plan.rollback), -1):
+        for step in range(limit, to, -1):
             must(
                 not self._all_have(plan, step),
-                f"generation {plan.generation} goes back to step {plan.rollback}, and everybody could have had step {step}",
+                f"generation {plan.generation} goes back to step {to}, and everybody could have had step {step}",
             )
-        self._ends.append((int(plan.generation), int(plan.rollback)))
+        self._ends.append((int(plan.generation), to))
 
     def _all_have(self, plan: GenerationPlan, step: int) -> bool:
         there: set[StateHistory] | None = None
@@ -95,11 +113,11 @@ class Rollbacks:
 
     def _of(self, plan: GenerationPlan, rank: int, step: int) -> set[StateHistory]:
         """Return the states of ``step`` that ``rank`` can be given, without their flaws."""
-        sim, name = self._sim, named(plan, step)
+        name = named(plan, step)
         members = {member.rank: (member.slot, int(member.incarnation)) for member in plan.members if not member.fresh}
-        kind = sim.class_of(rank)
+        kind, classes = self._classes.get(rank, ""), self._classes
         survivors = [
-            owner for other, owner in members.items() if other == rank or (kind and sim.class_of(int(other)) == kind)
+            owner for other, owner in members.items() if other == rank or (kind and classes.get(int(other)) == kind)
         ]
         found = [self._kept(tray_of(owner[0]), owner, name) for owner in survivors]
         if not plan.anew:  # nothing of a corrupt rank is used

@@ -303,18 +303,21 @@ class Simulation:
         """Take in a new plan of the core: check it, and make its generation. ``launch``: a world begins with it."""
         before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
         self.truth.planned(plan, launch=launch)
+        self.rollbacks.planned(plan, launch=launch)
+        self.memory.planned()
         era = self.eras[plan.generation] = SimulatedGeneration(self, plan)
         self.planned_ns = self.engine.now_ns
         if launch:
             self._newest = -1
             self._lives.append(plan.generation)
         else:
-            self.rollbacks.planned(plan)
             era.entered = self.eras[max(self.eras.keys() - {plan.generation})].entered
             if plan.reshard is not None:
                 era.entered = int(plan.committed.step)
+        differed = None if before is None else self.differences.get(int(before.generation))
         for name, seen in (
             ("the world began again", launch and before is not None),
+            ("replicas differed, and no snapshot was left", launch and differed is not None and not differed.culprits),
             ("a rollback was planned", plan.rollback is not None),
             ("all entered main again", plan.reshard is not None),
             ("the world shrank", before is not None and plan.world_size < before.world_size),

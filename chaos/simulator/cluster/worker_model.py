@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rackrun.chaos.simulator.base.ground_truth import StateHistory, must
 from rackrun.chaos.simulator.cluster.checkpoint_storage import Unusable
-from rackrun.chaos.simulator.cluster.replica_comparison import Comparing, ReplicaDifference, goes_back, is_due
+from rackrun.chaos.simulator.cluster.replica_comparison import (
+    Comparing,
+    KnownReplicas,
+    ReplicaDifference,
+    goes_back,
+    is_due,
+)
 from rackrun.chaos.simulator.cluster.restore_sources import CorruptState, Unlike, named
 from rackrun.chaos.simulator.cluster.snapshot_sealing import Sealing
 from rackrun.chaos.simulator.cluster.worker_watchdog import WorkerWatchdog
@@ -91,7 +97,7 @@ class SimulatedWorker:
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._felt = -1
         self.sealing, self._watch = Sealing(self), WorkerWatchdog(self)
-        self.comparing = Comparing()
+        self.comparing, self.replicas = Comparing(), KnownReplicas(self)
         self.gate_states: dict[int, StateHistory] = {}
         """The states at the gate that it entered last."""
         self._once_more = False
@@ -196,19 +202,23 @@ class SimulatedWorker:
                 self.end(code=1, bug=what, kind="rackrun.errors.StateLost")
                 return
             self.saved = self.passed
-        job = self.sim.job
-        sharded = job.shards != "replicas"
-        self.say(
-            WorkerReady,
-            replica_class=self.sim.class_of(self.rank),
-            fixed="it is sharded" if sharded and not job.reenters else "",
-            reenters=sharded and job.reenters,
-            exact=job.exact,
-        )
+        self.replicas.begins()
+        self._say_ready()
         self.state = "waiting" if self.rank is None else "running"
         if self.rank is not None:
             self.sim.eras[self.generation].takes_part(self, self.rank)
             self._compute()
+
+    def _say_ready(self) -> None:
+        job = self.sim.job
+        sharded = job.shards != "replicas"
+        self.say(
+            WorkerReady,
+            replica_class=self.replicas.name,
+            fixed="it is sharded" if sharded and not job.reenters else "",
+            reenters=sharded and job.reenters,
+            exact=job.exact,
+        )
 
     def end(
         self, *, signal: int | None = None, code: int | None = None, bug: str = "", kind: str = "ValueError"
@@ -245,6 +255,8 @@ class SimulatedWorker:
         if self.passed + 1 >= self.sim.truth.units:
             self._finish()
             return
+        if self.replicas.compares():
+            self._say_ready()
         costs = self.sim.costs
         late_s, self.late_s = self.late_s, 0.0
         self.later(costs.of(costs.step_s, self.sim.draw["steps"]) * self.slow + late_s, self._enter)
@@ -404,7 +416,7 @@ class SimulatedWorker:
             gate=(float(self.passed),),
             snapshots=tuple(Step(step) for step in snapshots),
             layout=Generation(self.layout) if self.stateful else None,
-            replica_class=self.sim.class_of(self.rank),
+            replica_class=self.replicas.to_report(entered),
             resumed=self.resumed,
             good=None if self.comparing.good is None else Position(self.comparing.good),
         )
@@ -428,6 +440,8 @@ class SimulatedWorker:
         self.state, self.plan, self.rank, self.generation = "resuming", plan, int(me.rank), int(plan.generation)
         if me.fresh or plan.reshard is not None:
             self.history = None
+        if plan.reshard is not None:
+            self.replicas.leaves_main(plan)
         self.finished = False
         self.rollback_incomplete = self.stateful and (self.rollback_incomplete or plan.rollback is not None)
         if me.fresh or plan.reshard is not None or plan.rollback is not None:
@@ -469,6 +483,8 @@ class SimulatedWorker:
     def _restore(self) -> None:
         if self.sim.crashes("worker: restoring", self):
             return
+        if self.plan is not None and any(one.rank == self.rank and one.sources for one in self.plan.restores):
+            self.sim.memory.forget_owner(self.agent.tray, self.owner)  # it is given another rank's state
         found = self._find()
         if found is None:
             self.later(POLL_S, self._restore)
@@ -521,6 +537,11 @@ class SimulatedWorker:
             return
         if not self.stateful or plan.rollback is not None:
             self.comparing.filled += 1
+        if plan.reshard is not None:
+            self.replicas.fills()
+            self._say_ready()
+        elif not self.stateful:
+            self.replicas.takes_over(plan, found.unit)
         self.history, self.layout = found, int(plan.layout)
         self.sim.truth.trusts(found, self)
         self.entered_in, self.rollback_incomplete, self.state = None, False, "running"

@@ -10,12 +10,17 @@ import msgspec
 
 from rackrun.chaos.faults.data.flip_bit import FlipBit
 from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.processes.crash_at_point import CrashAt
+from rackrun.chaos.faults.processes.kill import Kill
+from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import One
-from rackrun.chaos.plan.definition import Every, Inject, Now, Par, Quiet, Seq
+from rackrun.chaos.plan.definition import AtStep, Every, Inject, Now, Par, Quiet, Seq
 from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
+from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.ids import SlotId
+from rackrun.protocol.job_config import JobConfig
 
-__all__ = ["with_corruption"]
+__all__ = ["left_with_two", "with_corruption"]
 
 RANK = Subjects.RANK
 _OF: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "parameters", "parameters", "gradients")
@@ -55,3 +60,38 @@ def _with_one_flip(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
     flip = Inject(fault=FlipBit(of="parameters"), target=One(RANK), when=Now(plus_s=round(5 * draw.random(), 3)))
     plan = msgspec.structs.replace(job.plan, plan=Seq(parts=(job.plan.plan, Quiet(steps=4), flip)))
     return replace(job, plan=plan, check_replicas=draw.randint(1, 4))
+
+
+def left_with_two(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
+    """Return a job of three replicas that are compared at every step, so that they keep no snapshots.
+
+    One is lost right after a gate that the others do not always see pass, and the state of another flips about when
+    the two do its step again. In half of the jobs one of them is lost too, perhaps the one that is right.
+    """
+    step = draw.randint(4, 8)
+
+    def strike(fault: Fault, plus_s: float) -> Inject:
+        return Inject(fault=fault, target=One(RANK), when=AtStep(step=step, plus_s=round(plus_s, 3)))
+
+    first = strike(CrashAt(point="worker: applied", nth=1), 0.1)
+    flips = strike(FlipBit(of="parameters"), 1.15 + 0.8 * draw.random())
+    last = strike(Kill(), 2 + draw.random())
+    parts = (first, flips, last) if draw.random() < 0.5 else (first, flips)
+    config = JobConfig(
+        trays_min=3,
+        trays_max=3,
+        spares=0,
+        min_ranks=1,
+        start_over=draw.random() < 0.7,
+        rules=parse_rules("swap,shrink,restart"),
+    )
+    return SimulatedJob(
+        seed=job.seed,
+        config=config,
+        trays=3,
+        slots=1,
+        units=25,
+        plan=msgspec.structs.replace(job.plan, plan=Par(parts=parts)),
+        checkpoint_every=draw.choice([0, 2, 3]),
+        check_replicas=1,
+    )

@@ -18,7 +18,7 @@ from rackrun.chaos.faults.table.fault_table import FAULTS, Fault
 from rackrun.chaos.faults.targets import Last, One, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Budget, Every, Inject, Now, Par, Part, Plan, Quiet, Seq
 from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
-from rackrun.chaos.simulator.fuzzing.draw_corruption import with_corruption
+from rackrun.chaos.simulator.fuzzing.draw_corruption import left_with_two, with_corruption
 from rackrun.chaos.simulator.fuzzing.draw_long import LONG, a_long_job
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.job_config import JobConfig
@@ -29,6 +29,8 @@ RANK, SPARE, AGENT, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjec
 _COPIES: tuple[Literal["local", "mirror", "xor", "rs"], ...] = ("mirror", "mirror", "xor", "rs", "local")
 FAMILIES = ("kills", "errors", "crashes", "hangs", "slow", "trays", "network", "control", "hardware", "rot", "leaving")
 DISK = "disk"
+LEFT_WITH_TWO = 0.02
+"""The share of jobs in which three replicas become two, and one of these is wrong."""
 FEW = ("few workers", "few connections")
 """Families of the few faults that spares and replicas can deal with."""
 
@@ -82,6 +84,9 @@ def draw_job(seed: int) -> SimulatedJob:
     """Draw the job of a seed."""
     if stream(seed, "swarm", "long").random() < LONG:
         return a_long_job(seed, stream(seed, "swarm", "of weeks"))
+    two = stream(seed, "swarm", "left with two")
+    if two.random() < LEFT_WITH_TWO:
+        return left_with_two(_without_disk(seed), two)
     return with_corruption(_with_or_without_disk(seed), stream(seed, "swarm", "corruption"))
 
 

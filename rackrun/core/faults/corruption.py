@@ -2,7 +2,7 @@
 
 State from after the last position known to be good is not trusted until all ranks compute again: every restore and
 every rollback ends there (`rackrun.core.generation.restore_plan`). If the wrong ranks cannot be determined, no state in
-memory is trusted while there is a good snapshot, because a rank whose memory is wrong would compute the same again. A
+memory is trusted, because a rank whose memory is wrong would compute the same again, or be the source of another. A
 rank that is to blame is replaced in the same recovery if a spare is ready. Otherwise it stays, with state from its
 replicas, and is replaced when a spare is ready. Its slot is on probation: the last choice from then on.
 

@@ -86,8 +86,9 @@ def state_plan(
     ``reports`` holds the members with state; every other rank is fresh. A rank that reports that it never entered the
     gate of the committed unit is fresh too: that is a contradiction, and its state cannot be made that of ``upto``.
 
-    ``rollback_incomplete``: a rollback was interrupted, so some members have gone back and others have not; only another rollback
-    makes them equal. ``trusted``: state from after this position, in memory or in a snapshot, is not used, even if it
+    ``rollback_incomplete``: members have unequal states in memory: a rollback was interrupted, so some have gone back
+    and others have not, or replicas differ and nobody can say which are right. Only another rollback makes them equal.
+    ``trusted``: state from after this position, in memory or in a snapshot, is not used, even if it
     is intact; None: all state is used.
     """
     clean = {rank: report for rank, report in reports.items() if report.entered >= upto or report.passed >= upto}

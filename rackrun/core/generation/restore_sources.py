@@ -30,8 +30,8 @@ class RestoreSources:
 
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
         """Record the snapshots that a member leaves when it exits. They may be the only copies of its shard. At the end
-        of the job they are not needed."""
-        if record.corrupt or self.world.phase is Phase.ENDING:
+        of the job they are not needed, and those of a member whose state was found wrong are not used."""
+        if record.corrupt or self.world.phase is Phase.ENDING or record.is_wrong:
             return
         plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
         old = self.world.old

@@ -112,6 +112,11 @@ class WorkerRecord:
             del steps[0]
 
     @property
+    def is_wrong(self) -> bool:
+        """Whether its state was found wrong, and it has not resumed with another since, as far as its reports say."""
+        return not self.stateful and self.wrong_in >= self.resumed_in
+
+    @property
     def story(self) -> list[str]:
         """The worker's latest transitions, oldest first."""
         return [WorkerState.STARTING.value, *map(str, self._steps)][-STORY_MAX:]

@@ -81,4 +81,6 @@ class FailedRecovery:
         """Return the reason text for a stop, or a restart, because no copy of some state is left."""
         if self.world.stateful():
             told += " before the first step" if committed == BEGIN else f" at step {committed.step}"
+        if self.world.unsure:
+            return f"{told}; nobody can say which state in memory is right, and no snapshot of a good one is left"
         return f"{told}, and no copy of its state is left"

@@ -88,20 +88,16 @@ class ParkedMembers:
         if world.old is not None:
             return world.old.state(world.members, self.rack, trusted=world.trusted)
 
-        def planned(*, all_go_back: bool) -> StatePlan | None:
-            return restore_plan.state_plan(
-                reports=reports,
-                kept=snapshots.by_rank(),
-                classes=self.classes,
-                world_size=world.size,
-                upto=committed,
-                rollback_incomplete=all_go_back,
-                trusted=world.trusted,
-                rebuild=snapshots.rebuilding(world.members, self.rack.trays, world.layout),
-            )
-
-        found = planned(all_go_back=True) if world.unsure else None
-        return found or planned(all_go_back=world.rollback_incomplete())
+        return restore_plan.state_plan(
+            reports=reports,
+            kept=snapshots.by_rank(),
+            classes=self.classes,
+            world_size=world.size,
+            upto=committed,
+            rollback_incomplete=world.rollback_incomplete() or world.unsure,
+            trusted=world.trusted,
+            rebuild=snapshots.rebuilding(world.members, self.rack.trays, world.layout),
+        )
 
     def _has_just_begun(self, committed: Position) -> bool:
         """Return whether no more than `FEW_STEPS` steps were computed, according to living members and to those seen to

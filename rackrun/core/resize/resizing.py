@@ -21,7 +21,7 @@ from rackrun.core.placement import mesh_resize
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.core.placement.seating import Seating
 from rackrun.core.resize.growth_backoff import GrowthBackoff
-from rackrun.protocol.ids import Position, Rank
+from rackrun.protocol.ids import Position, Rank, steps_in
 from rackrun.protocol.job_config import JobConfig
 from rackrun.topology.model.mesh import Mesh
 
@@ -66,11 +66,7 @@ class Resizing:
             old = self.world.old or self._as_it_was(committed, gate)
             going = [record.worker for rank, record in members.items() if rank not in staying]
             return "no copy of some state is left in memory" if old.state(members, self.rack, going) is None else ""
-        clean = any(
-            record.stateful and record.parked and max(record.parked.passed, record.parked.entered) >= committed
-            for rank, record in members.items()
-            if rank in staying
-        )
+        clean = any(self._can_go_on(record, committed) for rank, record in members.items() if rank in staying)
         return (
             self._unlike(members)
             if clean and not self.world.rollback_incomplete()
@@ -230,11 +226,22 @@ class Resizing:
             size=world.size,
             committed=committed,
             gate=gate,
-            gone_back=incomplete,
+            gone_back=incomplete or world.unsure,
             ranks={record.worker: rank for rank, record in world.stateful().items()},
             classes=dict(self.classes),
             snapshots=self.sources.snapshots,
         )
+
+    def _can_go_on(self, record: WorkerRecord, committed: Position) -> bool:
+        """Return whether a parked member has a state with which the world can go on: that of the committed unit in
+        memory or, where memory is not trusted, a snapshot."""
+        parked, trusted = record.parked, self.world.trusted
+        if not record.stateful or parked is None:
+            return False
+        if self.world.unsure:
+            steps = steps_in(self.world.layout, parked.snapshots)
+            return any(Position(step) <= committed and (trusted is None or Position(step) <= trusted) for step in steps)
+        return max(parked.passed, parked.entered) >= committed
 
     def _enter_again(self, committed: Position, gate: tuple[float, ...]) -> None:
         """Keep the present world as the old one. Snapshots and classes are the old world's until the plan is made."""
