@@ -114,9 +114,9 @@ class TrayAgent:
     def job_is_over(self, *, connected: bool) -> None:
         self._handle(t.JobOver(connected))
 
-    def stood_still(self, for_ms: int) -> None:
+    def stood_still(self, for_ms: int, *, workers_ran: bool | None) -> None:
         """Report that the agent did not run for ``for_ms`` milliseconds."""
-        self._handle(t.StoodStill(for_ms))
+        self._handle(t.StoodStill(for_ms, workers_ran))
 
     def _handle(self, fact: t.TrayFact, body: bytes = b"") -> None:
         """Tell the machine a fact, and carry out what it answers. ``body``: the message that a worker said."""

@@ -60,7 +60,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Response
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import BreakerWakes, JoinGraceOver, QuarantineOver
+from rackrun.protocol.timers import BreakerWakes, JoinGraceOver, QuarantineOver, StandstillsGathered
 from rackrun.topology.model.errors import TopologyError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Gpu, Rack, Topology, Tray
@@ -173,6 +173,8 @@ class Hindsight:
                 self.standstills.stood_still(event)
             case TrayDescribed():
                 self._described(event)
+            case TimerFired(timer=StandstillsGathered()):
+                self.standstills.gathered(event.at_ms)
             case TimerFired(timer=BreakerWakes()):
                 self.triage.tick(event.at_ms)
             case TimerFired(timer=QuarantineOver(slot=slot)):
