@@ -385,6 +385,8 @@ def asked() -> t.LeaveAsked:
 def test_a_standstill_is_reported_as_long_as_the_agent_does_not_end(told: Told) -> None:
     told.runs(1)
     assert told(t.StoodStill(4_200)) == [t.SendEvent(TrayStoodStill(tray=TRAY, for_ms=4_200))]
+    alone = TrayStoodStill(tray=TRAY, for_ms=4_200, workers_ran=True)
+    assert told(t.StoodStill(4_200, workers_ran=True)) == [t.SendEvent(alone)]
     told(t.StopBegun(failed=False))
     assert not told(t.StoodStill(4_200))
 

@@ -36,7 +36,7 @@ from rackrun.chaos.simulator.cluster.simulation import SimulatedJob, Simulation,
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 
-RANK, TRAY = Subjects.RANK, Subjects.TRAY
+RANK, TRAY, AGENT = Subjects.RANK, Subjects.TRAY, Subjects.AGENT
 
 
 def job(
@@ -93,7 +93,15 @@ def test_a_tray_that_is_frozen_for_less_than_its_lease_loses_nobody_and_says_so(
     assert outcome.stopped.exit_code == 0
     assert "a lease lapsed" not in outcome.marks
     assert "a rank was fenced" not in outcome.marks
-    assert [text for text in simulated.coordinator.notices if text.startswith("tray-1 stood still for 4.0 s")]
+    what = "the agent of tray-1 did not answer for 4.0 s, and does again. The workers there stood still with it"
+    assert [text for text in simulated.coordinator.notices if text.startswith(what)]
+
+
+def test_an_agent_that_is_paused_without_its_workers_is_told_apart_from_its_tray() -> None:
+    simulated = Simulation(job(at(3, Pause(for_s=4.0), Exactly(AGENT, ("tray-1",))), spares=2, units=60))
+    assert not simulated.run().violation
+    told = [text for text in simulated.coordinator.notices if text.startswith("the agent of tray-1 did not answer")]
+    assert ["The workers there went on" in text for text in told] == [True]
 
 
 def test_a_tray_that_is_frozen_beyond_its_lease_is_given_up_and_refused_when_it_wakes() -> None:
