@@ -42,7 +42,9 @@ def test_a_tray_that_stood_still_once_loses_nobody_and_people_are_told_where_to_
     answers = job.stands_still("b", for_ms=4_200)
     assert [type(one) for one in answers] == [Notice]
     text = only(Notice, answers).text
-    assert text.startswith("the agent of b did not answer for 4.2 s, and does again. The workers there stood still with it")
+    assert text.startswith(
+        "the agent of b did not answer for 4.2 s, and does again. The workers there stood still with it"
+    )
     assert "hypervisor" in text
     assert "probation" not in text
     assert not against(job)
@@ -80,7 +82,9 @@ def test_ranks_leave_a_tray_that_stands_still_repeatedly_at_a_step_boundary(job:
     assert "3 times within 10 minutes now: its slots are on probation" in every(Notice, answers)[0].text
     assert only(PauseWorkers, answers)
     assert against(job) == dict.fromkeys(("b/0", "b/1"), "its tray stood still 3 times within 10 minutes")
-    assert {slot: why for tray in job.view.trays for slot, why in tray.probation.items()} == against(job), "in the status"
+    assert {slot: why for tray in job.view.trays for slot, why in tray.probation.items()} == against(job), (
+        "in the status"
+    )
     assert [one.slot for one in condemned(job.pause_all())] == ["b/0", "b/1"]
     plan = plan_in(job.park_all(passed=7))
     assert (plan.committed.step, plan.rollback) == (7, None), "no step is done again"

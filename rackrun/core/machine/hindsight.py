@@ -169,12 +169,10 @@ class Hindsight:
                 self._judged(event)
             case ReplicasDiffer() | LossNotRepeated():
                 self._suspect(event)
-            case TrayStoodStill() if event.tray in self.rack.trays:
-                self.standstills.stood_still(event)
+            case TrayStoodStill() | TimerFired(timer=StandstillsGathered()):
+                self._stood_still(event)
             case TrayDescribed():
                 self._described(event)
-            case TimerFired(timer=StandstillsGathered()):
-                self.standstills.gathered(event.at_ms)
             case TimerFired(timer=BreakerWakes()):
                 self.triage.tick(event.at_ms)
             case TimerFired(timer=QuarantineOver(slot=slot)):
@@ -188,6 +186,12 @@ class Hindsight:
                     self._worker(record, event)
             case _:
                 pass
+
+    def _stood_still(self, event: TrayStoodStill | TimerFired) -> None:
+        if isinstance(event, TimerFired):
+            self.standstills.gathered(event.at_ms)
+        elif event.tray in self.rack.trays:
+            self.standstills.stood_still(event)
 
     def _judged(self, event: DeviceJudged | DeviceChecked | BreakerClosed | SlowRanksChanged) -> None:
         match event:
