@@ -40,7 +40,9 @@ def test_without_spares_for_them_the_ranks_of_a_silent_tray_are_waited_for() -> 
     answers = breaks_while_b_is_silent(told)
     assert not every(FenceWorker, answers)
     text = only(Notice, answers).text
-    assert text == "nothing has come from b since rank 0 lost (SIGKILL); its ranks are waited for, up to the lease of 15 s"
+    assert (
+        text == "nothing has come from b since rank 0 lost (SIGKILL); its ranks are waited for, up to the lease of 15 s"
+    )
     assert [str(one.timer) for one in every(SetTimer, answers) if one.at_ms == told.now + LEASE_MS] == ["park:2"]
 
 

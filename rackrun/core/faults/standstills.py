@@ -83,7 +83,8 @@ class Standstills:
                     further.setdefault(text, []).append(event.tray)
         if told:
             more = [
-                f" {text}" if len(told) == 1 else f" Of {self._named(trays)}: {text}" for text, trays in further.items()
+                f" {text}" if len(trays) == len(told) else f" Of {self._named(trays)}: {text}"
+                for text, trays in further.items()
             ]
             self.out.emit(Notice(text=f"{self._answer_again(told)}. {_what_is_known(ran)}{''.join(more)}"))
         for slot, why in leave.items():
