@@ -7,6 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from rackrun.errors import UsageError
+from rackrun.protocol.encodable import clean
 
 __all__ = ["ENTER", "HOOKS", "arguments", "check_command", "check_script", "option", "options_of", "preloading"]
 
@@ -36,6 +37,10 @@ def option(command: Sequence[str], name: str) -> str | None:
 def check_command(command: Sequence[str]) -> None:
     """Raise `UsageError` for a command whose runs cannot be compared with each other."""
     options = options_of(command)
+    if strange := next((word for word in command if clean(word) != word), None):
+        raise UsageError(
+            f"{clean(strange)} is no UTF-8, and the reports could not name it.", remedy="give it another name."
+        )
     if not command or (len(options) == len(command) and not set(_WITHOUT_PY) & {*map(_dashed, command)}):
         raise UsageError("there is no script to run.", remedy="give rackrun's options and the script after --.")
     if option(command, "--out-dir") is not None:

@@ -17,6 +17,7 @@ from rackrun.chaos.evidence.explanations import last_words
 from rackrun.chaos.evidence.run_evidence import Trace, read_trace
 from rackrun.chaos.testbed.job_under_test import JobUnderTest
 from rackrun.errors import UsageError
+from rackrun.protocol.encodable import clean
 
 __all__ = ["Reference", "ReferenceRun", "make_folder", "read_reference", "run_reference", "writable"]
 
@@ -109,7 +110,13 @@ def make_folder(folder: Path) -> None:
 
 
 def writable(folder: Path, *, option: str = "--out") -> None:
-    """Create ``folder`` if it does not exist, and check that it can be written. Raises `UsageError`."""
+    """Create ``folder`` if it does not exist, and check that it can be written, and named in reports. Raises
+    `UsageError`."""
+    if clean(str(folder.absolute())) != str(folder.absolute()):
+        raise UsageError(
+            f"{clean(str(folder.absolute()))} is no UTF-8, and the reports could not name it.",
+            remedy=f"choose another {option}.",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".probe").touch()

@@ -51,6 +51,11 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
     for tray in core.get("trays", ()):
         for slot, why in tray.get("withdrawn", {}).items():
             _say(console, f"{slot} is not used: {why}")
+        reasons = dict[str, list[str]]()
+        for slot, why in tray.get("probation", {}).items():
+            reasons.setdefault(why, []).append(slot)
+        for why, slots in reasons.items():
+            _say(console, f"{', '.join(slots)}: on probation, the last choice until rackctl return: {why}")
         if unjudged := tray.get("unjudged"):
             _say(console, f"{tray['tray']}: not judged: {unjudged}")
 

@@ -37,6 +37,7 @@ _BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
 _TO_END = 19
 _LEAST_MS, _OWN_SINCE, _SPINS_SINCE, _SPINS_SEEN, _PLAIN_TICK = range(20, 25)
 _BY_DEVICE, _UNREACHED, _UNPASSED = range(25, 28)
+_TICKS, _PLAIN_TICKS = 28, 29
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.robust_mutex`), and whether it is held yet
 _BLOCKED = 280  # a mark, then generation, group and number, how many groups follow, and two words for each
@@ -84,6 +85,7 @@ class HeartbeatPage:
     def tick_plain(self) -> bool:
         """Show that the process is alive before its control thread runs. Return whether this is still needed."""
         self._words[_PLAIN_TICK] = time.monotonic_ns()
+        self._words[_PLAIN_TICKS] += 1
         return not self._words[_TICK]
 
     @property
@@ -95,6 +97,7 @@ class HeartbeatPage:
     def tick(self) -> None:
         """Show that the control thread runs."""
         self._words[_TICK] = time.monotonic_ns()
+        self._words[_TICKS] += 1
 
     # -- written by the worker's main thread
     def enter(
@@ -316,6 +319,11 @@ class HeartbeatPage:
     def tick_ns(self) -> int:
         """When the control thread last ran, on the monotonic clock in ns; 0: never."""
         return int(self._words[_TICK])
+
+    @property
+    def ticks(self) -> int:
+        """How many times the worker has shown that it runs; it does so several times a second."""
+        return int(self._words[_TICKS] + self._words[_PLAIN_TICKS])
 
     @property
     def activity(self) -> Activity:

@@ -132,14 +132,16 @@ class TrayLost(_Event, frozen=True, kw_only=True):
 class TrayStoodStill(_Event, frozen=True, kw_only=True):
     """A tray's agent did not run for a while, without work of its own and without waiting for a processor.
 
-    As far as the agent can tell, all processes of the tray stood still with it: the host was suspended, migrated or
-    stalled by its hypervisor, or the processes were frozen. Not sent by an agent whose lease ended meanwhile: it is
-    refused, and ends.
+    Either only the agent was stopped, or all processes of the tray stood still with it: the host was suspended,
+    migrated or stalled by its hypervisor, or the processes were frozen. Not sent by an agent whose lease ended
+    meanwhile: it is refused, and ends.
     """
 
     tray: TrayId
     for_ms: int
     """How long it did not run, in milliseconds, including the time in which the host was suspended."""
+    workers_ran: bool | None = None
+    """Whether the tray's workers ran meanwhile, by their heartbeat pages; None: that is not known."""
 
 
 class DeviceJudged(_Event, frozen=True, kw_only=True):

@@ -57,6 +57,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Faults within this time of the first are handled as one. Survivors are broken at once, without waiting for it."""
     park_timeout_ms: int = 5_000
     """A worker that does not answer BreakGeneration for this long is fenced."""
+    lease_ms: int = 15_000
+    """Time without a message after which a tray is given up (``--lease``). A tray of which nothing has come in a
+    recovery may be waited for as long."""
     resume_timeout_ms: int = 30_000
     """A member that has not resumed after this long is fenced."""
     reenter_timeout_ms: int = 300_000

@@ -38,6 +38,7 @@ __all__ = [
     "RepairOver",
     "ResumeOver",
     "StallsGathered",
+    "StandstillsGathered",
     "StartsGathered",
     "Timer",
     "timer_named",
@@ -139,6 +140,10 @@ class PolicyOver(_Timer, frozen=True, tag="policy", gc=False):
 
 
 # -- hardware and size -------------------------------------------------------------------------------------------------
+class StandstillsGathered(_Timer, frozen=True, tag="standstills", gc=False):
+    """Trays that stood still together have had their time to report it."""
+
+
 class BreakerWakes(_Timer, frozen=True, tag="breaker", gc=False):
     """The circuit breaker looks at the verdicts that it holds back."""
 
@@ -204,6 +209,7 @@ Timer: TypeAlias = (
     | StallsGathered
     | LateStallsGathered
     | PolicyOver
+    | StandstillsGathered
     | BreakerWakes
     | SelfExitOver
     | QuarantineOver

@@ -11,7 +11,7 @@ import pytest
 
 from rackrun.agent.host import proc
 from rackrun.agent.workers import standstill
-from rackrun.agent.workers.standstill import BOUND_NS, UsageReading, read_moment, stood_still_ns
+from rackrun.agent.workers.standstill import BOUND_NS, UsageReading, read_moment, stood_still_ns, workers_ran
 from rackrun.protocol.events import TrayStoodStill, WorkerExited, WorkerStalled
 
 S = 1_000_000_000
@@ -27,7 +27,7 @@ print("works", flush=True)
 for step in range(10_000):
     page.tick()
     page.enter(Activity.STEP, Position(step), deadline_ms=400)
-    wake.wait(0.01)
+    wake.wait(0.1)
 """
 
 
@@ -78,6 +78,37 @@ def test_moments_only_grow() -> None:
     assert now.at_ns - before.at_ns < BOUND_NS
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "ran"),
+    [
+        ({"a": 70}, {"a": 70}, False),
+        ({"a": 70, "b": 50}, {"a": 72, "b": 51}, False),
+        ({"a": 70}, {"a": 110}, True),
+        ({"a": 70}, {"a": 86}, True),
+        ({"a": 70, "b": 50}, {"a": 70, "b": 90}, True),
+        ({"a": 70}, {"a": 74}, None),
+        ({}, {}, None),
+        ({}, {"a": 40}, None),
+        ({"a": 70}, {}, None),
+    ],
+    ids=[
+        "no tick",
+        "a tick before and one after",
+        "an elastic script's ticks",
+        "a plain script's ticks",
+        "one of them ran, and the other hangs",
+        "too few, and too many",
+        "no workers",
+        "one that has just begun",
+        "one that has gone",
+    ],
+)
+def test_workers_that_ticked_while_their_agent_stood_still_for_4_seconds_ran(
+    before: dict[str, int], now: dict[str, int], ran: bool | None
+) -> None:
+    assert workers_ran(before, now, 4 * S) is ran
+
+
 async def test_a_tray_that_is_frozen_says_so_and_its_workers_are_not_to_blame(rig, monkeypatch):
     monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
     await rig.start(WORKS, stall_floor_ms=200)
@@ -91,9 +122,23 @@ async def test_a_tray_that_is_frozen_says_so_and_its_workers_are_not_to_blame(ri
         os.kill(pid, signal.SIGCONT)
     told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
     assert 500 <= told.message.for_ms < 60_000
+    assert told.message.workers_ran is False
     assert await rig.end() == 0
     assert (await rig.coordinator.exit_of(1)).signal == signal.SIGTERM
     assert not [one for one in rig.coordinator.received if isinstance(one.message, WorkerStalled)]
+
+
+async def test_an_agent_that_is_stopped_while_its_workers_run_says_so(rig, monkeypatch):
+    monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
+    await rig.start(WORKS)
+    await rig.start_worker()
+    await rig.line("works")
+    os.kill(rig.agent, signal.SIGSTOP)
+    await asyncio.sleep(1.2)  # this is how long it is stopped
+    os.kill(rig.agent, signal.SIGCONT)
+    told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
+    assert told.message.workers_ran is True
+    assert await rig.end() == 0
 
 
 async def test_a_tray_that_was_given_up_meanwhile_is_refused_and_ends_its_workers(rig, monkeypatch):

@@ -392,6 +392,8 @@ def asked() -> t.LeaveAsked:
 def test_a_standstill_is_reported_as_long_as_the_agent_does_not_end(harness: TrayHarness) -> None:
     harness.runs(1)
     assert harness(t.StoodStill(4_200)) == [t.SendEvent(TrayStoodStill(tray=TRAY, for_ms=4_200))]
+    alone = TrayStoodStill(tray=TRAY, for_ms=4_200, workers_ran=True)
+    assert harness(t.StoodStill(4_200, workers_ran=True)) == [t.SendEvent(alone)]
     harness(t.StopBegun(failed=False))
     assert not harness(t.StoodStill(4_200))
 

@@ -282,6 +282,17 @@ def test_the_folder_of_an_earlier_run_is_not_used_again(reference: Path) -> None
         run_plan(Plan(plan=at_hold(Kill())), tiny(), out=reference)
 
 
+def test_a_folder_or_a_command_that_the_reports_could_not_name_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    strange = os.fsdecode(b"caf\xe9")
+    with pytest.raises(UsageError, match=r"caf\\udce9 is no UTF-8"):
+        run_plan(Plan(plan=at_hold(Kill())), tiny(), out=tmp_path / strange)
+    with pytest.raises(UsageError, match=r"caf\\udce9 is no UTF-8"):
+        run_plan(Plan(plan=at_hold(Kill())), [*tiny(), strange], out=tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+
+
 # -- the plans that are shipped
 SHIPPED = {
     "rank_killed": ("--nproc-per-node", "3", "--spares", "1"),

@@ -27,7 +27,7 @@ from rackrun.chaos.faults.storage.disk_full import DiskFull
 from rackrun.chaos.faults.table.fault_table import Fault
 from rackrun.chaos.faults.targets import Exactly, One, Target
 from rackrun.chaos.faults.virtual_strike import CallFault
-from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
+from rackrun.chaos.plan.definition import AtStep, Inject, Par, Part, Plan, Seq
 from rackrun.chaos.simulator.base.coverage_marks import Buggify
 from rackrun.chaos.simulator.base.durations import SimCosts
 from rackrun.chaos.simulator.base.ground_truth import GroundTruth, Violation
@@ -43,7 +43,7 @@ from rackrun.protocol.events import Event, WorkerReady
 from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
 
-RANK, TRAY = Subjects.RANK, Subjects.TRAY
+RANK, TRAY, AGENT = Subjects.RANK, Subjects.TRAY, Subjects.AGENT
 
 
 def job(
@@ -100,7 +100,27 @@ def test_a_tray_that_is_frozen_for_less_than_its_lease_loses_nobody_and_says_so(
     assert outcome.stopped.exit_code == 0
     assert "a lease lapsed" not in outcome.marks
     assert "a rank was fenced" not in outcome.marks
-    assert [text for text in simulated.coordinator.notices if text.startswith("tray-1 stood still for 4.0 s")]
+    what = "the agent of tray-1 did not answer for 4.0 s, and does again. The workers there stood still with it"
+    assert [text for text in simulated.coordinator.notices if text.startswith(what)]
+
+
+def test_an_agent_that_is_paused_without_its_workers_is_told_apart_from_its_tray() -> None:
+    simulated = Simulation(job(at(3, Pause(for_s=4.0), Exactly(AGENT, ("tray-1",))), spares=2, units=60))
+    assert not simulated.run().violation
+    told = [text for text in simulated.coordinator.notices if text.startswith("the agent of tray-1 did not answer")]
+    assert ["The workers there went on" in text for text in told] == [True]
+
+
+def test_a_tray_that_stands_still_in_a_recovery_keeps_its_ranks_if_nobody_could_replace_them_at_once() -> None:
+    frozen = at(3, FreezeTray(for_s=6.0), Exactly(TRAY, ("tray-1",)), plus_s=0.5)
+    killed = at(3, Kill(), Exactly(RANK, ("0",)), plus_s=0.6)
+    simulated = Simulation(job(Par(parts=(frozen, killed)), spares=1, trays=3, units=60))
+    outcome = simulated.run()
+    assert not outcome.violation
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert "a rank was fenced" not in outcome.marks
+    assert [text for text in simulated.coordinator.notices if text.startswith("nothing has come from tray-1 since")]
 
 
 def test_a_tray_that_is_frozen_beyond_its_lease_is_given_up_and_refused_when_it_wakes() -> None:

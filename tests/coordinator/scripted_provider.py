@@ -34,6 +34,8 @@ class Obedient:
             case "wait":
                 request.cancelled.wait()
                 raise Refused("it was cancelled")
+            case "late":
+                request.cancelled.wait()
             case "take back":
                 request.preempted("the queue", ["tray-1"])
             case "print":

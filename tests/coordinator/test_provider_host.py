@@ -157,6 +157,16 @@ async def test_at_the_end_of_a_job_everything_is_released_and_no_process_is_left
     assert "run-rack-2" not in said, "it has given nothing"
 
 
+async def test_a_rack_that_comes_after_its_release_is_released_at_the_end_of_the_job(
+    asking: Asking, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asking.put(1, "late")
+    asking.release(1)
+    assert isinstance(await asking.heard(), RackDelivered)
+    await asking.host.end(WAIT_S)
+    assert capfd.readouterr().err.count("released run-rack-1: late") == 2
+
+
 def test_a_provider_is_loaded_once_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert check(f"{HERE}:obedient") == 7.0

@@ -14,6 +14,7 @@ from rackrun.protocol.commands import (
     FenceWorker,
     GenerationPlan,
     ResumeGeneration,
+    SetTimer,
     StartWorker,
     StopJob,
 )
@@ -45,7 +46,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Evidence, GpuVerdict, Health, Scope, response_to
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import timer_named
+from rackrun.protocol.timers import StandstillsGathered, timer_named
 from rackrun.topology.model.racks import CliqueId
 from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology
 
@@ -101,8 +102,18 @@ class CoreHarness:
         tray, _, index = slot.partition("/")
         return self.tell(DeviceJudged(tray=TrayId(tray), verdict=verdict_on(int(index), health, fabric, scope)))
 
-    def stands_still(self, tray: str, for_ms: int = 4_000) -> Sequence[Command]:
-        return self.tell(TrayStoodStill(tray=TrayId(tray), for_ms=for_ms))
+    def stands_still(
+        self, *trays: str, for_ms: int | Sequence[int] = 4_000, ran: bool | None = False
+    ) -> Sequence[Command]:
+        """The trays stand still together. ``ran``: whether their workers ran meanwhile."""
+        times = [for_ms] * len(trays) if isinstance(for_ms, int) else for_ms
+        answers = [
+            self.tell(TrayStoodStill(tray=TrayId(tray), for_ms=each, workers_ran=ran))
+            for tray, each in zip(trays, times, strict=True)
+        ]
+        told = self.tell(TimerFired(timer=StandstillsGathered()))
+        assert [type(one) for each in answers for one in each] == [SetTimer], "all are told in one notice"
+        return told
 
     def checks(self, slot: str, *unfit: str) -> Sequence[Command]:
         tray, _, index = slot.partition("/")

@@ -277,6 +277,72 @@ def test_a_rack_that_comes_after_it_was_cancelled_is_sent_back_and_not_used() ->
     assert only(DismissTray, commands).tray == "r"
 
 
+def held() -> CoreHarness:
+    """All ranks are held, because a rack did not come in time."""
+    told = begun("swap,acquire-wait,hold")
+    lose(told)
+    assert rung(is_over(told, "asked")) is Rung.HOLD
+    return told
+
+
+def test_a_rack_that_is_delivered_late_ends_the_hold() -> None:
+    told = held()
+    commands = deliver(told, 1, "r")
+    assert "rack 1 comes late, and is used all the same: all ranks wait" in said(commands)
+    assert not every(ReleaseRack, commands)
+    assert {start.slot for start in every(StartWorker, told.join("r", 2))} == {"r/0", "r/1"}
+    told.ready("r/0")
+    assert rung(told.ready("r/1")) is Rung.SWAP
+    told.resume_all()
+    told.join("b", 2)  # and it is given back as any other
+    told.ready("b/0")
+    told.ready("b/1")
+    assert only(PauseWorkers, told.answers)
+
+
+def test_a_rack_that_was_given_up_before_its_trays_joined_ends_the_hold_when_they_do() -> None:
+    told = begun("swap,acquire-wait,hold")
+    lose(told)
+    deliver(told, 1, "r")
+    assert rung(is_over(told, "delivered")) is Rung.HOLD
+    commands = told.join("r", 2)
+    assert not every(DismissTray, commands)
+    assert len(every(StartWorker, commands)) == 2
+    told.ready("r/0")
+    assert rung(told.ready("r/1")) is Rung.SWAP
+
+
+def test_a_rack_that_came_too_late_is_used_if_all_wait_when_its_trays_join() -> None:
+    told = begun("swap,acquire-train,hold")
+    lose(told)
+    told.resume_all()
+    is_over(told, "asked")
+    assert only(ReleaseRack, deliver(told, 1, "r")), "all train"
+    told.tell(PolicyRequested(request="1", policy="swap,hold"))
+    told.checks("a/0", "it has no fabric")
+    told.exits("a/0")
+    assert rung(told.park_all(6)) is Rung.HOLD
+    assert only(StartWorker, told.join("r", 2)).slot == "r/0"
+
+
+def test_a_late_rack_that_does_not_join_either_is_given_up_once_more_and_the_hold_goes_on() -> None:
+    told = held()
+    deliver(told, 1, "r")
+    commands = is_over(told, "delivered")
+    assert only(ReleaseRack, commands).request == 1
+    assert rung(commands) is Rung.HOLD
+
+
+def test_a_rack_that_the_provider_takes_back_is_not_used_when_it_joins_all_the_same() -> None:
+    told = begun("swap,acquire-wait,hold")
+    lose(told)
+    deliver(told, 1, "r")
+    assert rung(told.tell(RackPreempted(request=1, because="a limit", trays=()))) is Rung.HOLD
+    commands = told.join("r", 2)
+    assert "r is told to leave" in only(Answer, commands).text
+    assert not every(StartWorker, commands)
+
+
 @pytest.mark.parametrize("request_", [1, 5])
 def test_a_late_or_made_up_delivery_that_names_trays_of_the_job_sends_none_of_them_away(request_: int) -> None:
     harness = begun()

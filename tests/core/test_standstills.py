@@ -8,8 +8,10 @@ import pytest
 
 from rackrun.core.faults.standstills import STANDSTILLS_MAX, WITHIN_MS
 from rackrun.protocol.commands import Answer, Command, Notice, PauseWorkers
-from rackrun.protocol.events import ReturnRequested
+from rackrun.protocol.events import ReturnRequested, TimerFired, TrayStoodStill
+from rackrun.protocol.ids import TrayId
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.timers import StandstillsGathered
 from tests.core.core_harness import CoreHarness, condemned, every, only, plan_in
 
 
@@ -37,19 +39,54 @@ def against(harness: CoreHarness) -> dict[str, str]:
 
 
 def test_a_tray_that_stood_still_once_loses_nobody_and_people_are_told_where_to_look(job: CoreHarness) -> None:
-    answers = job.stands_still("b", 4_200)
+    answers = job.stands_still("b", for_ms=4_200)
     assert [type(one) for one in answers] == [Notice]
     text = only(Notice, answers).text
-    assert text.startswith("b stood still for 4.2 s")
+    assert text.startswith(
+        "the agent of b did not answer for 4.2 s, and does again. The workers there stood still with it"
+    )
     assert "hypervisor" in text
+    assert "probation" not in text
     assert not against(job)
+
+
+def test_of_an_agent_that_stood_still_alone_people_are_told_that_nobody_waited_for_it(job: CoreHarness) -> None:
+    text = only(Notice, job.stands_still("b", ran=True)).text
+    assert "The workers there went on: only the agent was stopped" in text
+    assert "host" not in text
+
+
+def test_where_it_is_not_known_whether_the_workers_went_on_the_notice_says_so(job: CoreHarness) -> None:
+    text = only(Notice, job.stands_still("b", ran=None)).text
+    assert "Whether the workers there went on is not known" in text
+    assert "Only the agent was stopped or held up, or its host was suspended" in text
+
+
+def test_an_agent_that_stands_still_alone_costs_its_tray_nothing_however_often(job: CoreHarness) -> None:
+    harness: list[Command] = []
+    for _ in range(2 * STANDSTILLS_MAX):
+        harness += job.stands_still("b", ran=True)
+    assert len(every(Notice, harness)) == STANDSTILLS_MAX, "people know of the others"
+    assert not every(PauseWorkers, harness)
+    assert not against(job)
+    assert "probation" not in only(Notice, job.stands_still("b")).text, "those were not counted"
+
+
+def test_before_the_last_standstill_that_has_no_consequence_people_are_told_what_the_next_one_has(
+    job: CoreHarness,
+) -> None:
+    texts = [only(Notice, job.stands_still("b")).text for _ in range(STANDSTILLS_MAX - 1)]
+    assert ["after 3 its slots are on probation, and its ranks leave them" in text for text in texts] == [False, True]
 
 
 def test_ranks_leave_a_tray_that_stands_still_repeatedly_at_a_step_boundary(job: CoreHarness) -> None:
     answers = repeatedly(job, "b")
-    assert "not the first time in 10 minutes" in every(Notice, answers)[0].text
+    assert "3 times within 10 minutes now: its slots are on probation" in every(Notice, answers)[0].text
     assert only(PauseWorkers, answers)
     assert against(job) == dict.fromkeys(("b/0", "b/1"), "its tray stood still 3 times within 10 minutes")
+    assert {slot: why for tray in job.view.trays for slot, why in tray.probation.items()} == against(job), (
+        "in the status"
+    )
     assert [one.slot for one in condemned(job.pause_all())] == ["b/0", "b/1"]
     plan = plan_in(job.park_all(passed=7))
     assert (plan.committed.step, plan.rollback) == (7, None), "no step is done again"
@@ -96,16 +133,49 @@ def test_a_tray_that_comes_back_begins_anew(job: CoreHarness) -> None:
 
 
 # -- several trays -----------------------------------------------------------------------------------------------------
+def test_trays_that_stood_still_together_are_told_in_one_notice(job: CoreHarness) -> None:
+    text = only(Notice, job.stands_still("d", "b", "a", for_ms=(4_100, 4_100, 4_300))).text
+    assert text.startswith("the agents of a, b, d did not answer for 4.1 to 4.3 s, and do again.")
+    assert only(Notice, job.stands_still(*"abcd")).text.startswith("the agents of all 4 trays did not answer for 4.0 s")
+
+
+def test_of_many_trays_the_notice_names_a_few() -> None:
+    harness = CoreHarness(JobConfig(trays_min=7, trays_max=7, spares=1))
+    for at in range(7):
+        harness.join(f"t{at}", 1)
+    harness.train()
+    text = only(Notice, harness.stands_still(*(f"t{at}" for at in range(6)))).text
+    assert "the agents of t0, t1, t2, t3 and 2 more did not answer" in text
+
+
+def test_trays_whose_workers_stood_still_and_those_whose_workers_went_on_are_told_apart(job: CoreHarness) -> None:
+    job.tell(TrayStoodStill(tray=TrayId("a"), for_ms=4_000, workers_ran=True))
+    job.tell(TrayStoodStill(tray=TrayId("b"), for_ms=4_000, workers_ran=False))
+    texts = [one.text for one in every(Notice, job.tell(TimerFired(timer=StandstillsGathered())))]
+    assert [text.split(" did not")[0] for text in texts] == ["the agent of b", "the agent of a"]
+
+
+def test_what_follows_for_some_of_the_trays_names_them(job: CoreHarness) -> None:
+    job.stands_still("b")
+    assert "Of b: 2 times within 10 minutes now" in only(Notice, job.stands_still("a", "b")).text
+
+
+def test_of_a_tray_that_is_lost_meanwhile_nothing_is_told(job: CoreHarness) -> None:
+    job.tell(TrayStoodStill(tray=TrayId("d"), for_ms=4_000))
+    job.tray_lost("d")
+    assert not every(Notice, job.tell(TimerFired(timer=StandstillsGathered())))
+
+
 def test_of_trays_that_stand_still_together_none_is_to_blame(job: CoreHarness) -> None:
     harness: list[Command] = []
     for _ in range(2 * STANDSTILLS_MAX):
-        for tray in "abcd":
-            harness += job.stands_still(tray)
+        harness += job.stands_still(*"abcd")
         job.now += 60_000
     assert not every(PauseWorkers, harness)
     assert not against(job)
-    first = every(Notice, harness)[4 * (STANDSTILLS_MAX - 1)].text
-    assert "4 of 4 trays did so as often within 10 minutes: a common cause is likely" in first
+    texts = [one.text for one in every(Notice, harness)]
+    assert len(texts) == STANDSTILLS_MAX, "one each time, and then people know"
+    assert "4 of 4 trays did so as often within 10 minutes: a common cause is likely" in texts[-1]
 
 
 def test_a_tray_that_goes_on_standing_still_when_the_others_have_ceased_is_to_blame(job: CoreHarness) -> None:
@@ -128,7 +198,7 @@ def test_where_there_is_one_tray_nobody_has_another_choice() -> None:
     harness = CoreHarness(JobConfig(trays_min=1, trays_max=1, spares=1))
     harness.join("a", 3)
     harness.train()
-    assert "last choice" not in only(Notice, repeatedly(harness, "a")).text
+    assert "probation" not in only(Notice, repeatedly(harness, "a")).text
     assert not against(harness)
 
 

@@ -403,6 +403,7 @@ def test_copies_that_are_told_of_when_their_worker_is_condemned_already_count() 
     harness.timer("gather")
     for slot in ("a/0", "a/1"):
         harness.parks(slot, passed=5, snapshots=(2, 4))
+    assert not every(FenceWorker, harness.timer("park")), "its tray may stand still, and be back within its lease"
     condemned = harness.timer("park")
     assert [fence.slot for fence in every(FenceWorker, condemned)] == ["b/0"]
     assert not every(ResumeGeneration, condemned), "what it leaves is waited for"

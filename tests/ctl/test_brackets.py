@@ -51,10 +51,17 @@ def test_a_status_shows_what_was_said(text: str) -> None:
             "phase": text,
             "waits": text,
             "ranks": [{"rank": 0, "slot": text, "incarnation": 1, "state": "ready"}],
-            "trays": [{"tray": "tray-00", "withdrawn": {"tray-00/0": text}, "unjudged": text}],
+            "trays": [
+                {
+                    "tray": "tray-00",
+                    "withdrawn": {"tray-00/0": text},
+                    "probation": {"tray-00/0": text},
+                    "unjudged": text,
+                }
+            ],
         },
     }
-    assert drawn(render_status, status).count(text) == 8
+    assert drawn(render_status, status).count(text) == 9
 
 
 def test_no_console_takes_markup() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rackrun.policy
+from rackrun.core.policy.active_policy import ActivePolicy
 from rackrun.errors import UsageError
 from rackrun.policy import (
     ClusterView,
@@ -177,6 +178,14 @@ def test_weights_that_are_none_are_refused(text: str) -> None:
 def test_words_are_read_whatever_their_case_and_spaces() -> None:
     assert parse_rules(" Swap, WAIT,stop ,") == Rules(order=(Rung.SWAP, Rung.WAIT, Rung.STOP))
     assert parse_rules("cheapest") == parse_rules("") == Rules()
+
+
+@pytest.mark.parametrize(
+    "text", ["swap,acquire-wait,hold", "swap,acquire-train", "swap,acquire,stop", "no-restart,no-move", "cheapest"]
+)
+def test_the_policy_in_force_is_shown_as_it_was_given(text: str) -> None:
+    shown = str(ActivePolicy(parse_rules(text)))
+    assert shown.split()[:2] == ["--policy", text]
 
 
 @pytest.mark.parametrize(

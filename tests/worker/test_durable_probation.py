@@ -144,15 +144,16 @@ _FOREIGN = {"a copy of another", "a note in a folder", "a file"}
     ],
 )
 def test_the_step_of_a_checkpoint_that_was_passed_over_gets_a_new_one(
-    folder: Path, small: Train, capfd: Any, how: str
+    folder: Path, small: Train, capfd: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small(trained(6))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "4")  # a start saves once its replicas have been compared
+    small(trained(8))
     store, probation = DurableStore(folder, "run"), Probation(folder / "run")
     newest, older = numbers(folder)[:2]
     former = store.manifest(newest)[0].fencing_token
     passed_over(folder, newest, how)
 
-    ended = small(trained(9))
+    ended = small(trained(11))
     assert min(ended.losses) == older + 1
     assert [one.at.step for one in ended.copied if (one.kind, one.outcome) == ("checkpoint", "failed")] == []
     assert "could not be written" not in capfd.readouterr().err

@@ -81,7 +81,8 @@ class Happened(NamedTuple):
             case "WorkerStalled":
                 return f"no progress for {self.body['for_ms'] / 1e3:.1f} s"
             case "TrayStoodStill":
-                return f"stood still for {self.body['for_ms'] / 1e3:.1f} s"
+                alone = " alone" if self.body.get("workers_ran") else ""
+                return f"its agent stood still{alone} for {self.body['for_ms'] / 1e3:.1f} s"
             case _:
                 return str(self.body.get("because", ""))
 

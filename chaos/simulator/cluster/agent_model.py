@@ -123,10 +123,11 @@ class Agent:
             return
         self.look_at_link()
         stood_ns = self.sim.engine.now_ns - self._stopped_ns
+        ran = [not process.paused and process.silent_ns < self._stopped_ns for process in self.processes()]
         for process in self.processes():
             process.progress_ns = min(process.progress_ns + stood_ns, self.sim.engine.now_ns)  # its time does not count
         if stood_ns >= BOUND_NS:
-            self._tell(t.StoodStill(stood_ns // 1_000_000))
+            self._tell(t.StoodStill(stood_ns // 1_000_000, workers_ran=any(ran) if ran else None))
         backlog, self._backlog = self._backlog, deque()
         for do, args in backlog:
             self.do(do, *args)

@@ -117,9 +117,9 @@ class TrayAgent:
         """Handle the end of the job. ``connected``: the coordinator will say how it ended."""
         self._handle(t.JobOver(connected))
 
-    def stood_still(self, for_ms: int) -> None:
+    def stood_still(self, for_ms: int, *, workers_ran: bool | None) -> None:
         """Report that the agent did not run for ``for_ms`` milliseconds."""
-        self._handle(t.StoodStill(for_ms))
+        self._handle(t.StoodStill(for_ms, workers_ran))
 
     def _handle(self, fact: t.TrayFact, body: bytes = b"") -> None:
         """Tell the machine a fact, and carry out what it answers. ``body``: the message that a worker said."""

@@ -170,9 +170,13 @@ class JobOver(_Value, frozen=True):
 
 
 class StoodStill(_Value, frozen=True):
-    """The agent did not run for ``for_ms`` milliseconds, though it had nothing to do and did not wait for a processor."""
+    """The agent did not run for ``for_ms`` milliseconds, though it had nothing to do and did not wait for a processor.
+
+    ``workers_ran``: as in `rackrun.protocol.events.TrayStoodStill`.
+    """
 
     for_ms: int
+    workers_ran: bool | None = None
 
 
 class StopBegun(_Value, frozen=True):

@@ -74,7 +74,7 @@ class TrayMachine:
                 if not fact.connected:
                     self._leave(failed=True)
             case t.StoodStill():
-                self._stood_still(fact.for_ms)
+                self._stood_still(fact)
             case t.StopBegun():
                 self._stop(failed=fact.failed)
             case t.DeadlinePassed():
@@ -223,11 +223,12 @@ class TrayMachine:
                 pass  # too late: its exit has been reported
 
     # -- standstills
-    def _stood_still(self, for_ms: int) -> None:
+    def _stood_still(self, fact: t.StoodStill) -> None:
         """Report a standstill. What the coordinator decided meanwhile is not known here: if it gave the tray up, it
         refuses the agent, which then ends with its workers."""
         if not self.stopping:
-            self._do(t.SendEvent(TrayStoodStill(tray=self._tray, for_ms=for_ms)))
+            event = TrayStoodStill(tray=self._tray, for_ms=fact.for_ms, workers_ran=fact.workers_ran)
+            self._do(t.SendEvent(event))
 
     # -- the end of the agent
     def _leave_soon(self, asked: t.LeaveAsked) -> None:

@@ -1,21 +1,29 @@
-"""Whether the agent itself stood still between two looks at its workers, and so, most likely, its whole tray.
+"""Whether the agent itself stood still between two looks at its workers, and whether they stood still with it.
 
 A host that is suspended, migrated or stalled by its hypervisor, and processes that are frozen or stopped, have one thing
 in common: the agent's main thread wakes late, though it neither ran nor waited for a processor. `CLOCK_BOOTTIME` is
 used, because `CLOCK_MONOTONIC` does not advance while a host is suspended. An agent that waits in a call into the kernel
-(a file system that does not answer) cannot be told apart from that.
+(a file system that does not answer) cannot be told apart from that. But its workers tick on their heartbeat pages
+several times a second: if they went on doing so, only the agent stood still.
 """
 
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
-__all__ = ["BOUND_NS", "UsageReading", "read_moment", "stood_still_ns"]
+__all__ = ["BOUND_NS", "UsageReading", "read_moment", "stood_still_ns", "workers_ran"]
 
 BOUND_NS = 1_000_000_000
 """Shortest standstill that is reported, in nanoseconds."""
 _SCHEDSTAT = "/proc/thread-self/schedstat"
+_TICK_NS = 250_000_000
+"""Longest time between two ticks of a worker that runs, in nanoseconds. An elastic script's ticks more often."""
+_AT_THE_EDGES = 3
+"""Ticks that a worker may make right before and after the agent stood still, if it stood still with it."""
+
+K = TypeVar("K")
 
 
 class UsageReading(NamedTuple):
@@ -48,3 +56,17 @@ def stood_still_ns(before: UsageReading, now: UsageReading, asleep_ns: int) -> i
     used_ns = now.ran_ns - before.ran_ns + max(now.waited_ns - before.waited_ns, 0)  # less, if it could not be read
     stood_ns = now.at_ns - before.at_ns - asleep_ns - used_ns
     return stood_ns if stood_ns >= BOUND_NS else 0
+
+
+def workers_ran(before: Mapping[K, int], now: Mapping[K, int], stood_ns: int) -> bool | None:
+    """Return whether workers ran while the agent stood still for ``stood_ns`` nanoseconds; None: that is not known.
+
+    ``before``, ``now``: for each worker, its count of ticks at the agent's last look and at the present one. They have
+    all stood still only if the one with the most ticks has.
+    """
+    most = max((now[worker] - ticks for worker, ticks in before.items() if worker in now), default=None)
+    if most is None:
+        return None
+    if most <= _AT_THE_EDGES:
+        return False
+    return True if most >= max(stood_ns / _TICK_NS / 2, 2 * _AT_THE_EDGES) else None

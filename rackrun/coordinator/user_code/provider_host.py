@@ -72,6 +72,8 @@ class ProviderHost:
         self._known: dict[int, None] = {}  # requests to this process that it has neither refused nor released
         self._left: dict[int, None] = {}  # requests of the whole job that are not released
         self._releasing: dict[int, asyncio.TimerHandle] = {}
+        self._late: dict[int, bool] = {}
+        """Racks that came while they were being released; whether they are to be released once more."""
         self._all_released = asyncio.Event()
 
     def start(self) -> None:
@@ -94,6 +96,8 @@ class ProviderHost:
         if isinstance(command, RequestRack):
             self._known[command.request] = self._left[command.request] = None
         elif command.request in self._releasing:
+            if command.request in self._late:
+                self._late[command.request] = True
             return
         else:
             late = asyncio.get_running_loop().call_later(self._release_s, self._too_late, command.request)
@@ -142,7 +146,12 @@ class ProviderHost:
                 if not message.failed and message.request not in self._releasing:
                     self._left.pop(message.request, None)
                 self._deliver(message)
-            case RackDelivered() | RackPreempted():
+            case RackDelivered():
+                self._left[message.request] = None  # it may have been released before it came
+                if message.request in self._releasing:
+                    self._late[message.request] = False
+                self._deliver(message)
+            case RackPreempted():
                 self._deliver(message)
 
     def _released(self, request: int, trouble: str) -> None:
@@ -150,7 +159,11 @@ class ProviderHost:
         if timer is not None:
             timer.cancel()
         self._known.pop(request, None)
-        self._left.pop(request, None)
+        again = self._late.pop(request, None)
+        if again is None:
+            self._left.pop(request, None)
+        elif again:
+            self.provide(ReleaseRack(request=request, because="it came while it was being released"))
         if trouble:
             self._notice(f"rack {request} could not be released, see whether it is left behind: {trouble}")
         self._all_released.set()

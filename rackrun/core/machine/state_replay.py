@@ -60,7 +60,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.gpu_health import Response
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.timers import BreakerWakes, JoinGraceOver, QuarantineOver
+from rackrun.protocol.timers import BreakerWakes, JoinGraceOver, QuarantineOver, StandstillsGathered
 from rackrun.topology.model.errors import TopologyError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.racks import Gpu, Rack, Topology, Tray
@@ -169,8 +169,8 @@ class StateReplay:
                 self._judged(event)
             case ReplicasDiffer() | LossNotRepeated():
                 self._suspect(event)
-            case TrayStoodStill() if event.tray in self.rack.trays:
-                self.standstills.stood_still(event)
+            case TrayStoodStill() | TimerFired(timer=StandstillsGathered()):
+                self._stood_still(event)
             case TrayDescribed():
                 self._described(event)
             case TimerFired(timer=BreakerWakes()):
@@ -186,6 +186,12 @@ class StateReplay:
                     self._worker(record, event)
             case _:
                 pass
+
+    def _stood_still(self, event: TrayStoodStill | TimerFired) -> None:
+        if isinstance(event, TimerFired):
+            self.standstills.gathered(event.at_ms)
+        elif event.tray in self.rack.trays:
+            self.standstills.stood_still(event)
 
     def _judged(self, event: DeviceJudged | DeviceChecked | BreakerClosed | SlowRanksChanged) -> None:
         match event:

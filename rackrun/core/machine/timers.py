@@ -37,6 +37,7 @@ from rackrun.protocol.timers import (
     ResumeOver,
     SelfExitOver,
     StallsGathered,
+    StandstillsGathered,
     StartsGathered,
     Timer,
     UnfitWaitOver,
@@ -147,6 +148,11 @@ def _patience_over(job: CoreParts, timer: LateStallsGathered, at_ms: int) -> Non
 @_on(PolicyOver)
 def _policy_over(job: CoreParts, timer: PolicyOver, at_ms: int) -> None:
     job.recovery.overdue(timer.question, at_ms)
+
+
+@_on(StandstillsGathered)
+def _standstills_gathered(job: CoreParts, timer: StandstillsGathered, at_ms: int) -> None:
+    job.standstills.gathered(at_ms)
 
 
 @_on(BreakerWakes)

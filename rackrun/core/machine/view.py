@@ -41,6 +41,8 @@ class TrayView(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: tuple[SlotId, ...]
     against: dict[SlotId, str]
     """Known problems of its GPUs, by slot."""
+    probation: dict[SlotId, str] = {}
+    """Slots that are the last choice until an operator returns them, each with the reason."""
     withdrawn: dict[SlotId, str] = {}
     """Slots that are drained or about to be, each with the reason."""
     unjudged: str = ""
@@ -104,6 +106,7 @@ def view_of(job: CoreParts) -> View:
                 slots=rack.trays[tray].slots,
                 quarantined=tuple(s for s in rack.slots_on(tray) if rack.quarantined(s)),
                 against={s: why for s, why in rack.devices.against().items() if tray_of(s) == tray},
+                probation={s: why for s in rack.slots_on(tray) if (why := rack.devices.probation(s))},
                 withdrawn={s: why for s in rack.slots_on(tray) if (why := rack.withdrawn(s))},
                 unjudged=rack.trays[tray].unjudged,
                 rack=racks.get(tray, ""),

@@ -102,6 +102,10 @@ class GpuFitness:
         """Return whether a slot is on probation for ``cause``; None: for any."""
         return slot in self._probation if cause is None else cause in self._probation.get(slot, ())
 
+    def probation(self, slot: SlotId) -> str:
+        """Return why a slot is on probation; "": it is not."""
+        return "; ".join(self._probation.get(slot, {}).values())
+
     def forget(self, tray: TrayId) -> None:
         """Forget everything about a lost tray. Its agent reads the hardware again when it comes back."""
         self.edition += 1
@@ -159,11 +163,11 @@ class GpuFitness:
         """Return why the worker in the slot should leave it; "": no reason is known."""
         verdict = self.verdict(slot)
         if verdict is None:
-            return "; ".join(self._probation.get(slot, {}).values())
+            return self.probation(slot)
         return f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
 
     def against(self) -> Mapping[SlotId, str]:
         """Return all known problems, by slot."""
         unfit = {slot: "; ".join(self.unfit(slot)) for slot in (*self._refused, *self._unfit)}
-        probation = {slot: "; ".join(causes.values()) for slot, causes in self._probation.items()}
+        probation = {slot: self.probation(slot) for slot in self._probation}
         return {**probation, **unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}

@@ -44,8 +44,9 @@ class RackMachine:
     """Drains that can be called off so that their slots can be used, by their requests."""
     returning: dict[TrayId, int] = field(default_factory=dict)
     """Lost trays whose agents are being started again, each with its number of slots."""
-    standstills_ms: dict[TrayId, list[int]] = field(default_factory=dict)
-    """For each live tray that stood still lately, when that was reported, oldest first."""
+    standstills: dict[TrayId, list[tuple[int, bool]]] = field(default_factory=dict)
+    """For each live tray that stood still lately: when that was reported, in milliseconds, and whether only its agent
+    did. Oldest first."""
     last_spare_loss: str = ""
     trays_edition: int = 0
     """Changes whenever `trays` changes."""
@@ -97,7 +98,7 @@ class RackMachine:
             self.returning[tray] = self.trays[tray].slots
         del self.trays[tray]
         self.devices.forget(tray)
-        self.standstills_ms.pop(tray, None)
+        self.standstills.pop(tray, None)
         self.departing.pop(tray, None)
         losses = []
         for record in there:
@@ -184,7 +185,7 @@ class RackMachine:
         self._edition += 1
         counted = self.quarantine.forgive(slot)
         if self.devices.forgive(slot):
-            self.standstills_ms.pop(tray_of(slot), None)
+            self.standstills.pop(tray_of(slot), None)
             counted = True
         return counted
 

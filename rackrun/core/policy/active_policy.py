@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rackrun.core.policy.choice import check_provider, parse_policy, parse_weights
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import Rules, Weights
+from rackrun.protocol.policy_types import Rules, Rung, Weights
 
 __all__ = ["ActivePolicy"]
 
@@ -36,7 +36,13 @@ class ActivePolicy:
 
     def __str__(self) -> str:
         """Return the policy as options: ``--policy swap,wait --policy-weights goodput=1,cost=0,resilience=1``."""
-        named = [rung.value for rung in self.rules.order] or [f"no-{rung.value}" for rung in self.rules.never]
+        never = [f"no-{rung.value}" for rung in self.rules.never]
+        named = [self._named(rung) for rung in self.rules.order] or never
         what = self.function or ",".join(named) or "cheapest"
         numbers = ",".join(f"{name}={getattr(self.weights, name):g}" for name in Weights.__struct_fields__)
         return f"--policy {what} --policy-weights {numbers}"
+
+    def _named(self, rung: Rung) -> str:
+        """Return a rung of the order as `rackrun.core.policy.choice.parse_rules` reads it."""
+        meanwhile = self.rules.meanwhile if rung is Rung.ACQUIRE else ""
+        return f"{rung.value}-{meanwhile}" if meanwhile else rung.value

@@ -31,6 +31,7 @@ from rackrun.core.generation.restore_sources import RestoreSources, named
 from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.slot_order import natural
 from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.policy.choice import allows
@@ -47,9 +48,9 @@ from rackrun.core.resize.growth_backoff import GrowthBackoff
 from rackrun.core.resize.resizing import Resizing
 from rackrun.core.resize.spare_top_up import SpareTopUp
 from rackrun.core.stragglers.shifting import Shifting
-from rackrun.protocol.commands import BreakGeneration, SetTimer
+from rackrun.protocol.commands import BreakGeneration, Notice, SetTimer
 from rackrun.protocol.events import PolicyAnswered, WorkerParked, WorkerResumed, WorkerSevered, WorkerUnbuilt
-from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, tray_of
+from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ClusterView, Decision, Rung
 from rackrun.protocol.timers import CondemnedExitsOver, GatherOver, ParkOver, RecoverOver, RepairOver, ResumeOver
@@ -94,6 +95,8 @@ class Recovery:
     _gathering: bool = False
     _owed: bool = False
     """Whether it is worth waiting for the snapshots of condemned workers."""
+    _awaits_silent: bool = False
+    """Whether a tray of which nothing has come since the generation was broken is, or was, waited for."""
     _absorbing: bool = False
     _note: str = ""
     """Why the generation was broken, if no rank is lost."""
@@ -240,6 +243,7 @@ class Recovery:
         self.stalls.forget()
         self.partition_reports.attempt()
         self._gathering = self._owed = True
+        self._awaits_silent = False
         self._broken_ms, self.waits = at_ms, ""
         note = f"generation {generation}"
         for record in world.members.values():
@@ -299,8 +303,35 @@ class Recovery:
         if self._some_work(WorkerState.BREAKING, at_ms):
             self.out.emit(SetTimer(timer=ParkOver(generation), at_ms=at_ms + timeout_ms))
             return
-        self.out.emit(SetTimer(timer=CondemnedExitsOver(generation), at_ms=at_ms + timeout_ms))
-        self._fence_late(WorkerState.BREAKING, "park", timeout_ms, at_ms)
+        if silent := self._silent_trays_to_await():
+            self._awaits_silent = True
+            self.out.emit(SetTimer(timer=ParkOver(generation), at_ms=at_ms + self.config.lease_ms))
+            what = f"nothing has come from {', '.join(silent)} since {self._told()}; its ranks are waited for"
+            self.out.emit(Notice(text=f"{what}, up to the lease of {self.config.lease_ms / 1e3:g} s"))
+        elif self._awaits_silent:
+            timeout_ms += self.config.lease_ms
+        self.out.emit(SetTimer(timer=CondemnedExitsOver(generation), at_ms=at_ms + self.config.park_timeout_ms))
+        self._fence_late(WorkerState.BREAKING, "park", timeout_ms, at_ms, but=silent)
+
+    def _silent_trays_to_await(self) -> list[TrayId]:
+        """Return the trays to wait for although none of their members has parked in time; []: there are none, or they
+        have been waited for, or nothing would come of it.
+
+        A running worker parks at once, and a running agent reports one that does not. So a tray of which neither has
+        come stands still, is cut off or is lost, and either it is back within its lease or it is given up then. It is
+        not waited for if its ranks can be replaced at once, without a loss.
+        """
+        if self._awaits_silent:
+            return []
+        world = self.world
+        late = {rank: one for rank, one in world.members.items() if one.state is WorkerState.BREAKING}
+        heard = [tray_of(record.worker.slot) for rank, record in world.members.items() if rank not in late]
+        silent = {tray for record in late.values() if (tray := tray_of(record.worker.slot)) not in heard}
+        copies = {self.classes.get(rank, "") for rank in world.stateful() if rank not in late} - {""}
+        may_swap = len(self.rack.ready_spares()) >= len(world.lost()) + len(late)
+        if may_swap and all(self.classes.get(rank) in copies for rank, record in late.items() if record.stateful):
+            return []
+        return sorted(silent, key=natural)
 
     def owed_over(self, at_ms: int) -> None:
         """Decide without the snapshots that condemned workers may still leave."""
@@ -338,12 +369,16 @@ class Recovery:
         members = self.world.members
         return any(rank in members and members[rank].state is state for rank in self.stalls.awaited(at_ms))
 
-    def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
-        """Condemn the members that did not park or resume in time."""
+    def _fence_late(
+        self, state: WorkerState, what: str, timeout_ms: int, at_ms: int, *, but: Sequence[TrayId] = ()
+    ) -> None:
+        """Condemn the members that did not park or resume in time, but not those on the trays ``but``."""
         late = [
             record
             for rank, record in sorted(self.world.members.items())
-            if record.state is state and not self.partition_reports.has_reported(rank)
+            if record.state is state
+            and not self.partition_reports.has_reported(rank)
+            and tray_of(record.worker.slot) not in but
         ]
         newcomers = [record for record in late if not record.stateful]
         if state is WorkerState.RESUMING and newcomers:

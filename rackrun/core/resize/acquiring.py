@@ -3,14 +3,16 @@
 `rackrun.core.resize.rented_rack` has the stages. Each stage up to SERVING has a time limit. The provider's claims are
 not trusted: a rack is there when its trays have joined, and useful when one of its workers is ready. After a failed
 request the provider is not asked again in the same recovery, unless an operator changes the policy; after
-`FAILURES_MAX` consecutive failures it is not asked any more. Ranks leave a rack that goes by a planned swap, as they
-leave a drained tray.
+`FAILURES_MAX` consecutive failures it is not asked any more. A rack that comes after it was given up is sent away,
+unless all ranks wait: then it is what they wait for. Ranks leave a rack that goes by a planned swap, as they leave a
+drained tray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from rackrun.core.generation.facts import Facts, SlotFreed, TrayDeparts
 from rackrun.core.generation.outbox import Outbox
@@ -51,8 +53,8 @@ class RackAcquisition:
     """Why the latest failed request failed."""
     _barred: str = ""
     """Why the provider is not asked again in this recovery."""
-    _over: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
-    """Finished requests, each with the trays that had joined before it."""
+    _over: dict[int, RentedRack] = field(default_factory=dict)
+    """Finished requests, each in the stage that it had reached."""
     _looked: tuple[object, ...] = ()
     _unwanted: dict[TrayId, str] = field(default_factory=dict)
     """Trays that may still join and must leave then, each with the reason."""
@@ -110,14 +112,10 @@ class RackAcquisition:
         """Handle the provider's report that a rack is there."""
         one = self.rented.get(event.request)
         theirs = [tray for other in self.rented.values() for tray in other.named]
+        if one is None and self._is_wanted_late(over := self._over.get(event.request), RackStage.ASKED):
+            one = self._take_back(over, event.at_ms)
         if one is None:
-            self._say(
-                f"rack {event.request} was delivered, and nobody wants it{'' if event.request in self._over else ', or ever did'}"
-            )
-            if (there := self._over.get(event.request)) is not None:
-                new = [tray for tray in event.trays if tray not in there and tray not in theirs]
-                self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
-                self.out.emit(ReleaseRack(request=event.request, because="it comes too late"))
+            self._delivered_in_vain(event, theirs)
             return
         if one.stage is not RackStage.ASKED:
             self._say(f"the provider says once more that {one} is there: that is ignored")
@@ -132,6 +130,18 @@ class RackAcquisition:
             self._enter(one, RackStage.DELIVERED, self.config.rack_join_ms, event.at_ms)
             self._look_whether_joined(one, event.at_ms)
         self.facts.add(SlotFreed())
+
+    def _delivered_in_vain(self, event: RackDelivered, theirs: Sequence[TrayId]) -> None:
+        """Send away a rack that nobody wants. ``theirs``: the trays of all others."""
+        over = self._over.get(event.request)
+        self._say(f"rack {event.request} was delivered, and nobody wants it{', or ever did' if over is None else ''}")
+        if over is not None:
+            new = [tray for tray in event.trays if tray not in over.there and tray not in theirs]
+            if over.stage is RackStage.ASKED:
+                over.enter(RackStage.DELIVERED)
+                over.named = tuple(dict.fromkeys(new))
+            self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
+            self.out.emit(ReleaseRack(request=event.request, because="it comes too late"))
 
     def refused(self, event: RackRefused) -> None:
         """Handle a refusal, or a failure of the provider."""
@@ -150,6 +160,8 @@ class RackAcquisition:
         """Let ranks leave the trays of a rack that the provider takes back."""
         one = self.rented.get(event.request)
         because = f"the provider takes it back ({one_line(event.because)})"
+        if (over := self._over.get(event.request)) is not None:
+            over.revoked = True
         if one is None or one.stage is RackStage.LEAVING:
             return
         going = [tray for tray in event.trays or one.named if tray in one.named]
@@ -158,6 +170,7 @@ class RackAcquisition:
             return
         all_of_it = all(tray in going or tray in self.rack.departing for tray in one.named)
         if all_of_it and one.stage is not RackStage.SERVING:
+            one.revoked = True
             self._fail(one, because, event.at_ms)
         elif all_of_it:
             self._leave(one, because, event.at_ms, even_if_last=True)
@@ -169,7 +182,11 @@ class RackAcquisition:
     def tray_joined(self, tray: TrayId, at_ms: int) -> None:
         """Handle a joined tray, before workers are started on it."""
         if tray in self._unwanted:
-            self._send_away((tray,), self._unwanted[tray], at_ms)
+            over = next((one for one in self._over.values() if tray in one.named), None)
+            if self._is_wanted_late(over, RackStage.DELIVERED):
+                self._take_back(over, at_ms)
+            else:
+                self._send_away((tray,), self._unwanted[tray], at_ms)
         for one in self.rented.values():
             if tray in one.named and one.stage is RackStage.DELIVERED:
                 self._look_whether_joined(one, at_ms)
@@ -349,6 +366,26 @@ class RackAcquisition:
         lost = f"its workers fail ({self.rack.last_spare_loss})" if quarantined and self.rack.last_spare_loss else ""
         return lost or "none of its slots can be used"
 
+    def _is_wanted_late(self, over: RentedRack | None, stage: RackStage) -> TypeGuard[RentedRack]:
+        """Return whether a rack that was given up in this stage, and comes now, is what all ranks wait for."""
+        if over is None or over.stage is not stage or over.revoked:
+            return False
+        world = self.world
+        parked = world.phase is Phase.PARKING and not world.awaited
+        return parked and len(world.lost()) > len(self.rack.fit_spares())
+
+    def _take_back(self, over: RentedRack, at_ms: int) -> RentedRack:
+        """Follow a rack that was given up before it joined once more, from the stage that it had reached."""
+        self._say(f"{over} comes late, and is used all the same: all ranks wait")
+        del self._over[over.request]
+        for tray in over.named:
+            self._unwanted.pop(tray, None)
+        self.rented[over.request] = over
+        self._failed = max(self._failed - 1, 0)
+        if over.stage is RackStage.DELIVERED:
+            self._set_limit(over, self.config.rack_join_ms, at_ms)
+        return over
+
     def _fail(self, one: RentedRack, why: str, at_ms: int, *, release: bool = True) -> None:
         """Give up a rack, and count the failure."""
         self._failed += 1
@@ -368,7 +405,7 @@ class RackAcquisition:
     def _release(self, one: RentedRack, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
         """Release a rack. ``gone``: none of its trays is left or will come."""
         del self.rented[one.request]
-        self._over[one.request] = one.there
+        self._over[one.request] = one
         if told:
             self.out.emit(ReleaseRack(request=one.request, because=why))
         if not gone:

@@ -50,6 +50,8 @@ class RentedRack:
     named: tuple[TrayId, ...] = ()
     proved: bool = False
     """Whether one of its workers was ready while all trained, or trained with them."""
+    revoked: bool = False
+    """Whether the provider has said, before any worker was ready, that it takes the rack back."""
 
     def enter(self, stage: RackStage) -> None:
         """Enter a stage. Raises `InvalidTransition` if it cannot follow the present one."""

@@ -195,6 +195,7 @@ def _config(options: LaunchOptions) -> JobConfig:
         start_over=options.start_over,
         slow_ranks=options.slow_ranks,
         join_timeout_ms=options.join_timeout_ms,
+        lease_ms=round(options.lease_s * 1e3),
         last_call_ms=options.last_call_ms,
         min_ranks=options.min_ranks,
         rules=options.policy.rules,
