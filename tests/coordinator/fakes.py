@@ -27,7 +27,7 @@ from rackrun.protocol.wire import PROTOCOL, Logged, UnitCommitted, Upward, decod
 TOKEN = "a-token-for-tests-only"
 
 
-class View(msgspec.Struct, frozen=True, omit_defaults=True):
+class View(msgspec.Struct, frozen=True):
     phase: str = "scripted"
     waits: str = ""
 

@@ -257,7 +257,7 @@ async def test_status_and_metrics_show_the_job(journal: Journal) -> None:
             metrics = await (await session.get(f"{c.url}/metrics")).text()
         assert status["run_id"] == "job-1"
         assert status["trays"] == ["tray-00"]
-        assert status["core"] == {"phase": "scripted"}
+        assert status["core"] == {"phase": "scripted", "waits": ""}
         assert "rackrun_generation 2.0" in metrics
         assert joined().slots == 4
 
