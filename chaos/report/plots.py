@@ -31,6 +31,7 @@ GOODPUT = (
     ("start-up", "startup_s", "resume"),
     ("recovery", "recovery_s", "fault"),
     ("done again", "redone_s", "detect"),
+    ("hold", "hold_s", "decide"),
     ("other", "other_s", "break"),
 )
 """What the time of a run is spent on: name, field of `Goodput`, colour. They add up to the wall time."""

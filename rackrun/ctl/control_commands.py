@@ -7,18 +7,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from rackrun.ctl.coordinator_client import ask, running
+from rackrun.ctl.coordinator_client import RunOption, ask, running
 from rackrun.errors import RackrunError, UsageError
 from rackrun.protocol.commands import Answer
 
 __all__ = ["ControlRefused", "add_control"]
 
-_Run = Annotated[
-    str | None,
-    typer.Option(
-        "--run", metavar="RUN", help="Directory or id of the run. Default: the newest run.", show_default=False
-    ),
-]
 _Target = Annotated[
     str, typer.Argument(metavar="TARGET", help="A tray, or a slot as TRAY/INDEX; rackctl status lists them.")
 ]
@@ -45,7 +39,7 @@ def add_control(app: typer.Typer) -> None:
 
 def drain(
     target: _Target,
-    run: _Run = None,
+    run: RunOption = None,
     because: Annotated[str, typer.Option(metavar="TEXT", help="Reason, which the journal keeps.")] = "",
     wait_for_spares: Annotated[
         bool, typer.Option("--wait-for-spares", help="Without enough spares: wait for them instead of refusing.")
@@ -60,14 +54,14 @@ def drain(
     _control(run, "drain", {"target": target, "because": because, "wait": wait_for_spares}, wait=not no_wait)
 
 
-def give_back(target: _Target, run: _Run = None) -> None:
+def give_back(target: _Target, run: RunOption = None) -> None:
     """Use a drained tray or slot again: spares start there. This also clears a slot that lost too many workers."""
     _control(run, "return", {"target": target}, wait=True)
 
 
 def swap(
     rank: Annotated[int, typer.Argument(metavar="RANK", help="The rank to move.")],
-    run: _Run = None,
+    run: RunOption = None,
     to: Annotated[
         str,
         typer.Option(
@@ -84,7 +78,7 @@ def shrink(
     ranks: Annotated[
         list[int] | None, typer.Argument(metavar="[RANK]...", help="Ranks that leave.", show_default=False)
     ] = None,
-    run: _Run = None,
+    run: RunOption = None,
     to: Annotated[int, typer.Option("--to", metavar="N", help="Number of ranks that stay.", show_default=False)] = 0,
     no_wait: _NoWait = False,
 ) -> None:
@@ -97,7 +91,7 @@ def shrink(
 
 
 def grow(
-    run: _Run = None,
+    run: RunOption = None,
     to: Annotated[
         int,
         typer.Option(
@@ -115,7 +109,7 @@ def policy(
         str | None,
         typer.Argument(metavar="[SPEC]", help="As rackrun --policy; cheapest: the default policy.", show_default=False),
     ] = None,
-    run: _Run = None,
+    run: RunOption = None,
     weights: Annotated[
         str | None, typer.Option(metavar="WHAT=N,..", help="As rackrun --policy-weights.", show_default=False)
     ] = None,

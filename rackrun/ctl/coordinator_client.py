@@ -13,11 +13,24 @@ import typer
 from rackrun.errors import UsageError
 from rackrun.launch.run.run_directory import Endpoint, Result, find_run, read_json, read_own
 
-__all__ = ["TIMEOUT_S", "Run", "ask", "running"]
+__all__ = ["TIMEOUT_S", "Run", "RunOption", "ask", "one_run", "running"]
 
 _RUN = typer.Argument(metavar="[RUN]", help="Directory or id of a run. Default: the newest.", show_default=False)
 Run = Annotated[str | None, _RUN]
+RunOption = Annotated[
+    str | None,
+    typer.Option(
+        "--run", metavar="RUN", help="Directory or id of the run. Default: the newest run.", show_default=False
+    ),
+]
 TIMEOUT_S = 5.0
+
+
+def one_run(run: str | None, option: str | None) -> str | None:
+    """Return the run that is named as an argument or by ``--run``. Raises UsageError if both name one."""
+    if run is not None and option is not None:
+        raise UsageError(f"two runs are named: {run} and --run {option}.", remedy="name one of them.")
+    return run if option is None else option
 
 
 def running(run: str | None) -> Path:

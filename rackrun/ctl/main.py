@@ -15,7 +15,7 @@ from rackrun.checkpoint.base.location import local_path
 from rackrun.coordinator.report.run_report import read_report
 from rackrun.ctl.ckpt.ckpt_commands import ckpt
 from rackrun.ctl.control_commands import add_control
-from rackrun.ctl.coordinator_client import Run, ask, running
+from rackrun.ctl.coordinator_client import Run, RunOption, ask, one_run, running
 from rackrun.ctl.plugin_commands import WithPlugins
 from rackrun.ctl.run_render import render_report, render_result, render_status
 from rackrun.ctl.topology_commands import topology
@@ -97,9 +97,9 @@ def _refuse_remote(words: list[str]) -> None:
 
 
 @app.command(epilog="Example: rackctl status out/ --json")
-def status(run: Run = None, as_json: Json = False) -> None:
+def status(run: Run = None, option: RunOption = None, as_json: Json = False) -> None:
     """Show the state of a run. Ranks, spares, trays, generation and progress, or how it ended."""
-    place = find_run(run)
+    place = find_run(one_run(run, option))
     result = read_json(place / "result.json", Result)
     if result is not None:
         if as_json:
@@ -115,12 +115,12 @@ def status(run: Run = None, as_json: Json = False) -> None:
 
 
 @app.command(epilog="Example: rackctl report 20260131-120000-ab12 --json")
-def report(run: Run = None, as_json: Json = False) -> None:
+def report(run: Run = None, option: RunOption = None, as_json: Json = False) -> None:
     """Show what happened in a run. Recoveries stage by stage, goodput (ETTR), where the time went, and the check of the ledger.
 
     Exit code 1: a sample was counted twice, or rows are missing.
     """
-    found = read_report(find_run(run) / "journal.sqlite")
+    found = read_report(find_run(one_run(run, option)) / "journal.sqlite")
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -130,20 +130,20 @@ def report(run: Run = None, as_json: Json = False) -> None:
 
 
 @app.command(epilog="Example: rackctl stop out/")
-def stop(run: Run = None) -> None:
-    """End a run at its next step boundary."""
-    place = running(run)
-    ask(place, "/api/stop", data=b'{"because": "rackctl stop"}')
-    print("stopping at the next step boundary")
+def stop(run: Run = None, option: RunOption = None) -> None:
+    """End a run at its next step boundary, or at once if all ranks wait and none comes. A second stop ends it at once."""
+    place = running(one_run(run, option))
+    answer = json.loads(ask(place, "/api/stop", data=b'{"because": "rackctl stop"}'))
+    print(answer.get("text", "stopping at the next step boundary"))  # a run of an older version says nothing
 
 
 @app.command("close-breaker", epilog="Example: rackctl close-breaker out/")
-def close_breaker(run: Run = None) -> None:
+def close_breaker(run: Run = None, option: RunOption = None) -> None:
     """Act on GPU verdicts held back. The circuit breaker holds them; use this after you have ruled out the switch.
 
     rackctl topology check --run lists these verdicts.
     """
-    place = running(run)
+    place = running(one_run(run, option))
     ask(place, "/api/close-breaker", data=b"{}")
     print("the breaker is closed")
 

@@ -17,7 +17,14 @@ from rackrun.launch.run.run_directory import Result
 __all__ = ["render_report", "render_result", "render_status"]
 
 _BAR = 32
-_COLOURS = ("red", "yellow", "magenta", "blue", "green")
+_COLOURS = {
+    "break": "red",
+    "park": "yellow",
+    "hold": "cyan",
+    "plan": "magenta",
+    "resume": "blue",
+    "first commit": "green",
+}
 
 
 def render_status(console: Console, status: Mapping[str, Any]) -> None:
@@ -26,7 +33,7 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
     progress, core = status["progress"], status["core"]
     _say(
         console,
-        f"{status['run_id']}  {core.get('phase', '')}, up {status['uptime_s']:.0f} s",
+        f"{status['run_id']}  {_shown(core.get('phase', ''))}, up {status['uptime_s']:.0f} s",
         bold=len(status["run_id"]),
     )
     values = "  ".join(f"{name} {value}" for name, value in progress["values"].items())
@@ -44,7 +51,7 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
         _say(console, f"last: {status['last_recovery']}")
     table = Table("rank", "slot", "incarnation", "state", box=None, pad_edge=False)
     for rank in core.get("ranks", ()):
-        _row(table, rank["rank"], rank["slot"], rank["incarnation"] or "-", rank["state"])
+        _row(table, rank["rank"], rank["slot"], rank["incarnation"] or "-", _shown(rank["state"]))
     for spare in core.get("spares", ()):
         _row(table, "spare", spare["slot"], spare["incarnation"], spare["state"])
     console.print(table)
@@ -58,6 +65,11 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
             _say(console, f"{', '.join(slots)}: on probation, the last choice until rackctl return: {why}")
         if unjudged := tray.get("unjudged"):
             _say(console, f"{tray['tray']}: not judged: {unjudged}")
+
+
+def _shown(state: str) -> str:
+    """Return a state of the job or of a worker in the word of all messages: ranks that are parked wait."""
+    return "waiting" if state in ("parking", "parked") else state
 
 
 def render_result(console: Console, result: Result) -> None:
@@ -105,10 +117,12 @@ def _waterfall(console: Console, one: RecoveryReport) -> None:
     _say(console, f"generation {one.recovery.generation}: {one.line}")
     total = sum(stage.ms for stage in one.stages)
     table = Table(box=None, pad_edge=False, show_header=False)
-    for stage, colour in zip(one.stages, _COLOURS, strict=False):
+    for stage in one.stages:
         start = int(_BAR * stage.from_ms / total) if total else 0
         length = max(1, round(_BAR * stage.ms / total)) if total else 1
-        bar = Text(" " * min(start, _BAR - 1)) + Text("█" * min(length, _BAR - min(start, _BAR - 1)), style=colour)
+        bar = Text(" " * min(start, _BAR - 1)) + Text(
+            "█" * min(length, _BAR - min(start, _BAR - 1)), style=_COLOURS[stage.name]
+        )
         table.add_row(Text(f"  {stage.name}"), f"{stage.ms:8.1f} ms", bar)
     console.print(table)
     _decisions(console, one.recovery)
@@ -167,6 +181,7 @@ def _goodput(console: Console, report: Report) -> None:
         ("steps", goodput.productive_s),
         ("start-up", goodput.startup_s),
         ("recovery", goodput.recovery_s),
+        *((("hold", goodput.hold_s),) if goodput.hold_s else ()),
         ("done again", goodput.redone_s),
         ("other", goodput.other_s),
         ("wall", goodput.wall_s),

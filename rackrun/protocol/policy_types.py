@@ -252,7 +252,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float = 0.0
     """Seconds since the generation was broken."""
     held_s: float = 0.0
-    """For how many of these seconds all ranks were held (`Rung.HOLD`). They do not count against any patience."""
+    """How many of these seconds all ranks waited in a hold (`Rung.HOLD`). They do not count against any patience."""
     start_patience_s: float = 600.0
     """How long starting workers, and GPUs that may become fit, are waited for (``join_timeout``)."""
     repair_patience_s: float = 0.0

@@ -23,9 +23,10 @@ from rackrun.protocol import boot
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 page, wake = HeartbeatPage(boot.current().page_fd), threading.Event()
 page.new_generation(1)
-print("works", flush=True)
 for step in range(10_000):
     page.tick()
+    if step == 5:
+        print("works", flush=True)
     page.enter(Activity.STEP, Position(step), deadline_ms=400)
     wake.wait(0.1)
 """

@@ -29,6 +29,7 @@ TOKEN = "a-token-for-tests-only"
 
 class View(msgspec.Struct, frozen=True):
     phase: str = "scripted"
+    waits: str = ""
 
 
 class ScriptedCore:
@@ -37,6 +38,7 @@ class ScriptedCore:
     def __init__(self, **answers: Sequence[Command] | Callable[[Event], Sequence[Command]]) -> None:
         self.answers = answers
         self.heard: list[Event] = []
+        self.waits = ""
 
     def handle(self, event: Event) -> Sequence[Command]:
         self.heard.append(event)
@@ -44,7 +46,7 @@ class ScriptedCore:
         return answer(event) if callable(answer) else answer
 
     def view(self) -> View:
-        return View()
+        return View(waits=self.waits)
 
     def names(self) -> list[str]:
         return [type(event).__name__ for event in self.heard]

@@ -22,8 +22,9 @@ from rackrun.protocol.commands import (
     StopJob,
 )
 from rackrun.protocol.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
-from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
 from rackrun.protocol.timers import DrainOver, GatherOver, JobBegins, JoinOver, UnfitWaitOver
+from rackrun.protocol.wire import StateCopied
 from tests.coordinator.fakes import (
     DONE,
     TOKEN,
@@ -124,13 +125,15 @@ async def test_a_generation_that_cannot_be_persisted_is_told_to_nobody(
         assert core.names() == ["TrayJoined", "WorkerExited", "JournalFailed"]
 
 
-async def test_what_snapshots_survive_is_told_of_elastic_scripts_and_when_it_changes(journal: Journal) -> None:
+async def test_what_snapshots_survive_is_told_once_there_are_any_and_when_it_changes(journal: Journal) -> None:
     plans = [msgspec.structs.replace(RESUME, protected=said) for said in ("copies", "copies", "parity", "")]
     core = ScriptedCore(WorkerExited=lambda _: (plans.pop(0),))
     async with coordinator(core, journal) as c:
         c.driver.submit(EXITED)
-        assert c.seen.told == [], "a plain script has no snapshots"
         c.driver.submit(WorkerElastic(slot=EXITED.slot, incarnation=EXITED.incarnation))
+        c.driver.receive_telemetry([_copied("checkpoint")])
+        assert c.seen.told == [], "a plain script has no snapshots, nor has one whose state has replicas"
+        c.driver.receive_telemetry([_copied("snapshot")])
         assert c.seen.told == ["copies"]
         for _ in range(3):
             c.driver.submit(EXITED)
@@ -254,7 +257,7 @@ async def test_status_and_metrics_show_the_job(journal: Journal) -> None:
             metrics = await (await session.get(f"{c.url}/metrics")).text()
         assert status["run_id"] == "job-1"
         assert status["trays"] == ["tray-00"]
-        assert status["core"] == {"phase": "scripted"}
+        assert status["core"] == {"phase": "scripted", "waits": ""}
         assert "rackrun_generation 2.0" in metrics
         assert joined().slots == 4
 
@@ -270,3 +273,14 @@ def test_everyone_who_waits_for_the_end_of_a_job_gets_the_first_one() -> None:
         return [*await asyncio.gather(*waiting), await end]
 
     assert asyncio.run(wait()) == [DONE] * 3
+
+
+def _copied(kind: str) -> StateCopied:
+    return StateCopied(
+        slot=EXITED.slot,
+        incarnation=EXITED.incarnation,
+        generation=Generation(1),
+        rank=Rank(0),
+        at=Position(0),
+        kind=kind,
+    )

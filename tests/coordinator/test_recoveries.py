@@ -12,6 +12,7 @@ from rackrun.protocol.commands import (
     FenceWorker,
     ResumeGeneration,
     StartWorker,
+    StopJob,
 )
 from rackrun.protocol.events import (
     TrayLost,
@@ -314,6 +315,44 @@ def test_what_was_predicted_is_held_against_what_it_took(story: Story) -> None:
     assert resumed_at < story.now
     recovery.measure(None)
     assert recovery.measured_gpu_s == pytest.approx(3 * (story.now - at) / 1e3), "the step that was done again is in it"
+
+
+def test_the_time_of_a_hold_is_left_out_of_what_was_predicted_and_measured(story: Story) -> None:
+    story.hears(exited("tray-00/1", 2))
+    story.does(
+        BreakGeneration(generation=Generation(2), workers=(worker("tray-00/0", 1),), because="rank 1 lost (SIGKILL)")
+    )
+    story.does(decided(Rung.HOLD, "hold: ...", wait_s=1800.0, takeover_s=0.03, redone_s=0.1))
+    began = story.now
+    story.now += 60_000
+    story.does(decided(Rung.SWAP, "swap: ...", takeover_s=0.03, redone_s=0.1))
+    ended = story.now
+    second = plan(2, member(0, "tray-00/0", 1), member(1, "tray-00/3", 4, fresh=True), member(2, "tray-00/2", 3))
+    story.does(ResumeGeneration(plan=second, because="swap"))
+    for slot, incarnation in (("tray-00/0", 1), ("tray-00/3", 4), ("tray-00/2", 3)):
+        story.hears(resumed(slot, incarnation, 2))
+    story.commits(0, 1, 2, step=0, generation=2, attempt=1)
+    (recovery,) = story.told_of
+    assert recovery.held_ms == ended - began
+    assert recovery.predicted_gpu_s == pytest.approx(3 * 0.13)
+    recovery.measure(None)
+    assert recovery.measured_gpu_s == pytest.approx(3 * (story.now - ended) / 1e3)
+    assert " s of it in a hold" in recovery.line()
+
+
+def test_a_job_that_is_stopped_in_a_hold_has_held_until_then(story: Story) -> None:
+    story.hears(exited("tray-00/1", 2))
+    story.does(
+        BreakGeneration(generation=Generation(2), workers=(worker("tray-00/0", 1),), because="rank 1 lost (SIGKILL)")
+    )
+    story.does(decided(Rung.HOLD, "hold: ...", wait_s=1800.0))
+    began = story.now
+    story.now += 60_000
+    story.does(StopJob(exit_code=143, because="rackctl stop"))
+    ended = story.now
+    story.finish()
+    (recovery,) = story.told_of
+    assert (recovery.held_ms, recovery.predicted_gpu_s) == (ended - began, None)
 
 
 def test_after_a_rollback_the_steps_nobody_has_done_yet_count_as_undisturbed_ones() -> None:

@@ -16,9 +16,10 @@ from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.coordinator.report.run_report import Report, read_report
 from rackrun.ctl.run_render import render_report
 from rackrun.errors import UsageError
-from rackrun.protocol.commands import ResumeGeneration
+from rackrun.protocol.commands import Decided, ResumeGeneration
 from rackrun.protocol.events import WorkerReady
-from rackrun.protocol.ids import Incarnation, Position, Rank, SlotId
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
+from rackrun.protocol.policy_types import Decision, Failure, Rung, Whose
 from tests.coordinator.fakes import member, plan, unit
 
 WORLD = (member(0, "tray-00/0", 1), member(1, "tray-00/1", 2))
@@ -103,6 +104,44 @@ def test_what_was_done_again_took_no_longer_than_there_was_time(journal: Journal
     assert goodput.redone_s == pytest.approx(0.05)
     parts = goodput.productive_s + goodput.startup_s + goodput.recovery_s + goodput.redone_s + goodput.other_s
     assert parts == pytest.approx(goodput.wall_s)
+
+
+def _decided(rung: Rung) -> Decided:
+    failure = Failure(what="rank 1 lost (SIGKILL)", whose=Whose.HARDWARE, ranks=(Rank(1),), slots=(), evidence=())
+    return Decided(generation=Generation(2), failure=failure, decision=Decision(rung=rung))
+
+
+def test_a_hold_has_its_own_row_and_its_own_stage(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
+    journal.unit(unit(0, 0, generation=1), 600.0)
+    for at_ms, rung in ((1014, Rung.WAIT), (1100, Rung.HOLD), (1200, Rung.HOLD), (1700, Rung.SWAP)):
+        journal.command(_decided(rung), at_ms, 1)
+    journal.unit(unit(1, 0, generation=2), 2200.0)
+    held = msgspec.structs.replace(RECOVERY, plan_ms=1714.0, resumed_ms=2000.0, committed_ms=2200.0, held_ms=600.0)
+    journal.recovery(held)
+    journal.fact("ended_ms", 2300)
+    report = report_of(journal)
+    goodput = report.goodput
+    assert (goodput.hold_s, goodput.recovery_s) == (pytest.approx(0.6), pytest.approx(0.4))
+    parts = goodput.productive_s + goodput.startup_s + goodput.recovery_s + goodput.redone_s + goodput.hold_s
+    assert parts + goodput.other_s == pytest.approx(goodput.wall_s)
+    stages = [(stage.name, stage.ms) for stage in report.recoveries[0].stages]
+    assert stages[2:4] == [("hold", 600.0), ("plan", 103.0)]
+    shown = StringIO()
+    render_report(Console(file=shown, width=200), report)
+    rows = [line.split() for line in shown.getvalue().splitlines()]
+    assert ["hold", "0.60", "s", "26.1%"] in rows
+
+
+def test_a_hold_in_which_the_job_ends_or_goes_on_is_counted_until_now(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
+    journal.unit(unit(0, 0, generation=1), 600.0)
+    journal.command(_decided(Rung.HOLD), 1000, 1)
+    journal.fact("ended_ms", 5000)
+    goodput = report_of(journal).goodput
+    assert (goodput.hold_s, goodput.other_s) == (pytest.approx(4.0), pytest.approx(0.4))
 
 
 def test_what_was_computed_while_the_coordinator_stood_still_is_no_recovery(tmp_path: Path) -> None:

@@ -213,6 +213,27 @@ async def test_stop_is_an_event_and_the_end_can_be_waited_for(journal: Journal) 
         assert core.heard[-1].because == "enough"
 
 
+@pytest.mark.parametrize(
+    ("waits", "ends", "text"),
+    [
+        ("", False, "stopping at the next step boundary, or after 60 s; a second rackctl stop ends it at once"),
+        ("", True, "the run ends now"),
+        ("rank 1 lost; hold", True, "the run ends now: all ranks wait, and no step boundary comes"),
+        (
+            "rank 1 lost; wait",
+            False,
+            "stopping when all ranks train again, at the next step boundary, or after 60 s; a second rackctl stop ends it at once",
+        ),
+    ],
+)
+async def test_a_stop_says_when_the_run_ends(waits: str, ends: bool, text: str, journal: Journal) -> None:
+    core = ScriptedCore(StopRequested=(DONE,) if ends else ())
+    core.waits = waits
+    async with coordinator(core, journal) as c, _session() as session:
+        answer = await session.post(f"{c.url}/api/stop", json={})
+        assert (await answer.json())["text"] == text
+
+
 async def test_a_person_closes_the_breaker(journal: Journal) -> None:
     core = ScriptedCore()
     async with coordinator(core, journal) as c, _session() as session:

@@ -124,6 +124,13 @@ def test_spares_of_what_is_drained_wait_until_the_ranks_have_left() -> None:
     assert only_condemned(harness.pause_all()).slot == "a/0"
 
 
+def test_a_swap_without_a_spare_is_refused_and_its_remedy_names_no_option_that_it_does_not_have() -> None:
+    told = job("ab", spares=0, slots=1)
+    answer = only(Answer, told.tell(SwapRequested(request="s", rank=Rank(0), steps=5)))
+    assert (answer.outcome, answer.refusal) == ("refused", "spares")
+    assert answer.remedy.startswith("ask again when a spare is ready")
+
+
 @pytest.mark.parametrize("wait", [False, True])
 def test_without_enough_spares_it_is_refused_and_nothing_changes_or_it_waits(four: Asked, wait: bool) -> None:
     four.drain("d/0")

@@ -15,6 +15,7 @@ from rackrun.protocol.commands import (
     AskPolicy,
     Command,
     Decided,
+    DrainWorkers,
     FenceWorker,
     Notice,
     RequestRack,
@@ -35,10 +36,11 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
-from rackrun.protocol.timers import CondemnedExitsOver, DrainOver, HoldReminder, RecoverOver
+from rackrun.protocol.timers import CondemnedExitsOver, HoldReminder, RecoverOver
 from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 WEEK_MS = 7 * 24 * 3_600_000
+STOP = StopRequested(because="rackctl stop", exit_code=143)
 
 
 def job(policy: str = "swap,hold", **options: object) -> CoreHarness:
@@ -222,7 +224,7 @@ def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes(
     begins = harness.park_all()
     first = only(Notice, begins)
     assert first.text == (
-        "all ranks are held, with their state in memory: ranks 2, 3 lost (b lost: lease lapsed). "
+        "all ranks wait in a hold, with their state in memory: ranks 2, 3 lost (b lost: lease lapsed). "
         "2 ranks to replace, ready spares: 1. The hold ends when spares take over (start a tray, or rackctl return), "
         "or by rackctl policy swap,shrink,hold or rackctl stop."
     )
@@ -288,11 +290,101 @@ def test_an_operator_ends_a_hold_by_a_restart() -> None:
     assert harness.view.phase == "restarting"
 
 
-def test_an_operator_ends_a_hold_by_a_stop() -> None:
+def test_an_operator_ends_a_hold_at_once_by_a_stop() -> None:
+    assert stop_in(held().tell(STOP)).exit_code == 143
+    answers = change(held(), "stop")
+    assert only(Answer, answers).text.endswith("; the job ends now")
+    assert stop_in(answers).exit_code == 3
+
+
+def test_a_stop_in_a_hold_that_ends_by_itself_is_carried_out_at_the_next_step_boundary() -> None:
     harness = held()
-    harness.tell(StopRequested(because="rackctl stop", exit_code=143))
-    assert stop_in(harness.tell(TimerFired(timer=DrainOver()))).exit_code == 143
-    assert stop_in(change(held(), "stop")).exit_code == 3
+    harness.join("c", 3)
+    assert not every(StopJob, harness.tell(STOP)), "the workers of c start"
+    for spare in harness.view.spares:
+        harness.ready(spare.slot)
+    assert every(DrainWorkers, harness.resume_all())
+
+
+def test_a_stop_that_was_asked_for_before_a_hold_is_carried_out_when_the_hold_begins() -> None:
+    harness = job()
+    assert not every(StopJob, harness.tell(STOP))
+    harness.tray_lost("b")
+    stop = stop_in(harness.park_all())
+    assert (stop.exit_code, stop.because) == (143, "rackctl stop; all ranks wait, and no step boundary comes")
+
+
+@pytest.mark.parametrize(
+    ("policy", "remedy"),
+    [
+        ("swap,wait", "rackctl policy swap,wait,hold"),
+        ("swap,restart,stop", "rackctl policy swap,restart,hold"),
+        ("shrink", "rackctl policy swap,shrink,hold"),
+        ("cheapest", "rackctl policy swap,hold"),
+        ("no-restart", "rackctl policy swap,hold"),
+    ],
+)
+def test_a_policy_that_would_end_the_job_at_once_is_refused_in_a_hold_and_changes_nothing(
+    policy: str, remedy: str
+) -> None:
+    harness = held(min_ranks=0)
+    before = harness.view
+    answers = change(harness, policy)
+    refused = only(Answer, answers)
+    assert (refused.outcome, refused.refusal) == ("refused", "policy")
+    assert f"{policy} would end the job at once (" in refused.text
+    assert remedy in refused.remedy
+    assert not every(StopJob, answers)
+    assert not every(Decided, answers)
+    assert harness.view == before
+
+
+@pytest.mark.parametrize(
+    ("policy", "effect"),
+    [
+        ("swap,restart,hold", "the hold goes on (restart: no checkpoint is on disk"),
+        ("swap,hold", "the hold goes on"),
+        ("swap,shrink,hold", "the hold ends now, by shrink"),
+        ("swap,hold,restart", "the hold goes on"),
+        ("mine:choose", "mine:choose is asked what becomes of the hold"),
+    ],
+)
+def test_an_operator_who_changes_the_policy_in_a_hold_is_told_what_becomes_of_it(policy: str, effect: str) -> None:
+    text = only(Answer, change(held(min_ranks=1), policy)).text
+    assert text.startswith("from now on: --policy ")
+    assert f"; {effect}" in text
+
+
+def test_a_policy_that_waits_says_for_how_long_and_what_follows() -> None:
+    harness = job("swap,wait", repair_patience_ms=3_600_000)
+    harness.tray_lost("b")
+    harness.park_all()
+    harness.now = 600_000
+    texts = [only(Answer, change(harness, policy)).text for policy in ("swap,wait", "swap,wait,hold", "swap,hold")]
+    assert texts[0].endswith("; all ranks wait for at most 3000 s from now, then the job ends")
+    assert texts[1].endswith("; all ranks wait for at most 3000 s from now, then hold follows")
+    assert texts[2].endswith("; all ranks wait on, now without a deadline (hold)")
+
+
+def test_a_policy_that_would_end_the_job_at_once_is_refused_in_a_wait_too() -> None:
+    harness = job("swap,wait", repair_patience_ms=3_600_000, min_ranks=0)
+    harness.tray_lost("b")
+    harness.park_all()
+    assert only(Answer, change(harness, "swap,shrink")).outcome == "refused"
+    assert harness.view.phase == "parking"
+
+
+def test_a_policy_that_comes_while_all_train_is_for_the_next_failure() -> None:
+    harness = job()
+    assert ";" not in only(Answer, change(harness, "swap")).text
+    harness.tray_lost("b")
+    assert stop_in(harness.park_all())
+
+
+def test_what_a_hold_costs_is_not_said_because_nobody_knows() -> None:
+    harness = held()
+    assert "GPU-s" not in harness.view.waits
+    assert "no deadline" in harness.view.waits
 
 
 def test_a_hold_that_becomes_a_wait_has_its_deadline_and_no_reminder() -> None:
@@ -369,7 +461,7 @@ def test_a_journal_that_ends_in_a_hold_told_once_more_goes_on_with_it() -> None:
         again.core.handle(msgspec.json.decode(event, type=Event))
     assert again.view == harness.view
     assert again.view.generation == Generation(2)
-    assert "all ranks are held" in only(Notice, remind(again)).text
+    assert "all ranks wait in a hold" in only(Notice, remind(again)).text
     assert every(StartWorker, again.join("c", 3))
     for spare in again.view.spares:
         last = again.ready(spare.slot)

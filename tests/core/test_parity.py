@@ -94,7 +94,7 @@ def test_trays_that_are_too_unlike_for_sets_are_mirrored_and_it_is_said() -> Non
     assert resumed.plan.sets == ()
     assert resumed.plan.mirrors == {"a": "e:2/e", "e": "a:2/a"}
     assert resumed.protected == (
-        "shards without a replica: snapshots, a copy of each on another tray; any one tray may be lost, for 2 x 100% of a "
+        "snapshots in memory: a copy of each on another tray; any one tray may be lost, for 2 x 100% of a "
         "shard more memory on a rank (3 ranks on 2 trays make no XOR sets)"
     )
 
@@ -115,14 +115,14 @@ def test_trays_that_are_too_unlike_for_sets_are_mirrored_and_it_is_said() -> Non
 )
 def test_what_it_survives_and_costs_is_said(copies: str, said: str) -> None:
     resumed = only(ResumeGeneration, Rack(snapshot_copies=copies).answers)
-    assert resumed.protected == f"shards without a replica: snapshots, {said}"
+    assert resumed.protected == f"snapshots in memory: {said}"
 
 
 def test_of_a_set_with_two_parities_any_two_trays_may_be_lost_and_it_is_said() -> None:
     resumed = only(ResumeGeneration, Rack(**TWO_OF_FOUR).answers)
     assert resumed.plan.parity == 2
     assert resumed.protected == (
-        "shards without a replica: snapshots, their parity over sets of 4 trays; any two trays may be lost, for 2 x 100% of a "
+        "snapshots in memory: their parity over sets of 4 trays; any two trays may be lost, for 2 x 100% of a "
         "shard more memory on a rank"
     )
 

@@ -108,7 +108,7 @@ def test_in_a_storm_of_everything_each_story_ends_with_one_history_or_with_a_rea
         seen["dealt"] += DealShards.__name__ in told
         seen["back"] += any(plan.anew for plan in plans)
         seen["cut anew"] += cluster.reshards > 0
-        seen["held"] += "all ranks are held" in told
+        seen["held"] += "all ranks wait in a hold" in told
         seen["asked to shrink"] += any(name.startswith("shrink") for name in cluster.answers)
     assert seen["exit 0"] > len(seeds) / 5, seen
     assert min(count for what, count in seen.items() if "exit" not in what) > len(seeds) / 100, seen

@@ -47,7 +47,7 @@ NOT_OF_HARDWARE = (
     "growing has failed",
     "rack ",
     "had finished training",
-    "all ranks are held",
+    "all ranks wait in a hold",
 )
 HEALTH = {
     "degraded": Health.DEGRADED,

@@ -104,10 +104,11 @@ def test_a_job_does_what_it_is_asked_until_it_is_asked_to_stop(
     seats = [rank["slot"] for rank in status["core"]["ranks"]]
     assert seats in (["tray-00/0", "tray-01/0"], ["tray-00/0", "tray-02/0"]), "whose worker was ready first"
 
-    assert rackctl("stop", job.out_dir).code == 0
+    stopping = rackctl("stop", *run)
+    assert stopping.out.startswith("stopping at the next step boundary, or after 60 s; a second rackctl stop ends")
     assert job.finish(40).exit_code == 143
 
-    assert "ended with exit code 143" in rackctl("status", job.out_dir).out
+    assert "ended with exit code 143" in rackctl("status", *run).out
     on_rack = json.loads(rackctl("topology", "show", *run, "--json").out)
     assert on_rack["seats"] == seats
     refused = rackctl("stop", job.out_dir)
@@ -115,6 +116,13 @@ def test_a_job_does_what_it_is_asked_until_it_is_asked_to_stop(
     late = rackctl("drain", "tray-01", *run)
     assert late.code == 2
     assert "has ended already" in late.err
-    report = rackctl("report", job.out_dir)
+    report = rackctl("report", *run)
     assert report.code == 0
     assert "drain of tray-00 is called off: tray-00 was returned" in report.out
+
+
+@pytest.mark.parametrize("command", ["status", "report", "stop", "close-breaker"])
+def test_a_run_that_is_named_twice_is_refused(command: str, rackctl: Callable[..., Any], tmp_path: Path) -> None:
+    refused = rackctl(command, tmp_path, "--run", tmp_path)
+    assert (refused.code, "two runs are named" in refused.err) == (2, True)
+    assert "two runs are named" not in rackctl(command, "--run", tmp_path).err

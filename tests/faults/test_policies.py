@@ -55,7 +55,7 @@ def test_all_ranks_are_held_until_the_workers_that_start_can_take_over(train: Tr
     trained.assert_same_training(reference("ddp"), TWO_LOSSES)
     assert [one["rungs"] for one in trained.recoveries] == [["hold", "swap"], ["hold", "swap"]], trained
     notices = [notice.text for notice in read_report(trained.ran.out_dir / "journal.sqlite").notices]
-    assert sum(notice.startswith("all ranks are held") for notice in notices) == 2, notices
+    assert sum(notice.startswith("all ranks wait in a hold") for notice in notices) == 2, notices
 
 
 def test_a_restart_from_the_newest_checkpoint_may_be_wanted_instead_of_a_swap(

@@ -174,6 +174,19 @@ def test_a_collective_of_another_generation_breaks_nothing(machine: MembershipMa
     assert not machine.is_whole(2)
 
 
+def test_a_collective_that_fails_for_a_worker_in_no_generation_breaks_nothing(machine: MembershipMachine) -> None:
+    spare = MembershipMachine()
+    assert not spare.fail_collective(0, "reset", 0.0)
+    assert spare.state is MembershipState.WAITING
+    breaks(machine)
+    plans(machine)
+    machine.leave_main(plan_of(2))
+    assert not machine.fail_collective(0, "reset", 0.0)
+    assert (machine.generation, machine.state) == (0, MembershipState.CALLED)
+    for one in (spare, machine):
+        assert one.take_unreported_failure(1.0) is None
+
+
 def test_a_broken_generation_does_not_look_whole_while_the_next_is_joined(machine: MembershipMachine) -> None:
     """A thread that asks without the lock, and is interrupted between its two reads."""
 

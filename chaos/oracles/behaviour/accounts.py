@@ -1,5 +1,5 @@
-"""Oracle: the times reported as productive, startup, recovery, redone and other add up to the run's length
-within 1%."""
+"""Oracle: the times reported as productive, startup, recovery, redone, hold and other add up to the run's
+length within 1%."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def judge(evidence: RunEvidence) -> Verdict:
     told = evidence.trace.goodput
     if told is None:
         return Verdict(holds=None, because="the journal has no report")
-    parts = told.productive_s + told.startup_s + told.recovery_s + told.redone_s + told.other_s
+    parts = told.productive_s + told.startup_s + told.recovery_s + told.redone_s + told.hold_s + told.other_s
     allowed_s = SHARE * told.wall_s + ROUNDING_S
     if abs(parts - told.wall_s) > allowed_s:
         return Verdict(holds=False, because=f"the parts of {told.wall_s:.2f} s add up to {parts:.2f} s")

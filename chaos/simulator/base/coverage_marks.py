@@ -57,7 +57,7 @@ MARKS = (
     "a world that was given up went on alone",
     "a zombie was refused",
     "all ended well",
-    "all ranks were held",
+    "all ranks waited in a hold",
     "an old checkpoint was removed",
     "all entered main again",
     "groups could not be built",

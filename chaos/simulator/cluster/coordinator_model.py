@@ -248,5 +248,5 @@ class _SimulatedScreen:
         self._coordinator.notices.append(text)
         if "is slow" in text:
             sim.marks.sometimes("a slow rank was told of")
-        if text.startswith("all ranks are held"):
+        if text.startswith("all ranks wait in a hold"):
             sim.operators.page()

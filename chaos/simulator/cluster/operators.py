@@ -43,7 +43,7 @@ class OperatorModel:
     def page(self) -> None:
         """Take notice of a hold. Something is done about it within five minutes."""
         self._pages += 1
-        self._sim.marks.sometimes("all ranks were held")
+        self._sim.marks.sometimes("all ranks waited in a hold")
         self._sim.engine.after(300 * self._sim.draw["pager"].random(), self._end_hold, self._pages)
 
     def _end_hold(self, page: int) -> None:

@@ -20,6 +20,7 @@ from rackrun.protocol.commands import (
     Restore,
     ResumeGeneration,
     StartWorker,
+    StopJob,
 )
 from rackrun.protocol.events import (
     Event,
@@ -100,11 +101,13 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     """What the failure was attributed to (`rackrun.policy.FailureCause`)."""
     decided_ms: float | None = None
     """Time of the first decision."""
+    held_ms: float = 0.0
+    """Time that all ranks waited in a hold, until the next decision or the end of the job."""
     predicted_gpu_s: float | None = None
-    """Unweighted GPU-seconds that the first decision predicted until all compute again, including repeated work. None:
-    unknown, as for a plain script, which does not report what it computes again."""
+    """Unweighted GPU-seconds that the first decision predicted until all compute again, including repeated work; a hold
+    predicts nothing. None: unknown, as for a plain script, which does not report what it computes again."""
     measured_gpu_s: float | None = None
-    """The same, measured: the first repeated step as it was, and an undisturbed step for each other. None: the recovery
+    """The same, measured, without the time of a hold: the first repeated step as it was, and an undisturbed step for each other. None: the recovery
     was overtaken or never completed."""
 
     def measure(self, step_s: float | None) -> None:
@@ -117,7 +120,8 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
             until_ms, more = self.committed_ms, more - 1
         if more and step_s is None:
             return
-        self.measured_gpu_s = self.world_size * ((until_ms - self.decided_ms) / 1e3 + more * (step_s or 0.0))
+        spent_ms = until_ms - self.decided_ms - self.held_ms
+        self.measured_gpu_s = self.world_size * (spent_ms / 1e3 + more * (step_s or 0.0))
 
     @property
     def seconds(self) -> float | None:
@@ -147,7 +151,8 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         if self.overtaken:
             parts.append(", overtaken by another failure")
         elif self.seconds is not None:
-            parts.append(f" in {self.seconds:.2f} s")
+            held = f", {self.held_ms / 1e3:.2f} s of it in a hold" if self.held_ms else ""
+            parts.append(f" in {self.seconds:.2f} s{held}")
         if self.rollback is not None:
             parts.append(f", back to the state after step {self.rollback}")
         if self.redone:
@@ -172,6 +177,7 @@ class RecoveryWatch:
         self._plan: GenerationPlan | None = None
         self._how: dict[SlotId, str] = {}
         self._fault_ms: float | None = None
+        self._held_since: float | None = None  # when the hold under way was decided
         self._waiting: set[tuple[SlotId, Incarnation]] = set()  # members that have not resumed
         self._uncommitted: set[Rank] = set()  # ranks without a commit since the recovery
         self._from = BEGIN
@@ -251,6 +257,8 @@ class RecoveryWatch:
                 self._decided(command, cause_ms, now_ms)
             case ResumeGeneration():
                 self._planned(command, now_ms)
+            case StopJob():
+                self._end_hold(now_ms)
             case _:
                 pass
 
@@ -321,10 +329,18 @@ class RecoveryWatch:
         recovery.rungs += (decision.rung.value,)
         recovery.reasons += (decision.reason,)
         recovery.whose = command.failure.whose.value
+        self._end_hold(now_ms)
+        self._held_since = now_ms if decision.rung is Rung.HOLD else None
         if recovery.decided_ms is None:
             recovery.decided_ms = now_ms
+        if decision.rung is not Rung.HOLD and all(rung == Rung.HOLD.value for rung in recovery.rungs[:-1]):
             seconds = [value for name, value in decision.figures.items() if not name.endswith("_gpu_s")]
             recovery.predicted_gpu_s = sum(seconds) * (self._plan.world_size if self._plan else 0) if seconds else None
+
+    def _end_hold(self, now_ms: float) -> None:
+        if self._open is not None and self._held_since is not None:
+            self._open.held_ms += now_ms - self._held_since
+        self._held_since = None
 
     def _planned(self, command: ResumeGeneration, now_ms: float) -> None:
         plan, before = command.plan, self._plan

@@ -20,6 +20,7 @@ from rackrun.coordinator.observe.filler_usage import FillerUse, filler_uses
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position
+from rackrun.protocol.policy_types import Rung
 
 __all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "RecoveryStage", "read_goodput", "read_report"]
 
@@ -67,6 +68,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """All other time, such as the script's own code between units."""
     ettr: float
     ettr_since_first_step: float
+    hold_s: float = 0.0
+    """Time that all ranks waited in a hold. It is not part of ``recovery_s``."""
 
 
 class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +141,9 @@ def read_goodput(path: Path) -> Goodput | None:
         newest = "SELECT max(max(at_ms), coalesce((SELECT max(committed_at_ms) FROM units), 0)) FROM events"
         last_ms = connection.execute(newest).fetchone()[0] or 0
         ended_ms = float(meta.get("ended_ms") or last_ms)
-        return _goodput(slowest, _recovery_s(connection), _redone(connection), ended_ms, _first_resume_ms(connection))
+        holds = _holds(connection, ended_ms)
+        recovery_s, first_ms = _recovery_s(connection, holds), _first_resume_ms(connection)
+        return _goodput(slowest, recovery_s, _redone(connection), ended_ms, first_ms, holds)
 
 
 def _see_one_moment(connection: sqlite3.Connection) -> None:
@@ -162,7 +167,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     ]
     last_event_ms = connection.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0
     ended_ms = float(meta.get("ended_ms") or max([last_event_ms, *(unit.committed_ms for unit in units)]))
-    redone, slowest = _redone(connection), _slowest(connection)
+    redone, slowest, holds = _redone(connection), _slowest(connection), _holds(connection, ended_ms)
     exit_code = meta.get("exit_code")
     return Report(
         run_id=meta.get("run_id", ""),
@@ -182,7 +187,9 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
                 "SELECT at_ms, body FROM events WHERE kind = 'command' AND name IN ('Notice', 'Answer') ORDER BY id"
             )
         ),
-        goodput=_goodput(slowest, _recovery_s(connection), redone, ended_ms, _first_resume_ms(connection)),
+        goodput=_goodput(
+            slowest, _recovery_s(connection, holds), redone, ended_ms, _first_resume_ms(connection), holds
+        ),
         ledger=_check_ledger(connection, plans, int(meta.get("rows_lost", 0))),
         fillers=filler_uses(connection),
         own_times=_own_times(units),
@@ -202,11 +209,15 @@ def _first_resume_ms(connection: sqlite3.Connection) -> int | None:
 
 
 def _stages(recovery: RecoveryRecord) -> tuple[RecoveryStage, ...]:
-    """Return consecutive stages. A skipped stage (no member to break, or none to park) takes no time."""
+    """Return consecutive stages. A skipped stage (no member to break, or none to park) takes no time. A hold is a stage
+    of its own, in front of the plan."""
     stages = []
     reached = recovery.fault_ms
     for name, _, end in _STAGES:
         at: float | None = getattr(recovery, end)
+        if name == "plan" and recovery.held_ms:
+            stages.append(RecoveryStage(name="hold", from_ms=reached - recovery.fault_ms, ms=recovery.held_ms))
+            reached += recovery.held_ms
         if at is not None:
             stages.append(RecoveryStage(name=name, from_ms=reached - recovery.fault_ms, ms=max(0.0, at - reached)))
             reached = max(reached, at)
@@ -256,8 +267,19 @@ def _redone(connection: sqlite3.Connection) -> dict[Position, int]:
     return found
 
 
-def _recovery_s(connection: sqlite3.Connection) -> float:
-    """Return the total seconds from each fault until all computed again.
+def _holds(connection: sqlite3.Connection, ended_ms: float) -> list[tuple[float, float]]:
+    """Return begin and end of each hold, in milliseconds. It ends with the next decision, or with the job."""
+    decided = connection.execute(
+        "SELECT at_ms, body FROM events WHERE kind = 'command' AND name = 'Decided' ORDER BY id"
+    ).fetchall()
+    ends = [at_ms for at_ms, _ in decided[1:]] + [ended_ms]
+    rungs = [msgspec.json.decode(body)["decision"]["rung"] for _, body in decided]
+    rows = zip(decided, rungs, ends, strict=False)
+    return [(at_ms, max(at_ms, end)) for (at_ms, _), rung, end in rows if rung == Rung.HOLD.value]
+
+
+def _recovery_s(connection: sqlite3.Connection, holds: list[tuple[float, float]]) -> float:
+    """Return the total seconds from each fault until all computed again, without those of holds.
 
     A coordinator that stood still receives that report late, together with what the ranks have computed since. So they
     began at least as early as their computing time implies.
@@ -271,7 +293,10 @@ def _recovery_s(connection: sqlite3.Connection) -> float:
         (one, one.resumed_ms) for one in _recoveries(connection) if one.resumed_ms is not None and not one.overtaken
     ]
     ends_ms = [(one.fault_ms, min(resumed_ms, computing.get(one.generation, resumed_ms))) for one, resumed_ms in known]
-    return sum(max(end_ms - fault_ms, 0.0) / 1e3 for fault_ms, end_ms in ends_ms)
+    held_ms = sum(
+        max(min(end, end_ms) - max(begin, fault_ms), 0.0) for fault_ms, end_ms in ends_ms for begin, end in holds
+    )
+    return max(sum(max(end_ms - fault_ms, 0.0) for fault_ms, end_ms in ends_ms) - held_ms, 0.0) / 1e3
 
 
 def _goodput(
@@ -280,6 +305,7 @@ def _goodput(
     redone: dict[Position, int],
     ended_ms: float,
     first_resume_ms: int | None,
+    holds: list[tuple[float, float]],
 ) -> Goodput:
     calm: dict[int, list[float]] = defaultdict(list)  # phase -> seconds of units that nothing disturbed
     for at, seconds in slowest.items():
@@ -294,17 +320,21 @@ def _goodput(
     productive_s = sum(worth(at) for at in slowest)
     startup_s = (first_resume_ms if first_resume_ms is not None else ended_ms) / 1e3
     since_s = wall_s - startup_s
+    hold_s = sum(end - begin for begin, end in holds) / 1e3
     estimated_s = sum(count * usual.get(at.phase, 0.0) for at, count in redone.items())
-    redone_s = min(estimated_s, max(0.0, since_s - productive_s - recovery_s))  # steps may have become slower since
+    redone_s = min(
+        estimated_s, max(0.0, since_s - productive_s - recovery_s - hold_s)
+    )  # steps may have become slower since
     return Goodput(
         wall_s=wall_s,
         productive_s=productive_s,
         startup_s=startup_s,
         recovery_s=recovery_s,
         redone_s=redone_s,
-        other_s=max(0.0, wall_s - productive_s - startup_s - recovery_s - redone_s),
+        other_s=max(0.0, wall_s - productive_s - startup_s - recovery_s - redone_s - hold_s),
         ettr=productive_s / wall_s if wall_s > 0 else 0.0,
         ettr_since_first_step=productive_s / since_s if since_s > 0 else 0.0,
+        hold_s=hold_s,
     )
 
 

@@ -9,7 +9,7 @@ Every request except ``/healthz`` must carry the job's token.
 ``GET /healthz``    ``{"run_id": ..., "protocol": ...}``; no token
 ``GET /api/status``  `rackrun.coordinator.shell.driver.Status`
 ``GET /metrics``    for Prometheus
-``POST /api/stop``  end at the next step boundary
+``POST /api/stop``  end at the next step boundary, or at once if none comes; ``text`` says which
 ``POST /api/close-breaker``  act on what the circuit breaker holds back
 ``POST /api/drain``, ``/api/return``, ``/api/swap``  the fields of `DrainRequested` (``target``, ``because``, ``wait``),
                     `ReturnRequested` (``target``), `SwapRequested` (``rank``, ``to``); the first `Answer`
@@ -46,6 +46,7 @@ from aiohttp import WebSocketError, WSMsgType, web
 from rackrun.coordinator.server.agent_link import AgentLink, ProtocolViolation
 from rackrun.coordinator.shell.driver import Driver
 from rackrun.coordinator.user_code.policy_host import check
+from rackrun.core.lifecycle.shutdown import DRAIN_MS
 from rackrun.core.policy.choice import parse_policy
 from rackrun.errors import UsageError
 from rackrun.link.listener import Listener, http_token
@@ -199,9 +200,11 @@ class Server:
         because = "rackctl stop"
         with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
             because = clean(str((await request.json())["because"])[:500])
+        before = self._driver.status().core
         if self._driver.over is None:
             self._driver.submit(StopRequested(because=because, exit_code=143))
-        return web.json_response({"stopping": True}, status=202)
+        text = _stopping(getattr(before, "waits", ""), over=self._driver.over is not None)
+        return web.json_response({"stopping": True, "text": text}, status=202)
 
     async def _close_breaker(self, request: web.Request) -> web.Response:
         self._check_token(request)
@@ -497,6 +500,14 @@ async def _asked(request: web.Request, kind: type[_A], **own: object) -> _A:
         return msgspec.convert({**encodable(await request.json()), **own}, kind)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # msgspec's is a ValueError
         raise web.HTTPBadRequest(text=clean(f"that cannot be asked: {error}")) from error
+
+
+def _stopping(waits: str, *, over: bool) -> str:
+    """Return what a stop leads to. ``waits``: why all ranks waited when it was asked for; "": they did not."""
+    if over:
+        return "the run ends now: all ranks wait, and no step boundary comes" if waits else "the run ends now"
+    when = "when all ranks train again, at the next step boundary" if waits else "at the next step boundary"
+    return f"stopping {when}, or after {DRAIN_MS // 1000} s; a second rackctl stop ends it at once"
 
 
 def _said(answer: Answer) -> web.Response:

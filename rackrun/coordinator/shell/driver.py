@@ -58,7 +58,6 @@ from rackrun.protocol.events import (
     TimerFired,
     TrayJoined,
     TrayLost,
-    WorkerElastic,
 )
 from rackrun.protocol.ids import SlotId, TrayId, tray_of
 from rackrun.protocol.timers import JobBegins
@@ -140,7 +139,7 @@ class Driver:
         self._step_log = StepLog(self._line)
         self._unusable: set[tuple[type, type]] = set()
         """Type of a telemetry message and of the error that it caused: each is shown once."""
-        self._elastic, self._protected, self._told_protected = False, "", ""
+        self._snapshots, self._protected, self._told_protected = False, "", ""
 
     # -- who is there
     @property
@@ -233,6 +232,9 @@ class Driver:
                 self.metrics.copies.record_copy(message)
                 self._pace.copied(message, now_ms)
                 self.watch.copied(message)
+                if message.kind == "snapshot" and not self._snapshots:
+                    self._snapshots = True
+                    self._tell_protected()
             case FillerState():
                 self._journal.filler(message, now_ms)
                 self.metrics.fillers.record_state(message)
@@ -304,11 +306,14 @@ class Driver:
             self._carry_out(command)
             self.watch.on_command(command, arrived_ms, self.now_ms())
             self._slow.on_command(command)
-        self._elastic |= isinstance(event, WorkerElastic)  # others have no snapshots
-        if self._elastic and self._protected != self._told_protected:
+        self._tell_protected()
+        self.metrics.handle_s.observe((self.now_ms() - arrived_ms) / 1e3)
+
+    def _tell_protected(self) -> None:
+        """Say what snapshots survive, if there are any and it has changed."""
+        if self._snapshots and self._protected != self._told_protected:
             self._told_protected = self._protected
             self._observer.protected(self._protected or "one tray is left: snapshots are lost with it")
-        self.metrics.handle_s.observe((self.now_ms() - arrived_ms) / 1e3)
 
     def _carry_out(self, command: Command) -> None:
         match command:

@@ -145,9 +145,10 @@ class Shutdown:
             self._by_departure = True
 
     def requested(self, event: StopRequested, *, may_drain: bool) -> None:
-        """Stop the job: at the next step boundary if ``may_drain``, and at once on a second request."""
+        """Stop the job: at the next step boundary if ``may_drain``, and at once on a second request, or if all ranks
+        wait and no boundary is to come."""
         world = self.world
-        if self._by_departure and self.world.stopping is not None and world.phase is not Phase.ENDING:
+        if self._by_departure and may_drain and world.stopping is not None and world.phase is not Phase.ENDING:
             self.world.stopping, self._by_departure = event, False
             return
         if self.world.stopping is not None or not (may_drain or world.phase is Phase.ENDING):

@@ -14,7 +14,7 @@ import msgspec
 from rackrun.core.faults.peer_times import hangs
 from rackrun.core.faults.stalls import stands
 from rackrun.core.generation.facts import HardwareChanged, SlotFreed, StartFailed, SwapDue, TrayDeparts
-from rackrun.core.generation.world import IN_PLACE, Phase
+from rackrun.core.generation.world import Phase
 from rackrun.core.machine.job import CoreParts
 from rackrun.core.machine.rules import settle
 from rackrun.core.machine.timers import fire
@@ -458,7 +458,7 @@ def _rack_preempted(job: CoreParts, event: RackPreempted) -> None:
 
 @_on(StopRequested)
 def _stop_requested(job: CoreParts, event: StopRequested) -> None:
-    job.shutdown.requested(event, may_drain=job.world.phase in IN_PLACE)
+    job.shutdown.requested(event, may_drain=job.may_drain)
 
 
 # -- the coordinator itself --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rackrun.core.faults.triage import Triage
 from rackrun.core.generation.facts import Facts
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
-from rackrun.core.generation.world import World
+from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.lifecycle.batch_notices import BatchNotices
 from rackrun.core.lifecycle.beginning import WorldStart
 from rackrun.core.lifecycle.forming import WorldForming
@@ -74,6 +74,12 @@ class CoreParts:
     spare_top_up: SpareTopUp = field(init=False)
     restart: Restart = field(init=False)
     losses: LossResponse = field(init=False)
+
+    @property
+    def may_drain(self) -> bool:
+        """Whether a stop can wait for a step boundary: all train, or will train again by what is under way."""
+        waits = self.world.phase is Phase.PARKING and self.recovery.nothing_comes
+        return self.world.phase in IN_PLACE and not waits
 
     def __post_init__(self) -> None:
         config, world, rack, out, facts = self.config, self.world, self.rack, self.out, self.facts

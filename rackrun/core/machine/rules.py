@@ -29,7 +29,7 @@ from rackrun.core.generation.facts import (
     WorkersMustGo,
     WorkersStall,
 )
-from rackrun.core.generation.world import IN_PLACE, Phase
+from rackrun.core.generation.world import Phase
 from rackrun.core.machine.job import CoreParts
 from rackrun.core.members.workers import Loss
 from rackrun.protocol.commands import SetTimer
@@ -196,7 +196,7 @@ def _depart(job: CoreParts, fact: TrayDeparts, at_ms: int) -> None:  # noqa: ARG
     if not job.operator_requests.departs(event) and job.world.phase is not Phase.FORMING:
         because = f"{event.because}, and no other tray stays"
         stop = StopRequested(at_ms=event.at_ms, because=because, exit_code=event.exit_code)
-        job.shutdown.departed(stop, may_drain=job.world.phase in IN_PLACE)
+        job.shutdown.departed(stop, may_drain=job.may_drain)
 
 
 # -- after every event -------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """The reason of the latest decision."""
     waits: str = ""
-    """Why all ranks wait, parked: the failure, and the decision to wait; "": they do not, or nothing is decided yet."""
+    """Why all ranks wait: the failure, and the decision to wait; "": they do not, or nothing is decided yet."""
     ranks: tuple[RankView, ...]
     spares: tuple[SpareView, ...]
     trays: tuple[TrayView, ...]

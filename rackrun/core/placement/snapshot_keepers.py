@@ -19,7 +19,7 @@ from rackrun.protocol.job_config import JobConfig
 
 __all__ = ["SnapshotCoverage", "Protection", "keepers_of", "protect"]
 
-_SNAPSHOTS = "shards without a replica: snapshots, "
+_SNAPSHOTS = "snapshots in memory: "
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 

@@ -34,6 +34,12 @@ class ActivePolicy:
         if parsed is not None:
             self.rules, self.function = parsed
 
+    def changed(self, policy: str | None, weights: str | None, *, provider: str = "") -> ActivePolicy:
+        """Return this policy after `change`. Raises `rackrun.errors.UsageError`."""
+        other = ActivePolicy(self.rules, self.weights, self.function)
+        other.change(policy, weights, provider=provider)
+        return other
+
     def __str__(self) -> str:
         """Return the policy as options: ``--policy swap,wait --policy-weights goodput=1,cost=0,resilience=1``."""
         never = [f"no-{rung.value}" for rung in self.rules.never]

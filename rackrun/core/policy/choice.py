@@ -275,7 +275,10 @@ def _of(found: Sequence[Option], rung: Rung) -> Option:
 
 
 def _sum(option: Option, view: ClusterView) -> str:
-    """Return the cost as text: ``8 x (1.5 s takeover + 0.4 s redone) + 1.15 exposure = 16.4 GPU-s``."""
+    """Return the cost as text: ``8 x (1.5 s takeover + 0.4 s redone) + 1.15 exposure = 16.4 GPU-s``. Nobody knows what
+    a hold costs."""
+    if option.rung is Rung.HOLD:
+        return "no deadline"
     seconds, more = [], ""
     for name, value in option.figures.items():
         if not name.endswith("_gpu_s"):

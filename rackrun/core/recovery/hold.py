@@ -1,4 +1,4 @@
-"""A hold: all ranks stay parked, with their state in memory, until capacity comes or an operator ends it.
+"""A hold: all ranks wait, with their state in memory, until capacity comes or an operator ends it.
 
 It is a wait without a deadline (`rackrun.policy.Rung.HOLD`). Notices say what is missing and what would end it.
 """
@@ -23,7 +23,7 @@ REMIND_MS = 600_000
 
 @dataclass(slots=True)
 class Hold:
-    """Knows whether all ranks are held, and reminds operators of it."""
+    """Knows whether all ranks wait in a hold, and reminds operators of it."""
 
     world: World
     rack: RackMachine
@@ -36,13 +36,13 @@ class Hold:
     """The generation that this decision was about."""
     _began_ms: int = 0
     _held_ms: int = 0
-    """How long all ranks were held in earlier holds of the same generation."""
+    """How long earlier holds of the same generation took."""
     _reminds_in: Generation | None = None
     """Generation whose reminder is pending. It may outlive a hold, and then serves the next one."""
 
     @property
     def holds(self) -> bool:
-        """Whether all ranks are held."""
+        """Whether all ranks wait in a hold."""
         parked = self.world.phase is Phase.PARKING and self._generation == self.world.generation
         return parked and self._decision is not None
 
@@ -58,19 +58,19 @@ class Hold:
             self._set_reminder(at_ms)
 
     def end(self, at_ms: int) -> bool:
-        """End the hold, because another rung was decided. Return whether the ranks were held."""
+        """End the hold, because another rung was decided. Return whether there was one."""
         held, self._held_ms = self.holds, self.held_ms(at_ms)
         self._decision = None
         return held
 
     def held_ms(self, at_ms: int) -> int:
-        """Return for how long all ranks have been held in the present generation."""
+        """Return how long all ranks have waited in holds of the present generation."""
         if self._generation != self.world.generation:
             return 0
         return self._held_ms + (at_ms - self._began_ms if self.holds else 0)
 
     def remind(self, at_ms: int) -> None:
-        """Say once more that all ranks are held, if they are."""
+        """Say once more that all ranks wait in a hold, if they do."""
         self._reminds_in = None
         if self._decision is not None and self.holds:
             self._tell(self._decision)
@@ -87,7 +87,7 @@ class Hold:
         ways = [f"rackctl policy swap,{rung},hold" for rung in others] + ["rackctl stop"]
         self.out.emit(
             Notice(
-                text=f"all ranks are held, with their state in memory: {self._what}. "
+                text=f"all ranks wait in a hold, with their state in memory: {self._what}. "
                 f"{lost} {'rank' if lost == 1 else 'ranks'} to replace, ready spares: {ready}. The hold ends "
                 f"when spares take over (start a tray, or rackctl return), or by {' or '.join(ways)}."
             )

@@ -34,7 +34,8 @@ from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.slot_order import natural
 from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.placement.seating import Seating, Takeovers
-from rackrun.core.policy.choice import allows
+from rackrun.core.policy.active_policy import ActivePolicy
+from rackrun.core.policy.choice import allows, choose
 from rackrun.core.recovery.ask_policy import DecisionMaker
 from rackrun.core.recovery.failed_recovery import FailedRecovery
 from rackrun.core.recovery.fencing import Fencing
@@ -52,7 +53,7 @@ from rackrun.protocol.commands import BreakGeneration, Notice, SetTimer
 from rackrun.protocol.events import PolicyAnswered, WorkerParked, WorkerResumed, WorkerSevered, WorkerUnbuilt
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.protocol.job_config import JobConfig
-from rackrun.protocol.policy_types import ClusterView, Decision, Rung
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung
 from rackrun.protocol.timers import CondemnedExitsOver, GatherOver, ParkOver, RecoverOver, RepairOver, ResumeOver
 
 __all__ = ["ABSORBS_MAX", "Recovery", "named"]
@@ -116,6 +117,9 @@ class Recovery:
     """Description of how the next plan changes the world's size."""
     waits: str = ""
     """The failure and the decision because of which all ranks wait; "": the latest decision was another."""
+    nothing_comes: bool = False
+    """Whether all ranks wait, and nothing that is under way ends it: neither workers that start nor GPUs or trays that
+    are expected back."""
     _broken_ms: int = 0
     _progress: NoProgress = field(init=False)
 
@@ -244,7 +248,7 @@ class Recovery:
         self.partition_reports.attempt()
         self._gathering = self._owed = True
         self._awaits_silent = False
-        self._broken_ms, self.waits = at_ms, ""
+        self._broken_ms, self.waits, self.nothing_comes = at_ms, "", False
         note = f"generation {generation}"
         for record in world.members.values():
             record.move(Trigger.BREAK, note)
@@ -420,12 +424,11 @@ class Recovery:
         if (state is None or state.rollback is not None) and self._snapshots_owed():
             return
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
-        enough = len(ready) >= len(lost)
-        staff = self.seating.staff(world.seats, lost, ready, self.wishes) if state is not None and enough else None
-        if state is not None and staff is None and self.view_builder.falls_short(enough=enough) and self.rack.revocable:
+        prospect = self._staffed(found, ready)
+        short = state is not None and prospect.staff is None and self.view_builder.falls_short(enough=prospect.enough)
+        if short and self.rack.revocable:
             self.facts.add(SlotsNeeded())
             return
-        prospect = replace(found, staff=staff, enough=enough)
         self.resizing.growth.broken(world.members.values(), found.committed, at_ms)
         if self.leaving and not lost:
             self._shrink_as_asked(prospect, at_ms)
@@ -433,6 +436,23 @@ class Recovery:
             self._go_on(prospect, Takeovers({}, {}), ready, at_ms)
         else:
             self._decide(prospect, ready, at_ms)
+
+    def _staffed(self, found: DecisionInputs, ready: Mapping[SlotId, WorkerRecord]) -> DecisionInputs:
+        """Add the spares that can take over now."""
+        enough, staff = len(ready) >= len(found.lost), None
+        if found.state is not None and enough:
+            staff = self.seating.staff(self.world.seats, found.lost, ready, self.wishes)
+        return replace(found, staff=staff, enough=enough)
+
+    def preview(self, policy: ActivePolicy, at_ms: int) -> tuple[Failure, ClusterView, Decision] | None:
+        """Return what the rules of ``policy`` would decide for the failure because of which all ranks wait now, and what
+        it would be decided about; None: they do not wait."""
+        if self.world.phase is not Phase.PARKING or not self.waits:
+            return None
+        ready = {record.worker.slot: record for record in self.rack.ready_spares()}
+        prospect = self._staffed(self.parked_members.evaluate(), ready)
+        failure, view = self._situation(prospect, at_ms, allowed=True)
+        return failure, view, choose(failure, view, policy.rules, policy.weights)
 
     def spare_ready(self, at_ms: int) -> None:
         """Count one spare more as ready while all ranks wait for several.
@@ -465,8 +485,9 @@ class Recovery:
         if self.decision_maker.overdue(question):
             self.decide(at_ms)
 
-    def _decide(self, prospect: DecisionInputs, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
-        """Ask the policy for a decision and carry it out."""
+    def _situation(self, prospect: DecisionInputs, at_ms: int, *, allowed: bool = False) -> tuple[Failure, ClusterView]:
+        """Return the failure and the state of the job, as a policy receives them. ``allowed``: the provider may be asked
+        once more."""
         failure = failure_of(
             self._told() or "a rollback was broken off",
             self._losses,
@@ -480,8 +501,13 @@ class Recovery:
             waited_ms=at_ms - self._broken_ms,
             held_ms=self.hold.held_ms(at_ms),
             absorbs=self._progress.absorbs(prospect.committed),
-            provider=self.acquiring.now(at_ms),
+            provider=self.acquiring.now(at_ms, allowed=allowed),
         )
+        return failure, view
+
+    def _decide(self, prospect: DecisionInputs, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+        """Ask the policy for a decision and carry it out."""
+        failure, view = self._situation(prospect, at_ms)
         decision = self.decision_maker.decide(failure, view, at_ms)
         if decision is None:
             return
@@ -491,6 +517,10 @@ class Recovery:
             self._set_limits(view, at_ms)
         stands_still = decision.rung in (Rung.WAIT, Rung.HOLD) or decision.meanwhile == "wait"
         self.waits = f"{failure.what}; {decision.reason}" if stands_still else ""
+        self.nothing_comes = stands_still and not view.comes_by_itself
+        if self.nothing_comes and (asked := self.world.stopping) is not None:
+            self.end.stop(asked.exit_code, f"{asked.because}; all ranks wait, and no step boundary comes")
+            return
         match decision.rung:
             case Rung.ABSORB | Rung.SWAP | Rung.MOVE:
                 assert prospect.staff is not None, "only what is possible is decided"

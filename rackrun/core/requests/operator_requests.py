@@ -17,9 +17,11 @@ from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.placement.snapshot_keepers import SnapshotCoverage
+from rackrun.core.policy.active_policy import ActivePolicy
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.core.requests.admission import Admission
 from rackrun.core.requests.pending_requests import PendingDrain, PendingSwap, Request, RequestRefused
+from rackrun.core.requests.policy_effect import effect_of
 from rackrun.core.requests.replies import Replies
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import DismissTray, GenerationPlan, SetTimer
@@ -105,7 +107,7 @@ class OperatorRequests:
         if one.to:
             self.recovery.wishes[one.rank] = one.to
         if one in self._beyond():
-            self._call_off(one, self._too_few([one.rank]))
+            self._call_off(one, self._too_few([one.rank], may_wait=False))
         elif one.to and (staff := self._staff([one.rank], self._fit())) and staff.seats.get(one.rank) != one.to:
             what = f"{one.to} is not in the NVLink clique of rank {one.rank}'s group"
             self._call_off(one, RequestRefused("spares", what, "name a spare in it, or none."))
@@ -130,22 +132,32 @@ class OperatorRequests:
 
     def change_policy(self, event: PolicyRequested) -> None:
         """Change the policy from the next decision on (``rackctl policy``). A decision that is being taken is taken
-        again."""
+        again, and so is one to wait: the answer says what becomes of that wait. A policy that would end the job at once
+        by it is refused."""
         policy = self.world.policy
         try:
             self.admission.check_not_over()
             if event.trouble:
                 raise RequestRefused("policy", event.trouble, "name a function that can be called.")
+            effect = self._effect_of(policy.changed(event.policy, event.weights, provider=self.config.provider), event)
             policy.change(event.policy, event.weights, provider=self.config.provider)
         except UsageError as error:
             self.replies.refuse(event.request, "policy", RequestRefused("policy", error.what.rstrip("."), error.remedy))
         except RequestRefused as refused:
             self.replies.refuse(event.request, "policy", refused)
         else:
-            self.replies.say(event.request, "done", f"from now on: {policy}")
+            self.replies.say(event.request, "done", f"from now on: {policy}{f'; {effect}' if effect else ''}")
             self.recovery.decision_maker.forget()
             self.recovery.acquiring.allow_requests()
             self.recovery.decide(event.at_ms)
+
+    def _effect_of(self, policy: ActivePolicy, event: PolicyRequested) -> str:
+        """Return what the policy does to the present wait; "": all ranks do not wait. Raises `RequestRefused`."""
+        found = self.recovery.preview(policy, event.at_ms)
+        if found is None:
+            return ""
+        what = event.policy if event.policy is not None else f"--weights {event.weights}"
+        return effect_of(policy, *found, what=what, holds=self.recovery.hold.holds)
 
     def departs(self, event: DepartureAnnounced) -> bool:
         """Begin the departure of a tray. Return False if no other tray would stay."""
@@ -191,7 +203,8 @@ class OperatorRequests:
         if self.world.phase is Phase.TRAINING:
             for one in list(self._beyond()):
                 if not one.waits:
-                    self._call_off(one, self._too_few(one.ranks(self.world)))
+                    may_wait = isinstance(one, PendingDrain)
+                    self._call_off(one, self._too_few(one.ranks(self.world), may_wait=may_wait))
 
     def _stirs(self) -> bool:
         edition = (self.rack.edition, self.world.generation, self.world.phase)
@@ -327,7 +340,9 @@ class OperatorRequests:
     def _fit(self) -> list[SlotId]:
         return [record.worker.slot for record in self.rack.fit_spares()]
 
-    def _too_few(self, ranks: list[Rank]) -> RequestRefused:
+    def _too_few(self, ranks: list[Rank], *, may_wait: bool = True) -> RequestRefused:
+        """Return the refusal because these ranks have no spares. ``may_wait``: the request can be asked to wait for
+        them, as a drain can."""
         fit = self._fit()
         there = (
             f"{len(fit)} {'spare is' if len(fit) == 1 else 'spares are'} left ({', '.join(fit[:4])})"
@@ -336,9 +351,8 @@ class OperatorRequests:
         )
         enough = " outside their NVLink clique, or for what was asked before" if len(fit) >= len(ranks) else ""
         what = f"{named(ranks)} would have to move, and {there}{enough}"
-        return RequestRefused(
-            "spares", what, "wait for spares (--wait-for-spares), return others (rackctl return), or add trays."
-        )
+        waits = "wait for spares (--wait-for-spares)" if may_wait else "ask again when a spare is ready"
+        return RequestRefused("spares", what, f"{waits}, return others (rackctl return), or add trays.")
 
     # -- the end of it
     def _call_off(self, one: Request, refused: RequestRefused) -> None:

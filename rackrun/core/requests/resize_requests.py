@@ -58,7 +58,7 @@ class ResizeRequests:
         if self.admission.recovery.hold.holds:
             raise RequestRefused(
                 "taken",
-                "all ranks are held, and no step boundary comes",
+                "all ranks wait in a hold, and no step boundary comes",
                 "go on without the lost ranks: rackctl policy swap,shrink,hold.",
             )
         self.admission.check_may(Rung.SHRINK, event.steps)

@@ -60,12 +60,13 @@ class RackAcquisition:
     """Trays that may still join and must leave then, each with the reason."""
 
     # -- for the decision ------------------------------------------------------------------------------------------
-    def now(self, at_ms: int) -> ProviderNow | None:
-        """Return the provider's state as a policy sees it; None: there is no provider."""
+    def now(self, at_ms: int, *, allowed: bool = False) -> ProviderNow | None:
+        """Return the provider's state as a policy sees it; None: there is no provider. ``allowed``: as it will be after
+        `allow_requests`."""
         if not self.config.provider:
             return None
         one = self._under_way(at_ms)
-        why_not = self._barred
+        why_not = "" if allowed else self._barred
         if not why_not and self._failed >= FAILURES_MAX:
             why_not = f"{self._failed} requests in a row came to nothing (the last: {self._last})"
         return ProviderNow(

@@ -125,8 +125,9 @@ class MembershipMachine:
     # -- a generation ends
     def fail_collective(self, generation: int, because: str, now_s: float) -> bool:
         """Take in that a collective of ``generation`` has failed at ``now_s``, in seconds of any monotonic clock:
-        nothing of that generation counts any more. Returns whether it is this worker's generation."""
-        if generation != self.generation:
+        nothing of that generation counts any more. Returns False, with nothing changed, if it is not this worker's
+        generation, or if this worker is in none (0)."""
+        if generation != self.generation or not self.generation:
             return False
         broken = self.broken
         self._move(MembershipTrigger.FAIL)
