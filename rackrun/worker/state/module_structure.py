@@ -79,8 +79,9 @@ class ModuleStructure:
                     self.with_extra_state.append((name, path, module))
         self._are_plain = are_plain(self.parameters)
         self._kinds = list(map(type, self.modules))
-        self._dictionaries = tuple(self._held())  # a tuple is passed on as arguments without a copy
-        self._full = list(filter(None, self._dictionaries))
+        self._dictionaries = self._held()
+        self._full = tuple(filter(None, self._dictionaries))  # a tuple is passed on as arguments without a copy
+        self._empty = [one for one in self._dictionaries if not one]
         self._plain = set(map(type, self._dictionaries)) <= {dict}
         """Whether all dictionaries are plain dicts; those of a scripted module are not."""
         self._names = self._names_now()
@@ -102,7 +103,7 @@ class ModuleStructure:
         """Whether the known dictionaries hold the same objects. Takes a third of the time of `stands`, which also
         detects replaced dictionaries and changed names."""
         counts, things = self._in_them()
-        return counts == self._counts and same_objects(things, self._things)
+        return counts == self._counts and not any(self._empty) and same_objects(things, self._things)
 
     def versions(self) -> list[int]:
         """Return the versions of all parameters (see `rackrun.worker.tensors.tensor_lists.versions`)."""
@@ -149,13 +150,11 @@ class ModuleStructure:
         return list(chain.from_iterable(self._full if self._plain else map(_NAMES, self._full)))
 
     def _in_them(self) -> tuple[list[int], list[Any]]:
-        """Return the sizes of the dictionaries that were not empty at first, and the objects in all of them. What was
-        added to an empty one shows in the number of objects."""
+        """Return the sizes of the dictionaries that were not empty at first, and the objects in them."""
+        counts = list(map(len, self._full))
         if self._plain:
-            things = gc.get_referents(*self._dictionaries)  # a dictionary's values, in their order, at once
-        else:
-            things = list(chain.from_iterable(map(_THINGS, self._dictionaries)))
-        return list(map(len, self._full)), things
+            return counts, gc.get_referents(*self._full)  # a dictionary's values, in their order, at once
+        return counts, list(chain.from_iterable(map(_THINGS, self._full)))
 
 
 def _shown(path: str) -> str:

@@ -24,8 +24,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress, islice
-from operator import attrgetter
+from itertools import compress, islice, repeat
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import msgspec
@@ -65,7 +65,7 @@ _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
-_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
+_TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
 
 
 class _Look(NamedTuple):
@@ -246,7 +246,7 @@ class UnitUndo:
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
-        self._had_grads = [parameter.grad is not None for parameter in parameters]
+        self._had_grads = list(map(is_not, map(_GRAD, parameters), repeat(None)))
         found = compress(parameters, self._had_grads)
         some = islice(found, _GRADS_LOOKED_AT if zero_grad.some_are_left() else 0)
         self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
