@@ -478,7 +478,7 @@ def memory_kept(context: Context) -> Found:
         used["after"] = memory.of_process(pid)
 
     lines = train(
-        context, "job", wrap="ddp", steps=400, strikes=strikes, spares=swaps, more=("--fill", "0.6"), during=during
+        context, "job", wrap="ddp", steps=400, strikes=strikes, spares=swaps, more=("--fill", "0.08"), during=during
     )
     if sum(line["what"] == "strike" for line in lines) != swaps:
         return failed("not all strikes were done: the run proves nothing")

@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--sleep-ms", type=float, default=0.0, help="of the GPU, before each backward")
-    parser.add_argument("--fill", type=float, default=0.0, help="so much of the GPU's memory, shared by all ranks")
+    parser.add_argument("--fill", type=float, default=0.0, help="so much of the GPU's memory for each process, spares too")
     parser.add_argument("--reduction", default="exact")
     parser.add_argument("--slow-rank", type=int, default=-1, help="only this rank's device sleeps")
     parser.add_argument("--amp", action="store_true", help="autocast, and a gradient scaler")
@@ -124,7 +124,7 @@ def main(run: rackrun.Run) -> None:
     record, strikes = Record(ARGS.record), Strikes(ARGS.strikes, ARGS.flags)
     ballast = None
     if ARGS.fill and run.device.type == "cuda":
-        share = ARGS.fill * torch.cuda.mem_get_info(run.device)[1] / run.world_size  # what is free changes meanwhile
+        share = ARGS.fill * torch.cuda.mem_get_info(run.device)[1]  # what is free changes meanwhile
         ballast = torch.empty(int(share), dtype=torch.uint8, device=run.device)
     blocks = model_of().to(run.device)
     model: nn.Module = blocks
