@@ -19,7 +19,7 @@ from rackrun.errors import UsageError
 from rackrun.protocol.commands import Decided, ResumeGeneration
 from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
-from rackrun.protocol.policy_types import Decision, Failure, Rung, Whose
+from rackrun.protocol.policy_types import Decision, Failure, FailureCause, Rung
 from tests.coordinator.fakes import member, plan, unit
 
 WORLD = (member(0, "tray-00/0", 1), member(1, "tray-00/1", 2))
@@ -107,7 +107,7 @@ def test_what_was_done_again_took_no_longer_than_there_was_time(journal: Journal
 
 
 def _decided(rung: Rung) -> Decided:
-    failure = Failure(what="rank 1 lost (SIGKILL)", whose=Whose.HARDWARE, ranks=(Rank(1),), slots=(), evidence=())
+    failure = Failure(what="rank 1 lost (SIGKILL)", whose=FailureCause.HARDWARE, ranks=(Rank(1),), slots=(), evidence=())
     return Decided(generation=Generation(2), failure=failure, decision=Decision(rung=rung))
 
 
