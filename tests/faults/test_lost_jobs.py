@@ -33,7 +33,7 @@ def assert_the_rest_is_the_same(trained: Trained, reference: Trained, *, at_most
 
 
 def after_the_newest(folder: Path) -> int:
-    """The step after that of the newest whole checkpoint. (While one is written, later ones are passed over: which it is
+    """The step after that of the newest whole checkpoint. (While one is written, later ones are skipped: which it is
     depends on the disk.)"""
     return max(info.step for info in DurableStore(folder, "run").checkpoints()) + 1
 

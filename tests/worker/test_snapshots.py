@@ -143,7 +143,7 @@ def test_storage_that_stands_still_delays_no_step(
     ended = train(main, spares=0)
     assert ended.exit_code == 0, ended
     assert len(ended.losses) == 9
-    assert "is passed over: an older one is still being written; training goes on" in capfd.readouterr().err
+    assert "is skipped: an older one is still being written; training goes on" in capfd.readouterr().err
 
 
 def sharded(hidden: int = 14) -> nn.Module:

@@ -2,7 +2,7 @@
 
 All ranks write after the same steps, each its own part; replicas share the tensors that they have in common. The copy
 overlaps with the next step, as a snapshot's does. Writing takes as long as it takes, and a step that is due meanwhile
-is passed over. No storage error can stop training. `rackrun.worker.snapshots.resumption` reads the checkpoints.
+is skipped. No storage error can stop training. `rackrun.worker.snapshots.resumption` reads the checkpoints.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class DurableCheckpoints:
         if (at.step + 1) % every and (not gate.cut_short or gate.writing):
             return False
         if gate.writing:
-            self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
+            self._complain(f"the checkpoint of step {at.step} is skipped: an older one is still being written")
             if self._world.rank == 0:
                 self._reports.copied("checkpoint", at.step, "passed_over")
             return False
