@@ -250,7 +250,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     restarts_left: int = 0
 
     waited_s: float = 0.0
-    """Seconds since the generation was broken."""
+    """Seconds since the generation was broken or, if ranks took longer to park than usual, since the last of them had:
+    until then nothing could be decided."""
     held_s: float = 0.0
     """How many of these seconds all ranks waited in a hold (`Rung.HOLD`). They do not count against any patience."""
     start_patience_s: float = 600.0

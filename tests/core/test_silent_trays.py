@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rackrun.protocol.commands import Command, Decided, FenceWorker, GenerationPlan, Notice, SetTimer
+from rackrun.protocol.commands import Command, Decided, FenceWorker, GenerationPlan, Notice, SetTimer, StopJob
 from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rung
+from rackrun.protocol.timers import RecoverOver
 from tests.core.core_harness import CoreHarness, every, only, plan_in
 
 PARK_MS, LEASE_MS = JobConfig(trays_min=1, trays_max=1, spares=0).park_timeout_ms, 15_000
@@ -120,3 +122,44 @@ def test_a_rank_that_does_not_park_is_fenced_while_a_silent_tray_is_waited_for()
     assert only(FenceWorker, told.timer("park")).slot == "c/1"
     told.parks("b/0", passed=4)
     assert only(Decided, told.parks("b/1", passed=4)).failure.ranks == (0, 5)
+
+
+def test_the_time_for_which_a_silent_tray_is_waited_for_does_not_count_against_that_of_spares() -> None:
+    told = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=0, lease_ms=LEASE_MS, join_timeout_ms=10_000))
+    told.join("a", 2)
+    told.join("b", 2)
+    told.train()
+    told.exits("a/0", signal=9)
+    told.timer("gather")
+    told.parks("a/1", passed=4)
+    told.now += PARK_MS
+    told.timer("park")
+    told.now = 10_000
+    assert not told.timer("recover"), "nobody could decide anything so far"
+    told.now = 12_000
+    told.parks("b/0", passed=4)
+    answers = told.parks("b/1", passed=4)
+    decision = only(Decided, answers).decision
+    assert (decision.rung, decision.deadline_s) == (Rung.WAIT, 10.0)
+    assert [one.at_ms for one in every(SetTimer, answers) if isinstance(one.timer, RecoverOver)] == [22_000]
+    told.now = 21_999
+    assert not every(StopJob, told.timer("recover")), "there may be earlier timers"
+    told.now = 22_000
+    assert every(StopJob, told.timer("recover"))
+
+
+def test_the_time_of_a_rank_that_works_on_does_not_count_against_that_of_spares() -> None:
+    told = training()
+    told.exits("a/0", signal=9)
+    told.timer("gather")
+    for slot in ("a/1", "b/0", "b/1", "c/0"):
+        told.parks(slot, passed=4)
+    while told.now < 700_000:
+        told.works("c/1", awaited=True)
+        told.now += PARK_MS
+        assert not every(FenceWorker, told.timer("park"))
+        if told.now == 600_000:
+            assert not every(StopJob, told.timer("recover"))
+    decision = only(Decided, told.parks("c/1", passed=4)).decision
+    assert (decision.rung, decision.deadline_s) == (Rung.WAIT, 600.0)
+    assert plan_in(told.ready("a/0")).generation == 2

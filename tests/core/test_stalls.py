@@ -156,10 +156,10 @@ def test_who_works_for_longer_than_hardware_may_take_to_come_ends_nothing(traini
     for slot in ("a/0", "b/1"):
         training.parks(slot)
     training.works("a/1", awaited=True)
-    answers = training.timer("recover")
-    assert not every(StopJob, answers)
-    assert [str(timer.timer) for timer in every(SetTimer, answers)] == ["recover:2"]
-    assert plan_in(training.parks("a/1")).generation == 2
+    assert not every(StopJob, training.timer("recover"))
+    answers = training.parks("a/1")
+    assert "recover:2" in [str(timer.timer) for timer in every(SetTimer, answers)], "spares would have the whole time"
+    assert plan_in(answers).generation == 2
 
 
 def test_while_one_rank_works_nobody_is_said_to_wait_for_those_that_have_returned(training: CoreHarness) -> None:

@@ -120,7 +120,12 @@ class Recovery:
     nothing_comes: bool = False
     """Whether all ranks wait, and nothing that is under way ends it: neither workers that start nor GPUs or trays that
     are expected back."""
-    _broken_ms: int = 0
+    _late: bool = False
+    """Whether members took longer to park than usual, and are still awaited."""
+    _waits_since_ms: int = 0
+    """When the generation was broken or, if members took longer to park than usual, when the last of them had."""
+    _limits_anew: bool = False
+    """Whether the limits of a wait were set once more, so that an earlier timer may still fire."""
     _progress: NoProgress = field(init=False)
 
     def __post_init__(self) -> None:
@@ -248,7 +253,8 @@ class Recovery:
         self.partition_reports.attempt()
         self._gathering = self._owed = True
         self._awaits_silent = False
-        self._broken_ms, self.waits, self.nothing_comes = at_ms, "", False
+        self._waits_since_ms, self._late, self._limits_anew = at_ms, False, False
+        self.waits, self.nothing_comes = "", False
         note = f"generation {generation}"
         for record in world.members.values():
             record.move(Trigger.BREAK, note)
@@ -305,10 +311,11 @@ class Recovery:
         if self.world.phase is not Phase.PARKING:
             return
         if self._some_work(WorkerState.BREAKING, at_ms):
+            self._late = True
             self.out.emit(SetTimer(timer=ParkOver(generation), at_ms=at_ms + timeout_ms))
             return
         if silent := self._silent_trays_to_await():
-            self._awaits_silent = True
+            self._awaits_silent = self._late = True
             self.out.emit(SetTimer(timer=ParkOver(generation), at_ms=at_ms + self.config.lease_ms))
             what = f"nothing has come from {', '.join(silent)} since {self._told()}; its ranks are waited for"
             self.out.emit(Notice(text=f"{what}, up to the lease of {self.config.lease_ms / 1e3:g} s"))
@@ -401,13 +408,13 @@ class Recovery:
     def give_up(self, at_ms: int) -> None:
         """Stop the job if no spare has become ready in time. Waiting for hardware may take longer
         (`JobConfig.repair_patience_ms`), and a hold has no limit. Everything that the last decision has led to is done by now."""
-        if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
-            # nothing could be decided yet; spares get the whole time once it can
-            self.out.emit(SetTimer(timer=RecoverOver(self.world.generation), at_ms=at_ms + self.config.join_timeout_ms))
+        if self.world.phase is Phase.PARKING and self.world.awaited:
+            self._late = True  # nothing could be decided yet; spares get the whole time once it can
             return
         held_ms = self.hold.held_ms(at_ms)
-        patience_ms = max(self.config.repair_patience_ms, self.config.join_timeout_ms if held_ms else 0)
-        waits = at_ms - self._broken_ms - held_ms < patience_ms or self.acquiring.patient(at_ms)
+        may_be_early = held_ms or self._limits_anew
+        patience_ms = max(self.config.repair_patience_ms, self.config.join_timeout_ms if may_be_early else 0)
+        waits = at_ms - self._waits_since_ms - held_ms < patience_ms or self.acquiring.patient(at_ms)
         patient = self.decision_maker.asks or waits or self.hold.holds
         if self.world.phase is Phase.PARKING and not patient:
             self.failed_recovery.not_in_time(self._told())
@@ -418,6 +425,9 @@ class Recovery:
         world = self.world
         if world.phase is not Phase.PARKING or self._gathering or world.awaited:
             return
+        if self._late:
+            self._late, self._limits_anew, self._waits_since_ms = False, True, at_ms
+            self._set_limits(0, at_ms)
         self.fencing.kill_if_parked(at_ms)
         found = self.parked_members.evaluate()
         state, lost = found.state, found.lost
@@ -498,7 +508,7 @@ class Recovery:
         view = self.view_builder.view(
             prospect,
             moved=tuple(sorted(self._moved)),
-            waited_ms=at_ms - self._broken_ms,
+            waited_ms=at_ms - self._waits_since_ms,
             held_ms=self.hold.held_ms(at_ms),
             absorbs=self._progress.absorbs(prospect.committed),
             provider=self.acquiring.now(at_ms, allowed=allowed),
@@ -514,7 +524,7 @@ class Recovery:
         if decision.rung is Rung.HOLD:
             self.hold.go_on(failure.what, decision, at_ms)
         elif self.hold.end(at_ms) and decision.rung in (Rung.WAIT, Rung.ACQUIRE):
-            self._set_limits(view, at_ms)
+            self._set_limits(round(view.patience_used_s * 1e3), at_ms)
         stands_still = decision.rung in (Rung.WAIT, Rung.HOLD) or decision.meanwhile == "wait"
         self.waits = f"{failure.what}; {decision.reason}" if stands_still else ""
         self.nothing_comes = stands_still and not view.comes_by_itself
@@ -544,9 +554,10 @@ class Recovery:
                 else:
                     self._start_spares(prospect, view)
 
-    def _set_limits(self, view: ClusterView, at_ms: int) -> None:
-        """Limit a wait that follows a hold. The limits that were set when the generation was broken may be over."""
-        generation, used_ms = self.world.generation, round(view.patience_used_s * 1e3)
+    def _set_limits(self, used_ms: int, at_ms: int) -> None:
+        """Limit a wait of which ``used_ms`` are over, and which follows a hold or members that were late. The limits that
+        were set when the generation was broken may be over."""
+        generation = self.world.generation
         limits = (
             (RecoverOver(generation), self.config.join_timeout_ms),
             (RepairOver(generation), self.config.repair_patience_ms),
