@@ -366,6 +366,16 @@ def test_a_policy_that_waits_says_for_how_long_and_what_follows() -> None:
     assert texts[2].endswith("; all ranks wait on, now without a deadline (hold)")
 
 
+def test_a_policy_that_waits_for_a_rack_is_not_said_to_end_the_wait() -> None:
+    for policy, effect in (("swap,hold", "the hold becomes a wait"), ("swap,wait", "all ranks wait on,")):
+        harness = job(policy, provider="mine:racks", repair_patience_ms=3_600_000)
+        harness.tray_lost("b")
+        harness.park_all()
+        answers = change(harness, "swap,acquire-wait")
+        assert only(Answer, answers).text.endswith(f"; {effect} for a rack (acquire), for at most 3600 s from now")
+        assert harness.view.phase == "parking"
+
+
 def test_a_policy_that_would_end_the_job_at_once_is_refused_in_a_wait_too() -> None:
     harness = job("swap,wait", repair_patience_ms=3_600_000, min_ranks=0)
     harness.tray_lost("b")

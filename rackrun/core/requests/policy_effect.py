@@ -43,6 +43,9 @@ def effect_of(
             then = choose(failure, over, policy.rules, policy.weights).rung
             after = "the job ends" if then is Rung.STOP else f"{then.value} follows"
             return f"all ranks wait for at most {decision.deadline_s:.0f} s from now, then {after}"
+        case Rung.ACQUIRE if decision.meanwhile == "wait":
+            waits = "the hold becomes a wait" if holds else "all ranks wait on,"
+            return f"{waits} for a rack (acquire), for at most {decision.deadline_s:.0f} s from now"
         case _:
             return f"the {now} ends now, by {decision.rung.value}"
 
