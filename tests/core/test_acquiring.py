@@ -333,6 +333,19 @@ def test_a_late_rack_that_does_not_join_either_is_given_up_once_more_and_the_hol
     assert rung(commands) is Rung.HOLD
 
 
+def test_trays_that_two_racks_named_belong_to_the_later_one_when_they_come_late() -> None:
+    told = begun("swap,acquire-wait,hold")
+    lose(told)
+    deliver(told, 1, "r")
+    is_over(told, "delivered")
+    told.tell(PolicyRequested(request="1", policy="swap,acquire-wait,hold"))
+    deliver(told, 2, "r")
+    assert rung(is_over(told, "delivered", 2)) is Rung.HOLD
+    commands = told.join("r", 2)
+    assert "rack 2 comes late, and is used all the same" in said(commands)
+    assert "rack 2 is there" in said(commands)
+
+
 def test_a_rack_that_the_provider_takes_back_is_not_used_when_it_joins_all_the_same() -> None:
     told = begun("swap,acquire-wait,hold")
     lose(told)

@@ -183,7 +183,7 @@ class RackAcquisition:
     def tray_joined(self, tray: TrayId, at_ms: int) -> None:
         """Handle a joined tray, before workers are started on it."""
         if tray in self._unwanted:
-            over = next((one for one in self._over.values() if tray in one.named), None)
+            over = next((one for one in reversed(self._over.values()) if tray in one.named), None)
             if self._is_wanted_late(over, RackStage.DELIVERED):
                 self._take_back(over, at_ms)
             else:
