@@ -447,6 +447,16 @@ def test_a_function_may_hold_and_is_not_asked_again_by_the_clock() -> None:
     assert len(every(AskPolicy, harness.answers)) == 1
 
 
+def test_a_stop_while_the_function_is_asked_about_a_tray_that_has_come_waits_for_its_workers() -> None:
+    harness = job("mine:choose")
+    harness.tray_lost("b")
+    question = only(AskPolicy, harness.park_all()).question
+    harness.tell(PolicyAnswered(question=question, decision=Decision(rung=Rung.HOLD)))
+    question = only(AskPolicy, harness.join("c", 3)).question
+    assert not every(StopJob, harness.tell(STOP))
+    assert every(StartWorker, harness.tell(PolicyAnswered(question=question, decision=Decision(rung=Rung.HOLD))))
+
+
 # -- a journal ---------------------------------------------------------------------------------------------------------
 def test_a_journal_that_ends_in_a_hold_told_once_more_goes_on_with_it() -> None:
     journal: list[bytes] = []

@@ -518,6 +518,7 @@ class Recovery:
     def _decide(self, prospect: DecisionInputs, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
         """Ask the policy for a decision and carry it out."""
         failure, view = self._situation(prospect, at_ms)
+        self.nothing_comes &= not view.comes_by_itself  # the user's function may take a while to answer
         decision = self.decision_maker.decide(failure, view, at_ms)
         if decision is None:
             return
