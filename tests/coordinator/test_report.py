@@ -107,7 +107,9 @@ def test_what_was_done_again_took_no_longer_than_there_was_time(journal: Journal
 
 
 def _decided(rung: Rung) -> Decided:
-    failure = Failure(what="rank 1 lost (SIGKILL)", whose=FailureCause.HARDWARE, ranks=(Rank(1),), slots=(), evidence=())
+    failure = Failure(
+        what="rank 1 lost (SIGKILL)", whose=FailureCause.HARDWARE, ranks=(Rank(1),), slots=(), evidence=()
+    )
     return Decided(generation=Generation(2), failure=failure, decision=Decision(rung=rung))
 
 

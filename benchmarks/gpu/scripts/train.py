@@ -39,7 +39,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--sleep-ms", type=float, default=0.0, help="of the GPU, before each backward")
-    parser.add_argument("--fill", type=float, default=0.0, help="so much of the GPU's memory for each process, spares too")
+    parser.add_argument(
+        "--fill", type=float, default=0.0, help="so much of the GPU's memory for each process, spares too"
+    )
     parser.add_argument("--reduction", default="exact")
     parser.add_argument("--slow-rank", type=int, default=-1, help="only this rank's device sleeps")
     parser.add_argument("--amp", action="store_true", help="autocast, and a gradient scaler")
