@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import pytest
 from rackrun.checkpoint.base.messages import SaveWarnings
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
+from rackrun.worker.snapshots.resumption import Resumption
 from rackrun.worker.state.state_manifest import Lineage
 from tests.worker.harness import Ended
 from tests.worker.scripts import Script, adam, ddp, fit
@@ -173,6 +176,13 @@ class OneRank:
 
     rank, size, replica_class = 0, 1, ""
 
+    @property
+    def groups(self) -> list[Any]:
+        return [self]
+
+    def gather_on_host(self, mine: Any) -> list[Any]:
+        return [mine]
+
 
 def written(store: DurableStore, step: int, life: int, *, began: int) -> None:
     """Write the checkpoint of ``step`` as a worker of the start ``life`` does."""
@@ -215,6 +225,19 @@ def test_notes_of_this_start_and_notes_that_come_later_stay(tmp_path: Path) -> N
     probation.quarantine(8, "by a person")
     written(store, 9, 2, began=5)
     assert sorted(probation.barred()) == [7, 8]
+
+
+def test_a_start_has_a_larger_number_than_all_before_it_also_when_the_clock_has_gone_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a checkpoint that it has passed over would not give way to its own."""
+    (tmp_path / "run").mkdir()
+    store, ahead = DurableStore(tmp_path, "run"), 2 * time.time_ns() // 1_000_000
+    written(store, 5, ahead, began=-1)
+    monkeypatch.setattr(Resumption, "_try", lambda _, number: Position(number))
+    state: Any = None
+    world: Any = OneRank()
+    assert Resumption(world, state, store, "").run() == (Position(5), ahead + 1)
 
 
 def test_what_is_distrusted_in_this_start_stays_so(folder: Path, small: Train) -> None:
