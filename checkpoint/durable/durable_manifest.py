@@ -45,6 +45,7 @@ __all__ = [
     "attempt_name",
     "check_job",
     "fragment_name",
+    "kept_name",
     "replaced_name",
     "replaced_number",
     "checkpoint_name",
@@ -248,6 +249,11 @@ def attempt_fencing_token(name: str) -> int | None:
     """Return the fencing token in the name of an attempt's prefix; None when the name is no attempt's."""
     match = _ATTEMPT.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def kept_name(number: int) -> str:
+    """Return a new name for what has a checkpoint's name and is none of that number. It is kept under it."""
+    return f"not-{checkpoint_name(number)}-{secrets.token_hex(4)}"
 
 
 def replaced_name(number: int) -> str:

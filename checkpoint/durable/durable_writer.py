@@ -31,7 +31,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
     Manifest,
     ManifestEntry,
     fragment_name,
+    kept_name,
     replaced_name,
+    replaced_number,
     seal,
     shard_name,
     unseal,
@@ -72,10 +74,6 @@ register(
     "durable.renamed",
     "durable.parent_synced",
 )
-
-
-_KEPT = "not-"
-"""Begins the name under which something is kept that had a checkpoint's name and was none."""
 
 
 class SliceReadable(Protocol):
@@ -419,7 +417,7 @@ class CheckpointWriter:
             self._files.rename(aside, self._final)
             self._discard()
             return
-        if aside is not None and not aside.name.startswith(_KEPT):
+        if aside is not None and replaced_number(aside.name) is not None:
             self._former = aside
         try:
             self._files.rename(self._temporary, self._final)
@@ -439,7 +437,7 @@ class CheckpointWriter:
         try:
             self._store.manifest(self.number)
         except NotOurs:
-            name = f"{_KEPT}{self._final.name}-{secrets.token_hex(4)}"
+            name = kept_name(self.number)
         except CheckpointError:
             pass
         with contextlib.suppress(FileNotFoundError):
