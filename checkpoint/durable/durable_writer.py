@@ -96,8 +96,8 @@ class CheckpointWriter:
 
     Any number of writers, anywhere, may work on one checkpoint.
 
-    ``replaces``: what has this checkpoint's name and is of an earlier fencing token, or not whole, was passed over by
-    the job of this token. It gives way once this checkpoint is whole.
+    ``replaces``: what has this checkpoint's name and is of an earlier fencing token and no later step, or not whole, was
+    passed over by the job of this token. It gives way once this checkpoint is whole.
     """
 
     def __init__(
@@ -392,8 +392,9 @@ class CheckpointWriter:
         return True
 
     def _passed_over(self, found: Manifest) -> bool:
-        """Whether a published checkpoint of this number may be replaced: it is of an earlier fencing token."""
-        return self._replaces and found.fencing_token < self.fencing_token
+        """Whether a published checkpoint of this number may be replaced: it is of an earlier fencing token, and of no
+        later step. A job that began anew under the same name has not come so far."""
+        return self._replaces and found.fencing_token < self.fencing_token and found.step <= self.step
 
     def _gives_way(self) -> bool:
         """Whether what has this checkpoint's name may be replaced: it is of an earlier fencing token, or not whole."""

@@ -243,6 +243,18 @@ def test_a_checkpoint_of_the_same_start_and_of_a_later_one_do_not_give_way(tmp_p
     assert tokens(tmp_path) == [(1, 2)]
 
 
+def test_a_checkpoint_of_a_later_step_does_not_give_way_to_a_job_that_began_anew(tmp_path: Path) -> None:
+    """Both jobs have the same name, and the first has written it after the second had looked."""
+    assert save(store_at(tmp_path), 1)
+    writer = store_at(tmp_path).writer(1, 9, 2, WORLD, replaces=True)
+    for rank in range(WORLD):
+        assert not write_shard(writer, rank)
+    assert not writer.finish()
+    assert writer.failure is not None
+    assert writer.failure.kind is FailureKind.DISAGREES
+    assert whole(tmp_path) == [1]
+
+
 def test_of_two_writers_that_replace_at_once_the_later_leaves_what_the_first_has_published(tmp_path: Path) -> None:
     assert save(store_at(tmp_path), 1)
     first, second = again(tmp_path)[:2]
