@@ -8,6 +8,7 @@
         ...
         MANIFEST.json                     the fragments' digests; the checkpoint is whole when this exists
         VERIFIED.json                     all bytes were read once and were right (`DurableStore.verify`)
+    <root>/<job>/.replaced-gen-...        a checkpoint that another replaces, until that one's name is on disk
 
 Fragments and manifest are ``{"body": ..., "digest": blake2b-256 of the body's bytes}``, byte for byte. A fragment does
 not name the fencing token, so a checkpoint that two runs wrote with equal bytes has equal fragments. File names are
@@ -17,6 +18,7 @@ computed from ranks and never taken from a file. Lengths are bounded before anyt
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +45,9 @@ __all__ = [
     "attempt_name",
     "check_job",
     "fragment_name",
+    "kept_name",
+    "replaced_name",
+    "replaced_number",
     "checkpoint_name",
     "checkpoint_number",
     "seal",
@@ -199,6 +204,7 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _CHECKPOINT = re.compile(r"gen-(\d{12,20})", re.ASCII)
 _ATTEMPT = re.compile(r"data-(\d+)-[0-9a-f]+", re.ASCII)
+_REPLACED = re.compile(r"\.replaced-gen-(\d{12,20})-[0-9a-f]+", re.ASCII)
 _TEMPORARY = re.compile(r"\.tmp-gen-(\d+)-(\d+)-[0-9a-f]+", re.ASCII)
 
 
@@ -243,6 +249,22 @@ def attempt_fencing_token(name: str) -> int | None:
     """Return the fencing token in the name of an attempt's prefix; None when the name is no attempt's."""
     match = _ATTEMPT.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def kept_name(number: int) -> str:
+    """Return a new name for what has a checkpoint's name and is none of that number. It is kept under it."""
+    return f"not-{checkpoint_name(number)}-{secrets.token_hex(4)}"
+
+
+def replaced_name(number: int) -> str:
+    """Return a new name for a checkpoint that another one replaces, until that one is on disk."""
+    return f".replaced-{checkpoint_name(number)}-{secrets.token_hex(4)}"
+
+
+def replaced_number(name: str) -> int | None:
+    """Return the checkpoint number in a name of `replaced_name`; None when the name is another."""
+    match = _REPLACED.fullmatch(name)
+    return int(match[1]) if match and int(match[1]) <= NUMBER_MAX else None
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
     checkpoint_name,
     checkpoint_number,
     fragment_name,
+    replaced_number,
     seal,
     shard_name,
     temporary_name,
@@ -50,7 +51,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
 )
 from rackrun.checkpoint.durable.durable_reader import CheckpointReader, ShardReader
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
-from rackrun.checkpoint.durable.files import Files, Unsynced, read_small, sync_directory
+from rackrun.checkpoint.durable.files import Files, Unsynced, read_small, set_aside, sync_directory
 from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.object_writer import ObjectWriter
 
@@ -249,11 +250,13 @@ class DurableStore:
             return True
 
     def complete(self) -> None:
-        """Publish the checkpoints of an object store whose shards are all there and only the manifest is missing.
+        """Finish what a dead writer has broken off while it published a checkpoint, as a job begins. Best effort.
 
-        The manifest is missing when its writer died before it, or when it was lost. Best effort; no effect on a disk.
+        On a disk, a checkpoint that was being replaced gets its name back. In an object store, checkpoints are
+        published whose shards are all there and only the manifest is missing, because their writer died or it was lost.
         """
         if not self.files.objects:
+            self._put_back()
             return
         with contextlib.suppress(OSError):
             for name in self.files.listdir(self.directory):
@@ -265,6 +268,21 @@ class DurableStore:
                         with contextlib.suppress(OSError, CheckpointError):
                             if self._finish(number, attempt):
                                 break
+
+    def _put_back(self) -> None:
+        with contextlib.suppress(OSError):
+            for name in self.files.listdir(self.directory):
+                if (number := replaced_number(name)) is not None:
+                    with contextlib.suppress(OSError):
+                        self._put_one_back(self.directory / name, self.path(number))
+
+    def _put_one_back(self, former: Path, name: Path) -> None:
+        try:
+            self.files.stat(name)
+        except FileNotFoundError:
+            self.files.rename(former, name)
+        else:
+            set_aside(self.files, former)  # the new one has its place
 
     def _finish(self, number: int, attempt: str) -> bool:
         """Publish the attempt of this name if all its shards are there. Return whether it is published."""

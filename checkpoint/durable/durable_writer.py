@@ -31,6 +31,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
     Manifest,
     ManifestEntry,
     fragment_name,
+    kept_name,
+    replaced_name,
+    replaced_number,
     seal,
     shard_name,
     unseal,
@@ -73,10 +76,6 @@ register(
 )
 
 
-_KEPT = "not-"
-"""Begins the name under which something is kept that had a checkpoint's name and was none."""
-
-
 class SliceReadable(Protocol):
     """Bytes that are read by slices."""
 
@@ -97,8 +96,8 @@ class CheckpointWriter:
 
     Any number of writers, anywhere, may work on one checkpoint.
 
-    ``replaces``: what has this checkpoint's name and is of an earlier fencing token, or not whole, was passed over by
-    the job of this token. It gives way once this checkpoint is whole.
+    ``replaces``: what has this checkpoint's name and is of an earlier fencing token and no later step, or not whole, was
+    passed over by the job of this token. It gives way once this checkpoint is whole.
     """
 
     def __init__(
@@ -122,6 +121,8 @@ class CheckpointWriter:
         self.replaced = False
         """Whether this writer has put its checkpoint in the place of one that had its name."""
         self._replaces = replaces
+        self._former: Path | None = None
+        """Where the checkpoint is that gave way, until the new one's name is on disk."""
         self._store, self._files = store, store.files
         self._final = store.path(number)
         self._temporary = store.attempt(number, step, fencing_token, world_size)
@@ -179,6 +180,7 @@ class CheckpointWriter:
             crash_point("durable.parent_synced")
             if not self._is_published(manifest):
                 raise FileRefused(FailureKind.VANISHED, f"{self._final} was there and is gone")
+            self._delete_former()  # not before the name of the new one is on disk
         except (OSError, FileRefused, CheckpointError) as error:
             self.failure = failure_of(error)
         return self.failure is None
@@ -390,47 +392,68 @@ class CheckpointWriter:
         return True
 
     def _passed_over(self, found: Manifest) -> bool:
-        """Whether a published checkpoint of this number may be replaced: it is of an earlier fencing token."""
-        return self._replaces and found.fencing_token < self.fencing_token
+        """Whether a published checkpoint of this number may be replaced: it is of an earlier fencing token, and of no
+        later step. A job that began anew under the same name has not come so far."""
+        return self._replaces and found.fencing_token < self.fencing_token and found.step <= self.step
 
     def _gives_way(self) -> bool:
         """Whether what has this checkpoint's name may be replaced: it is of an earlier fencing token, or not whole."""
         try:
             return self._passed_over(self._store.manifest(self.number)[0])
         except NoUsableCheckpoint:
-            return False
+            return self._replaces  # another writer is replacing it just now
         except NotOurs:
             return self._replaces and not self._files.objects  # there its manifest could not be kept
         except CheckpointError as error:
             return self._replaces and is_damage(error)
 
     def _take_place(self, manifest: Manifest) -> None:
-        """Replace what has this checkpoint's name and gives way. What is no checkpoint is kept, under another name."""
+        """Replace what has this checkpoint's name and gives way. What is no checkpoint is kept, under another name.
+
+        Between the two renames the former checkpoint has a name that no process deletes. If this one dies there,
+        `DurableStore.complete` gives the former its name back.
+        """
         aside = self._set_aside()
         if aside is not None and self._is_own(aside, manifest):  # another writer was faster
             self._files.rename(aside, self._final)
             self._discard()
             return
-        self._files.rename(self._temporary, self._final)
+        if aside is not None and replaced_number(aside.name) is not None:
+            self._former = aside
+        try:
+            self._files.rename(self._temporary, self._final)
+        except FileNotFoundError:
+            raise  # another writer was faster
+        except OSError:
+            self._former = None
+            if aside is not None:
+                with contextlib.suppress(OSError):
+                    self._files.rename(aside, self._final)
+            raise
         self.replaced = True
-        if aside is not None and not aside.name.startswith(_KEPT):
-            with contextlib.suppress(OSError):
-                for _ in delete_tree(self._files, aside, first=MANIFEST):
-                    pass
 
     def _set_aside(self) -> Path | None:
         """Rename what has this checkpoint's name. Return its new name; None when another writer has done it."""
+        name = replaced_name(self.number)
         try:
             self._store.manifest(self.number)
         except NotOurs:
-            kept = self._final.with_name(f"{_KEPT}{self._final.name}-{secrets.token_hex(4)}")
-            with contextlib.suppress(FileNotFoundError):
-                self._files.rename(self._final, kept)
-                return kept
-            return None
+            name = kept_name(self.number)
         except CheckpointError:
             pass
-        return set_aside(self._files, self._final)
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rename(self._final, self._final.with_name(name))
+            return self._final.with_name(name)
+        return None
+
+    def _delete_former(self) -> None:
+        """Delete the checkpoint that gave way. Best effort: the next start makes the rest trash."""
+        former, self._former = self._former, None
+        if former is not None:
+            with contextlib.suppress(OSError):
+                if (trash := set_aside(self._files, former)) is not None:
+                    for _ in delete_tree(self._files, trash, first=MANIFEST):
+                        pass
 
     def _is_own(self, directory: Path, manifest: Manifest) -> bool:
         with contextlib.suppress(OSError, CheckpointError):

@@ -207,6 +207,16 @@ def test_an_older_one_is_taken_where_the_newest_is_damaged_and_it_is_said(job: J
     job.assert_right(4)
 
 
+def test_what_is_no_checkpoint_and_has_its_name_is_kept_under_another(job: Job, rebuild: Rackctl) -> None:
+    job.leave(5)
+    job.store.path(5).mkdir(parents=True)
+    (job.store.path(5) / "note").write_text("somebody's")
+    assert rebuild().code == 0
+    job.assert_right(5)
+    (kept,) = job.store.directory.glob("not-gen-*")
+    assert (kept / "note").read_text() == "somebody's"
+
+
 def test_what_was_never_committed_is_not_taken(job: Job, rebuild: Rackctl) -> None:
     job.leave(4, 5)
     (job.folder / f"commit-{5:012d}.json").unlink()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rackrun.checkpoint.base.messages import SaveWarnings
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
+from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
+from rackrun.worker.snapshots.resumption import Resumption
+from rackrun.worker.state.state_manifest import Lineage
 from tests.worker.harness import Ended
 from tests.worker.scripts import Script, adam, ddp, fit
 
@@ -162,6 +169,75 @@ def test_the_step_of_a_checkpoint_that_was_passed_over_gets_a_new_one(
     assert probation.barred() == {}, "the notes were about the one that is gone"
     assert bool(list(folder.glob(f"run/not-gen-{newest:012d}-*"))) == (how in _FOREIGN), "it is somebody's"
     assert not list(folder.glob("run/.*gen-*"))
+
+
+class OneRank:
+    """A world of one rank, without processes."""
+
+    rank, size, replica_class = 0, 1, ""
+
+    @property
+    def groups(self) -> list[Any]:
+        return [self]
+
+    def gather_on_host(self, mine: Any) -> list[Any]:
+        return [mine]
+
+
+def written(store: DurableStore, step: int, life: int, *, began: int) -> None:
+    """Write the checkpoint of ``step`` as a worker of the start ``life`` does."""
+    part = DurableCheckpoints.__new__(DurableCheckpoints)
+    part._world = OneRank()  # type: ignore[assignment]
+    part._state = SimpleNamespace(lineage=Lineage(began=began, life=life))  # type: ignore[assignment]
+    part._store, part._probation = store, Probation(store.directory, store.files)
+    part._options = DurableOptions(store.root, 1, 9, "")
+    part._reports = SimpleNamespace(copied=lambda *_, **__: None)  # type: ignore[assignment]
+    part._lease, part._warnings = None, SaveWarnings()
+    layout: Any = SimpleNamespace(layout_hash="layout", total_bytes=5)
+    part._write(step, (0, 1), layout, memoryview(b"state"), 0.0, last=False)
+
+
+@pytest.mark.parametrize("attempts", [0, 3])
+def test_notes_on_a_checkpoint_that_is_not_there_any_more_are_not_held_against_its_successor(
+    tmp_path: Path, attempts: int
+) -> None:
+    """Replicas differed before it was written, or somebody has deleted it."""
+    (tmp_path / "run").mkdir()
+    store, probation = DurableStore(tmp_path, "run"), Probation(tmp_path / "run")
+    for _ in range(attempts):
+        probation.restored(7)
+    if not attempts:
+        probation.quarantine(7, "replicas differed then, or soon after (start 1)")
+    written(store, 7, 2, began=5)
+    assert [info.fencing_token for info in store.checkpoints()] == [2]
+    assert probation.barred() == {}
+
+
+def test_notes_of_this_start_and_notes_that_come_later_stay(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    store, probation = DurableStore(tmp_path, "run"), Probation(tmp_path / "run")
+    written(store, 6, 2, began=5)
+    probation.quarantine(7, "replicas differed then, or soon after (start 2)")
+    written(store, 7, 2, began=5)
+    assert [info.number for info in store.checkpoints()] == [6]
+    assert list(probation.barred()) == [7]
+    written(store, 8, 2, began=5)
+    probation.quarantine(8, "by a person")
+    written(store, 9, 2, began=5)
+    assert sorted(probation.barred()) == [7, 8]
+
+
+def test_a_start_has_a_larger_number_than_all_before_it_also_when_the_clock_has_gone_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a checkpoint that it has passed over would not give way to its own."""
+    (tmp_path / "run").mkdir()
+    store, ahead = DurableStore(tmp_path, "run"), 2 * time.time_ns() // 1_000_000
+    written(store, 5, ahead, began=-1)
+    monkeypatch.setattr(Resumption, "_try", lambda _, number: Position(number))
+    state: Any = None
+    world: Any = OneRank()
+    assert Resumption(world, state, store, "").run() == (Position(5), ahead + 1)
 
 
 def test_what_is_distrusted_in_this_start_stays_so(folder: Path, small: Train) -> None:

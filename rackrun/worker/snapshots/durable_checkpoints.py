@@ -358,11 +358,14 @@ class DurableCheckpoints:
             raise CheckpointError(self._lease.lost + ".", remedy="give each job a --checkpoint-dir of its own.")
         if self._distrusted(step):
             return  # no start uses it
+        noted = step in {*self._probation.quarantined(), *self._probation.attempts()}
         writer = self._store.writer(step, step, life, ranks, replaces=True)
         written = writer.write_shard(rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         whole = written and writer.finish()
-        if writer.replaced and not self._distrusted(step):
-            self._probation.forget(step)  # the notes were about the checkpoint of an earlier start
+        if (writer.replaced or (whole and noted)) and not self._distrusted(step):
+            self._probation.forget(
+                step
+            )  # the notes were about the checkpoint of an earlier start, or one never written
         if whole:
             self._probation.confirm(self._state.lineage.began)
             self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)

@@ -53,11 +53,13 @@ class Resumption:
         """
         if refusal := next((why for why in self._gather(refused) if why), None):
             raise UsageError(refusal[0], remedy=refusal[1])
-        mine, unusable = self._list_usable()  # only once the directory is this job's: another may have been writing
+        mine, unusable, used = (
+            self._list_usable()
+        )  # only once the directory is this job's: another may have been writing
         listed = self._gather([found[0] for found in mine])
         self._find_by_name({number for theirs in listed for number in theirs}, mine, unusable)
         barred = self._probation.barred() if self._world.rank == 0 else {}
-        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
+        everyone = self._gather((max(time.time_ns() // 1_000_000, used + 1), mine, barred, unusable))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
         seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
@@ -80,9 +82,10 @@ class Resumption:
             )
         return position, life
 
-    def _list_usable(self) -> tuple[list[list[Any]], dict[int, list[Any]]]:
-        """Return what this rank sees: [number, digest] of each usable checkpoint; and for each other one why it cannot
-        be used and whether it is damaged."""
+    def _list_usable(self) -> tuple[list[list[Any]], dict[int, list[Any]], int]:
+        """Return what this rank sees: [number, digest] of each usable checkpoint; for each other one why it cannot be
+        used and whether it is damaged; and the largest number of a start that has written one, as a host's clock may
+        have been ahead."""
         try:
             self._store.files.make_root(self._store.root)
             self._store.complete()
@@ -93,7 +96,8 @@ class Resumption:
                 remedy="give one that all ranks can read and write.",
             ) from error
         mine = [[info.number, info.digest] for info in whole]
-        return mine, {number: [str(why), is_damage(why)] for number, why in left_out.items()}
+        used = max((info.fencing_token for info in whole), default=-1)
+        return mine, {number: [str(why), is_damage(why)] for number, why in left_out.items()}, used
 
     def _find_by_name(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
         """Look for checkpoints by name that another rank has listed and this one has not: a host's listing of a shared
