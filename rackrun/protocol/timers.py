@@ -64,7 +64,7 @@ class JobBegins(_Timer, frozen=True, tag="begin", gc=False):
 
 
 class JoinOver(_Timer, frozen=True, tag="join", gc=False):
-    """Trays have had their time to join."""
+    """The time is over in which trays may join."""
 
 
 class JoinGraceOver(_Timer, frozen=True, tag="last-call", gc=False):
@@ -74,40 +74,40 @@ class JoinGraceOver(_Timer, frozen=True, tag="last-call", gc=False):
 
 
 class UnfitWaitOver(_Timer, frozen=True, tag="fit", gc=False):
-    """GPUs that are unfit have had their time to become fit."""
+    """The time is over in which unfit GPUs may become fit."""
 
 
 class StartsGathered(OfGeneration, frozen=True, tag="bugs", gc=False):
-    """Other ranks have had their time to fail in the same way before the first step."""
+    """The time is over in which other ranks may fail in the same way before the first step."""
 
 
 class DrainOver(_Timer, frozen=True, tag="drain", gc=False):
-    """Ranks have had their time to reach the step boundary at which the job stops."""
+    """The time is over in which ranks may reach the step boundary at which the job stops."""
 
 
 class ExitsOver(OfGeneration, frozen=True, tag="exits", gc=False):
-    """Workers have had their time to exit, in a restart or at the end."""
+    """The time is over in which workers may exit, in a restart or at the end."""
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
 class GatherOver(OfGeneration, frozen=True, tag="gather", gc=False):
-    """Losses that belong together have had their time to arrive."""
+    """The time is over in which losses that belong together may arrive."""
 
 
 class ParkOver(OfGeneration, frozen=True, tag="park", gc=False):
-    """Members have had their time to park."""
+    """The time is over in which members may park."""
 
 
 class CondemnedExitsOver(OfGeneration, frozen=True, tag="owed", gc=False):
-    """Condemned workers have had their time to exit and leave their snapshots."""
+    """The time is over in which condemned workers may exit and leave their snapshots."""
 
 
 class RecoverOver(OfGeneration, frozen=True, tag="recover", gc=False):
-    """Spares have had their time to become ready."""
+    """The time is over in which spares may become ready."""
 
 
 class RepairOver(OfGeneration, frozen=True, tag="repair", gc=False):
-    """Hardware has had its time to come back, or the policy's own deadline is over."""
+    """The time is over in which hardware may come back, or the policy's own deadline is."""
 
 
 class HoldReminder(OfGeneration, frozen=True, tag="hold", gc=False):
@@ -115,33 +115,33 @@ class HoldReminder(OfGeneration, frozen=True, tag="hold", gc=False):
 
 
 class ResumeOver(OfGeneration, frozen=True, tag="resume", gc=False):
-    """Members have had their time to resume."""
+    """The time is over in which members may resume."""
 
 
 class FenceOver(_Timer, frozen=True, tag="fence", gc=False):
-    """The others have had their time to leave the generation of a condemned worker, which is killed now."""
+    """The time is over in which the others may leave the generation of a condemned worker, which is killed now."""
 
     slot: SlotId
     incarnation: Incarnation
 
 
 class StallsGathered(OfGeneration, frozen=True, tag="stalled", gc=False):
-    """Stalls that belong together have had their time to be reported."""
+    """The time is over in which stalls that belong together may be reported."""
 
 
 class LateStallsGathered(OfGeneration, frozen=True, tag="judge", gc=False):
-    """Further reports of stalls have had their time, too."""
+    """The time is over in which further stalls may be reported, too."""
 
 
 class PolicyOver(_Timer, frozen=True, tag="policy", gc=False):
-    """The user's function has had its time to answer."""
+    """The time is over in which the user's function may answer."""
 
     question: int
 
 
 # -- hardware and size -------------------------------------------------------------------------------------------------
 class StandstillsGathered(_Timer, frozen=True, tag="standstills", gc=False):
-    """Trays that stood still together have had their time to report it."""
+    """The time is over in which trays that stood still together may report it."""
 
 
 class BreakerWakes(_Timer, frozen=True, tag="breaker", gc=False):
@@ -149,7 +149,7 @@ class BreakerWakes(_Timer, frozen=True, tag="breaker", gc=False):
 
 
 class SelfExitOver(_Timer, frozen=True, tag="failed", gc=False):
-    """A worker whose GPU has failed has had its time to end by itself."""
+    """The time is over in which a worker whose GPU has failed may end by itself."""
 
     slot: SlotId
     incarnation: Incarnation
@@ -162,7 +162,7 @@ class QuarantineOver(_Timer, frozen=True, tag="quarantine", gc=False):
 
 
 class PauseOver(OfGeneration, frozen=True, tag="pause", gc=False):
-    """Ranks have had their time to pause."""
+    """The time is over in which ranks may pause."""
 
 
 class CopiesOver(_Timer, frozen=True, tag="copies", gc=False):
@@ -184,7 +184,7 @@ class GrowthDue(_Timer, frozen=True, tag="grow", gc=False):
 
 
 class RackStageOver(_Timer, frozen=True, tag="rack", gc=False):
-    """A rented rack has had its time for one stage."""
+    """The time is over that a rented rack has for one stage."""
 
     request: int
     stage: str

@@ -25,6 +25,7 @@ class RackCounts(NamedTuple):
     ready: Ints
     """Slots with a spare."""
     in_order: Ints
+    """Slots that are not down."""
 
 
 class RackCounter:
@@ -41,10 +42,10 @@ class RackCounter:
         self._changed[self._board.clique[slots]] = True
 
     def all_start(self, homes: Ints, group: int) -> None:
-        """Update the counts when all workers start, right after `counts`.
+        """Set the counts for a start of all workers. Call it right after `counts`.
 
-        All slots in order are then usable, and ready where no rank sits. ``homes``, (groups,): the rack of each group
-        of ``group`` ranks.
+        Every slot that is not down becomes usable; those without a rank become ready, because they have a spare.
+        ``homes``, shape (groups,): the rack of each group. ``group``: ranks per group.
         """
         usable, ready, in_order = self._counts
         assert not self._changed.any(), "counted before all start"

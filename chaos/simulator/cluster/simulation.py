@@ -260,7 +260,8 @@ class Simulation:
         return msgspec.json.encode([PartialTopology(kind="nvml", where=f"NVML on {tray}", trays=(found,))])
 
     def life(self, generation: int) -> int:
-        """Return the start of the world to which ``generation`` belongs, as a generation."""
+        """Return the generation in which the world that ``generation`` belongs to was last started: the newest start not
+        after it."""
         return max(one for one in self._lives if one <= generation)
 
     def began(self, generation: int) -> int:

@@ -175,7 +175,10 @@ class Hosts:
         self._undo.heal(self._record)
 
     def left(self) -> tuple[str, ...]:
-        """Return what is left after `close`, once the kernel has had time."""
+        """Return the network namespaces that still have a process or a name after `close`.
+
+        Waits up to `_SETTLE_S` seconds for the kernel to free them.
+        """
         deadline = time.monotonic() + _SETTLE_S
         while (left := left_of(self.numbers)) and time.monotonic() < deadline:
             time.sleep(0.02)

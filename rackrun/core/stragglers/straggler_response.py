@@ -51,7 +51,10 @@ class StragglerResponse:
     """Whether the circuit breaker is open."""
 
     def report(self, event: SlowRanksChanged, seats: Mapping[Rank, SlotId]) -> None:
-        """Handle a report of slow ranks in the generation of the latest plan, with its ``seats``."""
+        """Handle a report about slow ranks.
+
+        ``seats``: the slot of each rank in the present world. An entry whose rank has moved is ignored.
+        """
         if self.config.slow_ranks == "off":
             return
         slow = {one.rank: one for one in event.slow if seats.get(one.rank) == one.slot}

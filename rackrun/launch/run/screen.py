@@ -59,7 +59,7 @@ class TerminalOutput:
             self._queue.put(("status", text))
 
     def close(self) -> None:
-        """Print what is queued, as long as it is read."""
+        """Print what is queued, waiting at most `_CLOSE_S` seconds, because the stream may not be read any more."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
 

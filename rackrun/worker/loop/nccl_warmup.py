@@ -73,7 +73,7 @@ class _OneRankNccl:
         self._group.eager_connect_single_device(device)
 
     def use(self) -> None:
-        """Run one small sum in a stream of its own, and wait for it."""
+        """Run one small all-reduce in a separate CUDA stream, and wait until the device has completed it."""
         stream = torch.cuda.Stream(self._device)  # the spare's trial step may still be running in the default stream
         with torch.cuda.stream(stream):
             work = self._group.allreduce([torch.zeros(1, device=self._device)])

@@ -104,7 +104,7 @@ class UnitState(StrEnum):
 
 
 class UnitTrigger(StrEnum):
-    """What moves a unit from one state to another."""
+    """What moves a unit (a step or phase) from one state to another."""
 
     ENTER = "enter"
     PASS = "pass"  # noqa: S105 - no password

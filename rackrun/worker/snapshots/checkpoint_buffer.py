@@ -20,9 +20,9 @@ __all__ = ["CheckpointBuffers"]
 class CheckpointBuffers:
     """The checkpoint buffers of one rank.
 
-    ``ranks``: how many ranks of this host allocate theirs at the same time: all the first time; for a newcomer, whose
-    peers have theirs, one. ``pin`` is called with address and size of new memory, ``unpin`` with the address of memory
-    that is freed.
+    ``ranks``: how many ranks of this host allocate a buffer at the same time; the host's memory is checked for that
+    many. It is all of them at the first checkpoint, and 1 for a newcomer, because the others have theirs already.
+    ``pin`` is called with address and size of new memory, ``unpin`` with the address of memory that is freed.
     """
 
     def __init__(

@@ -107,15 +107,15 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 class ModelModes(msgspec.Struct, frozen=True):
-    """Modes of a model that steps and phases have switched since ``run.steps``: path -> value.
+    """``requires_grad`` and train/eval flags that steps and phases have changed since ``run.steps`` began.
 
-    What ``main`` sets before is not included, so that a job may resume with another choice.
+    Settings made in ``main`` before that are left out, so that a resumed job may choose otherwise.
     """
 
     requires_grad: dict[str, bool] = {}
-    """Switched values of parameters, by path."""
+    """The changed flags of parameters, by path."""
     training: dict[str, bool] = {}
-    """Switched values of modules, by path: ``train()`` and ``eval()``."""
+    """The changed flags of modules (``train()``, ``eval()``), by path."""
 
 
 class StateManifest(msgspec.Struct, frozen=True):
