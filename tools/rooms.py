@@ -43,10 +43,14 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 | the gate, and what is committed | `rackrun.worker.membership.gate`, `rackrun.worker.membership.membership_machine`, `rackrun.core.generation.restore_plan` |
 | what happens after a loss | `rackrun.core.recovery.recovery`, `rackrun.worker.loop.join_generation` |
 | who takes a lost rank | `rackrun.core.policy.choice`, `rackrun.core.placement.seating` |
-| how an exit or a hang is noticed | `rackrun.agent.tray.worker_liveness`, `rackrun.agent.workers.hang_detector` |
+| how an exit is noticed | `rackrun.agent.workers.worker_handle`, `rackrun.agent.tray.tray` (`check_end`) |
+| how a hang is noticed | `rackrun.agent.tray.worker_liveness`, `rackrun.agent.workers.hang_detector` |
 | how a GPU is watched and judged | `rackrun.agent.gpus.gpu_monitor`, `rackrun.topology.health.tray_health` |
 | slow ranks | `rackrun.core.stragglers.straggler_detection` |
+| how replicas are compared, and which rank is blamed | `rackrun.worker.integrity.silent_corruption`, `rackrun.core.faults.divergence`, `rackrun.core.faults.corruption` |
+| an operator's request and its answer | `rackrun.core.requests.operator_requests`, `rackrun.core.requests.resize_requests`, `rackrun.core.requests.replies` |
 | which state a rank has, and how it is copied | `rackrun.worker.state.tracked_state`, `rackrun.worker.snapshots.shard_snapshots` |
+| what is on disk, and when | the table in [what a run writes](operate.md#what-a-run-writes) |
 | checkpoints on disk | `rackrun.worker.snapshots.durable_checkpoints`, `rackrun.checkpoint.durable.durable_store` |
 | what an event does, and who acts on it | `rackrun.core.machine.apply`, `rackrun.core.machine.rules` |
 | every message | `rackrun.protocol.events`, `rackrun.protocol.commands` |
