@@ -158,7 +158,7 @@ def run_campaign(  # noqa: PLR0913 - all but three have a default
     """
     for word in command:
         if word.replace("_", "-").partition("=")[0] in _DRAWN_OPTIONS:
-            raise UsageError(f"{word} is drawn by the campaign.", remedy="leave it out.")
+            raise UsageError(f"the campaign chooses {word} at random for each run.", remedy="remove it from COMMAND.")
     sums, known = TallySums() if sums is None else sums, set()
     for line in read_tally(tally, command):
         sums.add(line)

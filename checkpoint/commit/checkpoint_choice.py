@@ -162,8 +162,9 @@ def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owner
         record.check()
         if records.setdefault(record.number, record) != record:
             raise IntegrityError(
-                f"two commit records of checkpoint {record.number} differ.",
-                remedy="Two coordinators have written: keep the log with the larger fencing token.",
+                f"two commit records of checkpoint {record.number} differ: two writers have committed it.",
+                remedy=f"keep commit-{record.number:012d}.json of the writer with the larger fencing token, in the job's "
+                "folders of the memory tier; move the others away.",
             )
     found = [_Wanted(r.number, r.step, r.fencing_token, True, r.shards, r.sets) for r in records.values()]
     for n in sorted({holding.number for holding in alive} - set(records)) if owners else ():

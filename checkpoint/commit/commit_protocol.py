@@ -122,8 +122,8 @@ class Committer:
             record.check()
             if self.committed.setdefault(record.number, record) != record:
                 raise IntegrityError(
-                    f"two commit records of checkpoint {record.number} differ.",
-                    remedy="Two coordinators have written: keep the log with the larger fencing token.",
+                    f"two commit records of checkpoint {record.number} differ: two coordinators have committed it.",
+                    remedy="keep the records of the coordinator with the larger fencing token; move the others away.",
                 )
             self._copies[record.number] = record.all_copies()
             self._domain |= {copy.holder: copy.domain for copy in record.all_copies()}

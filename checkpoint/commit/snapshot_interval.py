@@ -80,7 +80,7 @@ class IntervalPolicy(msgspec.Struct, frozen=True, kw_only=True):
         if wrong:
             raise CheckpointError(
                 f"the interval's {', '.join(wrong)} cannot be used: {self}.",
-                remedy="Overhead in (0, 1], 1 <= minimum <= maximum, a positive prior, hysteresis in [0, 1).",
+                remedy="Overhead in (0, 1], 1 <= minimum <= maximum, a positive and finite prior, hysteresis in [0, 1).",
             )
 
 

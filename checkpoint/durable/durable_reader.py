@@ -193,7 +193,10 @@ def _read_fragment(files: Files, directory: Path, manifest: Manifest, record: Ma
     with _typed(path):
         fragment, digest = unseal(read_small(files, path, FRAGMENT_BYTES_MAX), Fragment, path)
     if digest != record.fragment or (fragment.rank, fragment.size) != (record.rank, record.size):
-        raise IntegrityError(f"{path} is not the fragment that the manifest names.", remedy=_OTHER)
+        raise IntegrityError(
+            f"{path} is not the shard description (fragment) that the manifest lists: its digest, rank or size differs.",
+            remedy=_OTHER,
+        )
     return fragment
 
 

@@ -179,7 +179,9 @@ class CheckpointWriter:
             self._sync_name()
             crash_point("durable.parent_synced")
             if not self._is_published(manifest):
-                raise FileRefused(FailureKind.VANISHED, f"{self._final} was there and is gone")
+                raise FileRefused(
+                    FailureKind.VANISHED, f"{self._final} was published, and has been deleted, moved or damaged since"
+                )
             self._delete_former()  # not before the name of the new one is on disk
         except (OSError, FileRefused, CheckpointError) as error:
             self.failure = failure_of(error)

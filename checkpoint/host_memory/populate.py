@@ -63,7 +63,9 @@ def populate(fd: int, address: int, size: int, how: Populating = BY_ITSELF) -> N
                 if start is None:
                     return
                 if not how.wanted():
-                    raise CheckpointError("the memory is not wanted any more.", remedy="none needed.")
+                    raise CheckpointError(
+                        "the allocation was given up, because the memory is no longer needed.", remedy="none needed."
+                    )
                 _have(fd, address, start, min(PIECE_BYTES, size - start))
         except BaseException as error:  # noqa: BLE001 - raised below
             failed.append(error)

@@ -80,5 +80,6 @@ def unpack(part: bytes, kind: type[T], *, strict: bool = True) -> T:
         return msgspec.msgpack.decode(part[_LENGTH.size : _LENGTH.size + length], type=kind, strict=strict)
     except (msgspec.MsgspecError, ValueError, struct.error, RecursionError) as error:
         raise IntegrityError(
-            f"the plain part of the image cannot be read: {error!s:.300}.", remedy="use another copy."
+            f"the values that are not tensors in this checkpoint or snapshot cannot be read: {error!s:.300}.",
+            remedy="use another copy of this shard, or an older checkpoint.",
         ) from error

@@ -57,7 +57,7 @@ def ask(place: Path, path: str, data: bytes | None = None, *, timeout_s: float |
         token = said_token.decode("ascii").strip()
     except ValueError as error:  # msgspec's is one
         raise UsageError(
-            f"{place} says nothing that can be read: {error}.", remedy="is it a run of another version?"
+            f"endpoint.json or token in {place} cannot be read: {error}.", remedy="is it a run of another version?"
         ) from error
     request = urllib.request.Request(  # noqa: S310 - the url is the launcher's own, out of a directory of mode 0700
         f"{endpoint.url}{path}",

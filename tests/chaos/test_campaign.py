@@ -82,7 +82,7 @@ def test_the_tally_of_another_campaign_is_refused(tally: Path) -> None:
 
 @pytest.mark.parametrize("word", ["--spares", "--nproc_per_node=4", "--checkpoint-dir"])
 def test_what_the_campaign_draws_is_not_given(word: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="drawn by the campaign"):
+    with pytest.raises(UsageError, match=f"the campaign chooses {word} at random"):
         run_campaign(range(1), [word, *COMMAND], tally=tmp_path / "tally.jsonl")
 
 

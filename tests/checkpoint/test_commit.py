@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, StaleFencingToken
+from rackrun.checkpoint.commit.checkpoint_choice import choose
 from rackrun.checkpoint.commit.commit_protocol import (
     Abandon,
     Begin,
@@ -431,8 +432,10 @@ def test_every_bit_flip_in_a_record_is_found() -> None:
 def test_two_records_of_one_checkpoint_that_differ_are_refused() -> None:
     record = record_in(Job().commit(1))
     other = CommitRecord.of(1, 10, 9, copies=record.all_copies())
-    with pytest.raises(IntegrityError, match="Two coordinators"):
+    with pytest.raises(IntegrityError, match="two coordinators have committed it"):
         Committer(CommitPolicy(), [record, other])
+    with pytest.raises(IntegrityError, match=r"two writers have committed it.*commit-000000000001\.json"):
+        choose([], [record, other])
     with pytest.raises(IntegrityError, match="does not match its digest"):
         Committer(CommitPolicy(), [msgspec.structs.replace(record, step=11)])
 

@@ -117,7 +117,7 @@ def test_what_is_not_wanted_any_more_ends_with_the_pieces_in_hand(fd: int, threa
 
     os.ftruncate(fd, SIZE)
     _, address = mapped(fd, SIZE)
-    with pytest.raises(CheckpointError, match="not wanted"):
+    with pytest.raises(CheckpointError, match="no longer needed"):
         populate(fd, address, SIZE, Populating(threads, wanted))
     assert allocated(fd) <= 3 * PIECE
 
@@ -130,7 +130,7 @@ def test_an_arena_that_is_not_wanted_any_more_takes_no_memory(fd: int, threads: 
         asked.append(1)
         return len(asked) <= 3
 
-    with pytest.raises(CheckpointError, match="not wanted"):
+    with pytest.raises(CheckpointError, match="no longer needed"):
         create(fd, payload_bytes=SIZE, populating=Populating(threads, wanted))
     assert (os.fstat(fd).st_size, allocated(fd)) == (0, 0)
     with create(fd, payload_bytes=SIZE) as arena:  # and there may be one later

@@ -243,7 +243,9 @@ def test_sets_that_may_lose_two_need_the_codec_and_sets_that_may_lose_one_do_not
     monkeypatch.setattr(isal, "check", lambda: None)
     assert parse(["--trays", "4", "--snapshot-copies", "rs:2+2", script]).redundancy == Redundancy.rs(2, 2, "tray")
     for level in ("@rack", ":rack"):
-        with pytest.raises(UsageError, match=r"the level is tray, not rack\. Remedy: give rs:2\+2;"):
+        with pytest.raises(
+            UsageError, match=r"across trays here; the level rack is not possible\. Remedy: give rs:2\+2;"
+        ):
             parse(["--trays", "4", "--snapshot-copies", f"rs:2+2{level}", script])
 
 

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "checkpoints nowhere": (("--checkpoint-dir", "", "train.py"), {}, ("--checkpoint-dir names no directory",)),
     "no checkpoint kept": (("--checkpoint-dir", "c", "--checkpoint-keep", "0", "train.py"), {}, ("would keep none",)),
     "copies of an unknown kind": (("--snapshot-copies", "raid:5", "train.py"), {}, ("raid:5", "local, mirror, xor")),
-    "copies over racks": (("--snapshot-copies", "mirror:rack", "train.py"), {}, ("level is tray, not rack",)),
+    "copies over racks": (("--snapshot-copies", "mirror:rack", "train.py"), {}, ("level rack is not possible",)),
     "three copies": (("--snapshot-copies", "mirror:3", "train.py"), {}, ("3 copies are not kept", "--checkpoint-dir")),
     "sets of one": (("--snapshot-copies", "xor:1", "train.py"), {}, ("xor:1", "protects nothing")),
     "sets of more trays than there are": (

@@ -264,7 +264,7 @@ def _untracked(found: RunDifference, facts: tuple[str, ...], constant: bool) -> 
         what=f"the run with faults is not the run without: {found.what}. All that is tracked was equal before. {_some(names)}, which the step "
         f"function reaches, {'is' if len(names) == 1 else 'are'} not tracked: {', and '.join(how)}.",
         facts=facts,
-        remedy=f"{keep}; what is of your own needs state_dict and load_state_dict that have all of it, or belongs into a buffer of a tracked module.",
+        remedy=f"{keep}; an object of your own class needs state_dict and load_state_dict that cover all of its state, or its values belong into buffers of a tracked module.",
     )
 
 

@@ -95,7 +95,7 @@ def remedy_for(found: list[UntrackedValue]) -> str:
         else "run.track of an object that holds it"
     )
     return (
-        f"{keep}; what is of your own needs state_dict and load_state_dict that have all of it, or belongs into a buffer of a tracked module. "
+        f"{keep}; an object of your own class needs state_dict and load_state_dict that cover all of its state, or its values belong into buffers of a tracked module. "
         f"If it goes into no training (a list for a plot, a cache), say so: --may-differ {owner}, or may_differ=[...] of the fixture."
     )
 

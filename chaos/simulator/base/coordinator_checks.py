@@ -218,7 +218,7 @@ class CheckedJournal:
 
     def command(self, command: Command, at_ms: int, cause: int) -> None:
         if not self._due or self._due.popleft() is not command:
-            raise Violation(f"not what the core has said, or not in its order: {command}")
+            raise Violation(f"the driver wrote a command that the core did not return, or out of order: {command}")
         must(self.newest is not None and (at_ms, cause) == (self.newest.at_ms, self._id), "a command of another event")
         self._checks.on_command(command)
 

@@ -65,7 +65,7 @@ class SnapshotCopies:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
             os.close(fd)
-            raise OverMemoryLimit(f"no memory for {size} bytes: {error.strerror}") from error
+            raise OverMemoryLimit(f"no memory for a snapshot's copy of {size} bytes: {error.strerror}") from error
         return fd
 
     def keep(self, tray: str, index: int, incarnation: int, step: int, fd: int) -> None:

@@ -66,7 +66,7 @@ class _RowMemory:
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
-            raise OverMemoryLimit(f"no memory for {size} bytes: {error.strerror}") from error
+            raise OverMemoryLimit(f"no memory for a parity row of {size} bytes: {error.strerror}") from error
         self._map, self._size = mmap.mmap(self.fd, size), size
 
     def close(self) -> None:

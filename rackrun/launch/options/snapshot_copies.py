@@ -24,7 +24,7 @@ def redundancy(text: str, trays: int) -> Redundancy:
         return found
     if found.across != "tray":
         raise UsageError(
-            f"{asked}: the level is tray, not {found.across}.",
+            f"{asked}: copies are placed across trays here; the level {found.across} is not possible.",
             remedy=f"give {re.sub(r'[:@][a-z]+$', '', text)}; with several hosts copies go to other hosts anyway.",
         )
     if found.kind == "mirror" and found.width != 2:

@@ -129,7 +129,10 @@ class SnapshotMemory:
 
     def _made(self, slot: int, size: int, making: _Making, rank: int, fencing_token: int) -> Arena:
         if not making.wanted:
-            raise CheckpointError("an arena is not wanted any more.", remedy="none needed.")
+            raise CheckpointError(
+                "the preparation of snapshot memory was given up, because it is no longer needed.",
+                remedy="none needed.",
+            )
         if not any(self._arenas):  # better to refuse now than to have the kernel end a process later
             MemoryPlan(1, size, Redundancy.local(), ceilings(None)).check()
         os.ftruncate(self._fds[slot], 0)
