@@ -96,6 +96,7 @@ LETS_GO = """
 import weakref
 import torch.distributed as dist
 dist.init_process_group("gloo")
+dist.barrier()  # whoever ends while another still connects makes that one fail
 group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
 print("outlives its end:", group() is not None)
