@@ -190,16 +190,17 @@ def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
 
 
 def dies_in_its_last_write(
-    make: Callable[[Run], nn.Module], steps: int, phase: Callable[[Run], Any], phases: int = 0
+    make: Callable[[Run], nn.Module], steps: int, phase: Callable[[Run], Any], after: Path | None = None
 ) -> Script:
-    """Rank 1, when so many ``phases`` have followed the last step."""
+    """Rank 1. ``after``: a folder; rank 1 dies once each rank has seen the gates pass of all phases that follow the
+    last step. If only rank 1 had seen that, the others would do the phase again."""
 
     def main(run: Run) -> None:
         write = CheckpointWriter.write_shard
 
         def lost(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
             if run.rank == 1 and run.generation == 1 and self.step == steps - 1:
-                while run._units.passed.phase < phases:
+                while after is not None and len([*after.glob("passed-*")]) < run.world_size:
                     time.sleep(0.005)
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(self, *args, **kwargs)
@@ -208,6 +209,8 @@ def dies_in_its_last_write(
         run.at_end(lambda: phase(run))
         trained(make, steps)(run)
         if run.generation == 1:
+            if after is not None:
+                (after / f"passed-{run.rank}").touch()
             run._world.wait_broken()
 
     return main
@@ -235,7 +238,7 @@ def test_where_a_phase_has_changed_what_the_last_checkpoint_was_to_hold_it_is_sa
         with torch.no_grad():
             next(iter(run._state.parameters())).add_(1.0)
 
-    ended = train(dies_in_its_last_write(ddp, 5, phase, 1))
+    ended = train(dies_in_its_last_write(ddp, 5, phase, folder))
     assert ended.exit_code == 0, ended
     assert 4 not in numbers(folder)
     assert "the last checkpoint, of step 4, is not whole" in capfd.readouterr().err
