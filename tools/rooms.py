@@ -39,7 +39,7 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 
 | if you look for | begin with |
 |---|---|
-| what a step does in a worker | `rackrun.worker.loop.unit_runner` |
+| what a step does in a worker | `rackrun.worker.loop.unit_attempt`, then `rackrun.worker.loop.unit_runner` |
 | the gate, and what is committed | `rackrun.worker.membership.gate`, `rackrun.worker.membership.membership_machine`, `rackrun.core.generation.restore_plan` |
 | what happens after a loss | `rackrun.core.recovery.recovery`, `rackrun.worker.loop.join_generation` |
 | who takes a lost rank | `rackrun.core.policy.choice`, `rackrun.core.placement.seating` |

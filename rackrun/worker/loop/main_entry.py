@@ -15,8 +15,8 @@ import torch
 
 from rackrun.link.heartbeat_page import Activity
 from rackrun.worker.device.rank_exit import leave
+from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.run import Run
-from rackrun.worker.loop.unit_runner import MainHandover
 from rackrun.worker.membership.worker_membership import Superseded
 from rackrun.worker.process.runtime import Runtime
 

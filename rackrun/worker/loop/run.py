@@ -23,8 +23,9 @@ from rackrun.worker.data.rng import reseed
 from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.exact.fixed_point_scales import width_of
+from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.loop_exit import all_leave
-from rackrun.worker.loop.unit_runner import MainHandover, UnitRunner
+from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import Reenter, Scope
 from rackrun.worker.process.log_values import log_values
 from rackrun.worker.process.reports import say

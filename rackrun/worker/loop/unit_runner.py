@@ -8,75 +8,48 @@ recorded calls, inside whatever call the loop is in. The user's loop itself neve
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.heartbeat_page import Activity
 from rackrun.protocol.ids import BEGIN, Position
-from rackrun.worker.batch.learning_rates import LearningRates
 from rackrun.worker.batch.mesh_axes import Axes
 from rackrun.worker.data.global_batch import Batches, StepBatch, check_rule
 from rackrun.worker.data.loader import Shard
-from rackrun.worker.data.rng import reseed, undrawn
+from rackrun.worker.data.rng import undrawn
 from rackrun.worker.device.rank_exit import leave
 from rackrun.worker.exact.exact_reduction import ExactReduction
-from rackrun.worker.integrity.not_finite import NanProbation
-from rackrun.worker.integrity.replicas import ReplicaCheck
-from rackrun.worker.integrity.silent_corruption import CorruptionCheck
+from rackrun.worker.loop.entry_parts import EntryParts, MainHandover
 from rackrun.worker.loop.join_generation import Rejoin
 from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
-from rackrun.worker.membership.gate import complete, offered
+from rackrun.worker.loop.unit_attempt import UnitAttempt
 from rackrun.worker.membership.gate_sums import GateSums
 from rackrun.worker.membership.worker_membership import Abandoned, Scope
-from rackrun.worker.process.reports import Reports, say
+from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.script.second_loop import ONE_LOOP
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
-from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps import closures
-from rackrun.worker.steps.audits import is_audited, is_looked_at
-from rackrun.worker.steps.hang_deadlines import HangDeadlines
-from rackrun.worker.steps.multi_part_steps import MultiPartWatch
-from rackrun.worker.steps.post_gate import PostGateFailures
-from rackrun.worker.steps.recorded_units import RecordedUnit, RecordedUnits
+from rackrun.worker.steps.audits import is_looked_at
+from rackrun.worker.steps.recorded_units import RecordedUnit
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
-from rackrun.worker.steps.unit_undo import UnitUndo, changed_between
-from rackrun.worker.tensors.readback import Readback
 
-__all__ = ["MainHandover", "UnitRunner"]
+__all__ = ["UnitRunner"]
 
 T = TypeVar("T")
 
 _BETWEEN = "between"
-_FACTOR, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
-
-
-@dataclass(frozen=True)
-class MainHandover:
-    """What one entry of ``main`` hands over to the next."""
-
-    axes: Axes
-    snapshots: Snapshots
-    durable: DurableCheckpoints | None
-    pace: HangDeadlines
-    world_size: int
-    """Number of ranks of the former world."""
-    left_after: int | None
-    """The step after which the script left its loop early; None if it did not."""
 
 
 class UnitRunner:
@@ -97,46 +70,24 @@ class UnitRunner:
         carried: MainHandover | None = None,
     ) -> None:
         """``carried``: what the former entry of ``main`` handed over; None at the first entry."""
-        self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
-        self._state, self._seed = state, batches.plan.seed
-        # Where the batch follows the world size a shrunk world trains differently: report no shards.
-        shards = 0 if batches.scale else batches.plan.shards
-        self._undo = UnitUndo(state, self._say_once)
-        self._parts = MultiPartWatch(state)
-        self._reports = Reports(runtime, mesh, exact=exact is not None and not batches.scale, shards=shards)
-        self._batches, self._rates = batches, LearningRates()
-        self._batch: StepBatch | None = None
-        """The global batch of the current step, or of the step before."""
-        self._replicas = ReplicaCheck(state, self._world)
-        self._post_gate = PostGateFailures(state)
-        self._world.on_post_gate_failure, self._world.rejoin = self._post_gate.record, self._rejoin_after_loop
-        self._snapshots = carried.snapshots if carried else Snapshots(runtime, state, snapshot_every)
-        self._snapshots.become(state)
-        self._durable, self._exact = durable, exact
-        self._axes, self._carried = mesh, carried
-        self._corruption = CorruptionCheck(
-            int(os.environ.get("RACKRUN_CHECK_REPLICAS", "0")) if runtime.boot is not None else 0,
-            state,
-            self._world,
-            self._replicas,
-            self._snapshots,
-            self._reports,
-            lambda step: self._durable.distrust(step) if self._durable is not None else None,
+        self._parts = parts = EntryParts.of_entry(
+            runtime, mesh, state, batches, exact, durable, snapshot_every, carried
         )
-        self._nan = NanProbation(os.environ.get("RACKRUN_NAN_PROBATION") == "1", self._world, self._reports)
+        self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
+        self._state, self._batches, self._exact, self._durable = state, batches, exact, durable
+        self._snapshots, self._pace, self._undo = parts.snapshots, parts.pace, parts.undo
+        self._replicas, self._post_gate, self._reports = parts.replicas, parts.post_gate, parts.reports
+        self._recorded = parts.recorded
+        self._carried = carried
+        self._world.on_post_gate_failure, self._world.rejoin = self._post_gate.record, self._rejoin_after_loop
         self._pause = WorkerPause(runtime, self._snapshots, durable, self._reports)
-        self.step_in_hand: Step | None = None
         self.waiting_spare = not self._world.generation if carried else runtime.spare
-        self._recorded = RecordedUnits()
+        self._in_hand: UnitAttempt | None = None
+        """The attempt at the current unit; None between two units."""
         self._attempts: dict[Position, int] = {}
-        self._logs: list[dict[str, float | int | str]] = []
-        self._delivered: list[np.ndarray[Any, Any]] = []
-        self._pace = HangDeadlines(constant=batches.scale is None)
-        if carried is not None:
-            self._pace = carried.pace
-            self._pace.entered_again(carried.world_size, self._world.size)
+        """Number of attempts begun at the unit that was attempted last."""
         self._rejoin = Rejoin(
-            runtime, state, self._snapshots, self._replicas, self._pace, durable, self._settle, self._reports
+            runtime, state, self._snapshots, self._replicas, self._pace, durable, parts.settle, self._reports
         )
         self._rejoin.known_digests = self._undo.digests_ahead
         self._begun = False
@@ -149,29 +100,16 @@ class UnitRunner:
         self._pause_due: tuple[Position, int] | None = None
         """The step and generation after which all ranks pause, when the loop's body has ended; None when no pause is
         due."""
-        self._last_step = -1
         self._came_in = BEGIN
         """The position that was committed when this process entered its loop: this process has never called its step
         function for an earlier one."""
-        self._reached_gate = False
-        self._gradients_checked = True
-        """Whether gradients left from an older step were looked for in this step. False where the loss was read before
-        any ``optimizer.step()``."""
-        self._counts_again = False
-        """Whether a closure is being called again, with the samples that its first call was given."""
         self._copying_bytes = 0
         """Bytes that this rank copies of its state after the last step, while all ranks copy theirs and some may not
         have finished; 0 when none copy."""
-        self._loss: float | Readback = 0.0
-        """This rank's part of the step's loss at the first ``optimizer.step()``."""
-        self._late_gate = False
-        """Whether the gate of the current unit stands at its end instead of before its first ``optimizer.step()``."""
-        self._not_put_back: list[str] = []
-        self._rollback_incomplete = self._changed_between_units = False
         self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: self._rates.restore(optimizer))
+        self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: parts.rates.restore(optimizer))
 
     # -- the run
     @property
@@ -185,6 +123,11 @@ class UnitRunner:
         rank has begun a later step, as it may have after a rollback."""
         gate = self._world.gate
         return gate is not None and gate.draining > 0 and not gate.ahead
+
+    @property
+    def step_in_hand(self) -> Step | None:
+        """The attempt at a step or phase that is running; None between two units."""
+        return None if self._in_hand is None else self._in_hand.step
 
     def begin(
         self,
@@ -210,7 +153,7 @@ class UnitRunner:
         self._world.returns.unit_s = lambda: self._pace.slowest_s
         self._runtime.main_reached_steps()
         self._reports.setup_ms = self._runtime.setup_ms
-        self._last_step = total - 1
+        self._parts.last_step = total - 1
         if self._exact is not None:
             self._exact.attach()
         else:
@@ -218,7 +161,7 @@ class UnitRunner:
         if self._batches.scale is not None:
             self._state.track("rackrun.batches", self._batches)
             for name, optimizer in self._state.optimizers.items():
-                self._rates.check(name, optimizer)
+                self._parts.rates.check(name, optimizer)
         if self._durable is not None and not self.waiting_spare and self._carried is None:
             self._resume(self._durable)
         if self._batches.scale is not None and not self.waiting_spare and self._carried is None:
@@ -259,11 +202,11 @@ class UnitRunner:
         Does nothing once phases have run that change the state, which is not the state of that step any more.
         """
         changes = self._state.lineage.changes
-        if self._durable is None or self.left_early or self.passed.step < self._last_step:
+        if self._durable is None or self.left_early or self.passed.step < self._parts.last_step:
             return
-        if self.passed == Position(self._last_step) or not any(changes.phases.values()):
-            self._durable.make_whole(self._last_step)
-            self._settle()
+        if self.passed == Position(self._parts.last_step) or not any(changes.phases.values()):
+            self._durable.make_whole(self._parts.last_step)
+            self._parts.settle()
 
     def _to_script(self) -> None:
         """Mark on the heartbeat page that the user's own code runs again, between two units."""
@@ -274,7 +217,7 @@ class UnitRunner:
         why."""
         reports = self._reports
         if because := fixed_because(self._state, self._world):
-            reports.fixed = held_by_mesh or held_because(self._state, self._world, self._axes)
+            reports.fixed = held_by_mesh or held_because(self._state, self._world, self._parts.axes)
             reports.reenters = not reports.fixed and self._runtime.boot is not None
             reports.fixed = reports.fixed and f"{because}, and {reports.fixed}"
 
@@ -296,7 +239,7 @@ class UnitRunner:
 
     def let_go(self) -> MainHandover:
         """Release everything that belongs to this entry of ``main``, and return what the next entry takes over."""
-        self._settle()
+        self._parts.settle()
         self._hook.remove()
         self._hook_after.remove()
         if self._exact is not None:
@@ -307,7 +250,9 @@ class UnitRunner:
         self._snapshots.become(nothing)
         if self._durable is not None:
             self._durable.become(nothing)
-        return MainHandover(self._axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after)
+        return MainHandover(
+            self._parts.axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after
+        )
 
     def _resume(self, durable: DurableCheckpoints) -> None:
         """Load the newest checkpoint, if there is one, and set this rank's position to it."""
@@ -322,7 +267,7 @@ class UnitRunner:
         if self._between is not None:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
             self._between = None
-        self._undo.check_stands(glance=not (at.phase or is_looked_at(self._number(at))))
+        self._undo.check_stands(glance=not (at.phase or is_looked_at(self._parts.number(at))))
         self._recorded.append(RecordedUnit(at, body, name))
         self._result = None  # a recovery at the end of the loop's body may have left the result of an older unit
         self._owed = None if at.phase else at
@@ -362,7 +307,7 @@ class UnitRunner:
             self._world.synchronise_device()  # before release: a peer's kernels may still use this rank's communicators
         self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
-            self._settle()
+            self._parts.settle()
             if self._durable is not None:
                 self._durable.finish(lambda: self._world.broken)
             if not self._world.broken:
@@ -407,7 +352,7 @@ class UnitRunner:
         code has already begun."""
         self._between = self._owed = None
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
-        self._settle()  # the script may change the state from here on, while a copy of it may be in progress
+        self._parts.settle()  # the script may change the state from here on, while a copy of it may be in progress
         if self._runtime.boot is not None:
             self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
 
@@ -418,8 +363,8 @@ class UnitRunner:
     def report_log(self, values: dict[str, float | int | str]) -> None:
         """Report values logged by the script: with the current unit, once it is committed, or at once between two
         units."""
-        if self.step_in_hand is not None and not self._world.unit_passed:
-            self._logs.append(values)  # dropped if the unit is not committed
+        if self._in_hand is not None and not self._world.unit_passed:
+            self._in_hand.logs.append(values)  # dropped if the unit is not committed
         else:
             self._reports.logged(values, self.passed)
 
@@ -432,27 +377,18 @@ class UnitRunner:
         ``last``: it is this rank's last of the step. ``ids``: its sample ids. ``dp_size``: number of data-parallel
         ranks. ``shards``: micro-batches in the global batch. Raises `Abandoned` when the world is broken.
         """
-        self._may_be_left()
-        if self._world.broken and not self._world.unit_passed:
-            raise Abandoned
-        self._page.progress()
-        self._world.own_time.begin_microbatch()
-        self._world.microbatch_collectives.begin_microbatch(last=last)
-        step._weigh(*((0.0, 0.0) if shard.ghost else (1.0 / shards, dp_size / shards)))
-        step._last_given = last
-        if not shard.ghost:
-            step.shards = (*step.shards, shard.index)
-            if not self._counts_again:
-                self._delivered.append(ids)
-        if self._exact is not None:
-            self._exact.next_shard(step, shard, dp_size)
-        self._state.synchronise_gradients(last)
-        reseed(self._seed, "shard", step._at.step, shard.index)
+        attempt = self._in_hand
+        if attempt is None or attempt.step is not step:
+            raise StepError(
+                "an iterator of the loader was kept from another step, or from another attempt at this one.",
+                remedy="begin a new `for batch in loader` in every call of the @run.step function.",
+            )
+        attempt.begin_shard(shard, last=last, ids=ids, dp_size=dp_size, shards=shards)
 
-    def _may_be_left(self, *, updates_next: bool = False) -> None:
+    def _may_be_left(self) -> None:
         """Note a point in the current step at which an attempt that will not count may be left."""
-        if self.step_in_hand is not None and not self.step_in_hand._at.phase and not self._world.updated:
-            self._undo.at_place(updates_next=updates_next)
+        if self._in_hand is not None:
+            self._in_hand.may_be_left()
 
     # -- one attempt
     def _catch_up(self) -> None:
@@ -481,24 +417,18 @@ class UnitRunner:
         """Run ``unit`` once. Commits it if its gate passes, and discards its changes otherwise. Ends the process when
         they cannot be undone."""
         at = unit.at
-        attempt = self._attempts.pop(at, 0)
-        self._attempts = {at: attempt + 1}
-        step = Step(at, attempt, self._world)
+        number = self._attempts.pop(at, 0)
+        self._attempts = {at: number + 1}
         began = time.monotonic()
-        self._start(step, unit.name)
+        attempt = self._in_hand = self._begin(Step(at, number, self._world), unit.name)
         try:
             if self._replicas.begins():
                 self._replicas.keep_all_buffers()
             if self._replicas.due() and self._replicas.compare():
                 self._expect_snapshots()
                 self._reports.ready(self._world.replica_class)
-            self._result = unit.body(step)
-            if self._late_gate and not at.phase and not self._world.updated:
-                self._before_first_update(step, trains=False)  # as ranks do that have read the loss
-            self._world.after_update = None
-            self._parts.ends()
-            if not self._world.machine.unit_passed:
-                self._pass_gate()
+            self._result = unit.body(attempt.step)
+            attempt.body_over()
         except Abandoned:
             pass
         except Exception as error:
@@ -506,10 +436,9 @@ class UnitRunner:
                 raise
             # Loopback values or a broken peer's data caused this error in the script; the attempt does not count.
         finally:
-            self.step_in_hand = None
-            self._world.in_phase = False
-            self._world.after_update = None
-            self._rates.restore_all()
+            self._in_hand = None
+            attempt.ended()
+            self._parts.rates.restore_all()
         self._world.let_device_return()
         if self._post_gate.any:
             self._judge_post_gate_failures(at)
@@ -521,88 +450,24 @@ class UnitRunner:
                 if self._world.gate is not None and self._world.gate.ahead:
                     # some ranks are in a call for a later unit, and do not return to their script before it
                     self._pause_if_due()
-        elif self._rollback_incomplete:
-            self._leave_unrestorable(at)
-        elif self._changed_between_units and self._undo.changed_between:
+        elif attempt.rollback_incomplete:
+            self._leave_unrestorable(at, attempt.not_put_back)
+        elif attempt.changed_between_units and self._undo.changed_between:
             leave(
                 self._world.rank,
                 f"had another {self._undo.changed_between} when step {at.step} began than at the end of the unit before, alone among the "
                 "ranks: its memory, or a script that changes tracked state between two steps on one rank.",
             )
-        else:
-            self._discard(step)
+        elif changed := self._discard(reached_gate=attempt.reached_gate):
+            self._leave_torn(at, changed)
 
-    def _start(self, step: Step, name: str = "") -> None:
-        if step._at.phase:
-            self._settle()  # a phase may change parameters
-        self._logs.clear()
-        self._delivered.clear()
-        self._reached_gate = self._rollback_incomplete = self._changed_between_units = False
-        self._not_put_back = []
-        self._gradients_checked = True
-        step._ask_loss = None if step._at.phase else self._ask_loss
-        self._counts_again = False
-        self.step_in_hand = step
-        self._begin_undo(step._at)
-        if self._exact is not None and not step._at.phase:
-            self._exact.begin(step)
-        self._post_gate.begin_unit()
-        self._parts.begin_unit()
-        self._world.begin_unit(phase=bool(step._at.phase))
-        work = self._begin_batch(step)
-        self._world.stages.reached("noted")
-        if step._at.phase:
-            self._page.name_unit(name)
-            self._page.enter(Activity.PHASE, step._at, *self._pace.allowance(self._phase(step._at, name)))
-        else:
-            allowed = self._pace.step_allowance(copying_bytes=self._copying_bytes, work=work)
-            self._page.enter(Activity.STEP, step._at, *allowed)
-        reseed(self._seed, "unit", step._at.step, step._at.phase, self._world.rank)
-
-    def _begin_undo(self, at: Position) -> None:
-        """Record the state for an undo, and decide how much is copied.
-
-        The first step since the run began or was resumed shows how the script behaves, so everything is copied in it.
-        """
-        parts = self._state.lineage.changes.parts
-        if at.phase:
-            self._late_gate = True
-            self._undo.begin(phase=f"{'end' if at.step > self._last_step else 'every'} {at.phase}")
-            return
-        number = self._number(at)
-        tries = not self._world.generation  # a spare's trial run
-        self._late_gate = parts or number == 1
-        self._undo.begin(
-            whole=self._late_gate and not tries,
-            audit=is_audited(number) and not tries,
-            everywhere=number == 1 and not tries,
-            share=(self._world.size, *self._world.share_changes.shares),
-        )
-
-    def _number(self, at: Position) -> int:
-        """Return the number of steps from where the run began or was resumed to ``at``; 1 for the first step."""
-        return at.step - self._world.began.step
-
-    def _phase(self, at: Position, name: str) -> str:
-        """Return the key under which a phase's times are kept. It holds the phase's place, as a function may be
-        registered twice."""
-        return f"{'at_end' if at.step > self._last_step else 'every'} {at.phase} {name}"
+    def _begin(self, step: Step, name: str = "") -> UnitAttempt:
+        return UnitAttempt(self._parts, step, name=name, copying_bytes=self._copying_bytes)
 
     def batch_of(self, step: int) -> StepBatch:
         """Return the global batch of ``step``. The current step keeps the batch with which its attempt began."""
-        held, batch = self.step_in_hand, self._batch
-        return batch if held is not None and batch is not None and held._at.step == step else self._batches.of(step)
-
-    def _begin_batch(self, step: Step) -> float:
-        """Set the batch of ``step``, and return this rank's possible work in it relative to the usual, 1.0 for a
-        constant batch."""
-        self._batch = batch = self._batches.of(step._at.step)
-        step.samples, step.lr_factor = batch.samples_before, batch.lr_factor
-        step.batch_size = batch.shards * self._batches.plan.micro_batch
-        if self._batches.scale is None or step._at.phase:
-            return 1.0
-        self._world.order.add(f"{batch}")  # the gate detects a rank with a different batch
-        return self._batches.work(batch, self._world.size)
+        held = self._in_hand
+        return held.batch if held is not None and held.step._at.step == step else self._batches.of(step)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Hook before each ``optimizer.step()``: pass the gate at the first one of a step, and scale the learning
@@ -610,7 +475,8 @@ class UnitRunner:
 
         Raises `StepError` outside a step and for an optimizer that is not tracked.
         """
-        if self.step_in_hand is None:
+        attempt = self._in_hand
+        if attempt is None:
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called outside a step, where it could not be undone or repeated.",
                 remedy="call it inside the @run.step function.",
@@ -620,163 +486,25 @@ class UnitRunner:
                 f"{type(optimizer).__name__}.step() trains state that is not tracked.",
                 remedy="pass the optimizer to run.track(...).",
             )
-        factor, closure = self.step_in_hand.lr_factor, closures.of_step(args, kwargs)
-        if closure is not None and not self._world.updated:
-            self._rates.scale(optimizer, factor)
-            return closures.with_closure(args, kwargs, self._before_closure, self._after_closure)
-        self._before_update(self.step_in_hand)
-        self._rates.scale(optimizer, factor)
-        return None
+        return attempt.before_optimizer(optimizer, args, kwargs)
 
-    def _before_update(self, step: Step) -> None:
-        """Handle the moment when all gradients of the step are complete, before an optimizer changes parameters."""
-        if not self._world.updated:
-            self._before_first_update(step)
-        if not self._gradients_checked:
-            self._gradients_checked = True
-            self._undo.check_gradients()
-
-    def _before_closure(self, call: int) -> None:
-        assert self.step_in_hand is not None, "in optimizer.step()"
-        self._counts_again = self.step_in_hand._loss_is_old = call > 0
-
-    def _after_closure(self, call: int) -> None:
-        assert self.step_in_hand is not None, "in optimizer.step()"
-        self._counts_again = self.step_in_hand._loss_is_old = False
-        if call == 0:
-            self._before_update(self.step_in_hand)
-
-    def _ask_loss(self) -> None:
-        """Make the loss known when it is read before any ``optimizer.step()``, which a scaler or a guard may have
-        skipped. Raises `StepError` during a backward pass."""
-        assert self.step_in_hand is not None, "the loss of a step"
-        if torch._C._current_graph_task_id() != -1:
-            raise StepError("step.loss was read in a backward pass.", remedy="read it after step.backward().")
-        self._before_first_update(self.step_in_hand, trains=False)
-
-    def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
-        """Pass the gate, or, where the gate stands at the end, sum the loss; all gradients of the step or of its first
-        part are complete.
-
-        ``trains``: False when perhaps no ``optimizer.step()`` follows. Raises `Abandoned` when the world is broken.
-        """
-        self._world.stages.reached("computed")
-        machine = self._world.machine
-        left = machine.broken or not machine.generation
-        self._may_be_left(updates_next=not left)
-        if left:
-            raise Abandoned
-        self._gradients_checked = trains
-        if trains:
-            self._undo.check_gradients()
-        if step._at.phase:
-            self._world.updated = True
-            return
-        if self._late_gate:
-            self._complete(step)
-            mine = offered(step._at, self._world.order, GateSums(*[0.0] * len(GateSums._fields)))
-            complete(mine, loss=self._let_device_come())
-            step._early_loss = self._world.sum_before_gate(step._at, mine).loss
-            self._world.updated = True
-        else:
-            self._pass_gate()
-        if not self._state.lineage.changes.parts:
-            self._world.after_update = self._parts.called
-
-    def _complete(self, step: Step) -> None:
-        """Complete what is computed from gradients and loss, before an optimizer changes anything."""
-        self._world.end_passes()
-        self._settle()
-        if step._at.phase:
-            self._loss = 0.0
-            return
-        self._undo.before_update()
-        self._not_put_back = self._undo.not_put_back()
-        self._corruption.before_gate(step._at, last=step._at.step == self._last_step)
-        if self._exact is not None:
-            self._loss = self._exact.settle(step)
-        else:
-            self._loss = Readback(step._local_loss)
-
-    def _let_device_come(self) -> float:
-        """Wait for the device, the only such wait in a step, and return the loss that this rank offers to the gate.
-        Raises `Abandoned`."""
-        self._world.synchronise_device()
-        return self._loss.value() if isinstance(self._loss, Readback) else self._loss
-
-    def _pass_gate(self) -> None:
-        """Offer this rank's sums to the gate of the current unit, and pass it. Raises `Abandoned` when the world
-        breaks."""
-        step = self.step_in_hand
-        assert step is not None, "a gate belongs to a unit"
-        self._reached_gate = True
-        if not self._world.updated or step._at.phase:
-            self._complete(step)
-        self._replicas.unique.exchange()
-        part = Readback(step._local_loss if self._nan.on else None)
-        ids = self._delivered_ids()
-        self._page.seal_ledger(step._at, ids)
-        sums = GateSums(
-            loss=0.0,
-            samples=float(len(ids)),
-            ids_digest=_ids_digest(ids),
-            # A checkpoint holds a step: when the request to leave comes in a phase, the world runs one more step.
-            draining=float(self._world.drain and not (step._at.phase and self._durable is not None)),
-            snapshot_cost_s=self._snapshots.cost_s,
-            step_s=self._pace.median_s,
-            changed_late=float(self._replicas.changed_late),
-            mirroring=float(self._page.mirroring),
-            mirrored=float(self._page.mirrored >= 0),
-            writing=float(self._durable is not None and self._durable.writing),
-            cut_short=float(self._durable is not None and self._durable.cut_short(step._at.step)),
-            ahead=float(self._recorded.any_after(step._at)),
-            pausing=float(self._world.pausing and self._replicas.known(step._at)),
-            shares_received=float(self._world.share_changes.has_next),
-            not_finite=0.0,
-            tried=0.0,
-            parts=float(bool(self._parts.found)),
-            rollback_incomplete=float(bool(self._not_put_back)),
-            changed_between=float(bool(self._undo.changed_between)),
-        )
-        mine = offered(step._at, self._world.order, sums)
-        complete(mine, loss=self._let_device_come())  # from here until the optimizer's first kernel the device is idle
-        if self._nan.on:
-            not_finite, tried = self._nan.gate_values(step, part.value())
-            complete(mine, not_finite=not_finite, tried=tried)
-        self._world.stages.reached("entered")
-        self._world.pass_gate(step._at, mine, self._refuses)
-
-    def _refuses(self, at: Position, sums: GateSums) -> bool:
-        """Whether the unit is refused although its gate has passed: the same answer on all ranks. Raises `StepError`
-        when the script has changed tracked state between two units on all of them."""
-        if sums.changed_between == self._world.size:
-            raise changed_between(self._undo.changed_between)
-        self._rollback_incomplete = sums.rollback_incomplete > 0
-        self._changed_between_units = sums.changed_between > 0 and not self._corruption.on
-        return self._rollback_incomplete or self._changed_between_units or self._nan.refuses(at, sums)
-
-    def _delivered_ids(self) -> np.ndarray[Any, Any]:
-        if len(self._delivered) == 1:
-            return self._delivered[0]
-        return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
-
-    def _committed(self, at: Position, attempt: int, seconds: float, name: str) -> None:
+    def _committed(self, at: Position, attempt: UnitAttempt, seconds: float, name: str) -> None:
         """Record and report the committed unit, learn from its gate, and begin the copies that are due."""
         self._page.enter(Activity.BETWEEN, at, *self._pace.allowance(_BETWEEN, between=True))
         self._snapshots.drop_former()
         if self._exact is not None and not at.phase:
             self._exact.committed()
-        if not at.phase and self._batch is not None and self._batches.committed(at.step, self._batch):
-            self._reports.batch_changed(at.step, self._batch, self._batches)
+        if not at.phase and self._batches.committed(at.step, attempt.batch):
+            self._reports.batch_changed(at.step, attempt.batch, self._batches)
         self._pace.committed()
-        self._nan.committed(at)
+        self._parts.nan.committed(at)
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"
         self._undo.ended()
         late = self._state.lineage.changes.parts
         if gate.parts and not late:
             self._has_parts(
-                f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}"
+                f"a step goes on after its first optimizer.step() with {self._parts.multi_part.found or 'collectives on another rank'}"
             )
         if self._replicas.committed(gate.changed_late, late=late):
             self._reports.ready(self._world.replica_class)
@@ -786,15 +514,16 @@ class UnitRunner:
             )
         if not self._replicas.need_snapshots and self._replicas.known(at):
             self._snapshots.drop_upto(self._world.began.step)
-        if attempt == 0 and not at.phase:
+        first = attempt.step.attempt == 0
+        if first and not at.phase:
             self._pace.took(seconds)
-        elif attempt == 0:
-            self._pace.unit_took(self._phase(at, name), seconds)
-        own = self._world.own_time.of(seconds) if attempt == 0 else 0.0
+        elif first:
+            self._pace.unit_took(self._parts.phase_key(at, name), seconds)
+        own = self._world.own_time.of(seconds) if first else 0.0
         rescaled = self._exact.rescaled if self._exact is not None and not at.phase else 0
-        self._reports.committed(at, attempt, rescaled, seconds, own, self._delivered_ids())
+        self._reports.committed(at, attempt.step.attempt, rescaled, seconds, own, attempt.delivered_ids())
         self._reports.snapshots(self._page, size=self._snapshots.bytes, seconds=self._snapshots.cost_s)
-        for values in self._logs:
+        for values in attempt.logs:
             self._reports.logged(values, at)
         if not at.phase:
             self._copying_bytes = self._undo.trained_bytes if self._begin_copies(at, gate) else 0
@@ -810,10 +539,10 @@ class UnitRunner:
             with self._pause.without_memory() if to_pause else contextlib.nullcontext():
                 begun = self._snapshots.take_if_due(at, gate, now=now or to_pause)
         elif not self._world.broken:
-            first, last = self._pace.first_step_of_generation, at.step + 1 == self._last_step
-            begun = self._corruption.committed(at, first_of_generation=first, last=last)
+            first, last = self._pace.first_step_of_generation, at.step + 1 == self._parts.last_step
+            begun = self._parts.corruption.committed(at, first_of_generation=first, last=last)
         if self._durable is not None:
-            begun |= self._durable.save_if_due(at, gate, last=at.step == self._last_step)
+            begun |= self._durable.save_if_due(at, gate, last=at.step == self._parts.last_step)
         return begun
 
     def _to_pause(self, at: Position) -> bool:
@@ -829,41 +558,29 @@ class UnitRunner:
         """Pause if a pause of this generation is due. All live ranks come to this after the same step."""
         due, self._pause_due = self._pause_due, None
         if due is not None and due[1] == self._world.generation:
-            self._pause.hold(due[0], last=due[0].step == self._last_step)
+            self._pause.hold(due[0], last=due[0].step == self._parts.last_step)
 
-    def _settle(self) -> None:
-        """Wait until copies of the state (snapshot, checkpoint) no longer read it, so that it may be changed."""
-        if not self._copying:
-            return
-        began = time.monotonic()
-        self._snapshots.settle(self._page.progress)
-        if self._durable is not None:
-            self._durable.settle(self._page.progress)
-        self._pace.copied(time.monotonic() - began)
-
-    @property
-    def _copying(self) -> bool:
-        return self._snapshots.copying or (self._durable is not None and self._durable.copying)
-
-    def _discard(self, step: Step | None = None) -> None:
-        """Undo the changes of an attempt that does not count. Ends the process when a change in ``step`` has no copy to
-        put back."""
-        changed = self._undo.discard(backward_open=not self._reached_gate or self._world.inflight.some_abandoned)
+    def _discard(self, *, reached_gate: bool) -> list[str]:
+        """Undo the changes of an attempt that does not count. Returns the paths of what has no copy to put back."""
+        changed = self._undo.discard(backward_open=not reached_gate or self._world.inflight.some_abandoned)
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
-        if step is not None and changed:
-            unit = f"step {step._at.step}" if not step._at.phase else f"a phase after step {step._at.step}"
-            leave(
-                self._world.rank,
-                f"changed {_listed(changed)} in {unit}, which broke, and has no copy to put back. "
-                "Remedy: change tensors by operations that torch counts (not through .data), and in every step where you can, so that it is "
-                "known in time.",
-            )
+        return changed
 
-    def _leave_unrestorable(self, at: Position) -> None:
+    def _leave_torn(self, at: Position, changed: Sequence[str]) -> None:
+        """End this process: what it has ``changed`` in the unit at ``at``, which broke, has no copy to put back."""
+        unit = f"step {at.step}" if not at.phase else f"a phase after step {at.step}"
+        leave(
+            self._world.rank,
+            f"changed {_listed(changed)} in {unit}, which broke, and has no copy to put back. "
+            "Remedy: change tensors by operations that torch counts (not through .data), and in every step where you can, so that it is "
+            "known in time.",
+        )
+
+    def _leave_unrestorable(self, at: Position, mine: Sequence[str]) -> None:
         """End this process: some rank has changed state that it cannot put back (see `UnitUndo.not_put_back`), and ranks
-        that joined since have copied it."""
-        what = f"changed {_listed(self._not_put_back)}" if self._not_put_back else "has a peer that changed its state"
+        that joined since have copied it. ``mine``: what this rank has changed so."""
+        what = f"changed {_listed(mine)}" if mine else "has a peer that changed its state"
         leave(
             self._world.rank,
             f"{what} before the first optimizer.step() of step {at.step}, which was not seen before, and had begun that step before a "
@@ -882,10 +599,6 @@ class UnitRunner:
                 f"{why}. So that a step can be done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
                 "are copied when it begins. Where all that can come before the first optimizer.step(), that is not needed."
             )
-
-    def _say_once(self, what: str) -> None:
-        if self._world.rank == 0:
-            say(what)
 
     def _judge_post_gate_failures(self, at: Position) -> None:
         """Decide what a collective that broke after the gate means: print that it was harmless, or end this process,
@@ -939,9 +652,9 @@ class UnitRunner:
         if function is None:
             return
         try:
-            self._start(Step(Position(0), 0, self._world))
+            attempt = self._in_hand = self._begin(Step(Position(0), 0, self._world))
             with contextlib.suppress(Abandoned):
-                function(self.step_in_hand)  # type: ignore[arg-type]
+                function(attempt.step)
             self._warm_optimizers()
             if self._state.sharded() or (self._runtime.boot is not None and self._runtime.boot.world_size == 1):
                 self._snapshots.warm()
@@ -950,8 +663,9 @@ class UnitRunner:
                 f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr
             )
         finally:
-            self.step_in_hand = None
-            self._discard()
+            reached_gate = self._in_hand is not None and self._in_hand.reached_gate
+            self._in_hand = None
+            self._discard(reached_gate=reached_gate)
 
     def _warm_optimizers(self) -> None:
         """Run each optimizer once, so that its state is allocated: as large as the model or twice that, it would
@@ -967,10 +681,3 @@ class UnitRunner:
 
 def _listed(paths: Sequence[str]) -> str:
     return paths[0] + (f" (and {len(paths) - 1} others)" if len(paths) > 1 else "")
-
-
-def _ids_digest(ids: np.ndarray[Any, Any]) -> float:
-    """Return a checksum of sample ids that does not depend on order or rank: the sum of 32 mixed bits of each id, exact
-    in a float for up to 2**20 ids a rank."""
-    mixed = (ids.view(np.uint64) * _FACTOR) >> _HALF
-    return float(int(np.add.reduce(mixed)) % 2**52)

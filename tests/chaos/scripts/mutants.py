@@ -32,7 +32,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 # -- in workers
 @mutant
 def a_step_that_is_done_again_draws_other_random_numbers() -> None:
-    from rackrun.worker.loop import unit_runner
+    from rackrun.worker.loop import unit_attempt
     from rackrun.worker.steps import step
 
     attempt = [0]
@@ -42,7 +42,7 @@ def a_step_that_is_done_again_draws_other_random_numbers() -> None:
         original(self, at, number, world)
 
     wrap(step.Step, "__init__", begun)
-    wrap(unit_runner, "reseed", lambda original, *parts: original(*parts, *attempt[:1] * bool(attempt[0])))
+    wrap(unit_attempt, "reseed", lambda original, *parts: original(*parts, *attempt[:1] * bool(attempt[0])))
 
 
 @mutant
