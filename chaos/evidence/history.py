@@ -146,6 +146,8 @@ class RungChosen(_Entry, frozen=True, kw_only=True, tag="decided"):
     generation: int
     rung: str
     reason: str
+    rule: str = ""
+    """The rule of the core that sent the command, by its name; "": the journal does not say it."""
 
 
 class Planned(_Entry, frozen=True, kw_only=True, tag="planned"):
@@ -158,6 +160,8 @@ class Planned(_Entry, frozen=True, kw_only=True, tag="planned"):
     rollback: int | None
     members: dict[str, str]
     """Rank -> slot, for the members that joined in this generation."""
+    rule: str = ""
+    """The rule of the core that sent the plan; "": the journal does not say it."""
 
 
 class Resumed(_Entry, frozen=True, kw_only=True, tag="resumed"):
@@ -183,6 +187,8 @@ class JobNotice(_Entry, frozen=True, kw_only=True, tag="told"):
     """The coordinator has issued a notice."""
 
     text: str
+    rule: str = ""
+    """The rule of the core that sent it; "": the journal does not say it."""
 
 
 Entry = (
