@@ -62,7 +62,8 @@ class Started(_Entry, frozen=True, kw_only=True, tag="started"):
 
     pid: int
     """The launcher's process id."""
-    format: int = 1
+    format: int = 2
+    """1: the lines of the job do not say by which rule the core sent a command."""
     monotonic_s: float = 0.0
     """The host's monotonic clock when ``at_s`` was 0; the journal uses the same clock."""
     wall_s: float = 0.0

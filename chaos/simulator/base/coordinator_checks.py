@@ -290,6 +290,11 @@ class CheckedCore:
     def last(self) -> tuple[str, ...]:
         """Return a line for each of the last events, with the core's answers, each after the rule that sent it."""
         return tuple(
-            f"{now_s:.6f} {event} -> {', '.join(map('{} {}'.format, commands, chain(rules, repeat('')))) or 'nothing'}"
+            f"{now_s:.6f} {event} -> {', '.join(_with_rules(commands, rules)) or 'nothing'}"
             for now_s, event, commands, rules in self._last
         )
+
+
+def _with_rules(commands: Sequence[Command], rules: Sequence[str]) -> list[str]:
+    """Return a text for each command. A core that was made wrong for a test may not say the rule of every command."""
+    return [f"{rule}: {command}" for command, rule in zip(commands, chain(rules, repeat("?")), strict=False)]
