@@ -62,7 +62,8 @@ class Started(_Entry, frozen=True, kw_only=True, tag="started"):
 
     pid: int
     """The launcher's process id."""
-    format: int = 1
+    format: int = 2
+    """1: the lines of the job do not say by which rule the core sent a command."""
     monotonic_s: float = 0.0
     """The host's monotonic clock when ``at_s`` was 0; the journal uses the same clock."""
     wall_s: float = 0.0
@@ -146,6 +147,8 @@ class RungChosen(_Entry, frozen=True, kw_only=True, tag="decided"):
     generation: int
     rung: str
     reason: str
+    rule: str = ""
+    """The rule of the core that sent the command, by its name; "": the journal does not say it."""
 
 
 class Planned(_Entry, frozen=True, kw_only=True, tag="planned"):
@@ -158,6 +161,8 @@ class Planned(_Entry, frozen=True, kw_only=True, tag="planned"):
     rollback: int | None
     members: dict[str, str]
     """Rank -> slot, for the members that joined in this generation."""
+    rule: str = ""
+    """The rule of the core that sent the plan; "": the journal does not say it."""
 
 
 class Resumed(_Entry, frozen=True, kw_only=True, tag="resumed"):
@@ -183,6 +188,8 @@ class JobNotice(_Entry, frozen=True, kw_only=True, tag="told"):
     """The coordinator has issued a notice."""
 
     text: str
+    rule: str = ""
+    """The rule of the core that sent it; "": the journal does not say it."""
 
 
 Entry = (

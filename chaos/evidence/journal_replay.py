@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rackrun.coordinator.journal.command_causes import rule_column
 from rackrun.coordinator.journal.journal_reader import as_of_today, open_journal
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.errors import UsageError
@@ -50,34 +51,41 @@ def replay(journal: Path) -> Replayed:
 def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool, ordered: bool) -> Replayed:
     """``ordered``: the commands of one event must have the same order. The core that wrote format 3 had another."""
     core, events, commands = ControlPlane(config), 0, 0
-    expected: list[str] = []
+    expected: list[tuple[str, str]] = []
+    """What the core has answered to the last event and is not compared yet, each with the rule that sent it."""
     heard = "the beginning"
-    for cause, kind, stored in connection.execute("SELECT cause, kind, body FROM events ORDER BY id"):
+    query = f"SELECT cause, kind, body, {rule_column(connection)} FROM events ORDER BY id"  # noqa: S608 - no input in it
+    for cause, kind, stored, rule in connection.execute(query):
         body = as_of_today(stored)
         if kind == "command":
             if not cause:  # the launcher has ended the job without asking the core
                 break
-            at = expected.index(body) if not ordered and body in expected else 0
-            told = expected.pop(at) if expected else "nothing"
+            same = (at for at, (one, _) in enumerate(expected) if one == body)
+            at = 0 if ordered else next(same, 0)
+            told, sent_by = expected.pop(at) if expected else ("nothing", "")
             commands += 1
             if told != body:
                 return Replayed(
-                    events=events, commands=commands, difference=f"after {heard}: {_short(body)}; now: {_short(told)}"
+                    events=events,
+                    commands=commands,
+                    difference=f"after {heard}: {_short(body, rule)}; now: {_short(told, sent_by)}",
                 )
             continue
         if expected:
             return Replayed(
-                events=events, commands=commands, difference=f"after {heard}: nothing; now: {_short(expected[0])}"
+                events=events, commands=commands, difference=f"after {heard}: nothing; now: {_short(*expected[0])}"
             )
         event = _event(body)
         events, heard = events + 1, f"{type(event).__name__} at {event.at_ms} ms"
         try:
-            expected = [msgspec.json.encode(command).decode() for command in core.handle(event)]
+            answer = core.handle(event)
+            bodies = [msgspec.json.encode(command).decode() for command in answer]
+            expected = [*zip(bodies, core.sent_by, strict=True)] if bodies else []
         except Exception as error:  # noqa: BLE001 - whatever it is: the core may not raise, and did then, or does now
             return Replayed(events=events, commands=commands, difference=f"{heard} is too much for it: {error!r}")
     if expected and whole:
         return Replayed(
-            events=events, commands=commands, difference=f"after {heard}: nothing; now: {_short(expected[0])}"
+            events=events, commands=commands, difference=f"after {heard}: nothing; now: {_short(*expected[0])}"
         )
     return Replayed(events=events, commands=commands)
 
@@ -97,5 +105,6 @@ def _with_nan(value: Any) -> Any:
     return [math.nan if inner is None else _with_nan(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _short(body: str) -> str:
-    return body if len(body) <= 160 else f"{body[:160]}..."
+def _short(body: str, rule: str | None) -> str:
+    short = body if len(body) <= 160 else f"{body[:160]}..."
+    return f"{short} (sent by {rule})" if rule else short

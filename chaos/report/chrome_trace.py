@@ -77,9 +77,10 @@ class Tracer:
             {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin_us, "dur": max(1, end_us - begin_us), **more}
         )
 
-    def instant(self, track: tuple[int, int], name: str, at_us: int) -> None:
+    def instant(self, track: tuple[int, int], name: str, at_us: int, **args: object) -> None:
         pid, tid = track
-        self.events.append({"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid, "ts": at_us})
+        more = {"args": args} if args else {}
+        self.events.append({"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid, "ts": at_us, **more})
 
     def count(self, pid: int, name: str, at_us: int, value: float) -> None:
         self.events.append({"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at_us, "args": {name: value}})
@@ -306,7 +307,8 @@ def _draw_job(
         tracer.slice(track, name, begin_us, reached, world_size=planned.plan.world_size)
     for one in job.said:
         if one.name in ("Notice", "Answer"):
-            tracer.instant(tracer.track(JOB, "notices"), str(one.body["text"]), us(one.at_s))
+            more = {"rule": one.rule} if one.rule else {}
+            tracer.instant(tracer.track(JOB, "notices"), str(one.body["text"]), us(one.at_s), **more)
     steps = sorted({(unit.at_s, unit.step) for unit in job.units if not unit.phase})
     for at_s, step in every_nth(steps, COUNTS):
         tracer.count(JOB, "committed step", us(at_s), step)

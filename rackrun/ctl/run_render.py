@@ -88,13 +88,16 @@ def render_report(console: Console, report: Report) -> None:
         "still running, or killed" if report.exit_code is None else f"exit code {report.exit_code}: {report.because}"
     )
     _say(console, f"{report.run_id}  {ended}", bold=len(report.run_id))
+    if report.stop is not None and (cause := str(report.stop.cause)):
+        _say(console, f"it was stopped {cause}")
     _say(
         console,
         f"{report.steps} steps, {report.steps_redone} of them done again{_rescaled(report.steps_rescaled)}; {report.generations} generations, "
         f"{len(report.recoveries)} recoveries",
     )
     for notice in report.notices:
-        _say(console, f"{notice.at_ms / 1e3:9.3f} s  {notice.text}")
+        cause = f"  [{notice.cause}]" if str(notice.cause) else ""
+        _say(console, f"{notice.at_ms / 1e3:9.3f} s  {notice.text}{cause}")
     for one in report.recoveries:
         _waterfall(console, one)
     if report.fillers:
@@ -126,6 +129,8 @@ def _waterfall(console: Console, one: RecoveryReport) -> None:
         table.add_row(Text(f"  {stage.name}"), f"{stage.ms:8.1f} ms", bar)
     console.print(table)
     _decisions(console, one.recovery)
+    for sent in one.commands:
+        _say(console, f"  sent at {sent.at_ms / 1e3:.3f} s: {sent}")
     for restore in one.recovery.restores:
         _say(console, f"  state of {restore}")
 

@@ -13,6 +13,7 @@ from rackrun.chaos.evidence.history import (
     Committed,
     Entry,
     HistoryWriter,
+    RungChosen,
     Started,
     Strike,
     StrikeConfirmed,
@@ -84,3 +85,16 @@ def test_another_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_history(path)
     with pytest.raises(UsageError, match="No such file"):
         read_history(tmp_path / "none")
+
+
+def test_a_history_of_format_1_is_read_without_rules(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(
+        '{"what":"started","at_s":0.0,"id":"h1","pid":7,"format":1}\n'
+        '{"what":"decided","at_s":1.0,"id":"j2","by":"job","generation":2,"rung":"swap","reason":"swap: cheap"}\n'
+    )
+    started, decided = read_history(path)
+    assert isinstance(started, Started)
+    assert started.format == 1
+    assert isinstance(decided, RungChosen)
+    assert decided.rule == ""

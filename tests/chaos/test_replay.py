@@ -63,7 +63,7 @@ def test_the_same_events_give_the_same_commands(journal: Callable[..., Path]) ->
         ("UPDATE events SET body = replace(body, 'tray-00/1', 'tray-00/0') WHERE kind = 'command'", "now:"),
         ("DELETE FROM events WHERE id = (SELECT min(id) FROM events WHERE kind = 'command')", "TimerFired at 1 ms"),
         ("DELETE FROM events WHERE id = (SELECT max(id) FROM events)", "nothing; now:"),
-        ("INSERT INTO events VALUES (99, 1, 'command', 'Notice', 9, 0.0, '{}')", "now: nothing"),
+        ("INSERT INTO events VALUES (99, 1, 'command', 'Notice', 9, 0.0, '{}', 'SwapDue')", "now: nothing"),
     ],
 )
 def test_another_command_one_less_and_one_more_are_seen(sql: str, said: str, journal: Callable[..., Path]) -> None:

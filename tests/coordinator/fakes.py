@@ -39,6 +39,7 @@ class ScriptedCore:
         self.answers = answers
         self.heard: list[Event] = []
         self.waits = ""
+        self.sent_by: Sequence[str] = ()
 
     def handle(self, event: Event) -> Sequence[Command]:
         self.heard.append(event)

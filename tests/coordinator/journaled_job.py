@@ -57,5 +57,9 @@ class _Asked:
         self._harness.answers.extend(commands)
         return commands
 
+    @property
+    def sent_by(self) -> Sequence[str]:
+        return self._core.sent_by
+
     def view(self) -> View:
         return self._core.view()

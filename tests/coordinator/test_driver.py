@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from typing import Never
 
 import aiohttp
 import msgspec
@@ -221,17 +222,33 @@ async def test_telemetry_is_shown_and_journaled_but_is_not_for_the_core(journal:
 
 async def test_every_event_and_command_is_journaled_with_its_cause(journal: Journal) -> None:
     core = ScriptedCore(TrayJoined=(SetTimer(timer=JoinOver(), at_ms=10**6), start("tray-00/0")))
+    core.sent_by = ("JobBegins", "TrayJoined")
     async with coordinator(core, journal) as c, agent(c.url) as a:
         await a.hear()
     assert journal.flush()
     with sqlite3.connect(journal.path) as other:
-        rows = other.execute("SELECT id, cause, kind, name FROM events ORDER BY id").fetchall()
+        rows = other.execute("SELECT id, cause, kind, name, rule FROM events ORDER BY id").fetchall()
     other.close()
     assert rows[:3] == [
-        (1, None, "event", "TrayJoined"),
-        (2, 1, "command", "SetTimer"),
-        (3, 1, "command", "StartWorker"),
+        (1, None, "event", "TrayJoined", None),
+        (2, 1, "command", "SetTimer", "JobBegins"),
+        (3, 1, "command", "StartWorker", "TrayJoined"),
     ]
+
+
+async def test_a_stop_because_the_core_failed_is_sent_by_no_rule(journal: Journal) -> None:
+    def fail(_event: object) -> Never:
+        raise ZeroDivisionError
+
+    core = ScriptedCore(TrayJoined=fail)
+    core.sent_by = ("SwapDue",)  # of an earlier event
+    async with coordinator(core, journal) as c, agent(c.url):
+        await c.driver.finished
+    assert journal.flush()
+    with sqlite3.connect(journal.path) as other:
+        rows = other.execute("SELECT name, cause, rule FROM events WHERE kind = 'command'").fetchall()
+    other.close()
+    assert rows == [("StopJob", 1, None)]
 
 
 async def test_an_event_is_answered_within_milliseconds(journal: Journal) -> None:

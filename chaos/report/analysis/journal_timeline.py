@@ -17,6 +17,7 @@ import msgspec
 
 from rackrun.chaos.evidence.run_evidence import gate_of
 from rackrun.chaos.inprocess.restore_times import Restored, read_restores
+from rackrun.coordinator.journal.command_causes import rule_column
 from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, describe_exit
@@ -63,6 +64,8 @@ class Happened(NamedTuple):
     name: str
     at_s: float
     body: dict[str, Any]
+    rule: str = ""
+    """The rule that sent a command; "": it is an event, or an older journal does not say it."""
 
     @property
     def slot(self) -> str:
@@ -226,12 +229,12 @@ def maybe_recorded(folder: Path, started_s: float | None) -> JournalTimeline | N
 def _read_events(journal: sqlite3.Connection, found: JournalTimeline) -> None:
     names = ("TrayJoined", "StartWorker", *SEEN, *_SAID)
     rows = journal.execute(
-        f"SELECT id, cause, name, at_ms, body FROM events WHERE name IN ({', '.join('?' * len(names))}) ORDER BY id",  # noqa: S608 - marks only
+        f"SELECT id, cause, name, at_ms, body, {rule_column(journal)} FROM events WHERE name IN ({', '.join('?' * len(names))}) ORDER BY id",  # noqa: S608 - marks only
         names,
     )
     living: dict[str, Life] = {}
-    for number, cause, name, at_ms, text in rows:
-        one = Happened(number, cause, name, found.at_s(at_ms), msgspec.json.decode(text))
+    for number, cause, name, at_ms, text, rule in rows:
+        one = Happened(number, cause, name, found.at_s(at_ms), msgspec.json.decode(text), rule or "")
         match name:
             case "TrayJoined":
                 found.slots[one.tray], found.hosts[one.tray] = int(one.body["slots"]), str(one.body["host"])

@@ -157,7 +157,7 @@ def entries_of(chains: Sequence[Chain], job: JournalTimeline) -> list[Entry]:
             cause = _tell_recovery(recovery, cause, chain, job, add)
     for one in job.said:
         if one.name in ("Notice", "Answer"):
-            add(JobNotice(at_s=one.at_s, id=f"j{one.id}", by="job", text=str(one.body["text"])))
+            add(JobNotice(at_s=one.at_s, id=f"j{one.id}", by="job", text=str(one.body["text"]), rule=one.rule))
     return found
 
 
@@ -169,7 +169,7 @@ def _tell_recovery(
         if one.name == "Decided" and one.body["generation"] == generation:
             decision = one.body["decision"]
             at_s = max(one.at_s, chain.at_s)
-            more = {"generation": generation, "rung": decision["rung"], "reason": decision["reason"]}
+            more = {"generation": generation, "rung": decision["rung"], "reason": decision["reason"], "rule": one.rule}
             cause = add(RungChosen(at_s=at_s, id=f"j{one.id}", cause=cause, by="job", **more))
     for one in job.said:
         if one.name == "ResumeGeneration" and one.body["plan"]["generation"] == generation:
@@ -185,6 +185,7 @@ def _tell_recovery(
                     committed=plan["committed"][0],
                     rollback=plan["rollback"],
                     members={str(m["rank"]): m["slot"] for m in plan["members"] if m["fresh"]},
+                    rule=one.rule,
                 )
             )
     name = f"g{generation}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 from typing import Protocol
 
 import msgspec
@@ -216,7 +217,7 @@ class CheckedJournal:
         self._id += 1
         return self._id
 
-    def command(self, command: Command, at_ms: int, cause: int) -> None:
+    def command(self, command: Command, at_ms: int, cause: int, rule: str = "") -> None:  # noqa: ARG002
         if not self._due or self._due.popleft() is not command:
             raise Violation(f"the driver wrote a command that the core did not return, or out of order: {command}")
         must(self.newest is not None and (at_ms, cause) == (self.newest.at_ms, self._id), "a command of another event")
@@ -252,12 +253,16 @@ class CheckedCore:
     def __init__(self, core: ControlPlane, journal: CheckedJournal, checks: CommandChecks, now_s: Callable[[], float]):
         self._core, self._journal, self._checks, self._now_s = core, journal, checks, now_s
         self.events = 0
-        self._last: deque[tuple[float, Event, Sequence[Command]]] = deque(maxlen=KEPT)
+        self._last: deque[tuple[float, Event, Sequence[Command], Sequence[str]]] = deque(maxlen=KEPT)
         self._hash = hashlib.blake2b(digest_size=16)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def view(self) -> View:
         return self._core.view()
+
+    @property
+    def sent_by(self) -> Sequence[str]:
+        return self._core.sent_by
 
     def handle(self, event: Event) -> Sequence[Command]:
         try:
@@ -272,7 +277,7 @@ class CheckedCore:
         commands = self._core.handle(event)
         self._hash.update(self._encode(event))
         self._hash.update(self._encode(commands))
-        self._last.append((self._now_s(), event, commands))
+        self._last.append((self._now_s(), event, commands, self.sent_by))
         self._core.check_invariants()
         self._checks.on_answers(commands)
         self._journal.expects(commands)
@@ -283,5 +288,13 @@ class CheckedCore:
         return self._hash.hexdigest()
 
     def last(self) -> tuple[str, ...]:
-        """Return a line for each of the last events, with the core's answers."""
-        return tuple(f"{now_s:.6f} {event} -> {[*commands] or 'nothing'}" for now_s, event, commands in self._last)
+        """Return a line for each of the last events, with the core's answers, each after the rule that sent it."""
+        return tuple(
+            f"{now_s:.6f} {event} -> {', '.join(_with_rules(commands, rules)) or 'nothing'}"
+            for now_s, event, commands, rules in self._last
+        )
+
+
+def _with_rules(commands: Sequence[Command], rules: Sequence[str]) -> list[str]:
+    """Return a text for each command. A core that was made wrong for a test may not say the rule of every command."""
+    return [f"{rule}: {command}" for command, rule in zip(commands, chain(rules, repeat("?")), strict=False)]

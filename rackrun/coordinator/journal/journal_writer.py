@@ -20,7 +20,10 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
                config (`rackrun.protocol.job_config.JobConfig` as JSON), and whatever the launcher adds; steps_rescaled (how many steps were
                done again because a gradient had no scale yet, or had outgrown it), where there are any; at the end also exit_code, because, ended_ms, rows_lost
 ``events``     id, cause (id of the event that a command answers, NULL for an event), kind (``event``, ``command``),
-               name, at_ms, wall, body: every core event and command, in the order in which they were handled
+               name, at_ms, wall, body, rule (the rule of the core that sent a command, by its name: a type of event,
+               timer or fact, or a condition of `rackrun.core.machine.rules.RULES`; NULL for an event, and where the
+               driver itself ended the job; older journals of this format lack the column): every core event and
+               command, in the order in which they were handled
 ``generations``  id, generation, stage (``break``, ``resume``), at_ms, wall, body (the whole command): on disk *before*
                it is announced
 ``recoveries``  generation, fault_ms, body (`rackrun.coordinator.observe.recoveries.RecoveryRecord`)
@@ -73,7 +76,7 @@ BATCH_S = 0.1
 LedgerMode: TypeAlias = Literal["ids", "digest"]
 
 _META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
-_EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)"
+_EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _GENERATION = "INSERT INTO generations (generation, stage, at_ms, wall, body) VALUES (?, ?, ?, ?, ?)"
 _RECOVERY = "INSERT OR REPLACE INTO recoveries VALUES (?, ?, ?)"
 _UNIT = "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -169,11 +172,12 @@ class Journal:
     # -- telemetry: never blocks
     def event(self, event: Event) -> int:
         """Queue an event; return its id, which is the cause of the commands that follow from it."""
-        return self._entry("event", event, event.at_ms, None)
+        return self._entry("event", event, event.at_ms, None, None)
 
-    def command(self, command: Command, at_ms: int, cause: int) -> None:
-        """Queue a command; ``cause``: the id of the event that it follows from. Never blocks."""
-        self._entry("command", command, at_ms, cause)
+    def command(self, command: Command, at_ms: int, cause: int, rule: str = "") -> None:
+        """Queue a command. ``cause``: the id of the event that it follows from. ``rule``: the rule of the core that
+        sent it; "": none did. Never blocks."""
+        self._entry("command", command, at_ms, cause, rule or None)
 
     def recovery(self, recovery: RecoveryRecord) -> None:
         """Queue a recovery; a later call for the same generation and fault replaces it. Never blocks."""
@@ -220,10 +224,10 @@ class Journal:
         self._telemetry.close()
         self._synchronous.close()
 
-    def _entry(self, kind: str, body: Event | Command, at_ms: int, cause: int | None) -> int:
+    def _entry(self, kind: str, body: Event | Command, at_ms: int, cause: int | None, rule: str | None) -> int:
         number = self._next_id
         self._next_id += 1
-        self._put(_EVENT, (number, cause, kind, type(body).__name__, at_ms, time.time(), body))
+        self._put(_EVENT, (number, cause, kind, type(body).__name__, at_ms, time.time(), body, rule))
         return number
 
     def _put(self, sql: str, values: tuple[object, ...]) -> None:

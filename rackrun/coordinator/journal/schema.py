@@ -10,7 +10,8 @@ READABLE = (3, FORMAT)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
-    id INTEGER PRIMARY KEY, cause INTEGER, kind TEXT, name TEXT, at_ms INTEGER, wall REAL, body TEXT);
+    id INTEGER PRIMARY KEY, cause INTEGER, kind TEXT, name TEXT, at_ms INTEGER, wall REAL, body TEXT,
+    rule TEXT);
 CREATE TABLE IF NOT EXISTS generations (
     id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, stage TEXT NOT NULL, at_ms INTEGER, wall REAL, body TEXT);
 CREATE TABLE IF NOT EXISTS recoveries (generation INTEGER PRIMARY KEY, fault_ms REAL, body TEXT);

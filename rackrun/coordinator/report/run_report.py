@@ -12,6 +12,7 @@ from statistics import median
 
 import msgspec
 
+from rackrun.coordinator.journal.command_causes import CommandCause, SentTogether, commands_of, recovery_commands
 from rackrun.coordinator.journal.folding import folded_units
 from rackrun.coordinator.journal.job_mesh import mesh_of
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
@@ -49,6 +50,8 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
     """Seconds from the fault until every rank computed again."""
     stages: tuple[RecoveryStage, ...]
+    commands: tuple[SentTogether, ...] = ()
+    """The commands that led to the new generation, each with its cause."""
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +86,11 @@ class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoticeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One notice and its time."""
+    """One notice, its time and its cause."""
 
     at_ms: int
     text: str
+    cause: CommandCause = CommandCause()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +99,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     exit_code: int | None
     because: str
+    stop: SentTogether | None = None
+    """The command that ended the job, with its cause; None: there was none yet."""
     steps: int
     steps_redone: int
     generations: int
@@ -158,7 +164,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         (resume := resume_of(body)).plan.generation: resume.plan
         for (body,) in connection.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
     }
-    recoveries = _recoveries(connection)
+    recoveries, sent = _recoveries(connection), recovery_commands(connection)
     units = [
         _Unit(Position(step, phase), *rest)
         for step, phase, *rest in connection.execute(
@@ -173,19 +179,30 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         run_id=meta.get("run_id", ""),
         exit_code=int(exit_code) if exit_code else None,
         because=meta.get("because", ""),
+        stop=next(
+            (
+                SentTogether(at_ms=one.at_ms, commands={one.name: 1}, cause=one.cause)
+                for one in commands_of(connection, "StopJob")
+            ),
+            None,
+        ),
         steps=len([at for at in slowest if at.phase == 0]),
         steps_redone=len([at for at in redone if at.phase == 0]),
         steps_rescaled=int(meta.get("steps_rescaled", 0)),
         generations=len(plans),
         recoveries=tuple(
-            RecoveryReport(line=one.line(), recovery=one, seconds=one.seconds, stages=_stages(one))
+            RecoveryReport(
+                line=one.line(),
+                recovery=one,
+                seconds=one.seconds,
+                stages=_stages(one),
+                commands=sent.get(one.generation, ()),
+            )
             for one in recoveries
         ),
         notices=tuple(
-            NoticeReport(at_ms=at_ms, text=msgspec.json.decode(body)["text"])
-            for at_ms, body in connection.execute(
-                "SELECT at_ms, body FROM events WHERE kind = 'command' AND name IN ('Notice', 'Answer') ORDER BY id"
-            )
+            NoticeReport(at_ms=one.at_ms, text=msgspec.json.decode(one.body)["text"], cause=one.cause)
+            for one in commands_of(connection, "Notice", "Answer")
         ),
         goodput=_goodput(
             slowest, _recovery_s(connection, holds), redone, ended_ms, _first_resume_ms(connection), holds

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain, repeat
 from typing import assert_never
 
 import msgspec
@@ -296,13 +297,14 @@ class Driver:
         self.metrics.record_event(event)
         try:
             commands = self._core.handle(event)
+            rules = self._core.sent_by
         except Exception as error:  # noqa: BLE001 - whatever it is, the job must end with a reason, not hang
             _log.exception("the core failed on %r", event)
             because = f"rackrun contradicts itself on {type(event).__name__}: {type(error).__name__}: {error}"
             remedy = f"please report this, with {self._journal.path}"
-            commands = (StopJob(exit_code=3, because=because, remedy=remedy),)
-        for command in commands:
-            self._journal.command(command, self._at_ms, cause)
+            commands, rules = (StopJob(exit_code=3, because=because, remedy=remedy),), ()
+        for command, rule in zip(commands, chain(rules, repeat("")), strict=False):
+            self._journal.command(command, self._at_ms, cause, rule)
             self._carry_out(command)
             self.watch.on_command(command, arrived_ms, self.now_ms())
             self._slow.on_command(command)

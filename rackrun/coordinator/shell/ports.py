@@ -21,6 +21,10 @@ class Core(Protocol):
 
     def handle(self, event: Event) -> Sequence[Command]: ...
 
+    @property
+    def sent_by(self) -> Sequence[str]:
+        """The rules that sent the commands of the last event that led to any, in the order of the commands."""
+
     def view(self) -> msgspec.Struct: ...
 
 
@@ -54,7 +58,7 @@ class JobJournal(Protocol):
 
     def event(self, event: Event) -> int: ...
 
-    def command(self, command: Command, at_ms: int, cause: int) -> None: ...
+    def command(self, command: Command, at_ms: int, cause: int, rule: str = "") -> None: ...
 
     def recovery(self, recovery: RecoveryRecord) -> None: ...
 

@@ -91,16 +91,17 @@ _OUTLIVES = frozenset((SnapshotMirrored, SnapshotStriped))
 """Events that count although their worker is condemned, because copies outlive it."""
 
 
-_Kind: TypeAlias = tuple[Callable[..., None], bool, bool, bool, Callable[[CoreParts, Any], bool] | None]
+_Kind: TypeAlias = tuple[str, Callable[..., None], bool, bool, bool, Callable[[CoreParts, Any], bool] | None]
 """What there is to know about a type of event, found by one look-up, since a job of thousands of ranks has many events:
-its function in the table; whether it is a worker's; whether a spare sends it when it starts; whether costs are measured
-from it; and what tells whether one is stale although its worker, if it has one, is there (None: it never is)."""
+its name; its function in the table; whether it is a worker's; whether a spare sends it when it starts; whether costs are
+measured from it; and what tells whether one is stale although its worker, if it has one, is there (None: it never is).
+"""
 
 
 def apply(job: CoreParts, event: Event) -> bool:
     """Take an event into the state, and act on the facts that it leaves. Return False, with nothing changed, if the
     event is stale."""
-    act, of_worker, of_start, measured, is_stale = _KINDS[type(event)]
+    name, act, of_worker, of_start, measured, is_stale = _KINDS[type(event)]
     if job.world.phase is Phase.STOPPED:
         return False
     record = job.rack.current(event) if of_worker else None  # type: ignore[arg-type]
@@ -114,6 +115,7 @@ def apply(job: CoreParts, event: Event) -> bool:
     of_spare = of_start and record is not None and record.rank is None
     if not of_spare and members.found is not None:
         members.forget()
+    job.out.rule = name
     if of_worker:
         act(job, record, event)
     else:
@@ -134,7 +136,7 @@ def _outlives(record: WorkerRecord, event: Event) -> bool:
 def _kind(kind: type[Event]) -> _Kind:
     of_worker = kind in APPLY_OF_WORKER
     act: Callable[..., None] = APPLY_OF_WORKER[kind] if of_worker else APPLY[kind]
-    return act, of_worker, kind in _OF_A_START, kind in MEASURED, _staleness(kind)
+    return kind.__name__, act, of_worker, kind in _OF_A_START, kind in MEASURED, _staleness(kind)
 
 
 def _staleness(kind: type[Event]) -> Callable[[CoreParts, Any], bool] | None:

@@ -38,6 +38,7 @@ class ControlPlane:
         job = self._job
         if not self._began:
             self._began = True
+            job.out.rule = JobBegins.__name__
             job.out.emit(SetTimer(timer=JoinOver(), at_ms=event.at_ms + self._config.join_timeout_ms))
         job.rack.now_ms = event.at_ms
         if apply(job, event):
@@ -46,6 +47,13 @@ class ControlPlane:
         if commands:
             job.cost_meter.measure_commands(commands, event.at_ms)
         return commands
+
+    @property
+    def sent_by(self) -> Sequence[str]:
+        """The rules that sent the commands of the last event that led to any, one for each command, in their order.
+        A rule has the name that it has in its table: a type of event, timer or fact, or a condition of `RULES`
+        (`rackrun.core.machine.rules`)."""
+        return self._job.out.sent_by
 
     def view(self) -> View:
         """Return the job as a status page shows it."""

@@ -1,7 +1,7 @@
 """Rules: who acts on the facts that an event has left, and what is looked at after every event.
 
 `settle` acts on each fact; the facts that follow from one are handled before the next. `advance` then goes through the
-rules of `RULES`, in order.
+rules of `RULES`, in order. Both tell the outbox which rule they apply, so that every command has its cause.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def advance(job: CoreParts, at_ms: int) -> None:
     """Apply the rules that have something to look at: after almost every event none has."""
     if not any(_everything(job)):
         return
-    for where, rule in RULES:
+    for name, where, rule in RULES:
         if attrgetter(where)(job):
+            job.out.rule = name
             rule(job, at_ms)
             if job.facts.found:
                 settle(job, at_ms)
@@ -58,14 +59,18 @@ def advance(job: CoreParts, at_ms: int) -> None:
 
 def settle(job: CoreParts, at_ms: int) -> None:
     """Act on the facts that were found, and on those that follow from them, until there is none or the job stops."""
+    caller = job.out.rule
     waiting = job.facts.take()
     waiting.reverse()
     while waiting and job.world.phase is not Phase.STOPPED:
         fact = waiting.pop()
-        REACTIONS[type(fact)](job, fact, at_ms)
+        kind = type(fact)
+        job.out.rule = kind.__name__
+        REACTIONS[kind](job, fact, at_ms)
         found = job.facts.take()
         found.reverse()
         waiting += found
+    job.out.rule = caller
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------
@@ -226,13 +231,14 @@ def _lift_quarantines(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
         job.out.emit(SetTimer(timer=QuarantineOver(slot), at_ms=until_ms))
 
 
-RULES: tuple[tuple[str, Callable[[CoreParts, int], None]], ...] = (
-    ("triage.breaker.waiting", _wake_breaker),
-    ("acquiring.rented", _follow_racks),
-    ("operator_requests.under_way", _follow_requests),
-    ("resize_requests.under_way", _follow_sizes),
-    ("recovery.fencing.held", _kill_condemned),
-    ("rack.quarantine.new", _lift_quarantines),
+RULES: tuple[tuple[str, str, Callable[[CoreParts, int], None]], ...] = (
+    ("BreakerWaits", "triage.breaker.waiting", _wake_breaker),
+    ("RackRented", "acquiring.rented", _follow_racks),
+    ("RequestUnderWay", "operator_requests.under_way", _follow_requests),
+    ("ResizeUnderWay", "resize_requests.under_way", _follow_sizes),
+    ("FenceHeld", "recovery.fencing.held", _kill_condemned),
+    ("SlotQuarantined", "rack.quarantine.new", _lift_quarantines),
 )
-"""What is looked at after every event: where it is looked, and the rule that is applied if there is anything."""
-_everything = attrgetter(*[where for where, _ in RULES])
+"""The conditions that are looked at after every event: the name, where it is looked, and the rule that is applied if
+there is anything."""
+_everything = attrgetter(*[where for _, where, _ in RULES])

@@ -54,7 +54,9 @@ TIMERS: dict[type[Timer], Callable[[CoreParts, Timer, int], None]] = {}
 
 def fire(job: CoreParts, timer: Timer, at_ms: int) -> None:
     """Handle an expired timer."""
-    TIMERS[type(timer)](job, timer, at_ms)
+    kind = type(timer)
+    job.out.rule = kind.__name__
+    TIMERS[kind](job, timer, at_ms)
 
 
 def _on(kind: type[T]) -> Callable[[_Expiry[T]], _Expiry[T]]:
