@@ -225,7 +225,7 @@ def main() -> None:
         subprocess.run(build, input=COUNTER, text=True, check=True)
         found = measured(trees, counter, sizes, args.rounds)
     if not found["this"]["takings"]:
-        print("nothing was counted: this Python has no shared libpython", file=sys.stderr)
+        raise SystemExit("nothing was counted: this Python has no shared libpython")
     result = {"machine": machine(), "mib": args.mib, "tensors": 8 * args.layers, "threads": args.threads, **found}
     path = save("snapshot_threads", result)
     print(json.dumps(found, indent=1))

