@@ -85,6 +85,7 @@ bench: $(READY)
 	@$(PY) benchmarks/slow_ranks.py $(ARGS)
 	@$(PY) benchmarks/snapshots.py $(ARGS)
 	@$(PY) benchmarks/snapshot_memory.py $(ARGS)
+	@$(PY) benchmarks/snapshot_threads.py
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
 	@$(PY) benchmarks/compare_torchrun.py
 	@$(PY) benchmarks/planner.py

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 
 from rackrun.checkpoint.arena.arena_file import change_points
 from rackrun.checkpoint.arena.arena_format import Kind, SlotHeader, SlotState, manifest_digest, table_bytes
-from rackrun.checkpoint.base.digest import chunk_crcs, crc
+from rackrun.checkpoint.base.digest import ChunkDigests, chunk_crcs, crc
 from rackrun.checkpoint.base.errors import CheckpointError, DuplicateOwner, IntegrityError, StaleFencingToken
 from rackrun.protocol.crash_points import crash_point, register
 
@@ -83,9 +83,8 @@ class SlotWriter:
 
         The last item of `_crcs` may cover a part of its chunk.
         """
-        self._pool: ThreadPoolExecutor | None = None
-        self._digesting: list[tuple[int, Future[np.ndarray[Any, Any]]]] = []
-        """(first chunk, future digests of that chunk and the following ones), for each part given to the pool."""
+        self._digesting: ChunkDigests | None = None
+        """Computes items of `_crcs`, which are 0 until then."""
 
     @property
     def index(self) -> int:
@@ -121,12 +120,12 @@ class SlotWriter:
                 remedy="create the arena with larger slots.",
             )
         arena._file.check()
-        self._await_digests()
         if self._digested > payload_bytes:
             del self._crcs[payload_bytes // at.chunk_bytes :]
             self._digested = len(self._crcs) * at.chunk_bytes
         self._digest(min(len(self._crcs) * at.chunk_bytes, payload_bytes))
         rest = chunk_crcs(self.payload[self._digested : payload_bytes], at.chunk_bytes, threads)
+        self._await_digests()
         table = table_bytes(np.concatenate([np.array(self._crcs, dtype=np.uint32), rest]))
         crash_point("arena.seal.digested")
         sealed = self._header._replace(state=SlotState.SEALED, payload_bytes=payload_bytes, layout_hash=layout_hash)
@@ -170,26 +169,26 @@ class SlotWriter:
             self._digested = stop
 
     def _begin_digests(self, upto: int, threads: int) -> None:
-        """Have the pool digest the whole chunks before ``upto``."""
+        """Have other threads digest the whole chunks before ``upto``."""
         size = self._arena.chunk_bytes
         self._digest(min(-(-self._digested // size) * size, upto))  # the rest of a chunk that was begun in this thread
         first, last = self._digested // size, upto // size
         if self._digested % size or first >= last:
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(threads, "rackrun-digest")
-        each = -(-(last - first) // threads)
-        for at in range(first, last, each):
-            part = self.payload[at * size : min(at + each, last) * size]
-            self._digesting.append((at, self._pool.submit(chunk_crcs, part, size)))
+        if self._digesting is None:
+            self._digesting = ChunkDigests(threads)
+        for index in range(first, last):
+            self._digesting.add(index, self.payload[index * size : (index + 1) * size])
         self._crcs += [0] * (last - first)
         self._digested = last * size
 
     def _await_digests(self) -> None:
-        for first, digests in self._digesting:
-            found = digests.result().tolist()
-            self._crcs[first : first + len(found)] = found
-        self._digesting.clear()
+        if self._digesting is None:
+            return
+        for index, found in self._digesting.finish().items():
+            if index < len(self._crcs):
+                self._crcs[index] = found
+        self._digesting = None
 
     def _check_ours(self) -> None:
         now = self._arena._header(self.index)
@@ -201,9 +200,9 @@ class SlotWriter:
 
     def _end(self) -> None:
         self._arena._writers.remove(self)
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        self._digesting.clear()
+        if self._digesting is not None:
+            self._digesting.stop()
+            self._digesting = None
         with contextlib.suppress(BufferError):  # the caller still has views of it
             self.payload.release()
 

@@ -6,14 +6,17 @@ an adversary. Manifests and records must not be forged, so they are digested wit
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import crc32c
 import numpy as np
 
-__all__ = ["CHUNK_BYTES", "chunk_crcs", "content_digest", "crc"]
+__all__ = ["CHUNK_BYTES", "ChunkDigests", "chunk_crcs", "content_digest", "crc"]
 
 CHUNK_BYTES = 8 * 2**20
 
@@ -41,6 +44,49 @@ def chunk_crcs(payload: memoryview, chunk_bytes: int = CHUNK_BYTES, threads: int
         for done in [pool.submit(digest, first, threads) for first in range(threads)]:
             done.result()
     return crcs
+
+
+class ChunkDigests:
+    """Computes the CRC32C of single chunks in threads of its own, while the caller goes on.
+
+    Made for work beside a thread that trains: each time that a thread takes the GIL, the training thread may have to
+    wait for it. A chunk makes its thread take the GIL twice: when there is a chunk, and behind its CRC.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """``threads``: the most threads. They are started as chunks are added."""
+        self._threads_max = threads
+        self._threads: list[threading.Thread] = []
+        self._chunks: SimpleQueue[tuple[int, memoryview] | None] = SimpleQueue()
+        self._found: dict[int, int] = {}
+
+    def add(self, index: int, chunk: memoryview) -> None:
+        """Have the chunk digested, which must not change before `finish` returns."""
+        self._chunks.put((index, chunk))
+        if len(self._threads) < self._threads_max:
+            thread = threading.Thread(target=self._digest, name=f"rackrun-digest-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def finish(self) -> dict[int, int]:
+        """Wait for all chunks, end the threads, and return the CRCs: index -> CRC32C."""
+        for _ in self._threads:
+            self._chunks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        return self._found
+
+    def stop(self) -> None:
+        """End the threads. Chunks that none has begun are dropped."""
+        while not self._chunks.empty():
+            with contextlib.suppress(Empty):  # a thread was faster
+                self._chunks.get_nowait()
+        self.finish()
+
+    def _digest(self) -> None:
+        for index, chunk in iter(self._chunks.get, None):
+            self._found[index] = crc(chunk)
 
 
 def content_digest(data: bytes) -> str:

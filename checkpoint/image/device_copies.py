@@ -1,7 +1,9 @@
 """Copy tensors from a device into an image in host memory, many of them in one torch call.
 
 A Python loop over a thousand tensors holds the interpreter for milliseconds, in which the training thread launches
-nothing. So the Python work, finding each tensor's place, is done once for each image memory and layout.
+nothing. So the Python work, finding each tensor's place, is done once for each image memory and layout. And nearly
+every torch call for a tensor gives the interpreter's lock up and takes it again, as does the end of a tensor object:
+each time the training thread may have to wait for it. So tensors are copied as they are, without views of them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from rackrun.checkpoint.image.safetensors_image import Cuts, bits_of, memory_of,
 
 __all__ = ["DeviceCopies"]
 
+_AS_THEY_ARE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+"""dtypes of which torch copies contiguous tensors bit by bit."""
 _KEPT = 4
 """How many images' places are kept: two snapshots, and two checkpoints on their way."""
 
@@ -26,18 +33,18 @@ class _Places:
         self.layout = layout
         self._memory = torch.frombuffer(memory_of(into), dtype=torch.uint8)
         self._cuts = cuts
-        self._places: dict[str, tuple[torch.Tensor, list[int]]] = {}
+        self._places: dict[tuple[str, torch.dtype], tuple[torch.Tensor, list[int]]] = {}
 
-    def of(self, name: str, bits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def of(self, name: str, source: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Return a tensor's memory in the image, and where its copy is cut, in bytes.
 
-        The memory is a tensor of integers with the dtype and shape of ``bits``.
+        The memory is a tensor with the dtype and shape of ``source``.
         """
-        known = self._places.get(name)
+        known = self._places.get((name, source.dtype))
         if known is None:
             start, _ = self.layout.extents[name]
-            place = self._memory[start : start + bits.nbytes].view(bits.dtype).view(bits.shape)
-            known = self._places[name] = place, self._cuts(place.data_ptr(), bits.nbytes)
+            place = self._memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            known = self._places[name, source.dtype] = place, self._cuts(place.data_ptr(), source.nbytes)
         return known
 
 
@@ -83,22 +90,24 @@ class DeviceCopies:
             if entry.name not in names or not entry.box.numel:
                 continue
             begun, end = (begun, layout.extents[entry.name][1]) if targets else layout.extents[entry.name]
-            bits = bits_of(tensors[entry.name])
-            place, cuts = places.of(entry.name, bits)
+            source = tensors[entry.name]
+            if source.dtype not in _AS_THEY_ARE or not source.is_contiguous():
+                source = bits_of(source)
+            place, cuts = places.of(entry.name, source)
             if cuts:
-                flat, there = (one.contiguous().view(-1).view(torch.uint8) for one in (bits, place))
+                flat, there = (one.detach().contiguous().view(-1).view(torch.uint8) for one in (source, place))
                 for start, stop in zip((0, *cuts), (*cuts, flat.numel()), strict=True):
                     targets.append(there[start:stop])
                     sources.append(flat[start:stop])
             else:
                 targets.append(place)
-                sources.append(bits)
+                sources.append(source)
             if end - begun >= group_bytes:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+                _copy(targets, sources)
                 targets, sources = [], []
                 yield end
         if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            _copy(targets, sources)
             yield end
 
     def _places_in(self, layout: ImageLayout, into: memoryview) -> _Places:
@@ -110,3 +119,8 @@ class DeviceCopies:
         while len(self._kept) > _KEPT:
             del self._kept[next(iter(self._kept))]
         return places
+
+
+@torch.no_grad()
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -174,17 +174,26 @@ class ImageCopy:
         self._versions = [(image.tensors[path], image.tensors[path]._version) for path in settled]
         self._ready = device.ready()
 
-    def finish(self, filled: Callable[[int], None] = lambda _: None) -> bool:
+    def finish(self, filled: Callable[[int], None] = lambda _: None, *, drop: bool = True) -> bool:
         """Copy the rest, and return whether none of it was changed meanwhile. ``filled``: see `write_tensors`.
 
-        References to the tensors are dropped in any case, so that the caller may free what was copied.
+        ``drop``: `drop` is called in any case. Without it, the caller calls it.
         """
         try:
             self._device.copy(self._image, self._into, self._settled, self._ready, filled)
             return all(tensor._version == version for tensor, version in self._versions)
         finally:
-            self._versions.clear()
-            self._image.tensors.clear()
+            if drop:
+                self.drop()
+
+    def drop(self) -> None:
+        """Drop the references to the tensors, so that the caller may free what was copied.
+
+        The end of each tensor object gives the interpreter's lock up. Beside training that is better done by the thread
+        that trains.
+        """
+        self._versions.clear()
+        self._image.tensors.clear()
 
 
 def copies_from(device: torch.device) -> HostCopies:

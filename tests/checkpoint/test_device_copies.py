@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rackrun.checkpoint.image.device_copies import DeviceCopies
 from rackrun.checkpoint.image.image_layout import ImageLayout
@@ -98,6 +99,42 @@ def test_torch_is_called_once_and_places_are_looked_up_once(tensors: Tensors, mo
         copies.enqueue(layout, tensors, tensors.keys(), memoryview(memory))
     assert calls == [{"non_blocking": True}] * 3
     assert len(looked_up) == sum(1 for one in tensors.values() if one.numel())
+
+
+def test_no_torch_call_for_a_single_tensor_is_made_beside_training() -> None:
+    """Each gives the interpreter's lock up, which the training thread wants."""
+    tensors: Tensors = {f"{i:02}": torch.nn.Parameter(torch.randn(5, 3)) for i in range(20)}
+    tensors |= {"half": torch.randn(7).to(torch.bfloat16), "count": torch.arange(3), "no": torch.tensor([True, False])}
+    layout, expected = planned(tensors)
+    write_tensors(layout, tensors, memoryview(expected))
+    found, copies = bytearray(len(expected)), DeviceCopies()
+    copies.enqueue(layout, tensors, tensors.keys(), memoryview(found))
+    called: list[str] = []
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    found[:] = bytes(len(found))
+    with Calls():
+        copies.enqueue(layout, tensors, tensors.keys(), memoryview(found))
+    many = {name for name in called if called.count(name) > 2}
+    assert many <= {"__get__", "is_contiguous"}, "these keep the lock"
+    assert called.count("_foreach_copy_") == 1
+    assert found == expected
+    assert all(place.grad_fn is None for places in copies._kept.values() for place, _ in places._places.values())
+
+
+def test_a_tensor_that_becomes_strided_is_copied_right(tensors: Tensors) -> None:
+    copies = DeviceCopies()
+    for matrix in (torch.randn(4, 4), torch.randn(4, 4).t(), torch.randn(4, 4)):
+        tensors["a"] = matrix
+        layout, expected = planned(tensors)
+        write_tensors(layout, tensors, memoryview(expected))
+        found = bytearray(len(expected))
+        copies.enqueue(layout, tensors, tensors.keys(), memoryview(found))
+        assert found == expected
 
 
 def test_another_layout_in_the_same_memory_is_another_image(tensors: Tensors) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest, crc
+from rackrun.checkpoint.base import digest
+from rackrun.checkpoint.base.digest import CHUNK_BYTES, ChunkDigests, chunk_crcs, content_digest, crc
 
 
 def test_crc_is_the_published_crc32c():
@@ -29,6 +31,37 @@ def test_there_is_one_crc_a_chunk_whatever_the_threads(data: bytes, chunk_bytes:
     crcs = chunk_crcs(memoryview(data), chunk_bytes, threads)
     assert crcs.dtype == np.uint32
     assert crcs.tolist() == expected
+
+
+@given(chunks=st.lists(st.binary(max_size=50), max_size=20), threads=st.integers(1, 4))
+def test_chunks_that_come_one_after_another_get_the_same_crcs(chunks: list[bytes], threads: int):
+    before = threading.active_count()
+    digests = ChunkDigests(threads)
+    for index, chunk in enumerate(chunks):
+        digests.add(index, memoryview(chunk))
+        assert threading.active_count() <= before + threads
+    assert digests.finish() == {index: crc(memoryview(chunk)) for index, chunk in enumerate(chunks)}
+    assert threading.active_count() == before
+
+
+def test_no_chunk_is_begun_once_its_digests_are_stopped(monkeypatch: pytest.MonkeyPatch):
+    before, begun, may_end = threading.active_count(), threading.Event(), threading.Event()
+
+    def slow(chunk: memoryview) -> int:
+        begun.set()
+        assert may_end.wait(60.0)
+        return len(chunk)
+
+    monkeypatch.setattr(digest, "crc", slow)
+    digests = ChunkDigests(1)
+    for index in range(3):
+        digests.add(index, memoryview(bytes(index + 1)))
+    assert begun.wait(60.0)
+    finish = digests.finish
+    monkeypatch.setattr(digests, "finish", lambda: (may_end.set(), finish())[1])
+    digests.stop()
+    assert digests._found == {0: 1}
+    assert threading.active_count() == before
 
 
 def test_an_empty_payload_has_no_chunks():

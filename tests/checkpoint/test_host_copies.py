@@ -199,6 +199,16 @@ def test_what_may_change_is_copied_at_once_and_the_rest_when_it_finishes(gpu: Gp
     assert not image.tensors, "the caller may free them"
 
 
+def test_who_trains_may_drop_the_tensors_instead_of_who_copies() -> None:
+    """The end of a tensor object gives the interpreter's lock up."""
+    image, _ = planned()
+    copy = ImageCopy(image, set(image.tensors), memoryview(bytearray(image.layout.total_bytes)), HostCopies())
+    in_a_thread(lambda: copy.finish(drop=False))
+    assert len(image.tensors) == 50
+    copy.drop()
+    assert not image.tensors
+
+
 def test_who_has_streams_of_its_own_gets_the_image_back_only_when_it_is_copied(gpu: Gpu) -> None:
     for waits in (False, True):
         image, expected = planned()

@@ -18,7 +18,7 @@ from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.worker.snapshots import snapshot_memory
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
-from rackrun.worker.snapshots.snapshot_memory import SnapshotMemory
+from rackrun.worker.snapshots.snapshot_memory import SnapshotMemory, chunk_bytes_for
 from rackrun.worker.state.state_image import StateImages
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.optimizer_sizes import bytes_to_come
@@ -226,6 +226,13 @@ def test_what_there_is_stays_whatever_is_asked_for_ahead(memory: SnapshotMemory)
     assert memory[0] is arena
     assert bytes(arena.reader(1).payload[:4]) == b"mine"
     assert memory.arena(1, 9 * SIZE, **ME).payload_bytes >= 9 * SIZE
+
+
+def test_a_large_snapshot_has_few_chunks_and_none_has_more_than_32_mib(memory: SnapshotMemory) -> None:
+    mib = 2**20
+    chunks = [chunk_bytes_for(size) // mib for size in (1, 512 * mib, 513 * mib, 1024 * mib, 3000 * mib, 2**40)]
+    assert chunks == [8, 8, 16, 16, 32, 32]
+    assert memory.arena(0, SIZE, **ME).chunk_bytes == 8 * mib
 
 
 def test_when_no_more_is_needed_what_is_being_made_ends_and_leaves_nothing(

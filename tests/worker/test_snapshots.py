@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
-from rackrun.checkpoint.image.host_copies import HostCopies
+from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
 from rackrun.worker.loop.run import Run
@@ -327,9 +327,13 @@ def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_te
         assert memory_then < memory + 8 * 2**20
 
 
-def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over() -> None:
-    """While one is being written, a loss takes everybody back to the newest that is whole: that is the one before it, not the one before that."""
+def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is being written, a loss takes everybody back to the newest that is whole: that is the one before it, not the one before that.
+    The thread that copies leaves the ends of tensor objects to the thread that trains."""
     rewritten: list[list[int]] = []
+    dropped: list[threading.Thread] = []
+    drop = ImageCopy.drop
+    monkeypatch.setattr(ImageCopy, "drop", lambda copy: (dropped.append(threading.current_thread()), drop(copy))[1])
 
     class Page:
         mirrored = -1
@@ -360,6 +364,7 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over() -> No
             snapshots.settle()
             assert max(snapshots._held) == step
         assert rewritten == [[], [0], [1], [2], [3], [4]]
+        assert dropped == [threading.current_thread()] * 6
         for newest in (5, 4):
             with torch.no_grad():
                 model.weight.fill_(-1)

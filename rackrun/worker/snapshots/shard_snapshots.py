@@ -65,6 +65,7 @@ class _Copying:
     slot: int
     mirror: bool
     generation: int
+    copy: ImageCopy
     thread: threading.Thread | None = None
     cpu_s: float = 0.0
     out_of_date: bool = False
@@ -183,9 +184,9 @@ class Snapshots:
         began = time.monotonic()  # an arena is allocated once, so that time is not part of the cost
         later = self._state.standing_until_gate(shard.tensors)
         copy = ImageCopy(shard, later, writer.payload, self._device)
-        copying = _Copying(named, slot, mirror, self._runtime.world.generation)
+        copying = _Copying(named, slot, mirror, self._runtime.world.generation, copy)
         copying.thread = threading.Thread(
-            target=self._copy, args=[copying, shard.layout, copy, writer], name=f"rackrun-snapshot-{step}", daemon=True
+            target=self._copy, args=[copying, shard.layout, writer], name=f"rackrun-snapshot-{step}", daemon=True
         )
         self._copying = copying
         copying.thread.start()
@@ -211,6 +212,7 @@ class Snapshots:
         while copying.thread.is_alive():
             copying.thread.join(_SLICE_S)
             waiting()
+        copying.copy.drop()
         if copying.error is not None:
             raise copying.error
         if not copying.out_of_date:
@@ -256,11 +258,11 @@ class Snapshots:
                 arena.release(named)
         return arena.begin(named, named)
 
-    def _copy(self, copying: _Copying, layout: ImageLayout, copy: ImageCopy, writer: SlotWriter) -> None:
+    def _copy(self, copying: _Copying, layout: ImageLayout, writer: SlotWriter) -> None:
         began = time.thread_time()
         try:
             threads = _digesting_threads() if self._runtime.device.type != "cpu" else 0
-            copying.out_of_date = not copy.finish(lambda upto: writer.filled(upto, threads))
+            copying.out_of_date = not copying.copy.finish(lambda upto: writer.filled(upto, threads), drop=False)
             if copying.out_of_date:  # the script has changed parameters between two units
                 writer.abandon()
                 return

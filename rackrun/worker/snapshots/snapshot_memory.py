@@ -14,15 +14,32 @@ from dataclasses import dataclass
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings, with_spare_room
+from rackrun.checkpoint.base.digest import CHUNK_BYTES
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.host_memory.populate import Populating
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.protocol.boot import SNAPSHOT_JOB
 
-__all__ = ["SnapshotMemory"]
+__all__ = ["SnapshotMemory", "chunk_bytes_for"]
 
 _SLICE_S = 0.05
+_CHUNKS = 64
+_CHUNK_BYTES_MAX = 32 * 2**20
+"""A larger chunk would be digested longer than the last copies take, and more bytes would be fetched with those that a
+rank of another world needs."""
+
+
+def chunk_bytes_for(payload_bytes: int) -> int:
+    """Return the chunk size of a snapshot with room for ``payload_bytes``, in bytes.
+
+    `CHUNK_BYTES`, or twice that or four times, where there would be more than `_CHUNKS`: each chunk makes a thread take
+    the interpreter's lock beside training.
+    """
+    size = CHUNK_BYTES
+    while payload_bytes > _CHUNKS * size and size < _CHUNK_BYTES_MAX:
+        size *= 2
+    return size
 
 
 @dataclass
@@ -143,5 +160,6 @@ class SnapshotMemory:
             fencing_token=fencing_token,
             slots=1,
             payload_bytes=making.size,
+            chunk_bytes=chunk_bytes_for(making.size),
             populating=Populating(making.threads, lambda: making.wanted),
         )
