@@ -370,9 +370,10 @@ def _newest_fencing_token(found: DirectorySurvey) -> int:
 def _mark_one(store: DurableStore, found: DirectorySurvey, *, quiet: bool) -> None:
     """Verify a checkpoint, showing progress. `collect` deletes nothing before one is verified, and would verify without
     showing progress."""
-    if any(info.verified for info in found.whole):
+    usable = [info for info in found.whole if info.number not in found.barred]
+    if any(info.verified for info in usable or found.whole):
         return
-    for info in found.whole:
+    for info in usable or found.whole:
         with progress_bar(f"verifying {info.number}", quiet=quiet) as progress:
             if _checked(store, info.number, progress).ok:
                 return
@@ -406,7 +407,7 @@ def _would_collect(
     at_work: bool,
     as_json: bool,
 ) -> None:
-    usable = sorted(found.whole, key=lambda info: info.number in found.barred)
+    usable = [info for info in found.whole if info.number not in found.barred] or found.whole
     marked = next((info.number for info in usable if info.verified), None)
     assumed = marked if marked is not None else next((info.number for info in usable), None)
     choice = choose(found.whole, retention, pins=(), newest_verified=assumed, barred=found.barred)
