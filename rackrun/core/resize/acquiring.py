@@ -207,7 +207,7 @@ class RackAcquisition:
         one = self.rented.get(request)
         if one is None or self.world.phase is Phase.ENDING:
             return
-        if one.stage.value == stage:
+        if one.stage.value == stage and at_ms >= one.until_ms:  # otherwise of the time before it was given up
             if one.stage is RackStage.ASKED:
                 timeout_s = self.config.acquire_timeout_ms / 1e3
                 self._fail(one, f"it did not come within {timeout_s:g} s (--acquire-timeout)", at_ms)
@@ -233,13 +233,14 @@ class RackAcquisition:
         self._looked = now
         for one in list(self.rented.values()):
             if one.stage in (RackStage.JOINED, RackStage.SERVING) and self._is_useless(one):
-                self._failed = one.failed
+                self._failed = max(self._failed, one.failed)
                 self._fail(one, f"it is of no use: {self._against(one)}", at_ms)
                 self.facts.add(SlotFreed())
             elif one.stage is RackStage.JOINED and self._has_begun(one):
                 one.enter(RackStage.SERVING)
             if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
-                one.proved, self._failed = True, 0
+                one.proved = True
+                self._forget_failures()
         if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.world.ending():
             self._look_whether_needed(at_ms)
 
@@ -382,7 +383,8 @@ class RackAcquisition:
         for tray in over.named:
             self._unwanted.pop(tray, None)
         self.rented[over.request] = over
-        self._failed = max(self._failed - 1, 0)
+        self._failed -= over.counted
+        over.counted, over.failed = False, self._failed
         if over.stage is RackStage.DELIVERED:
             self._set_limit(over, self.config.rack_join_ms, at_ms)
         return over
@@ -390,11 +392,17 @@ class RackAcquisition:
     def _fail(self, one: RentedRack, why: str, at_ms: int, *, release: bool = True) -> None:
         """Give up a rack, and count the failure."""
         self._failed += 1
+        one.counted = True
         self._last = f"{one}: {why}"
         if self.world.phase is Phase.PARKING:
             self._barred = self._last
         self._say(f"{one} came to nothing: {why}")
         self._release(one, why, at_ms, told=release)
+
+    def _forget_failures(self) -> None:
+        self._failed = 0
+        for one in self._over.values():
+            one.counted = False
 
     def _leave(self, one: RentedRack, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
         """Let ranks leave a rack; then its trays leave, and it is released."""

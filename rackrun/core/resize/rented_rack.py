@@ -46,6 +46,8 @@ class RentedRack:
     """Trays that had joined before the request. None of them can be part of the rack."""
     failed: int
     """Number of consecutive failed requests before this one."""
+    counted: bool = False
+    """Whether it was given up, and that counts among the consecutive failed requests."""
     stage: RackStage = RackStage.ASKED
     named: tuple[TrayId, ...] = ()
     proved: bool = False
