@@ -217,6 +217,29 @@ def test_what_a_rank_leaves_that_does_not_end_is_not_waited_for_without_end() ->
     assert "no copy of some state is left" in stop_in(harness.timer("owed")).because
 
 
+def test_a_policy_that_comes_before_it_is_known_what_a_condemned_rank_leaves_is_decided_with_it() -> None:
+    harness = whose_shards_are_nowhere_else("swap,hold")
+    harness.judges("a/1", Health.LOST)
+    answer = only(Answer, change(harness, "swap,shrink,hold"))
+    assert (answer.outcome, answer.refusal) == ("done", "")
+    assert "what becomes of the hold is decided within" in answer.text
+    decided = only(Decided, harness.exits("a/1", snapshots=(3, 4))).decision
+    assert decided.rung is Rung.HOLD
+    assert harness.core.check_invariants() is None
+
+
+def test_a_policy_without_hold_is_refused_until_it_is_known_what_a_condemned_rank_leaves() -> None:
+    harness = whose_shards_are_nowhere_else("swap,hold", repair_patience_ms=WEEK_MS)
+    harness.judges("a/1", Health.LOST)
+    answers = change(harness, "swap,wait")
+    answer = only(Answer, answers)
+    assert (answer.outcome, answer.refusal) == ("refused", "early")
+    assert "ask again in" in answer.remedy
+    assert not every(StopJob, answers)
+    harness.exits("a/1", snapshots=(3, 4))
+    assert only(Answer, change(harness, "swap,wait")).outcome == "done"
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------
 def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes() -> None:
     harness = job(min_ranks=1)
