@@ -529,7 +529,8 @@ class Recovery:
         stands_still = decision.rung in (Rung.WAIT, Rung.HOLD) or decision.meanwhile == "wait"
         self.waits = f"{failure.what}; {decision.reason}" if stands_still else ""
         self.nothing_comes = stands_still and not view.comes_by_itself
-        if self.nothing_comes and (asked := self.world.stopping) is not None:
+        asked = self.world.stopping
+        if self.nothing_comes and asked is not None and not self.world.stops_for_departure:
             self.end.stop(asked.exit_code, f"{asked.because}; all ranks wait, and no step boundary comes")
             return
         match decision.rung:
