@@ -52,6 +52,8 @@ class RentedRack:
     named: tuple[TrayId, ...] = ()
     proved: bool = False
     """Whether one of its workers was ready while all trained, or trained with them."""
+    released: bool = False
+    """Whether the provider was told to release it."""
     revoked: bool = False
     """Whether the provider has said, before any worker was ready, that it takes the rack back."""
 
