@@ -406,10 +406,11 @@ def test_a_late_rack_that_is_of_no_use_adds_to_the_failures_since() -> None:
         refuse(told, request)
     deliver(told, 1, "r")
     told.join("r", 2)
+    begun_at = len(told.answers)
     for slot in ("r/0", "r/1"):
-        told.checks(slot, "it has no fabric")
+        told.judges(slot, Health.LOST)
         told.exits(slot)
-    assert "rack 1 came to nothing" in said(told.answers)
+    assert "rack 1 came to nothing: it is of no use" in said(told.answers[begun_at:])
     assert not every(RequestRack, told.tell(PolicyRequested(request="4", policy="swap,acquire-wait,hold")))
 
 
