@@ -29,6 +29,7 @@ from rackrun.checkpoint.base.errors import (
     FormatVersionError,
     IntegrityError,
     LayoutMismatch,
+    NotOurs,
     NoUsableCheckpoint,
 )
 from rackrun.checkpoint.base.location import absolute, is_remote
@@ -175,9 +176,27 @@ def numbers_in(store: DurableStore) -> list[int]:
 
 
 def next_number(store: DurableStore) -> int:
-    """Return the number after the newest checkpoint, published or begun."""
+    """Return the number after the newest checkpoint, published or begun.
+
+    What has a checkpoint's name and is none of that number does not count; its number is left out.
+    """
     begun = [temporary.number for name in _names(store) if (temporary := TemporaryName.parse(name))]
-    return max([*numbers_in(store), *begun], default=-1) + 1
+    listed = numbers_in(store)
+    published = next((number for number in listed if not _is_foreign(store, number)), -1)
+    number = max([published, *begun]) + 1
+    while number in listed:
+        number += 1
+    return number
+
+
+def _is_foreign(store: DurableStore, number: int) -> bool:
+    try:
+        store.manifest(number)
+    except NotOurs:
+        return True
+    except CheckpointError:
+        pass
+    return False
 
 
 def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:

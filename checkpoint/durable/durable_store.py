@@ -256,7 +256,7 @@ class DurableStore:
         published whose shards are all there and only the manifest is missing, because their writer died or it was lost.
         """
         if not self.files.objects:
-            self._put_back()
+            self.put_back()
             return
         with contextlib.suppress(OSError):
             for name in self.files.listdir(self.directory):
@@ -269,20 +269,32 @@ class DurableStore:
                             if self._finish(number, attempt):
                                 break
 
-    def _put_back(self) -> None:
-        with contextlib.suppress(OSError):
-            for name in self.files.listdir(self.directory):
-                if (number := replaced_number(name)) is not None:
-                    with contextlib.suppress(OSError):
-                        self._put_one_back(self.directory / name, self.path(number))
+    def replaced(self) -> dict[Path, int]:
+        """Return the folders of checkpoints that others replace, each with its checkpoint number (on a disk)."""
+        names = [] if self.files.objects else self.files.listdir(self.directory)
+        return {self.directory / name: number for name in names if (number := replaced_number(name)) is not None}
 
-    def _put_one_back(self, former: Path, name: Path) -> None:
+    def put_back(self) -> list[int]:
+        """Give checkpoints that were being replaced their names again, where no other has them; the rest becomes trash.
+
+        No job may be at work in the directory. Best effort. Returns the numbers that have their names again.
+        """
+        done = []
+        with contextlib.suppress(OSError):
+            for former, number in self.replaced().items():
+                with contextlib.suppress(OSError):
+                    if self._put_one_back(former, self.path(number)):
+                        done.append(number)
+        return done
+
+    def _put_one_back(self, former: Path, name: Path) -> bool:
         try:
             self.files.stat(name)
         except FileNotFoundError:
             self.files.rename(former, name)
-        else:
-            set_aside(self.files, former)  # the new one has its place
+            return True
+        set_aside(self.files, former)  # the new one has its place
+        return False
 
     def _finish(self, number: int, attempt: str) -> bool:
         """Publish the attempt of this name if all its shards are there. Return whether it is published."""

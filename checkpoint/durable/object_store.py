@@ -16,6 +16,7 @@ import errno
 import io
 import itertools
 import os
+import secrets
 import stat
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rackrun.checkpoint.base.digest import content_digest
 from rackrun.checkpoint.base.location import RemotePath
 from rackrun.checkpoint.durable.files import Files
 from rackrun.errors import UsageError
@@ -39,6 +41,8 @@ _NEEDS = {
 """Scheme -> (module, distribution) that it needs."""
 _PART_BYTES = 32 * 2**20
 """Size of one part of a multi-part upload. S3 takes at most 10,000 parts."""
+_memory_lock = threading.Lock()
+"""``memory://`` is one store for the whole process."""
 
 
 def files_at(path: Path) -> Files:
@@ -69,6 +73,8 @@ class ObjectFiles(Files):
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(1 << 30)
         self._lock = threading.Lock()
+        self._conditional = False
+        """Whether the store is known to heed the condition of `replace_version`."""
 
     # -- one object
     def open(self, path: Path, flags: int) -> int:
@@ -153,6 +159,56 @@ class ObjectFiles(Files):
                 if self._there(key):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
                 self._fs.pipe_file(key, data)
+
+    def version(self, path: Path) -> str:
+        """Return what `replace_version` takes. Raises FileNotFoundError, and OSError ENOTSUP where it cannot be done."""
+        remote = _remote(path)
+        with _typed(path):
+            info = self._fs.info(remote.key)
+            if remote.scheme == "memory":
+                return content_digest(self._fs.cat_file(remote.key))
+            if remote.scheme == "s3" and info.get("ETag"):
+                return str(info["ETag"])
+        raise OSError(errno.ENOTSUP, f"{remote.scheme}:// has no conditional writes here", str(path))
+
+    def replace_version(self, path: Path, data: bytes, version: str) -> None:
+        """Replace an object only if it is still the one of this `version`.
+
+        Raises FileExistsError when it is another one by now, FileNotFoundError when it is gone, and OSError ENOTSUP when
+        the store does not heed the condition.
+        """
+        remote = _remote(path)
+        if remote.scheme == "memory":
+            with _memory_lock, _typed(path):
+                if content_digest(self._fs.cat_file(remote.key)) != version:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+                self._fs.pipe_file(remote.key, data)
+            return
+        self._check_conditions(path)
+        with _typed(path):
+            try:
+                self._fs.pipe_file(remote.key, data, IfMatch=version)
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EBUSY):  # 412, and 409: another process writes it just now
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+                raise
+
+    def _check_conditions(self, path: Path) -> None:
+        """Write an object that is not there under the condition that it is. Raises OSError ENOTSUP if that succeeds:
+        servers and clients that do not know the condition ignore it."""
+        if self._conditional:
+            return
+        probe = _remote(path.with_name(f".condition-{secrets.token_hex(8)}"))
+        with _typed(path):
+            try:
+                self._fs.pipe_file(probe.key, b"?", IfMatch='"0"')
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) or error.errno == errno.EINVAL:
+                    self._conditional = True
+                    return
+                raise
+            self._fs.rm_file(probe.key)
+        raise OSError(errno.ENOTSUP, "the store ignores If-Match", str(path))
 
     def _there(self, key: str) -> bool:
         try:

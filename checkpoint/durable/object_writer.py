@@ -9,19 +9,24 @@
 An object appears whole or not at all, so there are no temporary names and no renames. Attempts that differ in anything
 have different prefixes, so a late writer overwrites nothing that was published. The manifest is created only where none
 exists, as far as the store supports that; of two whole attempts, either may stay. That of a checkpoint that gives way
-(`CheckpointWriter`) is replaced in one request.
+(`CheckpointWriter`) is replaced in one request, on the condition that it is still the manifest that was judged. A store
+without such requests keeps the former checkpoint: a late writer of an earlier start could replace a newer one there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter, SliceReadable, _checked_chunks
 from rackrun.checkpoint.durable.files import FailureKind, FileRefused, delete_tree, write_new
+from rackrun.checkpoint.durable.object_store import ObjectFiles
 from rackrun.protocol.crash_points import crash_point
 
 __all__ = ["ObjectWriter"]
+
+_TRIES = 5
 
 
 class ObjectWriter(CheckpointWriter):
@@ -37,17 +42,45 @@ class ObjectWriter(CheckpointWriter):
         crash_point("durable.fragment_named")
 
     def _publish(self, manifest: Manifest) -> None:
-        if not self._is_published(manifest):
-            try:
-                self._files.create(self._final / MANIFEST, seal(manifest)[0])
-            except FileExistsError as error:
-                if not self._is_published(manifest):
-                    if not self._gives_way():
-                        raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
-                    self._files.replace(self._final / MANIFEST, seal(manifest)[0])
-                    self.replaced = True
-            crash_point("durable.manifest_named")
+        for _ in range(_TRIES):
+            if self._is_published(manifest):
+                break
+            if self._write_manifest(seal(manifest)[0]):
+                crash_point("durable.manifest_named")
+                break
+        else:
+            raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole")
         self._discard()
+
+    def _write_manifest(self, data: bytes) -> bool:
+        """Write the manifest where there is none, or in the place of one that gives way.
+
+        Returns False when another process was faster, or what is there does not give way.
+        """
+        path = self._final / MANIFEST
+        try:
+            self._files.create(path, data)
+            return True
+        except FileExistsError:
+            if not self._gives_way():
+                return False
+        assert isinstance(self._files, ObjectFiles)
+        try:
+            version = self._files.version(path)
+            if not self._gives_way():  # it is judged after its version was read
+                return False
+            self._files.replace_version(path, data, version)
+        except (FileExistsError, FileNotFoundError):
+            return False
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            why = f"{self._final} stays: this store cannot replace an object on a condition ({error.strerror})"
+            raise FileRefused(
+                FailureKind.DISAGREES, f"{why}; to have the step saved anew, delete {MANIFEST} there"
+            ) from error
+        self.replaced = True
+        return True
 
     def _sync_name(self) -> None:
         """Do nothing: a completed upload is durable."""

@@ -2,8 +2,8 @@
 
 `choose` decides, as a pure function. It keeps the newest ``keep_last``, the first of each span of ``keep_every`` steps,
 the pinned ones, and always the newest verified one. When none is verified, nothing is deleted. A checkpoint that no
-restore takes (quarantined or passed over: `rackrun.checkpoint.durable.probation`) does not count among the newest; it
-stays until the oldest of them is newer than it.
+restore takes (quarantined or passed over: `rackrun.checkpoint.durable.probation`), or that was found damaged just now,
+counts for none of these; it stays until the oldest of the newest is newer than it.
 
 `collect` carries the decision out: it writes it down (``RETENTION.json``), renames each directory to ``.trash-...``,
 syncs the renaming, and only then deletes files, the manifest first. It may be stopped anywhere and run again, by any
@@ -100,7 +100,7 @@ def choose(
     spans: set[int] = set()
     for info in sorted(checkpoints, key=lambda info: info.number):
         span = info.step // retention.keep_every if retention.keep_every else None
-        if span is not None and span not in spans:
+        if span is not None and info.number not in barred and span not in spans:
             spans.add(span)
             keep[info.number] = f"the first from step {span * retention.keep_every} on"
     newest = sorted((info.number for info in checkpoints), reverse=True)
@@ -155,7 +155,8 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
         barred = {*probation.barred(), *(info.number for info in checkpoints if info.path in store.doubtful)}
         newest_verified = _newest_own(checkpoints, fencing_token, barred) if began is not None else None
         if newest_verified is None:
-            newest_verified = _newest_verified(store, sorted(checkpoints, key=lambda info: info.number in barred))
+            newest_verified, damaged = _newest_verified(store, checkpoints, barred)
+            barred |= damaged
         choice = choose(
             checkpoints,
             retention,
@@ -232,16 +233,26 @@ def _newest_own(checkpoints: Sequence[CheckpointInfo], fencing_token: int, barre
     return max(own, default=None)
 
 
-def _newest_verified(store: DurableStore, checkpoints: Sequence[CheckpointInfo]) -> int | None:
-    """Return the newest checkpoint marked as verified; if none is marked, the newest whose bytes are all right now."""
-    for info in checkpoints:
-        if info.verified:
-            return info.number
-    for info in checkpoints:
-        with contextlib.suppress(CheckpointError):
-            if store.verify(info.number).ok:
-                return info.number
-    return None
+def _newest_verified(
+    store: DurableStore, checkpoints: Sequence[CheckpointInfo], barred: Collection[int]
+) -> tuple[int | None, set[int]]:
+    """Return the newest checkpoint marked as verified; if none is marked, the newest whose bytes are all right now.
+    Also return those that were found damaged.
+
+    One that is barred is returned only if no other is right.
+    """
+    damaged = set[int]()
+    usable = [info for info in checkpoints if info.number not in barred]
+    for infos in (usable, [info for info in checkpoints if info.number in barred]):
+        for info in infos:
+            if info.verified:
+                return info.number, damaged
+        for info in infos:
+            with contextlib.suppress(CheckpointError):
+                if store.verify(info.number).ok:
+                    return info.number, damaged
+                damaged.add(info.number)
+    return None, damaged
 
 
 def _write_down(store: DurableStore, choice: RetentionChoice, fencing_token: int, done: Collected) -> None:

@@ -15,16 +15,31 @@ from typing import Literal
 
 from rackrun.checkpoint.base.errors import CheckpointError, NotOurs, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import absolute
-from rackrun.checkpoint.durable.durable_manifest import MANIFEST, TemporaryName, check_job, checkpoint_number
+from rackrun.checkpoint.durable.durable_manifest import (
+    MANIFEST,
+    TemporaryName,
+    check_job,
+    checkpoint_number,
+    replaced_number,
+)
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
 from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.errors import UsageError
 
-__all__ = ["DamagedCheckpoint", "Leftover", "DirectorySurvey", "nothing_in", "one_store", "stores_in", "survey"]
+__all__ = [
+    "DamagedCheckpoint",
+    "Leftover",
+    "DirectorySurvey",
+    "nothing_in",
+    "one_store",
+    "stores_in",
+    "survey",
+    "unnamed",
+]
 
-_TRASH = re.compile(r"\.trash-(?:tmp-)?gen-(\d+)-", re.ASCII)
+_TRASH = re.compile(r"\.trash-(?:tmp-|replaced-)?gen-(\d+)-", re.ASCII)
 _FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
 
 
@@ -50,13 +65,17 @@ class DamagedCheckpoint:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Unfinished data or trash. *unfinished*: a writer is at work on it, or died. *trash*: it is being deleted."""
+    """Unfinished data or trash. *unfinished*: a writer is at work on it, or died. *trash*: it is being deleted.
 
-    kind: Literal["unfinished", "trash"]
+    *replaced*: the former checkpoint of this number, until the new one's name is on disk. *unnamed*: the same, where no
+    checkpoint has its name: it is just now being replaced, or the writer died between the two renames.
+    """
+
+    kind: Literal["unfinished", "trash", "replaced", "unnamed"]
     path: Path
     number: int
     fencing_token: int
-    """Fencing token of the writers; -1 for trash."""
+    """Fencing token of the writers of unfinished data; -1 otherwise."""
     shards: int
     """How many ranks' shards it has whole."""
     world_size: int | None
@@ -81,9 +100,9 @@ class DirectorySurvey:
     """Checkpoint number -> why no restore takes it."""
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all checkpoints, whole or damaged, newest first."""
+        """Return the numbers of all checkpoints, whole, damaged or without their name, newest first."""
         found = [info.number for info in self.whole] + [one.number for one in self.damaged if one.ours]
-        return sorted(found, reverse=True)
+        return sorted({*found, *(one.number for one in self.leftovers if one.kind == "unnamed")}, reverse=True)
 
 
 def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStore]:
@@ -136,6 +155,20 @@ def nothing_in(directory: Path) -> NoUsableCheckpoint:
     )
 
 
+def unnamed(store: DurableStore, number: int, error: NoUsableCheckpoint) -> NoUsableCheckpoint:
+    """Return the error for a checkpoint that is not there: another than ``error`` where it is there without its name."""
+    with contextlib.suppress(OSError):
+        if number in store.replaced().values() and not _is_there(store, number):
+            folder = next(path.name for path, of in store.replaced().items() if of == number)
+            return NoUsableCheckpoint(
+                f"checkpoint {number} of {store.job} is without its name, in {store.directory / folder}: it is being "
+                "replaced, or the process that did so died.",
+                remedy="if the job runs, try again; otherwise rackctl ckpt gc, or the next start of the job, gives it "
+                "its name back.",
+            )
+    return error
+
+
 def survey(store: DurableStore) -> DirectorySurvey:
     """List the content of a job's directory. Raises CheckpointError when it cannot be listed."""
     whole = store.checkpoints()
@@ -156,6 +189,8 @@ def survey(store: DurableStore) -> DirectorySurvey:
             written[info.number] = store.files.stat(info.path / MANIFEST).st_mtime
     leftovers = [found for name in names if (found := _trash(store, name)) is not None]
     with contextlib.suppress(OSError):
+        leftovers += [found for one in store.replaced().items() if (found := _replaced(store, *one)) is not None]
+    with contextlib.suppress(OSError):
         leftovers += [found for part in store.parts() if (found := _unfinished(store, part)) is not None]
     barred = {n: why for n, why in Probation(store.directory, store.files).barred().items() if n in seen}
     return DirectorySurvey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers), barred)
@@ -174,7 +209,8 @@ def _listed(files: Files, path: Path) -> list[str]:
 
 def _belongs(name: str) -> bool:
     """Whether this name is one that rackrun gives in a job's directory."""
-    return checkpoint_number(name) is not None or TemporaryName.parse(name) is not None or bool(_TRASH.match(name))
+    numbers = (checkpoint_number(name), replaced_number(name), TemporaryName.parse(name), _TRASH.match(name))
+    return any(one is not None for one in numbers)
 
 
 def _is_job(files: Files, root: Path, name: str) -> bool:
@@ -190,12 +226,27 @@ def _trash(store: DurableStore, name: str) -> Leftover | None:
     return _leftover(store, "trash", store.directory / name, int(match[1]), -1) if match else None
 
 
+def _replaced(store: DurableStore, path: Path, number: int) -> Leftover | None:
+    return _leftover(store, "replaced" if _is_there(store, number) else "unnamed", path, number, -1)
+
+
+def _is_there(store: DurableStore, number: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        store.files.stat(store.path(number))
+        return True
+    return False
+
+
 def _unfinished(store: DurableStore, part: UnpublishedCheckpoint) -> Leftover | None:
     return _leftover(store, "unfinished", part.path, part.number, part.fencing_token)
 
 
 def _leftover(
-    store: DurableStore, kind: Literal["unfinished", "trash"], path: Path, number: int, fencing_token: int
+    store: DurableStore,
+    kind: Literal["unfinished", "trash", "replaced", "unnamed"],
+    path: Path,
+    number: int,
+    fencing_token: int,
 ) -> Leftover | None:
     size, shards, world_size = 0, 0, None
     try:

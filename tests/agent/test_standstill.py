@@ -30,6 +30,19 @@ for step in range(10_000):
     page.enter(Activity.STEP, Position(step), deadline_ms=400)
     wake.wait(0.1)
 """
+HOLDS = """
+import ctypes, threading
+from rackrun.protocol.ids import Position
+from rackrun.protocol import boot
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+page = HeartbeatPage(boot.current().page_fd)
+page.new_generation(1)
+page.enter(Activity.STEP, Position(0), deadline_ms=60_000)
+page.tick()
+print("works", flush=True)
+while True:
+    pow(3, 3**13)  # one call that holds the lock
+"""
 
 
 def moment(at_s: float, ran_s: float = 0.0, waited_s: float = 0.0) -> UsageReading:
@@ -107,7 +120,32 @@ def test_moments_only_grow() -> None:
 def test_workers_that_ticked_while_their_agent_stood_still_for_4_seconds_ran(
     before: dict[str, int], now: dict[str, int], ran: bool | None
 ) -> None:
-    assert workers_ran(before, now, 4 * S) is ran
+    alike = ({worker: (ticks, 7) for worker, ticks in which.items()} for which in (before, now))
+    assert workers_ran(*alike, 4 * S) is ran
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "ran"),
+    [(0.0, False), (0.3, False), (1.0, None), (3.9, True)],
+    ids=["none", "at the edges", "some", "all"],
+)
+def test_a_worker_whose_main_thread_ran_without_a_tick_held_the_interpreters_lock(
+    ran_s: float, ran: bool | None
+) -> None:
+    assert workers_ran({"a": (70, 0), "b": (70, 0)}, {"a": (71, 0), "b": (71, round(ran_s * S))}, 4 * S) is ran
+
+
+async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_lock_says_so(rig, monkeypatch):
+    monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
+    await rig.start(HOLDS)
+    await rig.start_worker()
+    await rig.line("works")
+    os.kill(rig.agent, signal.SIGSTOP)
+    await asyncio.sleep(2.5)  # this is how long it is stopped
+    os.kill(rig.agent, signal.SIGCONT)
+    told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
+    assert told.message.workers_ran is not False
+    assert await rig.end() == 0
 
 
 async def test_a_tray_that_is_frozen_says_so_and_its_workers_are_not_to_blame(rig, monkeypatch):

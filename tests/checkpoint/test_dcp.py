@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,6 +212,15 @@ def test_a_checkpoint_can_be_named_and_is_never_replaced(tmp_path: Path) -> None
     assert "is not replaced" in str(why(raised.value))
     save(state_of(3), directory.parent)
     assert [info.number for info in DurableStore(tmp_path / "deep", "run").checkpoints()] == [501, 500]
+
+
+def test_a_folder_that_is_no_checkpoint_of_its_number_does_not_raise_the_numbers(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path / "run")
+    (tmp_path / "run" / "gen-000000000001").mkdir()
+    shutil.copytree(tmp_path / "run" / "gen-000000000000", tmp_path / "run" / "gen-000000009999")
+    save(state_of(2), tmp_path / "run")
+    assert [info.number for info in DurableStore(tmp_path, "run").checkpoints()] == [2, 0]
+    assert differences(load(tmp_path / "run"), state_of(2)) == []
 
 
 def test_only_so_many_are_kept_if_that_is_asked_for(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_what_is_published_is_never_changed_by_whoever_is_late(remote: RemotePat
     ]
 
 
+@BOTH
 def test_what_a_later_start_has_passed_over_gives_way_in_one_request(remote: RemotePath) -> None:
     store = DurableStore(remote, JOB)
     assert save(store, 3, fencing_token=1)
@@ -172,6 +173,60 @@ def test_what_a_later_start_has_passed_over_gives_way_in_one_request(remote: Rem
     assert [info.fencing_token for info in store.checkpoints()] == [2]
     assert verified(store) == [3]
     assert [part.fencing_token for part in store.parts()] == [1], "for retention"
+
+
+@BOTH
+def test_a_late_writer_does_not_replace_what_a_later_start_has_put_there_meanwhile(remote: RemotePath) -> None:
+    """It has judged the checkpoint before, which gave way then."""
+    store = DurableStore(remote, JOB)
+    assert save(store, 3, fencing_token=1)
+    late, later = ([store.writer(3, 30, token, WORLD, replaces=True) for _ in range(WORLD)] for token in (2, 3))
+    for writers in (late, later):
+        for rank, writer in enumerate(writers):
+            assert write_shard(writer, rank), writer.failure
+    gives_way, judged = late[0]._gives_way, list[bool]()
+
+    def slow() -> bool:
+        judged.append(gives_way())
+        if len(judged) == 2:
+            assert later[0].finish(), later[0].failure
+        return judged[-1]
+
+    late[0]._gives_way = slow  # type: ignore[method-assign]
+    assert late[0].finish(), "the bytes are the same"
+    assert judged[:2] == [True, True]
+    assert (late[0].replaced, later[0].replaced) == (False, True)
+    assert [info.fencing_token for info in store.checkpoints()] == [3]
+    assert verified(store) == [3]
+
+
+@pytest.mark.parametrize("how", ["a scheme without conditions", "a server that ignores them"])
+@pytest.mark.parametrize("remote", ["s3"], indirect=True)
+def test_a_store_without_conditional_writes_keeps_what_was_passed_over(
+    remote: RemotePath, how: str, monkeypatch: Any
+) -> None:
+    store = DurableStore(remote, JOB)
+    assert save(store, 3, fencing_token=1)
+    writers = [store.writer(3, 30, 2, WORLD, replaces=True) for _ in range(WORLD)]
+    for rank, writer in enumerate(writers):
+        assert write_shard(writer, rank), writer.failure
+    files: Any = store.files
+    if how == "a server that ignores them":
+        pipe = files._fs.pipe_file
+
+        def ignoring(*words: Any, **more: Any) -> None:
+            pipe(*words, **{name: value for name, value in more.items() if name != "IfMatch"})
+
+        monkeypatch.setattr(files._fs, "pipe_file", ignoring, raising=False)
+    else:
+        info = files._fs.info
+        monkeypatch.setattr(files._fs, "info", lambda path: info(path) | {"ETag": None}, raising=False)
+    assert not writers[0].finish()
+    assert writers[0].failure is not None
+    assert "cannot replace an object on a condition" in writers[0].failure.what
+    assert [info.fencing_token for info in store.checkpoints()] == [1]
+    assert not [name for name in kept(remote) if ".condition-" in name]
+    assert verified(store) == [3]
 
 
 def harmed(files: ObjectFiles, path: Path, how: str) -> None:

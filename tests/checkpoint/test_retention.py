@@ -106,8 +106,25 @@ def test_what_no_restore_takes_does_not_push_out_what_one_can(
     newest = usable[: retention.keep_last]
     choice = choose(infos, retention, pins=(), newest_verified=next(iter(usable), None), barred=barred)
     assert set(newest) <= set(choice.keep)
+    if retention.keep_every:
+        spans = {found.step // retention.keep_every for found in infos if found.number in usable}
+        assert spans == {
+            found.step // retention.keep_every for found in infos if found.number in {*choice.keep} - barred
+        }
     left = [found for found in infos if found.number in choice.keep]
     assert choose(left, retention, pins=(), newest_verified=next(iter(usable), None), barred=barred).drop == ()
+
+
+def test_the_newest_verified_one_is_not_one_that_no_restore_takes(tmp_path: Path) -> None:
+    """Otherwise nothing that is kept may be right."""
+    saved(tmp_path, 1, 2, 3, verified=2)
+    Probation(tmp_path / JOB).quarantine(2, "the loss is not a number after it")
+    with store_at(tmp_path).data(store_at(tmp_path).manifest(3)[0]).joinpath(shard_name(0, WORLD)).open("r+b") as file:
+        file.write(b"??????")
+    done = gc(tmp_path, Retention(keep_last=1))
+    assert done.kept[1] == "the newest verified"
+    assert 1 in listed(tmp_path)
+    assert 3 in listed(tmp_path), "found damaged: newer than what stays"
 
 
 def test_a_run_keeps_as_many_as_were_asked_for_and_the_first_does_not_stay_for_good(tmp_path: Path) -> None:
@@ -179,8 +196,9 @@ def test_when_none_is_marked_the_newest_that_verifies_now_is_kept(tmp_path: Path
         path = store_at(tmp_path).path(damaged) / shard_name(0, WORLD)
         path.write_bytes(bytes(path.stat().st_size))
     done = gc(tmp_path)
-    assert done.dropped == [1, 3]
-    assert done.kept == {4: "one of the newest 1", 2: "the newest verified"}
+    assert done.dropped == [1]
+    assert done.kept[2] == "the newest verified"
+    assert done.kept[3] == done.kept[4] == "not to be relied on, but newer than others that stay"
     assert marked(tmp_path) == [2]
 
 

@@ -130,3 +130,11 @@ def test_the_page_lists_every_metric(metrics: Metrics) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
     named = {name.removesuffix("_total") for name in re.findall(r"`(rackrun_\w+)", page)}
     assert named == {family.name for family in metrics.registry.collect()}
+
+
+def test_the_time_of_a_hold_is_no_time_of_a_recovery(metrics: Metrics) -> None:
+    held = RecoveryRecord(generation=2, kind="swap", because="lost", fault_ms=1_000.0, held_ms=3_600_000.0)
+    held.resumed_ms = 3_603_000.0
+    metrics.record_recovery(held)
+    assert value(metrics, "recovery_seconds_sum") == 2.0
+    assert value(metrics, "held_seconds_total") == 3_600.0

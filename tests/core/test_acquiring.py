@@ -329,8 +329,101 @@ def test_a_late_rack_that_does_not_join_either_is_given_up_once_more_and_the_hol
     told = held()
     deliver(told, 1, "r")
     commands = is_over(told, "delivered")
-    assert only(ReleaseRack, commands).request == 1
+    assert "rack 1 came to nothing" in said(commands)
     assert rung(commands) is Rung.HOLD
+
+
+def test_a_rack_that_did_not_come_in_time_is_not_released_as_long_as_all_wait() -> None:
+    """It may still come, and is used then: a provider that was told to release it would take it away again."""
+    told = held()
+    assert not every(ReleaseRack, told.answers)
+    deliver(told, 1, "r")
+    told.join("r", 2)
+    told.ready("r/0")
+    told.ready("r/1")
+    told.resume_all()
+    assert not every(ReleaseRack, told.answers)
+    assert "may be taken away" not in said(told.answers)
+
+
+def test_a_rack_that_did_not_come_in_time_is_released_when_others_have_taken_over() -> None:
+    told = held()
+    told.join("b", 2)
+    told.ready("b/0")
+    assert not every(ReleaseRack, told.answers)
+    commands = told.ready("b/1")
+    assert rung(commands) is Rung.SWAP
+    assert only(ReleaseRack, commands).because == "it did not come within 60 s (--acquire-timeout)"
+    assert only(ReleaseRack, deliver(told, 1, "r")).because == "it comes too late"
+
+
+def test_a_rack_that_did_not_come_in_time_is_released_before_another_is_asked_for() -> None:
+    told = held()
+    commands = told.tell(PolicyRequested(request="1", policy="swap,acquire-wait,hold"))
+    assert [type(one) for one in commands if isinstance(one, ReleaseRack | RequestRack)] == [ReleaseRack, RequestRack]
+    assert "; it was released before, and may be taken away" in said(deliver(told, 1, "r"))
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_provider_that_gives_up_a_late_rack_itself_is_told_to_release_what_there_may_be(failed: bool) -> None:
+    told = held()
+    assert len(every(ReleaseRack, refuse(told, 1, failed=failed))) == failed
+    told.join("b", 2)
+    told.ready("b/0")
+    told.ready("b/1")
+    assert len(every(ReleaseRack, told.answers)) == failed
+
+
+def test_a_late_rack_that_the_provider_takes_back_is_released() -> None:
+    told = held()
+    assert only(ReleaseRack, told.tell(RackPreempted(request=1, because="a limit", trays=()))).request == 1
+
+
+def test_a_late_rack_takes_back_only_its_own_failure() -> None:
+    """One that was given up because it was not needed has not failed."""
+    told = begun("swap,acquire-wait,hold")
+    lose(told)
+    told.join("b", 2)
+    told.ready("b/0")
+    told.ready("b/1")
+    told.resume_all()
+    assert "rack 1 is not needed any more" in said(told.answers)
+    lose(told, "b", passed=8)
+    refuse(told, 2)
+    told.tell(PolicyRequested(request="1", policy="swap,acquire-wait,hold"))
+    refuse(told, 3)
+    assert "rack 1 comes late" in said(deliver(told, 1, "r"))
+    assert rung(is_over(told, "delivered")) is Rung.HOLD
+    commands = told.tell(PolicyRequested(request="2", policy="swap,acquire-wait,hold"))
+    assert not every(RequestRack, commands)
+    assert "3 requests in a row came to nothing" in str(told.view.waits) + str(commands)
+
+
+def test_a_late_rack_that_is_of_no_use_adds_to_the_failures_since() -> None:
+    told = held()
+    for request in (2, 3):
+        told.tell(PolicyRequested(request=str(request), policy="swap,acquire-wait,hold"))
+        refuse(told, request)
+    deliver(told, 1, "r")
+    told.join("r", 2)
+    begun_at = len(told.answers)
+    for slot in ("r/0", "r/1"):
+        told.judges(slot, Health.LOST)
+        told.exits(slot)
+    assert "rack 1 came to nothing: it is of no use" in said(told.answers[begun_at:])
+    assert not every(RequestRack, told.tell(PolicyRequested(request="4", policy="swap,acquire-wait,hold")))
+
+
+def test_the_time_of_a_stage_before_a_provider_crashed_does_not_end_that_of_a_late_rack() -> None:
+    told = begun("swap,acquire-wait,hold")
+    lose(told)
+    first = [one.at_ms for one in every(SetTimer, deliver(told, 1, "r", "s")) if str(one.timer) == "rack:1:delivered"]
+    assert rung(refuse(told, 1, "the process ended", failed=True)) is Rung.HOLD
+    told.now += 1000
+    assert "rack 1 comes late" in said(told.join("r", 1))
+    told.now = first[0]
+    assert not said(told.tell(TimerFired(timer=timer_named("rack:1:delivered"))))
+    assert "of rack 1 1 of 2 trays have joined" in said(is_over(told, "delivered"))
 
 
 def test_trays_that_two_racks_named_belong_to_the_later_one_when_they_come_late() -> None:

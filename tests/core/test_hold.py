@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from rackrun.core.lifecycle.shutdown import DRAIN_MS
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.policy.choice import parse_rules
 from rackrun.core.recovery.hold import REMIND_MS
@@ -24,6 +25,7 @@ from rackrun.protocol.commands import (
     StopJob,
 )
 from rackrun.protocol.events import (
+    DepartureAnnounced,
     Event,
     PolicyAnswered,
     PolicyRequested,
@@ -33,7 +35,7 @@ from rackrun.protocol.events import (
     TimerFired,
 )
 from rackrun.protocol.gpu_health import Health
-from rackrun.protocol.ids import Generation
+from rackrun.protocol.ids import Generation, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import CondemnedExitsOver, HoldReminder, RecoverOver
@@ -217,6 +219,29 @@ def test_what_a_rank_leaves_that_does_not_end_is_not_waited_for_without_end() ->
     assert "no copy of some state is left" in stop_in(harness.timer("owed")).because
 
 
+def test_a_policy_that_comes_before_it_is_known_what_a_condemned_rank_leaves_is_decided_with_it() -> None:
+    harness = whose_shards_are_nowhere_else("swap,hold")
+    harness.judges("a/1", Health.LOST)
+    answer = only(Answer, change(harness, "swap,shrink,hold"))
+    assert (answer.outcome, answer.refusal) == ("done", "")
+    assert "what becomes of the hold is decided within" in answer.text
+    decided = only(Decided, harness.exits("a/1", snapshots=(3, 4))).decision
+    assert decided.rung is Rung.HOLD
+    assert harness.core.check_invariants() is None
+
+
+def test_a_policy_without_hold_is_refused_until_it_is_known_what_a_condemned_rank_leaves() -> None:
+    harness = whose_shards_are_nowhere_else("swap,hold", repair_patience_ms=WEEK_MS)
+    harness.judges("a/1", Health.LOST)
+    answers = change(harness, "swap,wait")
+    answer = only(Answer, answers)
+    assert (answer.outcome, answer.refusal) == ("refused", "early")
+    assert "ask again in" in answer.remedy
+    assert not every(StopJob, answers)
+    harness.exits("a/1", snapshots=(3, 4))
+    assert only(Answer, change(harness, "swap,wait")).outcome == "done"
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------
 def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes() -> None:
     harness = job(min_ranks=1)
@@ -295,6 +320,49 @@ def test_an_operator_ends_a_hold_at_once_by_a_stop() -> None:
     answers = change(held(), "stop")
     assert only(Answer, answers).text.endswith("; the job ends now")
     assert stop_in(answers).exit_code == 3
+
+
+def depart(harness: CoreHarness, tray: str) -> Sequence[Command]:
+    return harness.tell(DepartureAnnounced(tray=TrayId(tray), because="SIGTERM", exit_code=143))
+
+
+def test_a_notice_to_the_last_tray_in_a_hold_leaves_it_the_time_to_drain() -> None:
+    harness = held()
+    harness.now = WEEK_MS
+    answers = depart(harness, "a")
+    assert not every(StopJob, answers), "the state in memory is there as long as the tray is"
+    assert "the job ends in 60 s, or at a step boundary if spares take over before" in str(every(Notice, answers))
+    assert not every(StopJob, remind(harness))
+    harness.now = WEEK_MS + DRAIN_MS
+    stopped = stop_in(harness.timer("drain"))
+    assert stopped.exit_code == 143
+    assert stopped.because.startswith("SIGTERM, and no other tray stays")
+
+
+def test_a_tray_that_comes_after_a_notice_to_the_last_one_in_a_hold_lets_the_job_end_at_a_step_boundary() -> None:
+    harness = held()
+    depart(harness, "a")
+    harness.join("c", 3)
+    for spare in harness.view.spares:
+        last = harness.ready(spare.slot)
+    assert plan_in(last).world_size == 4
+    harness.resume_all()
+    assert every(DrainWorkers, harness.answers)
+    assert not every(StopJob, harness.answers)
+
+
+def test_who_stops_a_job_whose_last_tray_has_notice_in_a_hold_need_not_wait() -> None:
+    harness = held()
+    depart(harness, "a")
+    assert stop_in(harness.tell(STOP)).exit_code == 143
+
+
+def test_when_the_last_tray_is_gone_before_the_time_to_drain_is_over_the_exit_code_is_that_of_the_notice() -> None:
+    harness = held()
+    depart(harness, "a")
+    harness.tray_lost("a")
+    harness.timer("owed")
+    assert stop_in(harness.answers).exit_code == 143
 
 
 def test_a_stop_in_a_hold_that_ends_by_itself_is_carried_out_at_the_next_step_boundary() -> None:

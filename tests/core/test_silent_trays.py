@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rackrun.protocol.commands import Command, Decided, FenceWorker, GenerationPlan, Notice, SetTimer, StopJob
+from rackrun.protocol.events import StopRequested
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
 from rackrun.protocol.timers import RecoverOver
-from tests.core.core_harness import CoreHarness, every, only, plan_in
+from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 PARK_MS, LEASE_MS = JobConfig(trays_min=1, trays_max=1, spares=0).park_timeout_ms, 15_000
 
@@ -163,3 +164,19 @@ def test_the_time_of_a_rank_that_works_on_does_not_count_against_that_of_spares(
     decision = only(Decided, told.parks("c/1", passed=4)).decision
     assert (decision.rung, decision.deadline_s) == (Rung.WAIT, 600.0)
     assert plan_in(told.ready("a/0")).generation == 2
+
+
+def test_a_stop_that_was_asked_for_while_a_silent_tray_is_waited_for_has_its_own_exit_code() -> None:
+    """Also if the job could not have gone on anyway."""
+    told = training(classes="")
+    breaks_while_b_is_silent(told)
+    told.tell(StopRequested(because="rackctl stop", exit_code=143))
+    told.tray_lost("b")
+    while told.view.phase != "stopped":
+        told.now += 600_000
+        told.timer("owed")
+        told.timer("recover")
+    stopped = stop_in(told.answers)
+    assert stopped.exit_code == 143
+    assert stopped.because.startswith("rackctl stop; no step boundary came: ")
+    assert "lost" in stopped.because

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Manifest, seal, unseal
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Manifest, replaced_name, seal, unseal
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import set_aside
+from rackrun.checkpoint.durable.lease import Lease
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.offline.directory_survey import stores_in
 from tests.ctl.saved import CHUNK, WORLD, flip, image, save, shard_path, state
 
 Rackctl = Callable[..., Any]
@@ -396,3 +399,77 @@ def test_json_still_has_the_former_names_of_checkpoints_and_their_numbers(tmp_pa
     for said in (job, rackctl("ckpt", "verify", tmp_path, "--json").json):
         assert said["generations"] == said["checkpoints"]
         assert [(one["number"], one["generation"]) for one in said["checkpoints"]] == [(1, 1)]
+
+
+# -- a checkpoint that was being replaced
+def test_a_former_checkpoint_without_its_name_is_shown_and_gc_gives_it_its_name_back(
+    tmp_path: Path, rackctl: Rackctl
+) -> None:
+    for step in (1, 2, 3):
+        store = save(tmp_path, step)
+    former = store.directory / replaced_name(3)
+    store.path(3).rename(former)
+    said = rackctl("ckpt", "ls", tmp_path)
+    assert said.code == 0
+    (line,) = [line for line in said.out.splitlines() if line.startswith(former.name)]
+    assert "gives it its name back" in line
+    assert rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"][0]["leftovers"][0]["kind"] == "unnamed"
+    for command in (
+        ["verify", tmp_path],
+        ["verify", tmp_path, "3"],
+        ["export", tmp_path, tmp_path / "x", "--number", "3"],
+    ):
+        said = rackctl("ckpt", *command)
+        assert said.code == 1
+        assert "checkpoint 3 of run is without its name" in said.out + said.err
+    said = rackctl("ckpt", "export", tmp_path, tmp_path / "out")
+    assert said.code == 0
+    assert "checkpoint 3 is not taken: checkpoint 3 of run is without its name" in said.err
+    before = everything(tmp_path)
+    assert rackctl("ckpt", "gc", tmp_path, "--keep-last", "2", "--dry-run", "--json").json["put_back"] == [3]
+    assert everything(tmp_path) == before
+    with owned(store):
+        assert rackctl("ckpt", "gc", tmp_path, "--keep-last", "2", "--json").json["put_back"] == []
+    assert former.exists(), "a job is at work: it may be between its two renames"
+    said = rackctl("ckpt", "gc", tmp_path, "--keep-last", "2")
+    assert said.code == 0
+    assert "has its name again: 3" in said.out
+    assert listed(store) == [3, 2]
+    assert store.verify(3).ok
+
+
+def test_a_former_checkpoint_whose_name_is_taken_is_shown_and_gc_deletes_it(tmp_path: Path, rackctl: Rackctl) -> None:
+    store = save(tmp_path, 1)
+    former = store.directory / replaced_name(1)
+    shutil.copytree(store.path(1), former)
+    (left,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"][0]["leftovers"]
+    assert (left["kind"], left["number"], left["shards"]) == ("replaced", 1, WORLD)
+    with owned(store):
+        assert rackctl("ckpt", "gc", tmp_path, "--keep-last", "1", "--json").json["trash"] == 0
+    assert former.exists()
+    assert rackctl("ckpt", "gc", tmp_path, "--keep-last", "1", "--dry-run", "--json").json["trash"] == 1
+    assert rackctl("ckpt", "gc", tmp_path, "--keep-last", "1", "--json").json["trash"] == 1
+    assert not former.exists()
+    assert listed(store) == [1]
+
+
+def test_a_former_checkpoint_on_its_way_out_is_shown_as_waste(tmp_path: Path, rackctl: Rackctl) -> None:
+    store = save(tmp_path, 1)
+    former = store.directory / replaced_name(1)
+    shutil.copytree(store.path(1), former)
+    assert set_aside(store.files, former) is not None
+    (left,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"][0]["leftovers"]
+    assert (left["kind"], left["number"]) == ("trash", 1)
+    store.path(1).rename(former)
+    assert [one.job for one in stores_in(tmp_path)] == ["run"], "with nothing else in it"
+
+
+@contextlib.contextmanager
+def owned(store: DurableStore) -> Iterator[None]:
+    """A job is at work in the directory."""
+    lease = Lease(store, "job", 7)
+    lease.take()
+    try:
+        yield
+    finally:
+        lease.leave(ended=True)

@@ -250,8 +250,11 @@ def test_what_is_distrusted_in_this_start_stays_so(folder: Path, small: Train) -
         model = ddp(run)
 
         def between(number: int) -> None:
-            if number == newest - 1 and run._units._durable is not None:
-                run._units._durable.distrust(newest - 1)
+            durable = run._units._durable
+            if number == newest - 1 and durable is not None:
+                saved, durable._saved = durable._saved, newest  # as if this start had begun it, before a rollback
+                durable.distrust(newest - 1)
+                durable._saved = saved
 
         fit(run, model, adam(model), steps=9, between=between)
 
@@ -259,6 +262,28 @@ def test_what_is_distrusted_in_this_start_stays_so(folder: Path, small: Train) -
     small(main)
     assert DurableStore(folder, "run").manifest(newest) == before
     assert newest in Probation(folder / "run").quarantined()
+
+
+def test_what_an_earlier_start_has_written_is_not_distrusted_for_what_this_one_did(folder: Path, small: Train) -> None:
+    """It was passed over, because storage failed: its bytes may be right."""
+    small(trained(9))
+    there, probation = numbers(folder), Probation(folder / "run")
+    probation.quarantine(there[0], "by a person")
+    probation.quarantine(there[1], "by a person")
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+
+        def between(number: int) -> None:
+            if number == there[1] - 1 and run._units._durable is not None:
+                probation.forget(there[0])
+                run._units._durable.distrust(there[1] - 1)
+                raise ZeroDivisionError
+
+        fit(run, model, adam(model), steps=9, between=between)
+
+    small(main)
+    assert [*probation.quarantined()] == [there[1]]
 
 
 def test_a_run_that_was_over_already_may_be_started_again_and_again(folder: Path, small: Train) -> None:

@@ -24,7 +24,7 @@ from rackrun.agent.tray.tray import TrayAgent
 from rackrun.agent.tray.uplink import Uplink
 from rackrun.agent.workers.hang_detector import AgentPauses, ProgressTimer
 from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
-from rackrun.agent.workers.standstill import read_moment, stood_still_ns, workers_ran
+from rackrun.agent.workers.standstill import main_thread_ns, read_moment, stood_still_ns, workers_ran
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
@@ -69,7 +69,7 @@ class LivenessWatch:
         self._looked_ns = time.monotonic_ns()
         self._agent_pauses = AgentPauses()
         self._moment = read_moment()
-        self._ticks = dict[WorkerHandle, int]()
+        self._signs = dict[WorkerHandle, tuple[int, int]]()
         self._timer = self._loop.call_later(_PERIOD_S, self._check_all)
 
     def check_soon(self) -> None:
@@ -101,9 +101,12 @@ class LivenessWatch:
     def _look_at_itself(self) -> None:
         """Tell the tray if the agent stood still since the last look."""
         before, self._moment = self._moment, read_moment()
-        ticks, self._ticks = self._ticks, {worker: worker.page.ticks for worker in self._tray.living()}
+        signs, self._signs = (
+            self._signs,
+            {one: (one.page.ticks, main_thread_ns(one.pid)) for one in self._tray.living()},
+        )
         if stood_ns := stood_still_ns(before, self._moment, round(_PERIOD_S * 1e9)):
-            ran = workers_ran(ticks, self._ticks, stood_ns)
+            ran = workers_ran(signs, self._signs, stood_ns)
             self._tray.stood_still(stood_ns // _MS, workers_ran=ran)
 
     def _check_progress(self, worker: WorkerHandle, now_ns: int) -> None:

@@ -4,7 +4,8 @@ A host that is suspended, migrated or stalled by its hypervisor, and processes t
 in common: the agent's main thread wakes late, though it neither ran nor waited for a processor. `CLOCK_BOOTTIME` is
 used, because `CLOCK_MONOTONIC` does not advance while a host is suspended. An agent that waits in a call into the kernel
 (a file system that does not answer) cannot be told apart from that. But its workers tick on their heartbeat pages
-several times a second: if they went on doing so, only the agent stood still.
+several times a second: if they went on doing so, only the agent stood still. A worker does not tick while native code
+holds the interpreter's lock, but its main thread uses a processor then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
-__all__ = ["BOUND_NS", "UsageReading", "read_moment", "stood_still_ns", "workers_ran"]
+__all__ = ["BOUND_NS", "UsageReading", "main_thread_ns", "read_moment", "stood_still_ns", "workers_ran"]
 
 BOUND_NS = 1_000_000_000
 """Shortest standstill that is reported, in nanoseconds."""
@@ -22,6 +23,9 @@ _TICK_NS = 250_000_000
 """Longest time between two ticks of a worker that runs, in nanoseconds. An elastic script's ticks more often."""
 _AT_THE_EDGES = 3
 """Ticks that a worker may make right before and after the agent stood still, if it stood still with it."""
+
+_BEFORE_NS = 250_000_000
+"""Longest time that a worker's main thread may have run right before and after the agent stood still, in nanoseconds."""
 
 K = TypeVar("K")
 
@@ -58,15 +62,26 @@ def stood_still_ns(before: UsageReading, now: UsageReading, asleep_ns: int) -> i
     return stood_ns if stood_ns >= BOUND_NS else 0
 
 
-def workers_ran(before: Mapping[K, int], now: Mapping[K, int], stood_ns: int) -> bool | None:
+def main_thread_ns(pid: int) -> int:
+    """Return how long the main thread of a process has run so far, in nanoseconds; 0: that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[0])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def workers_ran(before: Mapping[K, tuple[int, int]], now: Mapping[K, tuple[int, int]], stood_ns: int) -> bool | None:
     """Return whether workers ran while the agent stood still for ``stood_ns`` nanoseconds; None: that is not known.
 
-    ``before``, ``now``: for each worker, its count of ticks at the agent's last look and at the present one. They have
-    all stood still only if the one with the most ticks has.
+    ``before``, ``now``: for each worker, its count of ticks and its `main_thread_ns` at the agent's last look and at the
+    present one. They have all stood still only if the one with the most ticks has, and no main thread has run.
     """
-    most = max((now[worker] - ticks for worker, ticks in before.items() if worker in now), default=None)
-    if most is None:
+    both = [(now[worker], then) for worker, then in before.items() if worker in now]
+    if not both:
         return None
-    if most <= _AT_THE_EDGES:
-        return False
-    return True if most >= max(stood_ns / _TICK_NS / 2, 2 * _AT_THE_EDGES) else None
+    ticks = max(at[0] - then[0] for at, then in both)
+    ran_ns = max(at[1] - then[1] for at, then in both)
+    if ticks >= max(stood_ns / _TICK_NS / 2, 2 * _AT_THE_EDGES) or ran_ns >= stood_ns / 2 + _BEFORE_NS:
+        return True
+    return False if ticks <= _AT_THE_EDGES and ran_ns <= stood_ns / 10 + _BEFORE_NS else None

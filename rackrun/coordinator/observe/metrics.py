@@ -40,9 +40,12 @@ class Metrics:
         self.recoveries = Counter("rackrun_recoveries", "Recoveries, by kind.", ["kind"], registry=self.registry)
         self.recovery_s = Histogram(
             "rackrun_recovery_seconds",
-            "From the first event of a failure until every rank computed again.",
+            "From the first event of a failure until every rank computed again, without the time of a hold.",
             buckets=_RECOVERY_S,
             registry=self.registry,
+        )
+        self.held_s = Counter(
+            "rackrun_held_seconds", "Time that all ranks waited in holds that are over.", registry=self.registry
         )
         self.generation = Gauge("rackrun_generation", "The newest generation announced.", registry=self.registry)
         self.world_size = Gauge("rackrun_world_size", "Ranks in that generation.", registry=self.registry)
@@ -63,8 +66,9 @@ class Metrics:
         self.recoveries.labels(recovery.kind).inc()
         self.steps_redone.inc(len(recovery.redone))
         self.copies.record_recovery(recovery)
+        self.held_s.inc(recovery.held_ms / 1e3)
         if recovery.seconds is not None:
-            self.recovery_s.observe(recovery.seconds)
+            self.recovery_s.observe(max(recovery.seconds - recovery.held_ms / 1e3, 0.0))
 
     def record_event(self, event: Event) -> None:
         self.copies.record_event(event)

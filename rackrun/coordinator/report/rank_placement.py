@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -169,7 +170,8 @@ def read_placement(path: Path) -> RankPlacement:
         past = StateReplay(
             msgspec.json.decode(config, type=JobConfig)
             if config
-            else JobConfig(trays_min=1, trays_max=1, spares=0)  # an older journal without it
+            else JobConfig(trays_min=1, trays_max=1, spares=0),  # an older journal without it
+            gathers_standstills=_gathers_standstills(connection),
         )
         whys: dict[Generation, str] = {}
         names = [kind.__name__ for kind in (*EVENTS, *COMMANDS)]
@@ -201,6 +203,12 @@ def read_placement(path: Path) -> RankPlacement:
         whys=whys,
         standings=past.standings(),
     )
+
+
+def _gathers_standstills(connection: sqlite3.Connection) -> bool:
+    """Return whether the job gathered reports of standstills before it acted on them: older ones did not."""
+    query = "SELECT 1 FROM events WHERE name = 'TimerFired' AND CAST(body AS TEXT) LIKE '%\"standstills\"%' LIMIT 1"
+    return connection.execute(query).fetchone() is not None
 
 
 def _goes_on(one: SlotStatus, other: SlotStatus) -> bool:

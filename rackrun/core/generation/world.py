@@ -112,6 +112,9 @@ class World:
     reason: str = ""
     stopping: StopRequested | None = None
     """The request to end the job at the next step boundary; None: there is none."""
+    stops_for_departure: bool = False
+    """Whether ``stopping`` follows from the departure of all trays. An operator's request then still counts as the
+    first."""
     pausing: Generation = Generation(0)
     """The latest generation whose ranks were told to pause."""
     sizes: tuple[tuple[Step, int], ...] = ()

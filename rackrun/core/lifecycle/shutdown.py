@@ -37,9 +37,6 @@ class Shutdown:
     rack: RackMachine
     out: Outbox
     end: JobEnd
-    _by_departure: bool = False
-    """Whether the stop was caused by the departure of all trays. An operator's request then still counts as the
-    first."""
     gone: dict[Rank, None] = field(default_factory=dict)
     """Ranks that have exited well: those of a plain script, or after the release."""
     _released_ms: int = 0
@@ -139,17 +136,27 @@ class Shutdown:
 
     # -- somebody wants it to stop ---------------------------------------------------------------------------------
     def departed(self, event: StopRequested, *, may_drain: bool) -> None:
-        """Stop the job because all trays are told to leave."""
-        if self.world.stopping is None:
-            self.requested(event, may_drain=may_drain)
-            self._by_departure = True
+        """Stop the job because all trays are told to leave.
+
+        If all ranks wait, they have their state as long as the trays are there: the job ends when the time to drain is
+        over, and not before, because spares that come until then can take over.
+        """
+        world = self.world
+        if world.stopping is None:
+            self.requested(event, may_drain=may_drain or world.phase is Phase.PARKING)
+            world.stops_for_departure = True
+            if world.phase is Phase.PARKING:
+                until = f"all ranks wait, and the job ends in {DRAIN_MS // 1000} s"
+                self.out.emit(
+                    Notice(text=f"{event.because}: {until}, or at a step boundary if spares take over before")
+                )
 
     def requested(self, event: StopRequested, *, may_drain: bool) -> None:
         """Stop the job: at the next step boundary if ``may_drain``, and at once on a second request, or if all ranks
         wait and no boundary is to come."""
         world = self.world
-        if self._by_departure and may_drain and world.stopping is not None and world.phase is not Phase.ENDING:
-            self.world.stopping, self._by_departure = event, False
+        if world.stops_for_departure and may_drain and world.stopping is not None and world.phase is not Phase.ENDING:
+            world.stopping, world.stops_for_departure = event, False
             return
         if self.world.stopping is not None or not (may_drain or world.phase is Phase.ENDING):
             self.end.stop(event.exit_code, event.because)

@@ -213,6 +213,10 @@ def _follow_racks(job: CoreParts, at_ms: int) -> None:
     job.acquiring.advance(at_ms)
 
 
+def _release_racks(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
+    job.acquiring.release_if_not_awaited()
+
+
 def _follow_requests(job: CoreParts, at_ms: int) -> None:
     if job.operator_requests.advance(at_ms):
         job.facts.add(SwapDue())
@@ -234,6 +238,7 @@ def _lift_quarantines(job: CoreParts, at_ms: int) -> None:  # noqa: ARG001
 RULES: tuple[tuple[str, str, Callable[[CoreParts, int], None]], ...] = (
     ("BreakerWaits", "triage.breaker.waiting", _wake_breaker),
     ("RackRented", "acquiring.rented", _follow_racks),
+    ("RackWithheld", "acquiring.withheld", _release_racks),
     ("RequestUnderWay", "operator_requests.under_way", _follow_requests),
     ("ResizeUnderWay", "resize_requests.under_way", _follow_sizes),
     ("FenceHeld", "recovery.fencing.held", _kill_condemned),

@@ -108,6 +108,9 @@ class StateReplay:
     """State of a job at some moment. Pass events and commands to it in their order, then call `finish`."""
 
     config: JobConfig
+    gathers_standstills: bool = True
+    """Whether the job gathered reports of standstills, as it does since `StandstillsGathered` is in journals. Older ones
+    acted on each report at once."""
     rack: RackMachine = field(default_factory=RackMachine)
     seating: Seating = field(init=False)
     triage: Triage = field(init=False)
@@ -192,6 +195,8 @@ class StateReplay:
             self.standstills.gathered(event.at_ms)
         elif event.tray in self.rack.trays:
             self.standstills.stood_still(event)
+            if not self.gathers_standstills:
+                self.standstills.gathered(event.at_ms)
 
     def _judged(self, event: DeviceJudged | DeviceChecked | BreakerClosed | SlowRanksChanged) -> None:
         match event:

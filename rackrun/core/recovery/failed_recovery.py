@@ -30,18 +30,16 @@ class FailedRecovery:
         rungs = [one.rung for one in decision.options if one.possible and not one.rung.only_by_name]
         others = [rung for rung in rungs if rung is not Rung.STOP]
         if failure.whose is FailureCause.USER:
-            self.end.stop(
-                3,
+            self._stop(
                 f"the same step was done again {view.absorbs} times and failed again: {failure.what}",
                 remedy="look for a collective that not every rank enters, or for a broken fabric (rackctl report).",
             )
         elif others:
             allowed = ", ".join(rung.value for rung in others)
             remedy = f"allow {allowed} (--policy)." if len(others) == 1 else f"allow one of {allowed} (--policy)."
-            self.end.stop(3, f"{failure.what}; {decision.reason}", remedy=remedy)
+            self._stop(f"{failure.what}; {decision.reason}", remedy=remedy)
         elif prospect.state is None:
-            self.end.stop(
-                3,
+            self._stop(
                 self.no_copy_left(failure.what, prospect.committed),
                 remedy="keep checkpoints on disk (--checkpoint-dir), or let it begin again from step 0 (--lost-state restart).",
             )
@@ -54,14 +52,13 @@ class FailedRecovery:
                 if prospect.enough
                 else "hold back more spares (--spares), start with more trays, or wait for one (--wait-for-hardware)."
             )
-            self.end.stop(3, f"{failure.what}: {view.why_short}", remedy=remedy)
+            self._stop(f"{failure.what}: {view.why_short}", remedy=remedy)
 
     def not_in_time(self, told: str) -> None:
         """Stop because the lost ranks could not be replaced within `JobConfig.join_timeout_ms`."""
         lost, ready, unfit = self.world.lost(), len(self.rack.ready_spares()), self.rack.unfit()
         counted = f"{len(lost)} ranks to replace, {ready} spares are ready"
-        self.end.stop(
-            3,
+        self._stop(
             f"generation {self.world.generation} was not recovered within {self.config.join_timeout_ms} ms: "
             f"{told}; {counted}{f'; not fit: {unfit}' if unfit else ''}",
             remedy="repair the GPUs that are not fit, or start more trays."
@@ -71,11 +68,18 @@ class FailedRecovery:
 
     def no_progress(self, told: Sequence[str]) -> None:
         """Stop after too many recoveries without a committed step. ``told`` lists their reasons."""
-        self.end.stop(
-            3,
+        self._stop(
             f"{self.config.no_progress_max} recoveries without one committed step: {'; '.join(dict.fromkeys(told))}",
             remedy="look at these ranks' output and at the health of their devices.",
         )
+
+    def _stop(self, because: str, *, remedy: str) -> None:
+        """Stop the job. If somebody has asked for a stop before, this is it, with that request's exit code."""
+        asked = self.world.stopping
+        if asked is None:
+            self.end.stop(3, because, remedy=remedy)
+        else:
+            self.end.stop(asked.exit_code, f"{asked.because}; no step boundary came: {because}")
 
     def no_copy_left(self, told: str, committed: Position) -> str:
         """Return the reason text for a stop, or a restart, because no copy of some state is left."""

@@ -431,7 +431,7 @@ class Recovery:
         self.fencing.kill_if_parked(at_ms)
         found = self.parked_members.evaluate()
         state, lost = found.state, found.lost
-        if (state is None or state.rollback is not None) and self._snapshots_owed():
+        if self._must_await_snapshots(found):
             return
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
         prospect = self._staffed(found, ready)
@@ -529,7 +529,8 @@ class Recovery:
         stands_still = decision.rung in (Rung.WAIT, Rung.HOLD) or decision.meanwhile == "wait"
         self.waits = f"{failure.what}; {decision.reason}" if stands_still else ""
         self.nothing_comes = stands_still and not view.comes_by_itself
-        if self.nothing_comes and (asked := self.world.stopping) is not None:
+        asked = self.world.stopping
+        if self.nothing_comes and asked is not None and not self.world.stops_for_departure:
             self.end.stop(asked.exit_code, f"{asked.because}; all ranks wait, and no step boundary comes")
             return
         match decision.rung:
@@ -571,6 +572,16 @@ class Recovery:
         """Return whether a restart is allowed, nothing else is possible, and the policy does not oppose it."""
         wanted = decision.by != "user" and allows(self.world.policy.rules, Rung.RESTART)
         return wanted and prospect.may_begin_again and decision.is_last
+
+    @property
+    def awaits_snapshots(self) -> bool:
+        """Whether all ranks wait, and no decision is possible before it is known which snapshots a condemned worker
+        leaves."""
+        waiting = self.world.phase is Phase.PARKING and bool(self.waits)
+        return waiting and self._must_await_snapshots(self.parked_members.evaluate())
+
+    def _must_await_snapshots(self, found: DecisionInputs) -> bool:
+        return (found.state is None or found.state.rollback is not None) and self._snapshots_owed()
 
     def _snapshots_owed(self) -> bool:
         """Return whether a condemned worker's exit, with the snapshots that it leaves, is still to come."""

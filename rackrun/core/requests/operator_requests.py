@@ -21,7 +21,7 @@ from rackrun.core.policy.active_policy import ActivePolicy
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.core.requests.admission import Admission
 from rackrun.core.requests.pending_requests import PendingDrain, PendingSwap, Request, RequestRefused
-from rackrun.core.requests.policy_effect import effect_of
+from rackrun.core.requests.policy_effect import effect_of, effect_unknown
 from rackrun.core.requests.replies import Replies
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import DismissTray, GenerationPlan, SetTimer
@@ -153,11 +153,12 @@ class OperatorRequests:
 
     def _effect_of(self, policy: ActivePolicy, event: PolicyRequested) -> str:
         """Return what the policy does to the present wait; "": all ranks do not wait. Raises `RequestRefused`."""
-        found = self.recovery.preview(policy, event.at_ms)
-        if found is None:
-            return ""
         what = event.policy if event.policy is not None else f"--weights {event.weights}"
-        return effect_of(policy, *found, what=what, holds=self.recovery.hold.holds)
+        holds = self.recovery.hold.holds
+        if self.recovery.awaits_snapshots:
+            return effect_unknown(policy, what=what, holds=holds, within_s=self.config.park_timeout_ms / 1e3)
+        found = self.recovery.preview(policy, event.at_ms)
+        return "" if found is None else effect_of(policy, *found, what=what, holds=holds)
 
     def departs(self, event: DepartureAnnounced) -> bool:
         """Begin the departure of a tray. Return False if no other tray would stay."""

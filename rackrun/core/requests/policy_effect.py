@@ -9,7 +9,7 @@ from rackrun.core.policy.choice import choose
 from rackrun.core.requests.pending_requests import RequestRefused
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung
 
-__all__ = ["effect_of"]
+__all__ = ["effect_of", "effect_unknown"]
 
 
 def effect_of(
@@ -48,6 +48,22 @@ def effect_of(
             return f"{waits} for a rack (acquire), for at most {decision.deadline_s:.0f} s from now"
         case _:
             return f"the {now} ends now, by {decision.rung.value}"
+
+
+def effect_unknown(policy: ActivePolicy, *, what: str, holds: bool, within_s: float) -> str:
+    """Return what becomes of the present wait where that is not known yet: a rank was condemned a moment ago, and it may
+    leave the last copy of some state. ``within_s``: when it is known at the latest.
+
+    Raises `RequestRefused` if the policy might end the job then, and does not begin with ``stop``.
+    """
+    now, order = "hold" if holds else "wait", policy.rules.order
+    if policy.function or Rung.HOLD in order or order[:1] == (Rung.STOP,):
+        return f"what becomes of the {now} is decided within {within_s:g} s, when it is known what the rank lost last leaves"
+    raise RequestRefused(
+        "early",
+        f"a rank was lost a moment ago, and it is not known yet what it leaves: {what} might end the job",
+        f"ask again in {within_s:g} s, or name hold: rackctl policy {_with_hold(order)}.",
+    )
 
 
 def _passed(order: tuple[Rung, ...], decision: Decision) -> str:

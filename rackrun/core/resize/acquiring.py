@@ -1,7 +1,8 @@
 """Racks requested from a provider, from the request until each is given back.
 
 `rackrun.core.resize.rented_rack` has the stages. Each stage up to SERVING has a time limit. The provider's claims are
-not trusted: a rack is there when its trays have joined, and useful when one of its workers is ready. After a failed
+not trusted: a rack is there when its trays have joined, and useful when one of its workers is ready. A rack that does
+not come in time is given up, and released when it is clear that all ranks do not wait on without it. After a failed
 request the provider is not asked again in the same recovery, unless an operator changes the policy; after
 `FAILURES_MAX` consecutive failures it is not asked any more. A rack that comes after it was given up is sent away,
 unless all ranks wait: then it is what they wait for. Ranks leave a rack that goes by a planned swap, as they leave a
@@ -55,6 +56,8 @@ class RackAcquisition:
     """Why the provider is not asked again in this recovery."""
     _over: dict[int, RentedRack] = field(default_factory=dict)
     """Finished requests, each in the stage that it had reached."""
+    withheld: dict[int, str] = field(default_factory=dict)
+    """Requests that were given up and are not released as long as all ranks wait, each with the reason."""
     _looked: tuple[object, ...] = ()
     _unwanted: dict[TrayId, str] = field(default_factory=dict)
     """Trays that may still join and must leave then, each with the reason."""
@@ -85,6 +88,7 @@ class RackAcquisition:
         """Request a rack for the missing workers, unless a request is pending."""
         if self._under_way(at_ms) is not None:
             return
+        self._release_withheld()
         self._unwanted.clear()  # the provider may give the same trays again
         missing = max(self.world.most - len(self.world.members) - len(self.rack.fit_spares()), 1)
         slots = max((joined.slots for joined in self.rack.trays.values()), default=1)
@@ -142,6 +146,8 @@ class RackAcquisition:
                 over.enter(RackStage.DELIVERED)
                 over.named = tuple(dict.fromkeys(new))
             self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
+            self._tell_release(over, "it comes too late")
+        else:
             self.out.emit(ReleaseRack(request=event.request, because="it comes too late"))
 
     def refused(self, event: RackRefused) -> None:
@@ -150,6 +156,8 @@ class RackAcquisition:
         because = one_line(event.because)
         if one is None:
             self._say(f"rack {event.request}, which is not wanted any more: {because}")
+            if (why := self.withheld.pop(event.request, None)) is not None and event.failed:
+                self._tell_release(self._over[event.request], why)
         elif one.stage in (RackStage.ASKED, RackStage.DELIVERED):
             what = "the provider failed" if event.failed else "the provider refused it"
             self._fail(one, f"{what}: {because}", event.at_ms, release=event.failed)
@@ -163,6 +171,8 @@ class RackAcquisition:
         because = f"the provider takes it back ({one_line(event.because)})"
         if (over := self._over.get(event.request)) is not None:
             over.revoked = True
+            if event.request in self.withheld:
+                self._tell_release(over, because)
         if one is None or one.stage is RackStage.LEAVING:
             return
         going = [tray for tray in event.trays or one.named if tray in one.named]
@@ -207,16 +217,18 @@ class RackAcquisition:
         one = self.rented.get(request)
         if one is None or self.world.phase is Phase.ENDING:
             return
-        if one.stage.value == stage:
+        if one.stage.value == stage and at_ms >= one.until_ms:  # otherwise of the time before it was given up
             if one.stage is RackStage.ASKED:
                 timeout_s = self.config.acquire_timeout_ms / 1e3
-                self._fail(one, f"it did not come within {timeout_s:g} s (--acquire-timeout)", at_ms)
+                why = f"it did not come within {timeout_s:g} s (--acquire-timeout)"
+                self._fail(one, why, at_ms, release=False, withhold=True)
             elif one.stage is RackStage.DELIVERED and (joined := self._living(one)):
                 self._say(f"of {one} {len(joined)} of {len(one.named)} trays have joined")
                 self._enter(one, RackStage.JOINED, self.config.join_timeout_ms, at_ms)
             elif one.stage is RackStage.DELIVERED:
                 join_s = self.config.rack_join_ms / 1e3
-                self._fail(one, f"it was delivered, and none of its trays joined within {join_s:g} s", at_ms)
+                why = f"it was delivered, and none of its trays joined within {join_s:g} s"
+                self._fail(one, why, at_ms, release=False, withhold=True)
             elif one.stage is RackStage.JOINED:
                 start_s = self.config.join_timeout_ms / 1e3
                 self._fail(one, f"none of its workers was ready within {start_s:g} s", at_ms)
@@ -233,13 +245,14 @@ class RackAcquisition:
         self._looked = now
         for one in list(self.rented.values()):
             if one.stage in (RackStage.JOINED, RackStage.SERVING) and self._is_useless(one):
-                self._failed = one.failed
+                self._failed = max(self._failed, one.failed)
                 self._fail(one, f"it is of no use: {self._against(one)}", at_ms)
                 self.facts.add(SlotFreed())
             elif one.stage is RackStage.JOINED and self._has_begun(one):
                 one.enter(RackStage.SERVING)
             if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
-                one.proved, self._failed = True, 0
+                one.proved = True
+                self._forget_failures()
         if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.world.ending():
             self._look_whether_needed(at_ms)
 
@@ -377,24 +390,49 @@ class RackAcquisition:
 
     def _take_back(self, over: RentedRack, at_ms: int) -> RentedRack:
         """Follow a rack that was given up before it joined once more, from the stage that it had reached."""
-        self._say(f"{over} comes late, and is used all the same: all ranks wait")
+        again = "; it was released before, and may be taken away" if over.released else ""
+        self._say(f"{over} comes late, and is used all the same: all ranks wait{again}")
         del self._over[over.request]
+        self.withheld.pop(over.request, None)
         for tray in over.named:
             self._unwanted.pop(tray, None)
         self.rented[over.request] = over
-        self._failed = max(self._failed - 1, 0)
+        self._failed -= over.counted
+        over.counted, over.failed = False, self._failed
         if over.stage is RackStage.DELIVERED:
             self._set_limit(over, self.config.rack_join_ms, at_ms)
         return over
 
-    def _fail(self, one: RentedRack, why: str, at_ms: int, *, release: bool = True) -> None:
-        """Give up a rack, and count the failure."""
+    def _fail(self, one: RentedRack, why: str, at_ms: int, *, release: bool = True, withhold: bool = False) -> None:
+        """Give up a rack, and count the failure. ``withhold``: it is released later, by `release_if_not_awaited`."""
+        if withhold:
+            self.withheld[one.request] = why
         self._failed += 1
+        one.counted = True
         self._last = f"{one}: {why}"
         if self.world.phase is Phase.PARKING:
             self._barred = self._last
         self._say(f"{one} came to nothing: {why}")
         self._release(one, why, at_ms, told=release)
+
+    def release_if_not_awaited(self) -> None:
+        """Release the racks that came to nothing, unless all ranks wait: then each may still come, and is used."""
+        if self.world.phase is not Phase.PARKING:
+            self._release_withheld()
+
+    def _release_withheld(self) -> None:
+        for request, why in list(self.withheld.items()):
+            self._tell_release(self._over[request], why)
+
+    def _tell_release(self, one: RentedRack, why: str) -> None:
+        self.withheld.pop(one.request, None)
+        one.released = True
+        self.out.emit(ReleaseRack(request=one.request, because=why))
+
+    def _forget_failures(self) -> None:
+        self._failed = 0
+        for one in self._over.values():
+            one.counted = False
 
     def _leave(self, one: RentedRack, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
         """Let ranks leave a rack; then its trays leave, and it is released."""
@@ -408,7 +446,7 @@ class RackAcquisition:
         del self.rented[one.request]
         self._over[one.request] = one
         if told:
-            self.out.emit(ReleaseRack(request=one.request, because=why))
+            self._tell_release(one, why)
         if not gone:
             self._send_away(one.named, f"{one} is given back ({why})", at_ms)
 

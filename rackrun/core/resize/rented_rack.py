@@ -46,10 +46,14 @@ class RentedRack:
     """Trays that had joined before the request. None of them can be part of the rack."""
     failed: int
     """Number of consecutive failed requests before this one."""
+    counted: bool = False
+    """Whether it was given up, and that counts among the consecutive failed requests."""
     stage: RackStage = RackStage.ASKED
     named: tuple[TrayId, ...] = ()
     proved: bool = False
     """Whether one of its workers was ready while all trained, or trained with them."""
+    released: bool = False
+    """Whether the provider was told to release it."""
     revoked: bool = False
     """Whether the provider has said, before any worker was ready, that it takes the rack back."""
 

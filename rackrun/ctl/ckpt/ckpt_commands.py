@@ -23,7 +23,14 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import living_fencing_token
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, choose, collect
-from rackrun.checkpoint.offline.directory_survey import DirectorySurvey, nothing_in, one_store, stores_in, survey
+from rackrun.checkpoint.offline.directory_survey import (
+    DirectorySurvey,
+    nothing_in,
+    one_store,
+    stores_in,
+    survey,
+    unnamed,
+)
 from rackrun.checkpoint.offline.suspect_tensors import suspects
 from rackrun.ctl.ckpt import ckpt_convert, ckpt_memory, ckpt_rebuild
 from rackrun.ctl.ckpt.ckpt_render import (
@@ -89,7 +96,7 @@ def verify(
     stores = stores_in(directory, job) if number is None else [one_store(directory, job)]
     if number is not None:
         with contextlib.suppress(IntegrityError):  # told below
-            stores[0].whole(number)
+            _whole(stores[0], number)
     wanted = []
     for store in stores:
         found = survey(store)
@@ -149,6 +156,8 @@ def export(
     passed_over: dict[int, str] = {}
     if number is None:
         number, passed_over = _newest(store, directory)
+    else:
+        _whole(store, number)
     with store.open(number) as reader:
         held = tensor_names(reader)
         named = {name: name for name in held} if everything else model_names(held, module)
@@ -202,12 +211,17 @@ def gc(
 ) -> None:
     """Delete old checkpoints. Unfinished ones of earlier starts and waste go too. The newest verified one always stays.
 
+    If no job is at work there, a checkpoint that was being replaced when its writer died has its name back first.
+
     If none is marked as verified, the newest is verified first. The job may run meanwhile.
     """
     store, retention = one_store(directory, job), Retention(keep_last, keep_every)
+    at_work = _owner(store)[1] is not None  # who replaces checkpoints is named there
+    put_back = [] if dry_run or at_work else store.put_back()
     found = survey(store)
     if dry_run:
-        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, _over(store), as_json)
+        before_s = time.time() - orphan_hours * _HOUR_S
+        _would_collect(found, retention, before_s, _over(store), at_work=at_work, as_json=as_json)
         return
     _mark_one(store, found, quiet=as_json)
     done = collect(
@@ -223,10 +237,13 @@ def gc(
                 "dropped": done.dropped,
                 "unfinished": done.orphans,
                 "trash": done.trash,
+                "put_back": put_back,
                 "failures": failures,
             }
         )
     else:
+        for number in put_back:
+            print(f"has its name again: {number}, whose replacement was not finished")
         _tell_kept(done.kept)
         print(f"deleted: {_listed(done.dropped)}; {len(done.orphans)} unfinished; {done.trash} directories in all")
         for failure in failures:
@@ -250,7 +267,7 @@ def quarantine(
     store = one_store(directory, job)
     if bool(reason) == lift:
         raise UsageError("a quarantine needs a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
-    store.whole(number)
+    _whole(store, number)
     probation = Probation(store.directory, store.files)
     if lift:
         probation.forget(number)
@@ -278,6 +295,9 @@ def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
     """Return the newest complete checkpoint, and why each newer one is not complete. Raises `NoUsableCheckpoint`."""
     whole, left_out = store.look()
     story = {number: str(why) for number, why in left_out.items()}
+    for left in survey(store).leftovers:
+        if left.kind == "unnamed":
+            story[left.number] = str(unnamed(store, left.number, nothing_in(directory)))
     if not whole:
         if story:
             raise NoUsableCheckpoint(
@@ -286,6 +306,14 @@ def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
         raise nothing_in(directory)
     newest = whole[0].number
     return newest, {number: why for number, why in story.items() if number > newest}
+
+
+def _whole(store: DurableStore, number: int) -> None:
+    """Check that a checkpoint is there and whole. Raises CheckpointError, as `DurableStore.whole` does."""
+    try:
+        store.whole(number)
+    except NoUsableCheckpoint as error:
+        raise unnamed(store, number, error) from error
 
 
 # -- verification
@@ -325,11 +353,12 @@ def _check(wanted: Sequence[_Wanted], as_json: bool) -> None:
 def _checked(store: DurableStore, number: int, progress: Callable[[int, int], None]) -> Checked:
     began = time.monotonic()
     try:
-        found = store.verify(number, progress)
-    except CheckpointError as error:  # gone meanwhile, or of a newer format
+        outcome = store.verify(number, progress)
+    except CheckpointError as found:  # gone meanwhile, without its name, or of a newer format
+        error = unnamed(store, number, found) if isinstance(found, NoUsableCheckpoint) else found
         return Checked(store.job, number, False, 0, 0.0, (DamageFound(error.what),))
-    damage = tuple(DamageFound(one.what, one.rank, one.chunk, suspects(store, number, one)) for one in found.damage)
-    return Checked(store.job, number, found.ok, found.bytes, time.monotonic() - began, damage)
+    damage = tuple(DamageFound(one.what, one.rank, one.chunk, suspects(store, number, one)) for one in outcome.damage)
+    return Checked(store.job, number, outcome.ok, outcome.bytes, time.monotonic() - began, damage)
 
 
 # -- deletion
@@ -341,32 +370,44 @@ def _newest_fencing_token(found: DirectorySurvey) -> int:
 def _mark_one(store: DurableStore, found: DirectorySurvey, *, quiet: bool) -> None:
     """Verify a checkpoint, showing progress. `collect` deletes nothing before one is verified, and would verify without
     showing progress."""
-    if any(info.verified for info in found.whole):
+    usable = [info for info in found.whole if info.number not in found.barred]
+    if any(info.verified for info in usable or found.whole):
         return
-    for info in found.whole:
+    for info in usable or found.whole:
         with progress_bar(f"verifying {info.number}", quiet=quiet) as progress:
             if _checked(store, info.number, progress).ok:
                 return
 
 
 def _over(store: DurableStore) -> Callable[[int], bool]:
-    """Return a function that tells whether the job of a fencing token is known to be over.
+    """Return a function that tells whether the job of a fencing token is known to be over. Raises as `_owner` does."""
+    known, living = _owner(store)
+    return lambda token: known and token != living
+
+
+def _owner(store: DurableStore) -> tuple[bool, int | None]:
+    """Return whether the directory names an owner, and its fencing token if it is alive.
 
     Raises CheckpointError if the storage cannot be used.
     """
     try:
-        known, living = living_fencing_token(store)
+        return living_fencing_token(store)
     except OSError as error:
         raise CheckpointError(
             f"{store.directory} cannot be used: {error}.", remedy="be the user who wrote it."
         ) from error
-    return lambda token: known and token != living
 
 
 def _would_collect(
-    found: DirectorySurvey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
+    found: DirectorySurvey,
+    retention: Retention,
+    before_s: float,
+    over: Callable[[int], bool],
+    *,
+    at_work: bool,
+    as_json: bool,
 ) -> None:
-    usable = sorted(found.whole, key=lambda info: info.number in found.barred)
+    usable = [info for info in found.whole if info.number not in found.barred] or found.whole
     marked = next((info.number for info in usable if info.verified), None)
     assumed = marked if marked is not None else next((info.number for info in usable), None)
     choice = choose(found.whole, retention, pins=(), newest_verified=assumed, barred=found.barred)
@@ -377,7 +418,8 @@ def _would_collect(
         if left.kind == "unfinished"
         and (over(left.fencing_token) or (left.fencing_token < newest and left.touched_s < before_s))
     ]
-    waste = sum(left.kind == "trash" for left in found.leftovers)
+    waste = sum(left.kind == "trash" or (left.kind == "replaced" and not at_work) for left in found.leftovers)
+    put_back = [left.number for left in found.leftovers if left.kind == "unnamed" and not at_work]
     if as_json:
         print_json(
             {
@@ -387,10 +429,13 @@ def _would_collect(
                 "dropped": choice.drop,
                 "unfinished": unfinished,
                 "trash": len(choice.drop) + len(unfinished) + waste,
+                "put_back": put_back,
                 "assumed_verified": assumed if marked is None else None,
             }
         )
         return
+    for number in put_back:
+        print(f"would have its name again, and then count with the others: {number}")
     _tell_kept(choice.keep)
     print(f"would be deleted: {_listed(choice.drop)}; {len(unfinished)} unfinished, {waste} of waste")
     if marked is None and assumed is not None:

@@ -32,6 +32,13 @@ __all__ = [
 
 _SHOWN_DAMAGE = 20
 _SHOWN_NAMES = 3
+_WHAT_IT_IS = {
+    "unfinished": "being written, or left by a dead writer",
+    "trash": "on its way out",
+    "replaced": "the former checkpoint of this number; waste, once no job is at work here",
+    "unnamed": "the checkpoint of this number, which is being replaced, or whose writer died. Remedy: if no job is at "
+    "work here, rackctl ckpt gc or the next start of the job gives it its name back",
+}
 
 
 @dataclass(frozen=True)
@@ -156,10 +163,10 @@ def render_surveys(console: Console, directory: Path, found: Sequence[DirectoryS
             say(console, f"{damaged.summary} Remedy: {damaged.remedy}", "red")
         for left in one.leftovers:
             of = f"{left.shards} of {left.world_size} shards" if left.world_size else "no shard yet"
-            written = "being written, or left by a dead writer" if left.kind == "unfinished" else "on its way out"
+            touched = f"touched {age(now_s - left.touched_s)} ago"
             say(
                 console,
-                f"{left.path.name}  {left.kind}: {of}, {amount(left.bytes)}, touched {age(now_s - left.touched_s)} ago; {written}",
+                f"{left.path.name}  {left.kind}: {of}, {amount(left.bytes)}, {touched}; {_WHAT_IT_IS[left.kind]}",
             )
 
 

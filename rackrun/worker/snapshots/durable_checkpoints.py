@@ -187,8 +187,8 @@ class DurableCheckpoints:
         self._doubtful = True
 
     def distrust(self, step: int) -> None:
-        """Quarantine the checkpoints of steps after ``step``, because replicas differed then, so that no start uses
-        them.
+        """Quarantine the checkpoints that this start has written of steps after ``step``, because replicas differed then,
+        so that no start uses them. Those of earlier starts may be right.
 
         Any rank may do so before it reports to the coordinator, because the next start may be near. Waits 2 s at most,
         as storage may not respond.
@@ -197,7 +197,8 @@ class DurableCheckpoints:
 
         def bar() -> None:
             with contextlib.suppress(OSError, CheckpointError):
-                there = {one.number for one in self._store.checkpoints()} | {newest}
+                life = self._state.lineage.life
+                there = {one.number for one in self._store.checkpoints() if one.fencing_token == life} | {newest}
                 for number in sorted(one for one in there if one > step):
                     if not self._distrusted(number):
                         self._probation.quarantine(number, f"replicas differed then, or soon after {self._start}")
