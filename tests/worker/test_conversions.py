@@ -244,9 +244,8 @@ def a_data_loader_beside_the_steps(run: Run) -> None:
         script.optimizer.step()
         script.optimizer.zero_grad()
 
-    for number, batch in zip(
-        run.steps(STEPS), DataLoader(cast("Any", Samples()), batch_size=2), strict=False
-    ):  # here: loader
+    samples: Any = Samples()
+    for number, batch in zip(run.steps(STEPS), DataLoader(samples, batch_size=2), strict=False):  # here: loader
         train_step(number, batch)
 
 
