@@ -1,7 +1,7 @@
 # Every target makes the virtual environment it needs. Nothing has to be installed by hand but Python 3.11 or newer.
 #
 #   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
-#   make test     the tests, on all cores        make check    lint, format, types
+#   make test     the tests, on all cores        make check    lint, format, types (make types: mypy alone)
 #                 ARGS="-n 0" for one test at a time; other ARGS are pytest's too
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
@@ -32,7 +32,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites 7,000 asserts at every start, and every job compiles rackrun
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stories campaign double strangers soak crashes compat gpu-kit check bench site coverage lock wheel clean
+.PHONY: help demo test stories campaign double strangers soak crashes compat gpu-kit check types bench site coverage lock wheel clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,7 +73,16 @@ gpu-kit: $(READY)
 check: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(MAKE) --no-print-directory types
+
+# The packages of pyproject.toml, then what runs as a script and imports its neighbours by their bare names. Three runs,
+# because a run knows a name once: benchmarks/filler.py and benchmarks/workloads/filler.py are both `filler`.
+types: $(READY)
 	@$(PY) -m mypy
+	@MYPYPATH=.:benchmarks:benchmarks/gpu/scripts:examples:examples/chaos:tools $(PY) -m mypy --explicit-package-bases \
+	    tools examples/*.py examples/chaos benchmarks/*.py benchmarks/gpu/scripts/*.py
+	@MYPYPATH=.:benchmarks/workloads:examples:examples/testing $(PY) -m mypy --explicit-package-bases \
+	    benchmarks/workloads examples/testing
 
 bench: $(READY)
 	@$(PY) benchmarks/recovery.py $(ARGS)

@@ -258,7 +258,7 @@ class Bench:
     def dcp_async_until_it_returns(self, start: Timed, stop: Timed) -> None:
         with self.room() as place:
             start()
-            done = dcp.async_save(dict(self.state), storage_writer=dcp.FileSystemWriter(place / "run"))
+            done: Any = dcp.async_save(dict(self.state), storage_writer=dcp.FileSystemWriter(place / "run"))
             stop()
             done.result()
 

@@ -124,7 +124,8 @@ def plain(case: str, parameters: int, *, reads: bool) -> None:
     model = nn.parallel.DistributedDataParallel(Layers(parameters, 0))
     optimizer, turns = optimizer_of(case, model), Turns()
     looks = Reads(model, optimizer) if reads else None
-    data = torch.utils.data.DataLoader([torch.randn(2) for _ in range(32)], batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    samples: Any = [torch.randn(2) for _ in range(32)]
+    data = torch.utils.data.DataLoader[Any](samples, batch_size=4, shuffle=True)
     while True:
         batches = iter(data)
         for _ in range(len(data)):
@@ -153,7 +154,7 @@ def elastic(case: str, parameters: int, *, counts: bool) -> None:
             called[f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name}"] += 1
 
     @rackrun.elastic(global_batch_size=4, micro_batch_size=4)
-    def main(run: Any) -> None:
+    def main(run: rackrun.Run) -> None:
         model = nn.parallel.DistributedDataParallel(Layers(parameters, 50 if case == "norms" else 0))
         optimizer = optimizer_of(case, model)
         run.track(model=model, optimizer=optimizer)
@@ -165,7 +166,7 @@ def elastic(case: str, parameters: int, *, counts: bool) -> None:
         data = run.loader([torch.randn(2) for _ in range(32)])
 
         @run.step
-        def train_step(step: Any) -> None:
+        def train_step(step: rackrun.Step) -> None:
             for samples in data:
                 scaler.scale(step.scale((model(samples) - samples).pow(2).mean())).backward()
             scaler.step(optimizer)
@@ -210,7 +211,7 @@ class Script:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{STEPS}\n")
         self._process.stdin.flush()
-        return statistics.median(self.answer())
+        return float(statistics.median(self.answer()))
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -153,7 +153,7 @@ def overhead_blocks(workload: Workload, systems: Sequence[str], pairs: int) -> l
     """
     results: list[dict[str, dict[str, float]]] = []
     with contextlib.ExitStack() as stack:
-        jobs = {}
+        jobs: dict[str, Job] = {}
         for system in systems:
             for job in jobs.values():
                 job.pause()

@@ -49,15 +49,17 @@ class Counted:
         self.heard = self.heard_bytes = self.told = self.told_bytes = 0
         said, hear = exchange._Member._said, exchange._Member.hear
 
-        def count_said(member: Any, key: str, value: bytes) -> None:
+        def count_said(*given: Any, **_: Any) -> None:
+            key, value = given[1:]
             self.heard += 1
             self.heard_bytes += len(exchange._pack(key, value))
-            said(member, key, value)
+            said(*given)
 
-        def count_hear(member: Any, message: bytes) -> None:
+        def count_hear(*given: Any, **_: Any) -> None:
+            message = given[1]
             self.told += 1
             self.told_bytes += len(message)
-            hear(member, message)
+            hear(*given)
 
         exchange._Member._said, exchange._Member.hear = count_said, count_hear  # type: ignore[method-assign]
 

@@ -47,7 +47,7 @@ def usual(size: Workload, env: dict[str, str], ranks: int) -> float:
     """The median step of a job of ``ranks`` in which nothing happens, the first ones left out."""
     with Job(command_of(size, env, ranks), env={"BENCH_REDUCTION": "exact", **env}) as job:
         done = job.wait_for(lambda marks: finished(marks, ranks, FIRST + USUAL), WAIT_S)
-    return statistics.median(after - before for before, after in itertools.pairwise(done[FIRST:]))
+    return float(statistics.median(after - before for before, after in itertools.pairwise(done[FIRST:])))
 
 
 def finished(marks: Sequence[Mark], ranks: int, steps: int) -> list[float]:

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jobs import Job, bootstrap_median, machine, median_range, rackrun_command, save
@@ -57,7 +58,7 @@ def cost_blocks(size: tuple[str, ...], cycles: int, step_timeout_s: float) -> li
         for block in range(len(CYCLE) - 1, blocks):
             end = (block + 1) * BLOCK_STEPS - 1
             job.wait_for(
-                lambda marks, end=end: all_ranks_at(marks, end),
+                partial(all_ranks_at, step=end),
                 (block + 1) * BLOCK_STEPS * step_timeout_s,
                 poll_s=0.005,
             )

@@ -38,7 +38,7 @@ def work(case: str, layers: int, width: int, batch: int) -> None:
     torch.set_num_threads(1)
 
     @rackrun.elastic(global_batch_size=batch, micro_batch_size=batch)
-    def main(run: Any) -> None:
+    def main(run: rackrun.Run) -> None:
         def make() -> nn.Module:
             return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
@@ -61,7 +61,7 @@ def work(case: str, layers: int, width: int, batch: int) -> None:
             by.zero_grad()
 
         @run.step
-        def train_step(step: Any) -> None:
+        def train_step(step: rackrun.Step) -> None:
             for samples in data:
                 if case == "momentum":
                     for mine, its in zip(model.parameters(), other.parameters(), strict=True):

@@ -60,7 +60,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        added: Tensor = self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return x + added
 
 
 class GPT(nn.Module):
@@ -80,7 +81,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class ByteWindows(Dataset[Tensor]):

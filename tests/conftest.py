@@ -86,10 +86,10 @@ def _shared_memory_of_its_own() -> bool:
     if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS) != 0:
         return False
     shm, tmpfs = os.fsencode(SHARED), b"tmpfs"
-    private = (
+    private: bool = (
         libc.mount(b"none", shm, None, ctypes.c_ulong(_MS_PRIVATE), None) == 0
     )  # the host is to have no mount of it
-    return private and libc.mount(tmpfs, shm, tmpfs, ctypes.c_ulong(0), b"mode=1777") == 0
+    return private and bool(libc.mount(tmpfs, shm, tmpfs, ctypes.c_ulong(0), b"mode=1777") == 0)
 
 
 ALONE = _shared_memory_of_its_own()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum, StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -53,11 +54,15 @@ def _diagram(arrows: Iterable[tuple[str, str, str]], first: str, last: Iterable[
     return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
 
 
-def _plain(table: Mapping[Enum, tuple[Enum, ...]]) -> list[tuple[str, str, str]]:
+State = TypeVar("State", bound=Enum)
+Trigger = TypeVar("Trigger", bound=StrEnum)
+
+
+def _plain(table: Mapping[State, tuple[State, ...]]) -> list[tuple[str, str, str]]:
     return [(now.value, after.value, "") for now, follow in table.items() for after in follow if after is not now]
 
 
-def _triggered(table: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> list[tuple[str, str, str]]:
+def _triggered(table: Mapping[State, Mapping[Trigger, State]]) -> list[tuple[str, str, str]]:
     """Return the arrows of a table with triggers, without those that lead back to their own state."""
     return [
         (now.value, after.value, trigger.value)

@@ -284,12 +284,12 @@ def in_both_modes(rank: Rank) -> dict[str, Any]:
         store = dist.PrefixStore(name, dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False))
         options = dist.ProcessGroupNCCL.Options()
         options.config.blocking = blocking
-        group = dist.ProcessGroupNCCL(store, rank.rank, rank.size, options)
+        group: Any = dist.ProcessGroupNCCL(store, rank.rank, rank.size, options)
         _KEPT.append((store, group))
         times = []
         for number in range(320):
             began = time.perf_counter()
-            work: Any = group.allreduce([tensor], seams.asynchronous())
+            work = group.allreduce([tensor], seams.asynchronous())
             times.append(time.perf_counter() - began)
             work.wait()
             if number % 20 == 19:

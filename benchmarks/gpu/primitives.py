@@ -485,7 +485,7 @@ def exact(context: Context) -> Found:
         arithmetic.add_segments(values, segments, scales, sums, largest, fresh=fresh)
 
     def rate(work: Callable[[], None]) -> float:
-        return 8 * count / _seconds(context, work, calls=_CALLS) / 1e12
+        return float(8 * count / _seconds(context, work, calls=_CALLS) / 1e12)
 
     adds = rate(add)
     aparts = rate(lambda: arithmetic.add_apart([values], segments, scales, [sums], largest, fresh=True))

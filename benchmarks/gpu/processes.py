@@ -222,7 +222,7 @@ def by_ipc(context: Context) -> Found:
 # -- what hangs
 def _replaced(lines: list[dict[str, Any]]) -> set[int]:
     """Ranks that another process ended as."""
-    first = {}
+    first: dict[int, int] = {}
     for line in lines:
         if line["what"] == "begin":
             first.setdefault(line["rank"], line["pid"])
@@ -332,7 +332,8 @@ def illegal_access(context: Context) -> Found:
     script.write_text(_WILD)
     some = torch.randn(1024, 1024, device=context.device)
     wanted = (some @ some).sum().item()
-    log, heard = KernelLog.open(), {}
+    log = KernelLog.open()
+    heard: dict[str, tuple[int, float]] = {}
     with NvmlWatch(period_ms=200) as watch:
         watch.next(30.0)
         process = subprocess.Popen(

@@ -179,7 +179,7 @@ class _Fork:
     """A rank that has what this process has imported, which takes seconds. As `subprocess.Popen`, as far as that is needed."""
 
     def __init__(self, order: str, env: dict[str, str], output: int) -> None:
-        self._returncode: int | None = None
+        self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -205,10 +205,10 @@ class _Fork:
             os.kill(self.pid, number)
 
     def _reap(self, options: int) -> int | None:
-        if self._returncode is None:
+        if self.returncode is None:
             pid, status = os.waitpid(self.pid, options)
-            self._returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self._returncode
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
 
 def _wait_for(folder: Path, mark: str, deadline: float, look: Any = lambda: None) -> None:

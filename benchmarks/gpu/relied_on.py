@@ -244,7 +244,8 @@ def calls_back(rank: Rank) -> dict[str, Any]:
     passes = 4
     with torch.cuda.stream(stream) if on_gpu else contextlib.nullcontext():
         model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(rank.device))
-        first, last = next(model.parameters()), list(model.parameters())[-1]
+        first: Any = next(model.parameters())
+        last: Any = list(model.parameters())[-1]
         for number in range(passes):
             order: list[str] = []
             seen: dict[str, Any] = {}
@@ -275,7 +276,7 @@ def calls_back(rank: Rank) -> dict[str, Any]:
             if order != ["hook", "computed", "over"]:
                 wrong.append(f"pass {number}: the order was {order}")
                 break
-            after = first.grad.clone(), last.grad.clone()  # type: ignore[union-attr]
+            after = first.grad.clone(), last.grad.clone()
             for name, now in zip(("first", "last"), after, strict=True):
                 if not torch.equal(seen[name], now):
                     wrong.append(f"pass {number}: the {name} gradient was not summed yet")

@@ -17,8 +17,9 @@ from rackrun.checkpoint.host_memory import host_registration, loaded_libraries
 from rackrun.link import exchange
 from rackrun.worker.communicators import nccl
 from rackrun.worker.communicators.nccl_environment import prepare_environment
+from rackrun.worker.device.device_queue import queue_of
 from rackrun.worker.loop import unit_runner
-from rackrun.worker.membership import communicator_builder, worker_membership
+from rackrun.worker.membership import communicator_builder
 from rackrun.worker.restore import restore_transfer
 
 __all__ = [
@@ -91,7 +92,7 @@ def play_runtime(runtime: Any) -> None:
 
 def leave_spares_cold() -> None:
     """A spare of this process makes its first communicator of NCCL when it is needed."""
-    unit_runner.warm_nccl = lambda *_: None
+    unit_runner.warm_nccl = lambda *_: None  # type: ignore[attr-defined]  # its import, replaced
 
 
 def when_nccl_builds(call: Callable[[], None]) -> None:
@@ -99,9 +100,9 @@ def when_nccl_builds(call: Callable[[], None]) -> None:
     for kind in (nccl.LegacyNccl, nccl.Nccl2):
         build = kind._build
 
-        def told(self: Any, *given: Any, build: Any = build) -> None:
+        def told(*given: Any, build: Any = build, **more: Any) -> None:
             call()
-            build(self, *given)
+            build(*given, **more)
 
         kind._build = told  # type: ignore[method-assign]
 
@@ -131,7 +132,7 @@ def raw_nccl() -> RawNccl:
 
 def quiet_after(device: torch.device, limit_s: float, *, stop: Callable[[], bool] = lambda: False) -> float | None:
     """Seconds until the device has done all that this thread has enqueued. None: it has not, after ``limit_s``. Nothing blocks on the device."""
-    passed, began = worker_membership.queue_of(device).mark(), time.monotonic()
+    passed, began = queue_of(device).mark(), time.monotonic()
     while not passed():
         if time.monotonic() - began > limit_s or stop():
             return None

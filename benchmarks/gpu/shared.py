@@ -468,7 +468,8 @@ def fsdp_job(context: Context) -> Found:
 )
 def memory_kept(context: Context) -> Found:
     _needs_shared_gpu(context)
-    swaps, used = 5, {}
+    swaps = 5
+    used: dict[str, int | None] = {}
     strikes = [strike(1, 10 + 8 * number, "backward", after=number - 1 if number else None) for number in range(swaps)]
 
     def during(job: Job) -> None:
@@ -482,9 +483,10 @@ def memory_kept(context: Context) -> Found:
     )
     if sum(line["what"] == "strike" for line in lines) != swaps:
         return failed("not all strikes were done: the run proves nothing")
-    if used.get("before") is None or used.get("after") is None:
+    before, after = used.get("before"), used.get("after")
+    if before is None or after is None:
         raise Skip("NVML does not tell the memory of single processes here")
-    more = (used["after"] - used["before"]) / MIB
+    more = (after - before) / MIB
     return Found(more, "MiB", ok=more <= 64)
 
 

@@ -111,7 +111,11 @@ def main(run: rackrun.Run) -> None:
     if (FOLDER / "lost").exists():
         hang_if("reentry", run.rank)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-    wrapped = fully_shard(model) if PLACE == "reentry" else DDP(model)
+    wrapped: nn.Module = model
+    if PLACE == "reentry":
+        fully_shard(model)
+    else:
+        wrapped = DDP(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     run.track(model=wrapped, optimizer=optimizer)
     data = run.loader(Points())

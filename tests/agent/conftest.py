@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -25,7 +25,7 @@ from rackrun.link.channel import frame
 from rackrun.link.reliable_messages import NumberedLink, Welcome
 from rackrun.protocol.agent_config import AgentConfig, LogConfig, ScriptConfig
 from rackrun.protocol.commands import FenceWorker, ReleaseWorkers, StartWorker, StopJob, Worker, WorkerCommand
-from rackrun.protocol.events import TrayJoined, WorkerExited
+from rackrun.protocol.events import ScriptFailure, TrayJoined, WorkerExited
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId
 from rackrun.protocol.wire import Upward, decode_upward
 from tests.topology.conftest import fake, library
@@ -40,6 +40,7 @@ preload()
 
 
 Found = TypeVar("Found")
+Said = TypeVar("Said")
 
 
 class Timed:
@@ -116,6 +117,12 @@ class FakeCoordinator:
         assert found is not None
         return found
 
+    async def said(self, kind: type[Said], wanted: Callable[[Said], bool] = lambda _: True, what: str = "") -> Said:
+        """The first message of this kind that is wanted."""
+        timed = await self.wait(lambda m: isinstance(m, kind) and wanted(m), what or kind.__name__)
+        assert isinstance(timed.message, kind)
+        return timed.message
+
     async def joined(self) -> TrayJoined:
         message = (await self.wait(lambda m: isinstance(m, TrayJoined), "TrayJoined")).message
         assert isinstance(message, TrayJoined)
@@ -189,7 +196,7 @@ class Rig:
     def fork(self, run: Callable[[], int]) -> int:
         return fork(run)
 
-    async def eventually(self, find: Callable[[], Found | None], what: str) -> Found:
+    async def eventually(self, find: Callable[[], Found | Literal[False] | None], what: str) -> Found:
         return await eventually(find, lambda: what)
 
     def __init__(self, coordinator: FakeCoordinator, folder: Path) -> None:
@@ -205,23 +212,23 @@ class Rig:
         path.write_text(textwrap.dedent(text))
         return ScriptConfig(path=str(path))
 
-    async def start(self, script: ScriptConfig | str, **config: object) -> TrayJoined:
+    async def start(self, script: ScriptConfig | str, **config: Any) -> TrayJoined:
         """Fork an agent for the script, and wait until it has joined."""
         self.launch(script, **config)
         joined = await self.coordinator.joined()
         self.store = joined.store
         return joined
 
-    def launch(self, script: ScriptConfig | str, **config: object) -> None:
+    def launch(self, script: ScriptConfig | str, **config: Any) -> None:
         self.agent = fork(lambda: self.run(script, **config))
 
-    def run(self, script: ScriptConfig | str, **config: object) -> int:
+    def run(self, script: ScriptConfig | str, **config: Any) -> int:
         for path, fd in ((self.out, 1), (self.err, 2)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
         os.environ["RACKRUN_TEST_RIG"] = str(self.folder)  # a mark of all below
         return run_agent(self.config(script, **config), parent=os.getppid())
 
-    def config(self, script: ScriptConfig | str, **config: object) -> AgentConfig:
+    def config(self, script: ScriptConfig | str, **config: Any) -> AgentConfig:
         settings = {
             "run_id": "a-run",
             "tray": TRAY,
@@ -235,12 +242,12 @@ class Rig:
             "lease_s": 600.0,  # nobody here pings
             **config,
         }
-        return AgentConfig(**settings)  # type: ignore[arg-type]
+        return AgentConfig(**settings)
 
-    async def start_worker(self, index: int = 0, incarnation: int = 1, **fields: object) -> None:
+    async def start_worker(self, index: int = 0, incarnation: int = 1, **fields: Any) -> None:
         await self.coordinator.send(self.start_command(index, incarnation, **fields))
 
-    def start_command(self, index: int = 0, incarnation: int = 1, **fields: object) -> StartWorker:
+    def start_command(self, index: int = 0, incarnation: int = 1, **fields: Any) -> StartWorker:
         settings = {
             "slot": SlotId(f"{TRAY}/{index}"),
             "incarnation": Incarnation(incarnation),
@@ -251,7 +258,7 @@ class Rig:
             "store": self.store,
             **fields,
         }
-        return StartWorker(**settings)  # type: ignore[arg-type]
+        return StartWorker(**settings)
 
     async def fence(self, index: int, incarnation: int) -> None:
         slot = SlotId(f"{TRAY}/{index}")
@@ -290,7 +297,12 @@ class Rig:
         return int((await self.line(f"{name}=")).partition(f"{name}=")[2].split()[0])
 
 
-async def eventually(find: Callable[[], Found | None], what: Callable[[], str]) -> Found:
+def failure_of(ended: WorkerExited) -> ScriptFailure:
+    assert ended.failure is not None
+    return ended.failure
+
+
+async def eventually(find: Callable[[], Found | Literal[False] | None], what: Callable[[], str]) -> Found:
     """Poll what has no event of its own, such as another process's file, until it is there."""
     deadline = time.monotonic() + DEADLINE_S
     while not (found := find()):

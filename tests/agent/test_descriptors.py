@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from rackrun.protocol.ids import Generation
-from tests.agent.conftest import eventually
+from tests.agent.conftest import Rig, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ def descriptors(pid: int) -> Counter[str]:
     return found
 
 
-async def test_twenty_recoveries_leave_the_agent_as_many_descriptors_as_one(rig, tmp_path):
+async def test_twenty_recoveries_leave_the_agent_as_many_descriptors_as_one(rig: Rig, tmp_path: Path) -> None:
     """Each of them a new generation, with a new store, and a new worker in the slot of one that is lost."""
     born = tmp_path / "born"
     born.mkdir()

@@ -22,6 +22,7 @@ from rackrun.protocol.agent_config import ScriptConfig
 from rackrun.protocol.commands import DismissTray
 from rackrun.protocol.events import DepartureAnnounced, StopRequested, TrayJoined, WorkerExited, WorkerStalled
 from rackrun.protocol.wire import PROTOCOL
+from tests.agent.conftest import Rig, failure_of
 
 SLEEPER = """
 import os, subprocess, time
@@ -50,7 +51,7 @@ time.sleep(600)
 """
 
 
-async def two_sleepers(rig) -> list[int]:
+async def two_sleepers(rig: Rig) -> list[int]:
     """Two workers and their children, one of which is in a session of its own. All processes below the agent."""
     await rig.coordinator.send(rig.start_command(0, 1), rig.start_command(1, 2))
     await rig.number("child0")
@@ -60,7 +61,7 @@ async def two_sleepers(rig) -> list[int]:
     return below
 
 
-async def test_stop_ends_workers_and_all_their_children(rig):
+async def test_stop_ends_workers_and_all_their_children(rig: Rig) -> None:
     await rig.start(SLEEPER)
     below = await two_sleepers(rig)
     assert await rig.end(1) == 0
@@ -68,7 +69,7 @@ async def test_stop_ends_workers_and_all_their_children(rig):
     assert (await rig.coordinator.exit_of(1)).signal == signal.SIGTERM
 
 
-async def test_a_worker_that_ignores_sigterm_is_killed_after_a_second_when_the_job_failed(rig):
+async def test_a_worker_that_ignores_sigterm_is_killed_after_a_second_when_the_job_failed(rig: Rig) -> None:
     await rig.start(
         "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)",
         grace_s=600.0,  # it is not that which it gets
@@ -81,7 +82,7 @@ async def test_a_worker_that_ignores_sigterm_is_killed_after_a_second_when_the_j
     assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
 
 
-async def test_nobody_outlives_a_killed_agent(rig):
+async def test_nobody_outlives_a_killed_agent(rig: Rig) -> None:
     await rig.start(SLEEPER)
     below = await two_sleepers(rig)
     os.kill(rig.agent, signal.SIGKILL)
@@ -89,7 +90,7 @@ async def test_nobody_outlives_a_killed_agent(rig):
     await rig.all_gone(below)
 
 
-async def test_nobody_outlives_a_killed_launcher(rig):
+async def test_nobody_outlives_a_killed_launcher(rig: Rig) -> None:
     def launch() -> int:
         agent = rig.fork(lambda: rig.run(SLEEPER))
         (rig.folder / "agent").write_text(str(agent))
@@ -111,7 +112,7 @@ async def test_nobody_outlives_a_killed_launcher(rig):
     await rig.all_gone(below)
 
 
-async def test_a_killed_fork_server_costs_its_workers_but_not_the_tray(rig):
+async def test_a_killed_fork_server_costs_its_workers_but_not_the_tray(rig: Rig) -> None:
     await rig.start(SLEEPER)
     below = await two_sleepers(rig)
     os.kill(below[0], signal.SIGKILL)
@@ -124,7 +125,7 @@ async def test_a_killed_fork_server_costs_its_workers_but_not_the_tray(rig):
     assert await rig.end() == 0
 
 
-async def test_a_stopped_fork_server_does_not_keep_anybody_alive(rig):
+async def test_a_stopped_fork_server_does_not_keep_anybody_alive(rig: Rig) -> None:
     await rig.start(SLEEPER)
     below = await two_sleepers(rig)
     os.kill(below[0], signal.SIGSTOP)
@@ -135,7 +136,7 @@ async def test_a_stopped_fork_server_does_not_keep_anybody_alive(rig):
 
 @pytest.mark.parametrize("how", ["script", "program"])  # by its lifeline, and by polling where there is none
 @pytest.mark.parametrize("size_mb", [0, 900])
-async def test_a_kill_is_seen_before_the_memory_is_torn_down(rig, size_mb, how):
+async def test_a_kill_is_seen_before_the_memory_is_torn_down(rig: Rig, size_mb: int, how: str) -> None:
     script = rig.script(
         f"""
         import os, time
@@ -154,7 +155,12 @@ async def test_a_kill_is_seen_before_the_memory_is_torn_down(rig, size_mb, how):
     pid = await rig.number("pid")
     gone: list[float] = []
     pidfd, loop = os.pidfd_open(pid), asyncio.get_running_loop()
-    loop.add_reader(pidfd, lambda: gone.append(time.monotonic()) or loop.remove_reader(pidfd))
+
+    def seen_gone() -> None:
+        gone.append(time.monotonic())
+        loop.remove_reader(pidfd)
+
+    loop.add_reader(pidfd, seen_gone)
     try:
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -168,16 +174,16 @@ async def test_a_kill_is_seen_before_the_memory_is_torn_down(rig, size_mb, how):
         os.close(pidfd)
 
 
-async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig):
+async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig: Rig) -> None:
     await rig.start(HEARTBEATS, stall_floor_ms=200)
     await rig.start_worker()
     pid = await rig.number("pid")
-    stalled = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "stall")).message
+    stalled = await rig.coordinator.said(WorkerStalled)
     assert (stalled.step, stalled.collective, stalled.silent) == (7, 2, False)
     assert stalled.for_ms >= 300
     os.kill(pid, signal.SIGSTOP)
-    silent = await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled) and m.silent, "silence")
-    assert silent.message.for_ms > 200
+    silent = await rig.coordinator.said(WorkerStalled, lambda m: m.silent)
+    assert silent.for_ms > 200
     told = [timed.message for timed in rig.coordinator.received if isinstance(timed.message, WorkerStalled)]
     stalls = [one.for_ms for one in told if not one.silent]
     assert all(b - a > 250 for a, b in itertools.pairwise(stalls)), "told more often than once a deadline"
@@ -186,27 +192,29 @@ async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig
     assert await rig.end(1) == 0
 
 
-async def test_who_is_idle_where_little_was_observed_is_told_of_early(rig):
+async def test_who_is_idle_where_little_was_observed_is_told_of_early(rig: Rig) -> None:
     limits = "deadline_ms=600_000, busy_ms=1_800_000, least_ms=300"
     await rig.start(HEARTBEATS.replace("deadline_ms=300", limits).replace("page.collective_entered()\n", ""))
     await rig.start_worker()
-    told = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "idleness")).message
+    told = await rig.coordinator.said(WorkerStalled)
     assert (told.early, told.silent, told.waiting, told.step) == (True, False, False, 7)
     assert told.for_ms >= 300
     assert await rig.end(1) == 0
 
 
-async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig):
+async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig: Rig) -> None:
     await rig.start(HEARTBEATS.replace("deadline_ms=300", "deadline_ms=0"), stall_floor_ms=200)
     await rig.start_worker()
     pid = await rig.number("pid")
     os.kill(pid, signal.SIGSTOP)
-    silent = await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "silence")
-    assert silent.message.silent, "without any deadline it is known by that alone"
+    silent = await rig.coordinator.said(WorkerStalled)
+    assert silent.silent, "without any deadline it is known by that alone"
     assert await rig.end(1) == 0
 
 
-async def test_a_plain_script_whose_interpreter_does_not_run_is_silent(rig, monkeypatch):
+async def test_a_plain_script_whose_interpreter_does_not_run_is_silent(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_liveness, "_SILENCE_NS", 700_000_000)  # a minute
     await rig.start(
         """
@@ -215,13 +223,13 @@ async def test_a_plain_script_whose_interpreter_does_not_run_is_silent(rig, monk
         """
     )
     await rig.start_worker()
-    stalled = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "silence")).message
+    stalled = await rig.coordinator.said(WorkerStalled)
     assert (stalled.silent, stalled.unit) == (True, "")
     assert "its interpreter does not run" in stalled.where
     assert await rig.end(1) == 0
 
 
-async def test_a_plain_script_that_sleeps_is_not(rig, monkeypatch):
+async def test_a_plain_script_that_sleeps_is_not(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_liveness, "_SILENCE_NS", 700_000_000)
     await rig.start("import time; time.sleep(4); print('awake')")
     await rig.start_worker()
@@ -230,14 +238,14 @@ async def test_a_plain_script_that_sleeps_is_not(rig, monkeypatch):
     assert await rig.end(0) == 0
 
 
-async def test_a_refused_agent_says_why_and_exits_with_2(rig):
+async def test_a_refused_agent_says_why_and_exits_with_2(rig: Rig) -> None:
     rig.coordinator.refuse = (409, "tray-0 is taken")
     rig.launch("print('ran')")
     assert await rig.agent_exit() == 2
     assert "409 tray-0 is taken" in rig.err.read_text()
 
 
-async def test_an_agent_whose_tray_has_another_one_says_so_once_and_asks_again(rig):
+async def test_an_agent_whose_tray_has_another_one_says_so_once_and_asks_again(rig: Rig) -> None:
     rig.coordinator.refuse = (503, "tray-0 has an agent")
     rig.launch("print('ran')")
     said = await rig.line("does not take this tray yet", rig.err)
@@ -248,7 +256,7 @@ async def test_an_agent_whose_tray_has_another_one_says_so_once_and_asks_again(r
     assert await rig.end(0) == 0
 
 
-async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig):
+async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig: Rig) -> None:
     await rig.start(
         """
         import sys, time
@@ -274,7 +282,7 @@ async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig):
     assert await rig.end() == 0
 
 
-async def test_an_agent_whose_session_is_unknown_ends_its_workers(rig):
+async def test_an_agent_whose_session_is_unknown_ends_its_workers(rig: Rig) -> None:
     await rig.start(SLEEPER)
     below = await two_sleepers(rig)
     rig.coordinator.refuse = (409, "unknown session")
@@ -284,7 +292,7 @@ async def test_an_agent_whose_session_is_unknown_ends_its_workers(rig):
     assert "unknown session" in rig.err.read_text()
 
 
-async def test_ctrl_c_at_the_terminal_is_left_to_the_launcher(rig):
+async def test_ctrl_c_at_the_terminal_is_left_to_the_launcher(rig: Rig) -> None:
     await rig.start(SLEEPER)
     below = await two_sleepers(rig)
     for pid in (rig.agent, below[0]):
@@ -298,7 +306,9 @@ async def test_ctrl_c_at_the_terminal_is_left_to_the_launcher(rig):
 
 
 @pytest.mark.parametrize("grace_s", [600.0, 0.5], ids=["told at once", "killed in the end"])
-async def test_a_worker_that_lingers_after_its_exception_is_told_at_once_and_killed_in_the_end(rig, grace_s):
+async def test_a_worker_that_lingers_after_its_exception_is_told_at_once_and_killed_in_the_end(
+    rig: Rig, grace_s: float
+) -> None:
     await rig.start(
         """
         import atexit, os, threading, time
@@ -309,7 +319,7 @@ async def test_a_worker_that_lingers_after_its_exception_is_told_at_once_and_kil
     )
     await rig.start_worker()
     ended = await rig.coordinator.exit_of(1)
-    assert ended.failure.message == "over"
+    assert failure_of(ended).message == "over"
     pid = await rig.number("lingers")
     if grace_s > 100:
         assert rig.alive(pid), "its end was waited for"
@@ -323,7 +333,7 @@ async def test_a_worker_that_lingers_after_its_exception_is_told_at_once_and_kil
     assert await rig.end(1) == 0
 
 
-async def test_a_worker_that_speaks_nonsense_is_killed(rig):
+async def test_a_worker_that_speaks_nonsense_is_killed(rig: Rig) -> None:
     await rig.start(
         """
         import os, time
@@ -338,7 +348,7 @@ async def test_a_worker_that_speaks_nonsense_is_killed(rig):
     assert await rig.end(1) == 0
 
 
-async def test_stop_does_not_wait_for_a_store_that_does_not_answer(rig):
+async def test_stop_does_not_wait_for_a_store_that_does_not_answer(rig: Rig) -> None:
     await rig.start("print('ran')")
     with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts, and says nothing
         await rig.start_worker(store=f"127.0.0.1:{mute.getsockname()[1]}")
@@ -347,12 +357,12 @@ async def test_stop_does_not_wait_for_a_store_that_does_not_answer(rig):
     assert rig.out.read_text() == ""
 
 
-async def announced(rig) -> DepartureAnnounced:
+async def announced(rig: Rig) -> DepartureAnnounced:
     os.kill(rig.agent, signal.SIGTERM)
-    return (await rig.coordinator.wait(lambda m: isinstance(m, DepartureAnnounced), "DepartureAnnounced")).message
+    return await rig.coordinator.said(DepartureAnnounced)
 
 
-async def test_an_agent_that_is_told_to_leave_says_so_and_works_on_until_it_is_dismissed(rig):
+async def test_an_agent_that_is_told_to_leave_says_so_and_works_on_until_it_is_dismissed(rig: Rig) -> None:
     await rig.start("import time\nprint('ran', flush=True)\ntime.sleep(600)", grace_s=600.0)
     told = await announced(rig)
     assert (told.tray, told.because, told.exit_code) == ("tray-0", "SIGTERM to the agent of tray-0", 143)
@@ -365,7 +375,7 @@ async def test_an_agent_that_is_told_to_leave_says_so_and_works_on_until_it_is_d
 
 
 @pytest.mark.parametrize(("grace_s", "again"), [(0.2, False), (600.0, True)], ids=["grace over", "told twice"])
-async def test_an_agent_whose_time_is_up_ends_its_workers_and_leaves(rig, grace_s, again):
+async def test_an_agent_whose_time_is_up_ends_its_workers_and_leaves(rig: Rig, grace_s: float, again: bool) -> None:
     await rig.start(SLEEPER, grace_s=grace_s)
     below = await two_sleepers(rig)
     await announced(rig)
@@ -377,7 +387,7 @@ async def test_an_agent_whose_time_is_up_ends_its_workers_and_leaves(rig, grace_
     await rig.coordinator.exit_of(2)
 
 
-async def test_an_agent_of_its_own_passes_sigint_on_to_the_coordinator(rig, tmp_path):
+async def test_an_agent_of_its_own_passes_sigint_on_to_the_coordinator(rig: Rig, tmp_path: Path) -> None:
     config = rig.config("print('standalone ran')")
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     environment = {**os.environ, "PYTHONPATH": str(Path(rackrun.__file__).parents[1])}
@@ -390,7 +400,7 @@ async def test_an_agent_of_its_own_passes_sigint_on_to_the_coordinator(rig, tmp_
     await rig.start_worker()
     assert (await rig.coordinator.exit_of(1)).exit_code == 0
     os.kill(rig.agent, signal.SIGINT)
-    stop = (await rig.coordinator.wait(lambda m: isinstance(m, StopRequested), "StopRequested")).message
+    stop = await rig.coordinator.said(StopRequested)
     assert (stop.because, stop.exit_code) == ("SIGINT to the agent of tray-0", 130)
     assert await rig.end() == 0
     assert rig.out.read_text() == "standalone ran\n"

@@ -18,7 +18,7 @@ from rackrun.agent.host.cgroup import Cgroup
 
 def cage(*command: str, said: bytes | None = None, cwd: Path | None = None) -> int:
     """Its exit code; ``said``: by the agent before it starts. None: nothing, until it has ended."""
-    order = FillerOrder(command=list(command), grace_s=100.0, cpus=[], cgroup="", last_in_line=False)
+    order = FillerOrder(command=list(command), hold_s=100.0, grace_s=100.0, cpus=[], cgroup="", last_in_line=False)
     return run(json.dumps(order), said, cwd)
 
 

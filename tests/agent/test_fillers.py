@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,7 +36,7 @@ from rackrun.protocol.commands import Worker as Who
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
 from rackrun.protocol.wire import FillerState
 from tests.agent import nasty_fillers
-from tests.agent.conftest import eventually
+from tests.agent.conftest import Rig, eventually
 from tests.agent.nasty_fillers import DAEMON, KINDS
 
 SPARE = """
@@ -88,18 +91,18 @@ def plan(*spares: tuple[int, int]) -> ResumeGeneration:
     return ResumeGeneration(plan=found, because="a test")
 
 
-async def begin(rig, *command: str, slots: int = 1, last_in_line: bool = False, **config: object) -> None:
+async def begin(rig: Rig, *command: str, slots: int = 1, last_in_line: bool = False, **config: Any) -> None:
     """A filler that is last in line would do nothing at all beside busy processes; most tests wait for it to do something."""
     await rig.start(SPARE, slots=slots, filler=FillerConfig(command=command, last_in_line=last_in_line, **config))
 
 
-async def spare_waits(rig, index: int = 0, incarnation: int = 1) -> None:
+async def spare_waits(rig: Rig, index: int = 0, incarnation: int = 1) -> None:
     """With a filler beside it."""
     await rig.start_worker(index, incarnation, spare=True)
     await told(rig, index, incarnation, "running")
 
 
-async def told(rig, index: int, incarnation: int, state: str, start: int = 0) -> FillerState:
+async def told(rig: Rig, index: int, incarnation: int, state: str, start: int = 0) -> FillerState:
     def wanted(message: object) -> bool:
         return (
             isinstance(message, FillerState)
@@ -112,17 +115,23 @@ async def told(rig, index: int, incarnation: int, state: str, start: int = 0) ->
     return found
 
 
-async def told_of_plan(rig, index: int, incarnation: int) -> float:
+async def told_of_plan(rig: Rig, index: int, incarnation: int) -> float:
     return float((await rig.line(f"told tray-0/{index} {incarnation} at ")).split()[-1])
 
 
-async def appears(rig, path: Path) -> str:
+async def appears(rig: Rig, path: Path) -> str:
     """Its content, once there is some."""
     return await rig.eventually(lambda: path.exists() and path.read_text(), f"{path} never came")
 
 
+def is_stopped(stat: int) -> bool:
+    found = proc.read_stat(stat)
+    assert found is not None
+    return found.stopped
+
+
 @contextlib.contextmanager
-def let_go(rig):
+def let_go(rig: Rig) -> Iterator[None]:
     """What is in the pipe stays there, also where whoever reads is stopped, or hears a signal, just as it opens its end."""
     end = os.open(rig.folder / "may-go", os.O_RDWR)
     try:
@@ -132,7 +141,7 @@ def let_go(rig):
         os.close(end)
 
 
-def groups_of(rig) -> list[Path]:
+def groups_of(rig: Rig) -> list[Path]:
     return [path for path in Path("/sys/fs/cgroup").glob(f"**/rackrun-filler-{rig.agent}-*") if path.is_dir()]
 
 
@@ -144,7 +153,7 @@ def command_line(pid: int) -> list[bytes]:
         return []
 
 
-def alive_of_fillers(rig) -> list[int]:
+def alive_of_fillers(rig: Rig) -> list[int]:
     """Below the agent, or escaped: by the marks of all fillers and of this rig, or by the daemon's words."""
     found = []
     rigs = f"RACKRUN_TEST_RIG={rig.folder}".encode()
@@ -166,7 +175,9 @@ def alive_of_fillers(rig) -> list[int]:
 
 @pytest.mark.parametrize("in_cgroups", [True, pytest.param(False, marks=pytest.mark.stories)])
 @pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.stories)])
-async def test_whatever_a_filler_does_nothing_of_it_is_left(rig, rounds, in_cgroups, monkeypatch):
+async def test_whatever_a_filler_does_nothing_of_it_is_left(
+    rig: Rig, rounds: int, in_cgroups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not in_cgroups:
         monkeypatch.setattr(Cgroup, "make", lambda _name: None)
     slots = range(len(KINDS))
@@ -180,14 +191,14 @@ async def test_whatever_a_filler_does_nothing_of_it_is_left(rig, rounds, in_cgro
         ends = [await told(rig, index, incarnation, "ended") for index, incarnation in workers]
         assert not alive_of_fillers(rig)
         assert not groups_of(rig)
-        print({kind.__name__: round(one.gone_s, 3) for kind, one in zip(KINDS, ends, strict=True)}, file=sys.stderr)
+        print({kind.__name__: one.gone_s for kind, one in zip(KINDS, ends, strict=True)}, file=sys.stderr)
         assert {one.because for one in ends} == {"the spare is needed"}
         for index, incarnation in workers:
             await told_of_plan(rig, index, incarnation)
     assert await rig.end() == 0
 
 
-async def test_it_is_told_before_it_is_killed_and_the_plan_waits_for_nobody(rig):
+async def test_it_is_told_before_it_is_killed_and_the_plan_waits_for_nobody(rig: Rig) -> None:
     await begin(rig, *LEAVES_WHEN_LET, str(rig.folder), grace_s=1000.0)
     os.mkfifo(rig.folder / "may-go")
     await spare_waits(rig)
@@ -202,11 +213,11 @@ async def test_it_is_told_before_it_is_killed_and_the_plan_waits_for_nobody(rig)
     assert await rig.end() == 0
 
 
-def test_the_grace_time_and_the_agents_patience_with_a_cage_leave_time_to_die_within_the_second():
+def test_the_grace_time_and_the_agents_patience_with_a_cage_leave_time_to_die_within_the_second() -> None:
     assert HOLD_S + GRACE_S_MAX + LATE_S <= 0.8
 
 
-async def test_a_filler_that_is_held_is_stopped_with_all_below_it_and_ends_with_the_cages_agent():
+async def test_a_filler_that_is_held_is_stopped_with_all_below_it_and_ends_with_the_cages_agent() -> None:
     script = "import os, signal\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nsignal.pause()"
     order = FillerOrder(
         command=[sys.executable, "-c", script], hold_s=1000.0, grace_s=1000.0, cpus=[], cgroup="", last_in_line=False
@@ -215,10 +226,12 @@ async def test_a_filler_that_is_held_is_stopped_with_all_below_it_and_ends_with_
     cage = await asyncio.create_subprocess_exec(
         sys.executable, *CAGE, str(os.getpid()), json.dumps(order), stdin=pipe, stdout=pipe
     )
+    assert cage.stdin is not None
+    assert cage.stdout is not None
     pids = [int(await cage.stdout.readline()) for _ in range(2)]
     stats = [os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY) for pid in pids]
     cage.stdin.write(HELD)
-    await eventually(lambda: all(proc.read_stat(stat).stopped for stat in stats), lambda: "not stopped")
+    await eventually(lambda: all(is_stopped(stat) for stat in stats), lambda: "not stopped")
     cage.stdin.close()
     assert await cage.wait() == 128 + signal.SIGKILL
     assert [proc.read_stat(stat) for stat in stats] == [None, None]
@@ -227,15 +240,17 @@ async def test_a_filler_that_is_held_is_stopped_with_all_below_it_and_ends_with_
 
 
 @pytest.mark.parametrize("killed", ["cage", "agent"])
-async def test_nobody_stays_stopped_when_who_holds_a_filler_is_killed(rig, killed, monkeypatch):
+async def test_nobody_stays_stopped_when_who_holds_a_filler_is_killed(
+    rig: Rig, killed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rackrun.agent.fillers.filler_runner, "HOLD_S", 1000.0)
     monkeypatch.setattr(Cgroup, "make", lambda _name: None)
     await begin(rig, "sh", "-c", "setsid sleep 603 & exec sleep 604")
     await spare_waits(rig)
-    below = [await rig.eventually(lambda word=word: sleeper(rig, word), f"no sleep {word}") for word in ("603", "604")]
+    below = [await rig.eventually(partial(sleeper, rig, word), f"no sleep {word}") for word in ("603", "604")]
     stats = [os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY) for pid in below]
     await rig.coordinator.send(plan((0, 1)))
-    await rig.eventually(lambda: all(proc.read_stat(stat).stopped for stat in stats), "not stopped")
+    await rig.eventually(lambda: all(is_stopped(stat) for stat in stats), "not stopped")
     if killed == "agent":
         os.kill(rig.agent, signal.SIGKILL)
         await rig.agent_exit()
@@ -249,7 +264,7 @@ async def test_nobody_stays_stopped_when_who_holds_a_filler_is_killed(rig, kille
         os.close(stat)
 
 
-def test_a_process_that_may_not_be_killed_saves_nobody_else(monkeypatch):
+def test_a_process_that_may_not_be_killed_saves_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     kill = os.kill
     with subprocess.Popen(SLEEP) as others, subprocess.Popen(SLEEP) as ours:
 
@@ -266,7 +281,7 @@ def test_a_process_that_may_not_be_killed_saves_nobody_else(monkeypatch):
         others.kill()
 
 
-def test_a_launcher_does_not_wait_for_a_process_that_it_may_not_kill():
+def test_a_launcher_does_not_wait_for_a_process_that_it_may_not_kill() -> None:
     kill = """if True:
         import os, subprocess
         from rackrun.launch.run.local_agents import LocalAgents
@@ -282,7 +297,7 @@ def test_a_launcher_does_not_wait_for_a_process_that_it_may_not_kill():
     subprocess.run([sys.executable, "-c", kill], check=True)
 
 
-async def test_a_filler_that_kills_its_cage_leaves_nobody_behind_and_is_started_again(rig):
+async def test_a_filler_that_kills_its_cage_leaves_nobody_behind_and_is_started_again(rig: Rig) -> None:
     killer = (
         "import os, signal, sys, time\n"
         "cage = os.getppid()\n"
@@ -303,7 +318,7 @@ async def test_a_filler_that_kills_its_cage_leaves_nobody_behind_and_is_started_
 
 
 @pytest.mark.parametrize("how", ["fenced", "dead", "released"])
-async def test_a_filler_goes_with_its_spare(rig, how):
+async def test_a_filler_goes_with_its_spare(rig: Rig, how: str) -> None:
     await begin(rig, *SLEEP)
     await spare_waits(rig)
     if how == "fenced":
@@ -318,7 +333,7 @@ async def test_a_filler_goes_with_its_spare(rig, how):
     await rig.end()
 
 
-async def test_no_filler_outlives_a_killed_agent(rig):
+async def test_no_filler_outlives_a_killed_agent(rig: Rig) -> None:
     await begin(rig, *NASTY, str(rig.folder), slots=3)
     for index in range(3):
         await spare_waits(rig, index)
@@ -330,7 +345,7 @@ async def test_no_filler_outlives_a_killed_agent(rig):
     assert not alive_of_fillers(rig)
 
 
-async def test_at_the_end_of_the_job_fillers_are_told_gone_and_counted(rig):
+async def test_at_the_end_of_the_job_fillers_are_told_gone_and_counted(rig: Rig) -> None:
     await begin(rig, sys.executable, "-c", "import hashlib\nwhile True: hashlib.sha256(bytes(1 << 20))", sample_s=0.05)
     await spare_waits(rig)
     await rig.coordinator.wait(lambda m: isinstance(m, FillerState) and m.cpu_s > 0.0, "processor time")
@@ -344,7 +359,7 @@ async def test_at_the_end_of_the_job_fillers_are_told_gone_and_counted(rig):
 # -- it comes --------------------------------------------------------------------------------------------------------
 
 
-async def test_the_next_spare_in_the_slot_has_a_filler_again_and_a_rank_has_none(rig):
+async def test_the_next_spare_in_the_slot_has_a_filler_again_and_a_rank_has_none(rig: Rig) -> None:
     await begin(rig, *SLEEP, slots=2)
     await rig.start_worker(1, 2)  # no spare
     await spare_waits(rig, 0, 1)
@@ -359,7 +374,7 @@ async def test_the_next_spare_in_the_slot_has_a_filler_again_and_a_rank_has_none
     assert await rig.end() == 0
 
 
-async def test_a_spare_that_is_in_the_plan_before_it_is_ready_has_no_filler(rig):
+async def test_a_spare_that_is_in_the_plan_before_it_is_ready_has_no_filler(rig: Rig) -> None:
     await begin(rig, *SLEEP)
     await rig.coordinator.send(plan((0, 1)), rig.start_command(0, 1, spare=True))
     await rig.coordinator.wait(lambda m: type(m).__name__ == "WorkerReady", "WorkerReady")
@@ -369,7 +384,7 @@ async def test_a_spare_that_is_in_the_plan_before_it_is_ready_has_no_filler(rig)
 
 
 @pytest.mark.stories
-async def test_a_filler_that_ends_is_started_again_and_after_ten_times_at_once_given_up(rig):
+async def test_a_filler_that_ends_is_started_again_and_after_ten_times_at_once_given_up(rig: Rig) -> None:
     await begin(rig, "sh", "-c", "echo once more; exit 3", pauses=QUICK)
     await spare_waits(rig)
     end = await told(rig, 0, 1, "given up")
@@ -385,14 +400,14 @@ async def test_a_filler_that_ends_is_started_again_and_after_ten_times_at_once_g
 
 
 @pytest.mark.stories
-async def test_a_filler_that_ends_after_a_while_is_started_again_any_number_of_times(rig):
+async def test_a_filler_that_ends_after_a_while_is_started_again_any_number_of_times(rig: Rig) -> None:
     await begin(rig, "true", pauses=FillerPauses(first_s=0.01, most_s=0.01, at_once_s=0.0))
     await spare_waits(rig)
     await told(rig, 0, 1, "running", start=12)
     assert await rig.end() == 0
 
 
-async def test_when_the_job_has_ended_nothing_is_started_any_more(monkeypatch):
+async def test_when_the_job_has_ended_nothing_is_started_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*_args: object, **_more: object) -> None:
         raise OSError("no room")
 
@@ -419,7 +434,7 @@ async def test_when_the_job_has_ended_nothing_is_started_any_more(monkeypatch):
     logs.close()
 
 
-async def test_a_program_that_has_vanished_since_the_launch_is_given_up_and_named(rig):
+async def test_a_program_that_has_vanished_since_the_launch_is_given_up_and_named(rig: Rig) -> None:
     await begin(rig, "/no/such/program", pauses=QUICK)
     await spare_waits(rig)
     assert (await told(rig, 0, 1, "given up")).because == "exit code 127"
@@ -428,7 +443,7 @@ async def test_a_program_that_has_vanished_since_the_launch_is_given_up_and_name
     assert await rig.end() == 0
 
 
-async def test_it_has_its_slots_gpu_and_none_of_a_ranks_environment(rig):
+async def test_it_has_its_slots_gpu_and_none_of_a_ranks_environment(rig: Rig) -> None:
     code = (
         "import json, os, signal, sys; print(json.dumps({'env': dict(os.environ),"
         "'oom': open('/proc/self/oom_score_adj').read().strip(), 'leader': os.getsid(0) == os.getpid(),"
@@ -456,11 +471,13 @@ async def test_it_has_its_slots_gpu_and_none_of_a_ranks_environment(rig):
         (3, 0, {SHARE: "1"}, "3"),
     ],
 )
-def test_a_filler_sees_the_gpu_that_its_slots_worker_has(index, gpus, environment, wanted):
+def test_a_filler_sees_the_gpu_that_its_slots_worker_has(
+    index: int, gpus: int, environment: dict[str, str], wanted: str
+) -> None:
     assert rackrun.agent.fillers.filler_runner._device(index, gpus, environment)["CUDA_VISIBLE_DEVICES"] == wanted
 
 
-def sleeper(rig, word: str) -> int:
+def sleeper(rig: Rig, word: str) -> int:
     """0: there is none."""
     below = proc.descendants(rig.agent)
     return next((pid for pid in below if command_line(pid)[:2] == [b"sleep", word.encode()]), 0)
@@ -472,21 +489,25 @@ def autogroup_nice(pid: int) -> str:
     return group.read_text().rpartition(" ")[2].strip() if group.exists() else ""
 
 
-def log_of(rig, index: int) -> str:
+def log_of(rig: Rig, index: int) -> str:
     """Whole lines of the filler's output; "" while there is nothing."""
     text = "".join(path.read_text() for path in (rig.folder / "logs").glob(f"*/filler/{index}.log"))
     return text if text.endswith("\n") else ""
 
 
-async def test_it_is_last_in_line_with_all_sessions_that_it_makes(rig):
+def is_last_in_line(pid: int) -> bool:
+    return autogroup_nice(pid) in ("", "19")
+
+
+async def test_it_is_last_in_line_with_all_sessions_that_it_makes(rig: Rig) -> None:
     # The only one here whose filler is starved beside busy processes: all that it has to do is to be there.
     await begin(rig, "sh", "-c", "setsid sleep 601 & exec sleep 602", last_in_line=True)
     await spare_waits(rig)
     for word in ("601", "602"):
-        pid = await rig.eventually(lambda word=word: sleeper(rig, word), f"no sleep {word}")
+        pid = await rig.eventually(partial(sleeper, rig, word), f"no sleep {word}")
         assert os.getpriority(os.PRIO_PROCESS, pid) == 19
         assert os.sched_getscheduler(pid) == (os.SCHED_IDLE if idle_can_be_left() else os.SCHED_OTHER)
-        await rig.eventually(lambda pid=pid: autogroup_nice(pid) in ("", "19"), "its session is not last in line")
+        await rig.eventually(partial(is_last_in_line, pid), "its session is not last in line")
     assert await rig.end() == 0
     assert not alive_of_fillers(rig)
 
@@ -494,7 +515,7 @@ async def test_it_is_last_in_line_with_all_sessions_that_it_makes(rig):
 # -- where it holds a GPU ----------------------------------------------------------------------------------------------
 
 
-async def test_where_workers_have_gpus_the_plan_comes_when_the_filler_is_gone(rig):
+async def test_where_workers_have_gpus_the_plan_comes_when_the_filler_is_gone(rig: Rig) -> None:
     def as_on_a_gpu_host() -> int:
         torch.cuda.device_count = lambda: 1
         rackrun.agent.workers.worker_handle.HELD_S = 1000.0
@@ -515,7 +536,7 @@ async def test_where_workers_have_gpus_the_plan_comes_when_the_filler_is_gone(ri
     assert await rig.end() == 0
 
 
-def test_what_is_told_of_a_filler_travels_as_it_is():
+def test_what_is_told_of_a_filler_travels_as_it_is() -> None:
     message = FillerState(
         slot=SlotId("tray-0/1"), incarnation=Incarnation(3), start=1, state="running", seconds=1.0, cpu_s=0.5
     )

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rackrun.protocol.events import DeviceChecked, DeviceJudged, TrayJoined
 from rackrun.protocol.gpu_health import Health, Response
 from rackrun.protocol.ids import TrayId
 from rackrun.topology.sources.partial_topology import PartialTopology, merge, partial_of_tray
+from tests.agent.conftest import Rig
 from tests.topology.conftest import Fake
 
 TRAY = TrayId("tray-03")
@@ -53,7 +55,7 @@ def nvml_process(agent: int) -> int:
     return found[0]
 
 
-async def test_a_tray_joins_with_what_its_driver_says_and_workers_are_told_their_place(rig, on_tray):
+async def test_a_tray_joins_with_what_its_driver_says_and_workers_are_told_their_place(rig: Rig, on_tray: Fake) -> None:
     on_tray.tray(TRAY).gpu[1].fabric_state = 2
     script = "import os; print('told', os.environ['NCCL_MNNVL_ENABLE'], os.environ['CUDA_DEVICE_ORDER'])"
     joined: TrayJoined = await rig.start(script, tray=TRAY, slot_env=({}, {"NCCL_MNNVL_ENABLE": "2"}))
@@ -80,28 +82,35 @@ FAULTS: list[tuple[Callable[[FakeTray], Any], Health, Response, str]] = [
 ]
 
 
-async def test_every_fault_is_told_to_the_coordinator(rig, on_tray):
+def judges(slot: int, message: object) -> bool:
+    return isinstance(message, DeviceJudged) and message.verdict.index == slot
+
+
+def is_of(slot: int, message: DeviceChecked) -> bool:
+    return message.index == slot
+
+
+async def test_every_fault_is_told_to_the_coordinator(rig: Rig, on_tray: Fake) -> None:
     await rig.start("pass", tray=TRAY)
     for slot, (strike, health, response, unfit) in enumerate(FAULTS):
         struck = time.monotonic()
         strike(on_tray.tray(TRAY))
-        judged = await rig.coordinator.wait(
-            lambda m, slot=slot: isinstance(m, DeviceJudged) and m.verdict.index == slot, "verdict"
-        )
+        judged = await rig.coordinator.wait(partial(judges, slot), "verdict")
+        assert isinstance(judged.message, DeviceJudged)
         print(f"slot {slot}, {health.value}: told after {(judged.at - struck) * 1000:.0f} ms")  # pytest -s shows it
         assert (judged.message.tray, judged.message.verdict.health) == (TRAY, health)
         assert judged.message.verdict.response is response
         if unfit:
-            checked = await rig.coordinator.wait(
-                lambda m, slot=slot: isinstance(m, DeviceChecked) and m.index == slot, "check"
-            )
-            assert unfit in checked.message.unfit[0]
+            checked = await rig.coordinator.said(DeviceChecked, partial(is_of, slot), "check")
+            assert unfit in checked.unfit[0]
     os.kill(nvml_process(rig.agent), signal.SIGSEGV)
     await rig.coordinator.wait(lambda m: isinstance(m, DeviceChecked) and "(SIGSEGV)" in "".join(m.unfit), "its end")
     assert await rig.end() == 0
 
 
-async def test_nvmls_process_outlives_the_fork_server_but_not_the_agent_even_when_the_driver_hangs(rig, on_tray):
+async def test_nvmls_process_outlives_the_fork_server_but_not_the_agent_even_when_the_driver_hangs(
+    rig: Rig, on_tray: Fake
+) -> None:
     await rig.start("pass", tray=TRAY)
     child = nvml_process(rig.agent)
     (server,) = (pid for pid in proc.descendants(rig.agent) if pid != child)
@@ -114,7 +123,7 @@ async def test_nvmls_process_outlives_the_fork_server_but_not_the_agent_even_whe
     await rig.all_gone([child])
 
 
-async def test_a_tray_that_two_sources_describe_differently_does_not_join(rig, on_tray):
+async def test_a_tray_that_two_sources_describe_differently_does_not_join(rig: Rig, on_tray: Fake) -> None:
     partial = partial_of_tray(on_tray.topology, TRAY, "rack.yaml")
     wrong = msgspec.structs.replace(partial, trays=(msgspec.structs.replace(partial.trays[0], index=7),))
     rig.launch("pass", tray=TRAY, topology=msgspec.json.encode([wrong]))
@@ -176,7 +185,9 @@ async def joined(watched: Watched) -> dict[int, tuple[str, ...]]:
     return found
 
 
-async def test_a_driver_that_hangs_keeps_the_tray_out_until_it_answers(watching, fake, capsys):
+async def test_a_driver_that_hangs_keeps_the_tray_out_until_it_answers(
+    watching: Watching, fake: Callable[..., Fake], capsys: pytest.CaptureFixture[str]
+) -> None:
     of = fake()
     async with watching(of.env(TRAY)) as watched:
         assert await joined(watched) == {}
@@ -192,7 +203,9 @@ async def test_a_driver_that_hangs_keeps_the_tray_out_until_it_answers(watching,
     assert [("cannot be watched" in line, "answers again" in line) for line in said] == [(True, False), (False, True)]
 
 
-async def test_a_driver_that_crashes_its_caller_is_asked_again(watching, fake, capsys):
+async def test_a_driver_that_crashes_its_caller_is_asked_again(
+    watching: Watching, fake: Callable[..., Fake], capsys: pytest.CaptureFixture[str]
+) -> None:
     of = fake()
     async with watching(of.env(TRAY)) as watched:
         await joined(watched)
@@ -205,7 +218,9 @@ async def test_a_driver_that_crashes_its_caller_is_asked_again(watching, fake, c
 
 
 @pytest.mark.parametrize("result", [4, 9])  # no permission; the driver is not loaded
-async def test_a_driver_that_refuses_is_said_once_and_the_job_goes_on(watching, fake, capsys, result):
+async def test_a_driver_that_refuses_is_said_once_and_the_job_goes_on(
+    watching: Watching, fake: Callable[..., Fake], capsys: pytest.CaptureFixture[str], result: int
+) -> None:
     of = fake()
     of.tray(TRAY).init_result = result
     async with watching(of.env(TRAY)) as watched:
@@ -216,7 +231,9 @@ async def test_a_driver_that_refuses_is_said_once_and_the_job_goes_on(watching, 
     assert "Remedy" in line
 
 
-async def test_without_gpus_to_see_nothing_is_started(watching, fake, capsys):
+async def test_without_gpus_to_see_nothing_is_started(
+    watching: Watching, fake: Callable[..., Fake], capsys: pytest.CaptureFixture[str]
+) -> None:
     of = fake()
     for environment in ({**of.env(TRAY), "CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": " "}):
         async with watching(environment) as watched:
@@ -224,11 +241,11 @@ async def test_without_gpus_to_see_nothing_is_started(watching, fake, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_library_is_looked_for_where_a_new_process_would_look(library, tmp_path):
+def test_the_library_is_looked_for_where_a_new_process_would_look(library: Path, tmp_path: Path) -> None:
     assert _library_here({"LD_LIBRARY_PATH": f"{tmp_path}:{library}"})
 
 
-async def test_slots_are_the_gpus_that_workers_see(watching, fake):
+async def test_slots_are_the_gpus_that_workers_see(watching: Watching, fake: Callable[..., Fake]) -> None:
     of = fake()
     async with watching({**of.env(TRAY), "CUDA_VISIBLE_DEVICES": "3,1"}) as watched:
         await joined(watched)
@@ -241,7 +258,9 @@ async def test_slots_are_the_gpus_that_workers_see(watching, fake):
         assert [event.verdict.index for event in watched.told if isinstance(event, DeviceJudged)] == [0]
 
 
-async def test_a_gpu_that_is_bad_from_the_start_is_judged_right_after_joining(watching, fake):
+async def test_a_gpu_that_is_bad_from_the_start_is_judged_right_after_joining(
+    watching: Watching, fake: Callable[..., Fake]
+) -> None:
     of = fake()
     of.tray(TRAY).gpu[2].recovery_action = 2
     async with watching(of.env(TRAY)) as watched:
@@ -249,7 +268,9 @@ async def test_a_gpu_that_is_bad_from_the_start_is_judged_right_after_joining(wa
         assert [(event.verdict.index, event.verdict.health) for event in watched.told] == [(2, Health.REBOOT)]  # type: ignore[union-attr]
 
 
-async def test_the_kernels_log_is_a_second_source(watching, fake, tmp_path):
+async def test_the_kernels_log_is_a_second_source(
+    watching: Watching, fake: Callable[..., Fake], tmp_path: Path
+) -> None:
     of = fake()
     os.mkfifo(tmp_path / "kmsg")
     writer = os.open(tmp_path / "kmsg", os.O_RDWR)
@@ -265,7 +286,9 @@ async def test_the_kernels_log_is_a_second_source(watching, fake, tmp_path):
         os.close(writer)
 
 
-async def test_a_simulated_tray_is_watched_only_where_the_driver_lists_its_gpus(watching, fake, capsys):
+async def test_a_simulated_tray_is_watched_only_where_the_driver_lists_its_gpus(
+    watching: Watching, fake: Callable[..., Fake], capsys: pytest.CaptureFixture[str]
+) -> None:
     of = fake()
     mine = msgspec.json.encode([partial_of_tray(of.topology, TRAY, "rack.yaml")])
     async with watching(of.env(TRAY), topology=mine, simulated=True) as watched:
@@ -279,7 +302,9 @@ async def test_a_simulated_tray_is_watched_only_where_the_driver_lists_its_gpus(
     assert capsys.readouterr().err == ""
 
 
-async def test_workers_are_bound_near_their_gpu_unless_it_is_switched_off(watching, fake, monkeypatch):
+async def test_workers_are_bound_near_their_gpu_unless_it_is_switched_off(
+    watching: Watching, fake: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
     of = fake()
     monkeypatch.setattr("rackrun.agent.gpus.gpu_monitor.cores_here", lambda: frozenset(range(144)))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64, 80)))
@@ -304,7 +329,9 @@ async def refusal_of(watched: Watched) -> str:
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
-async def test_a_tray_on_which_no_worker_could_compute_says_so_before_it_joins(watching, fake, capsys):
+async def test_a_tray_on_which_no_worker_could_compute_says_so_before_it_joins(
+    watching: Watching, fake: Callable[..., Fake], capsys: pytest.CaptureFixture[str]
+) -> None:
     of = fake()
     gpus = of.tray(TRAY).gpu
     async with watching(of.env(TRAY)) as watched:
@@ -330,7 +357,9 @@ async def test_a_tray_on_which_no_worker_could_compute_says_so_before_it_joins(w
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
-async def test_an_old_driver_that_cannot_be_asked_refuses_nothing(watching, fake, tmp_path):
+async def test_an_old_driver_that_cannot_be_asked_refuses_nothing(
+    watching: Watching, fake: Callable[..., Fake], tmp_path: Path
+) -> None:
     lacking = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlDeviceGetMigMode", "nvmlDeviceGetComputeRunningProcesses_v3")
     of = fake()
     library = build(tmp_path / "old", lacking)
@@ -339,7 +368,7 @@ async def test_an_old_driver_that_cannot_be_asked_refuses_nothing(watching, fake
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
-async def test_an_agent_whose_tray_cannot_compute_ends_with_the_reason(rig, on_tray):
+async def test_an_agent_whose_tray_cannot_compute_ends_with_the_reason(rig: Rig, on_tray: Fake) -> None:
     on_tray.tray(TRAY).gpu[0].compute_mode = 2
     rig.launch("pass", tray=TRAY)  # forks this process, torch and all
     assert await rig.agent_exit() == 2
@@ -347,7 +376,9 @@ async def test_an_agent_whose_tray_cannot_compute_ends_with_the_reason(rig, on_t
     assert rig.coordinator.queries == []
 
 
-async def test_what_is_not_judged_is_told_when_the_tray_joins(rig, on_tray, monkeypatch):
+async def test_what_is_not_judged_is_told_when_the_tray_joins(
+    rig: Rig, on_tray: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RACKRUN_HEALTH", "ignore:links,fabric")
     on_tray.tray(TRAY).put(1, {"fabric_state": 2, "link_state": {str(link): 0 for link in range(18)}})
     joined_as: TrayJoined = await rig.start("pass", tray=TRAY)

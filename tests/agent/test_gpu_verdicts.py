@@ -154,7 +154,7 @@ def test_a_host_that_is_in_no_rack_need_not_register_with_a_fabric() -> None:
 def test_a_gpu_must_have_as_many_links_as_it_had() -> None:
     alone = [gpu(index, fabric=None, links=(1, 1, 0)) for index in range(4)]
     found = judge(tray(*alone))
-    assert found.unfit[0] == ()
+    assert not found.unfit[0]
     found.handle(5, tray(gpu(0, fabric=None, links=(1, 0, 0)), *alone[1:]))
     assert found.unfit[0] == ("GPU 0: 1 NVLinks are up, not 2",)
 

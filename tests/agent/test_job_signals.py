@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from tests.agent.conftest import Rig
+
 SIGNALLED = """
     import os, signal, subprocess, sys
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -26,7 +28,7 @@ SIGNALLED = """
 """
 
 
-async def test_a_worker_goes_on_and_its_children_and_its_own_handlers_are_as_ever(rig):
+async def test_a_worker_goes_on_and_its_children_and_its_own_handlers_are_as_ever(rig: Rig) -> None:
     await rig.start(SIGNALLED)
     await rig.start_worker()
     await rig.line(f"children={-signal.SIGTERM},{int(signal.SIGTERM)}")
@@ -35,7 +37,7 @@ async def test_a_worker_goes_on_and_its_children_and_its_own_handlers_are_as_eve
     assert (exited.exit_code, exited.signal) == (0, None)
 
 
-async def test_what_the_agent_says_ends_a_worker_at_once(rig):
+async def test_what_the_agent_says_ends_a_worker_at_once(rig: Rig) -> None:
     """Not by a SIGKILL after the grace time."""
     await rig.start(
         """

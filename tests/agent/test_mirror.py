@@ -19,7 +19,7 @@ from rackrun.checkpoint.arena.arena import Arena
 from rackrun.protocol.boot import MEMORY_HEADER, SNAPSHOT_JOB
 from rackrun.protocol.commands import StartWorker
 from rackrun.protocol.events import Event, SnapshotMirrored
-from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, Step, TrayId
 
 TOKEN = "a-token"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
@@ -190,9 +190,9 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
             generation=Generation(1),
             slot=SlotId("a/0"),
             incarnation=Incarnation(7),
-            holder="b",
+            holder=TrayId("b"),
             where=f"{holder.address}/a/0/7",
-            steps=(4,),
+            steps=(Step(4),),
         )
     ]
     assert await holder.get("a/0/7/4") == (200, body)

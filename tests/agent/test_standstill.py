@@ -13,6 +13,7 @@ from rackrun.agent.host import proc
 from rackrun.agent.workers import standstill
 from rackrun.agent.workers.standstill import BOUND_NS, UsageReading, read_moment, stood_still_ns, workers_ran
 from rackrun.protocol.events import TrayStoodStill, WorkerExited, WorkerStalled
+from tests.agent.conftest import Rig
 
 S = 1_000_000_000
 ASLEEP_NS = S // 10
@@ -148,7 +149,9 @@ async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_
     assert await rig.end() == 0
 
 
-async def test_a_tray_that_is_frozen_says_so_and_its_workers_are_not_to_blame(rig, monkeypatch):
+async def test_a_tray_that_is_frozen_says_so_and_its_workers_are_not_to_blame(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
     await rig.start(WORKS, stall_floor_ms=200)
     await rig.start_worker()
@@ -159,15 +162,17 @@ async def test_a_tray_that_is_frozen_says_so_and_its_workers_are_not_to_blame(ri
     await asyncio.sleep(1.2)  # this is how long it is frozen, and longer than a worker may be without progress
     for pid in reversed(processes):
         os.kill(pid, signal.SIGCONT)
-    told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
-    assert 500 <= told.message.for_ms < 60_000
-    assert told.message.workers_ran is False
+    told = await rig.coordinator.said(TrayStoodStill)
+    assert 500 <= told.for_ms < 60_000
+    assert told.workers_ran is False
     assert await rig.end() == 0
     assert (await rig.coordinator.exit_of(1)).signal == signal.SIGTERM
     assert not [one for one in rig.coordinator.received if isinstance(one.message, WorkerStalled)]
 
 
-async def test_an_agent_that_is_stopped_while_its_workers_run_says_so(rig, monkeypatch):
+async def test_an_agent_that_is_stopped_while_its_workers_run_says_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
     await rig.start(WORKS)
     await rig.start_worker()
@@ -175,12 +180,14 @@ async def test_an_agent_that_is_stopped_while_its_workers_run_says_so(rig, monke
     os.kill(rig.agent, signal.SIGSTOP)
     await asyncio.sleep(1.2)  # this is how long it is stopped
     os.kill(rig.agent, signal.SIGCONT)
-    told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
-    assert told.message.workers_ran is True
+    told = await rig.coordinator.said(TrayStoodStill)
+    assert told.workers_ran is True
     assert await rig.end() == 0
 
 
-async def test_a_tray_that_was_given_up_meanwhile_is_refused_and_ends_its_workers(rig, monkeypatch):
+async def test_a_tray_that_was_given_up_meanwhile_is_refused_and_ends_its_workers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standstill, "BOUND_NS", 200_000_000)
     await rig.start(WORKS)
     await rig.start_worker()

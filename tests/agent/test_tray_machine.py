@@ -376,7 +376,9 @@ def test_a_worker_that_sends_what_is_no_message_is_killed(harness: TrayHarness) 
 
 
 @pytest.mark.parametrize(("spare", "named", "waits"), [(True, False, True), (True, True, False), (False, False, False)])
-def test_a_filler_may_run_beside_a_ready_spare_that_no_plan_names(harness: TrayHarness, spare, named, waits) -> None:
+def test_a_filler_may_run_beside_a_ready_spare_that_no_plan_names(
+    harness: TrayHarness, spare: bool, named: bool, waits: bool
+) -> None:
     at = harness.runs(1, spare=spare)
     if named:
         harness(t.CommandArrived(plan(at)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from rackrun.agent.tray import tray_facts as t
 from rackrun.agent.tray.tray_machine import TrayMachine
-from rackrun.protocol.commands import FenceWorker, ReleaseWorkers, Worker
+from rackrun.protocol.commands import FenceWorker, ReleaseWorkers, Worker, WorkerCommand
 from rackrun.protocol.events import WorkerReady
 from tests.agent.test_tray_machine import GRACE_S, TRAY, committed, plan, said_exit, start, worker
 
@@ -78,6 +79,8 @@ class Walk:
                 self.deadlines.append((at_s, deadline))
             case t.Emptied():
                 self.emptied += 1
+            case t.Forward() | t.SendEvent() | t.SpareWaits() | t.SpareLeaves() | t.PrintLine() | t.Leave():
+                pass
 
     def step(self) -> None:
         self.now_s += self.draw.random()
@@ -92,16 +95,14 @@ class Walk:
         self.newest += 1
         index = self.draw.randrange(2)
         any_ = worker(self.draw.randint(1, self.newest), index)
-        command = self.draw.choice(
-            [
-                start(self.newest, index, spare=self.draw.random() < 0.5),
-                start(any_.incarnation, index),
-                FenceWorker(slot=any_.slot, incarnation=any_.incarnation, because="a test"),
-                plan(*(worker(one, index) for one in range(1, self.newest))),
-                ReleaseWorkers(workers=(any_,)),
-            ]
-        )
-        self.tell(t.CommandArrived(command))
+        commands: list[WorkerCommand] = [
+            start(self.newest, index, spare=self.draw.random() < 0.5),
+            start(any_.incarnation, index),
+            FenceWorker(slot=any_.slot, incarnation=any_.incarnation, because="a test"),
+            plan(*(worker(one, index) for one in range(1, self.newest))),
+            ReleaseWorkers(workers=(any_,)),
+        ]
+        self.tell(t.CommandArrived(self.draw.choice(commands)))
 
     def answer(self) -> None:
         """What was asked for is answered, or fails."""
@@ -128,7 +129,7 @@ class Walk:
     def say(self) -> None:
         if self.living:
             at = self.draw.choice([*self.living])
-            of = {"slot": at.slot, "incarnation": at.incarnation}
+            of: dict[str, Any] = {"slot": at.slot, "incarnation": at.incarnation}
             says = self.draw.choice([WorkerReady(**of), committed(at), said_exit(at).message])
             self.tell(t.WorkerSaid(at, says) if self.draw.random() < 0.9 else t.WorkerGarbled(at, "no message"))
 

@@ -12,6 +12,7 @@ import pytest
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.ids import BEGIN, Position
+from rackrun.protocol.wire import UnitSealed
 
 STEP = Position(7)
 
@@ -25,7 +26,7 @@ def page() -> Iterator[HeartbeatPage]:
     os.close(fd)
 
 
-def unreported(page: HeartbeatPage, told: tuple[int, Position] = (0, BEGIN)) -> object:
+def unreported(page: HeartbeatPage, told: tuple[int, Position] = (0, BEGIN)) -> UnitSealed | None:
     return WorkerHandle.unreported_unit(SimpleNamespace(page=page, reported_unit=told, slot="t/0", incarnation=3))  # type: ignore[arg-type]
 
 
@@ -47,10 +48,13 @@ def test_a_step_that_it_has_not_told_of_is_of_the_generation_that_it_was_done_in
     does_the_step(page, generation=1)
     page.new_generation(2)
     found = unreported(page)
+    assert found is not None
     assert (found.generation, found.at, np.frombuffer(found.ids, "<i8").tolist()) == (1, STEP, [4, 5])
 
 
 def test_a_step_that_is_done_again_after_it_was_told_is_said_again(page: HeartbeatPage) -> None:
     does_the_step(page, generation=1)
     does_the_step(page, generation=2)
-    assert unreported(page, told=(1, STEP)).generation == 2
+    found = unreported(page, told=(1, STEP))
+    assert found is not None
+    assert found.generation == 2

@@ -24,9 +24,10 @@ from rackrun.protocol.agent_config import LogConfig, ScriptConfig
 from rackrun.protocol.commands import BreakGeneration, FenceWorker, Worker
 from rackrun.protocol.ids import Generation, Incarnation, SlotId, Step
 from rackrun.protocol.wire import Logged, UnitCommitted
+from tests.agent.conftest import Rig, failure_of
 
 
-async def test_a_worker_prints_and_its_exit_is_told(rig):
+async def test_a_worker_prints_and_its_exit_is_told(rig: Rig) -> None:
     await rig.start("print('hello')")
     await rig.start_worker()
     ended = await rig.coordinator.exit_of(1)
@@ -36,7 +37,7 @@ async def test_a_worker_prints_and_its_exit_is_told(rig):
     assert rig.err.read_text() == ""
 
 
-async def test_a_worker_has_all_of_torchruns_environment(rig):
+async def test_a_worker_has_all_of_torchruns_environment(rig: Rig) -> None:
     await rig.start(
         "import json, os; print('env=' + json.dumps(dict(os.environ)))",
         env={"OMP_NUM_THREADS": "2", "MINE": "yes"},
@@ -72,7 +73,7 @@ async def test_a_worker_has_all_of_torchruns_environment(rig):
     assert await rig.end() == 0
 
 
-async def test_a_script_finds_itself_as_under_python(rig):
+async def test_a_script_finds_itself_as_under_python(rig: Rig) -> None:
     rig.folder.joinpath("beside.py").write_text("here = True\n")
     script = rig.script(
         """
@@ -109,7 +110,7 @@ async def test_a_script_finds_itself_as_under_python(rig):
     assert await rig.end() == 0
 
 
-async def test_a_module_and_a_program_run_too(rig, monkeypatch):
+async def test_a_module_and_a_program_run_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.folder.joinpath("a_module.py").write_text("import sys\nprint('module', sys.argv[1:], __name__)\n")
     monkeypatch.chdir(rig.folder)
     await rig.start(ScriptConfig(path="a_module", args=("1",), module=True))
@@ -125,7 +126,7 @@ async def test_a_module_and_a_program_run_too(rig, monkeypatch):
     assert await rig.end() == 0
 
 
-async def test_exit_codes_and_signals_are_told_as_they_are(rig):
+async def test_exit_codes_and_signals_are_told_as_they_are(rig: Rig) -> None:
     await rig.start(
         """
         import os, signal, sys
@@ -145,15 +146,15 @@ async def test_exit_codes_and_signals_are_told_as_they_are(rig):
     assert await rig.end(1) == 0
 
 
-async def test_the_place_of_an_exception_is_the_users_line_not_the_librarys(rig):
+async def test_the_place_of_an_exception_is_the_users_line_not_the_librarys(rig: Rig) -> None:
     await rig.start("import json\njson.loads('{')")
     await rig.start_worker()
     ended = await rig.coordinator.exit_of(1)
-    assert ended.failure.where == f"{rig.folder / 'script.py'}:2"
+    assert failure_of(ended).where == f"{rig.folder / 'script.py'}:2"
     assert await rig.end(1) == 0
 
 
-async def test_an_exception_is_told_with_its_place_and_in_torchs_error_file(rig):
+async def test_an_exception_is_told_with_its_place_and_in_torchs_error_file(rig: Rig) -> None:
     await rig.start(
         """
         import os
@@ -166,10 +167,10 @@ async def test_an_exception_is_told_with_its_place_and_in_torchs_error_file(rig)
     await rig.start_worker()
     ended = await rig.coordinator.exit_of(1)
     assert ended.exit_code == 1
-    assert ended.failure.type == "builtins.ValueError"
-    assert ended.failure.message == "no such thing"
-    assert ended.failure.where == f"{rig.folder / 'script.py'}:5"
-    assert "rackrun/agent" not in ended.failure.traceback
+    assert failure_of(ended).type == "builtins.ValueError"
+    assert failure_of(ended).message == "no such thing"
+    assert failure_of(ended).where == f"{rig.folder / 'script.py'}:5"
+    assert "rackrun/agent" not in failure_of(ended).traceback
     assert await rig.end(1) == 0
     error = json.loads(Path((await rig.line("file=")).removeprefix("file=")).read_text())
     assert error["message"]["message"] == "ValueError: no such thing"
@@ -180,7 +181,7 @@ async def test_an_exception_is_told_with_its_place_and_in_torchs_error_file(rig)
     assert "rackrun/agent" not in trace
 
 
-async def test_exit_handlers_and_threads_end_as_under_python(rig):
+async def test_exit_handlers_and_threads_end_as_under_python(rig: Rig) -> None:
     await rig.start(
         """
         import atexit, threading, time
@@ -201,7 +202,7 @@ async def test_exit_handlers_and_threads_end_as_under_python(rig):
     assert rig.out.read_text() == "first\nhandler after thread\n"
 
 
-async def test_messages_come_in_order_and_before_the_end(rig):
+async def test_messages_come_in_order_and_before_the_end(rig: Rig) -> None:
     await rig.start(
         """
         import os, signal
@@ -231,7 +232,7 @@ async def test_messages_come_in_order_and_before_the_end(rig):
     assert await rig.end(1) == 0
 
 
-async def test_commands_reach_the_workers_they_name_and_no_other(rig):
+async def test_commands_reach_the_workers_they_name_and_no_other(rig: Rig) -> None:
     await rig.start(
         """
         from rackrun.protocol import boot
@@ -261,7 +262,7 @@ async def test_commands_reach_the_workers_they_name_and_no_other(rig):
     ]
 
 
-async def test_a_fenced_worker_takes_its_grandchildren_along(rig):
+async def test_a_fenced_worker_takes_its_grandchildren_along(rig: Rig) -> None:
     await rig.start(
         """
         import subprocess, time
@@ -279,7 +280,7 @@ async def test_a_fenced_worker_takes_its_grandchildren_along(rig):
     assert await rig.end() == 0
 
 
-async def test_a_worker_that_is_fenced_before_it_exists_never_runs(rig):
+async def test_a_worker_that_is_fenced_before_it_exists_never_runs(rig: Rig) -> None:
     await rig.start("print('ran')")
     start = rig.start_command(0, 1)
     await rig.coordinator.send(start, FenceWorker(slot=start.slot, incarnation=start.incarnation, because="a test"))
@@ -290,7 +291,7 @@ async def test_a_worker_that_is_fenced_before_it_exists_never_runs(rig):
     assert rig.out.read_text() == "ran\n"
 
 
-async def test_a_slots_next_worker_waits_for_the_last_one_to_be_gone(rig):
+async def test_a_slots_next_worker_waits_for_the_last_one_to_be_gone(rig: Rig) -> None:
     await rig.start("import os, time; print(f'pid={os.getpid()}', os.environ['RANK'], flush=True); time.sleep(600)")
     await rig.start_worker(0, 1, rank=1)
     first = await rig.number("pid")
@@ -303,7 +304,7 @@ async def test_a_slots_next_worker_waits_for_the_last_one_to_be_gone(rig):
     assert len(rig.out.read_text().splitlines()) == 2
 
 
-async def test_each_generation_of_a_plain_script_meets_at_a_fresh_store(rig):
+async def test_each_generation_of_a_plain_script_meets_at_a_fresh_store(rig: Rig) -> None:
     joined = await rig.start(
         """
         import os, torch.distributed as dist
@@ -333,17 +334,17 @@ async def test_each_generation_of_a_plain_script_meets_at_a_fresh_store(rig):
     assert await rig.end() == 0
 
 
-async def test_a_worker_whose_store_is_gone_does_not_start_and_says_so(rig):
+async def test_a_worker_whose_store_is_gone_does_not_start_and_says_so(rig: Rig) -> None:
     await rig.start("print('ran')")
     await rig.start_worker(store="127.0.0.1:9")
     ended = await rig.coordinator.exit_of(1)
-    assert (ended.exit_code, ended.signal, ended.failure.type) == (None, None, "rackrun.StartFailed")
-    assert "127.0.0.1:9" in ended.failure.message
+    assert (ended.exit_code, ended.signal, failure_of(ended).type) == (None, None, "rackrun.StartFailed")
+    assert "127.0.0.1:9" in failure_of(ended).message
     assert rig.out.read_text() == ""
     assert await rig.end(3) == 0
 
 
-async def test_a_worker_for_which_no_descriptor_is_left_is_a_failed_start_and_its_tray_stays(rig):
+async def test_a_worker_for_which_no_descriptor_is_left_is_a_failed_start_and_its_tray_stays(rig: Rig) -> None:
     await rig.start("import os, time; print('trains', os.environ['RANK'], flush=True); time.sleep(3600)")
     await rig.start_worker(0, 1)
     await rig.line("trains 0")
@@ -354,8 +355,8 @@ async def test_a_worker_for_which_no_descriptor_is_left_is_a_failed_start_and_it
         resource.prlimit(rig.agent, resource.RLIMIT_NOFILE, (free + room, hard))
         await rig.start_worker(1, 2 + room)
         ended = await rig.coordinator.exit_of(2 + room)
-        assert (ended.exit_code, ended.signal, ended.failure.type) == (None, None, "rackrun.StartFailed")
-        assert "Too many open files" in ended.failure.message
+        assert (ended.exit_code, ended.signal, failure_of(ended).type) == (None, None, "rackrun.StartFailed")
+        assert "Too many open files" in failure_of(ended).message
     assert len(os.listdir(f"/proc/{rig.agent}/fd")) == len(used), "what was opened is closed again"
     resource.prlimit(rig.agent, resource.RLIMIT_NOFILE, (soft, hard))
     await rig.start_worker(1, 20)
@@ -366,7 +367,7 @@ async def test_a_worker_for_which_no_descriptor_is_left_is_a_failed_start_and_it
     assert await rig.end() == 0
 
 
-async def test_what_the_launcher_wants_done_at_its_own_end_is_not_done_at_a_workers(rig):
+async def test_what_the_launcher_wants_done_at_its_own_end_is_not_done_at_a_workers(rig: Rig) -> None:
     """Such as to remove a temporary directory, or to close the files of log handlers, whose numbers are others' by now."""
     with tempfile.TemporaryDirectory() as folder:
 
@@ -380,10 +381,10 @@ async def test_what_the_launcher_wants_done_at_its_own_end_is_not_done_at_a_work
         assert (await rig.coordinator.exit_of(1)).exit_code == 0
         assert Path(folder).is_dir()
         assert not list(Path(folder).iterdir())
-        logging._removeHandlerRef(weakref.ref(log))
+        logging._removeHandlerRef(weakref.ref(log))  # type: ignore[attr-defined]  # of no public name
 
 
-async def test_two_workers_train_with_a_data_loader(rig):
+async def test_two_workers_train_with_a_data_loader(rig: Rig) -> None:
     await rig.start(
         """
         import torch, torch.distributed as dist
@@ -407,7 +408,7 @@ async def test_two_workers_train_with_a_data_loader(rig):
 
 
 @pytest.mark.stories
-async def test_preloads_that_leave_threads_mean_fresh_interpreters(rig, monkeypatch):
+async def test_preloads_that_leave_threads_mean_fresh_interpreters(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.folder.joinpath("threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
@@ -424,13 +425,13 @@ async def test_preloads_that_leave_threads_mean_fresh_interpreters(rig, monkeypa
     await rig.start(ScriptConfig(path=script.path, args=("a",), preload=("threaded",)))
     await rig.start_worker(3)
     ended = await rig.coordinator.exit_of(1)
-    assert ended.failure.message == "told"
+    assert failure_of(ended).message == "told"
     assert await rig.line("fresh") == "fresh True 3 3 ['a']"
     assert "workers start in fresh interpreters" in rig.err.read_text()
     assert await rig.end() == 0
 
 
-async def test_a_flood_of_output_goes_to_the_file_and_not_through_the_agent(rig):
+async def test_a_flood_of_output_goes_to_the_file_and_not_through_the_agent(rig: Rig) -> None:
     await rig.start(
         """
         import os
@@ -445,12 +446,13 @@ async def test_a_flood_of_output_goes_to_the_file_and_not_through_the_agent(rig)
     (log,) = (rig.folder / "logs").glob("a-run_*/attempt_0/0/stdout.log")
     assert log.stat().st_size == 300 << 20
     peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{rig.agent}/status").read_text())
+    assert peak is not None
     assert int(peak[1]) < 900_000
     assert await rig.end() == 0
     os.truncate(log, 0)
 
 
-async def test_tee_redirect_and_filter_are_torchruns(rig):
+async def test_tee_redirect_and_filter_are_torchruns(rig: Rig) -> None:
     await rig.start(
         "import sys; print('out'); print('err', file=sys.stderr); print('no end', end='')",
         logs=LogConfig(directory=str(rig.folder / "logs"), redirects="2:3", tee="0:1,1:1", local_ranks_filter="0,2"),
@@ -471,7 +473,7 @@ async def test_tee_redirect_and_filter_are_torchruns(rig):
     assert rig.err.read_text() == "err\n"
 
 
-async def test_snapshots_outlive_their_worker(rig):
+async def test_snapshots_outlive_their_worker(rig: Rig) -> None:
     joined = await rig.start(
         """
         import os, signal

@@ -146,6 +146,8 @@ class Browser:
                 self.complaints.append(str(more["entry"]))
             case "Network.requestWillBeSent":
                 self.requests.append(str(more["request"]["url"]))
+            case _:
+                pass
         return message
 
 

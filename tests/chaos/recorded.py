@@ -16,6 +16,7 @@ import msgspec
 from rackrun.chaos.evidence.history import HistoryWriter
 from rackrun.chaos.evidence.run_evidence import Verdict
 from rackrun.chaos.evidence.summary import StrikeSummary, Summary, host_facts, write_summary
+from rackrun.chaos.faults.fault_types import Subjects
 from rackrun.chaos.faults.processes.kill import Kill
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan, write_plan
@@ -212,8 +213,8 @@ def write_run(
     with (out / "history.jsonl").open("w") as file:
         _tell(HistoryWriter(file), job)
     parts = tuple(
-        Inject(when=AtStep(step=step - 1), fault=Kill(), target=Exactly("rank", (str(rank),)))
-        for step, rank in kills.items()  # type: ignore[arg-type]
+        Inject(when=AtStep(step=step - 1), fault=Kill(), target=Exactly(Subjects.RANK, (str(rank),)))
+        for step, rank in kills.items()
     )
     plan = Plan(plan=Par(parts=parts), name="ranks are killed", seed=3)
     (out / "plan.yaml").write_text(write_plan(plan))
@@ -265,18 +266,18 @@ def _tell(history: HistoryWriter, job: _Job) -> None:
             rack = f"rack-{index // 18}"
             history.tell("placed", 0.9, slot=f"{tray}/{slot}", tray=tray, clique=rack, rack=rack)
     assert per_tray > 0
-    strikes = {step: (number, *rest) for number, (step, *rest) in enumerate(job.strikes)}
+    strikes = {strike[0]: (number, strike) for number, strike in enumerate(job.strikes)}
     now_s = COORDINATOR_S + 1.0
     for step in range(job.steps):
         if step in strikes:
-            number, rank, at_s, slot, incarnation, _ = strikes[step]
+            number, (_, rank, at_s, where, incarnation, _) = strikes[step]
             history.tell(
                 "strike",
                 at_s - 0.002,
                 strike=number,
                 fault={"fault": "kill"},
                 whom=[f"rank {rank}"],
-                slots=[(slot, incarnation)],
+                slots=[(where, incarnation)],
             )
             history.tell("begun", at_s, strike=number)
             history.tell("confirmed", at_s + 0.01, strike=number, took=True, detail="SIGKILL: gone", struck_s=at_s)

@@ -123,9 +123,9 @@ def test_a_plan_that_expects_what_cannot_be_is_refused() -> None:
 def test_what_is_unclear_or_of_a_job_of_unknown_size_runs_as_it_says() -> None:
     for expect in ("survives", "stops"):
         check_budget(msgspec.convert({"plan": {"do": "heal"}}, Plan), None)
-        unclear = Plan(plan=strike(FlipBit(of="parameters"), One(RANK)), expect=expect)  # type: ignore[arg-type]
+        unclear = Plan(plan=strike(FlipBit(of="parameters"), One(RANK)), expect=expect)
         check_budget(unclear, DDP)
-        check_budget(Plan(plan=strike(Kill(), One(RANK)), expect=expect), None)  # type: ignore[arg-type]
+        check_budget(Plan(plan=strike(Kill(), One(RANK)), expect=expect), None)
 
 
 def test_a_layout_is_read_from_the_command_and_written_as_one() -> None:

@@ -179,7 +179,8 @@ def test_not_all_packets_are_lost(hosts: Hosts, undo: UndoLog) -> None:
 @pytest.fixture
 def ends(hosts: Hosts) -> Iterator[tuple[Links, Callable[[], tuple[socket.socket, socket.socket]]]]:
     """A proxy, and ``connect() -> (the agent's end, the coordinator's)``."""
-    links, made = Links(hosts, dict(os.environ)), []
+    links = Links(hosts, dict(os.environ))
+    made: list[socket.socket] = []
     with visit(hosts.space(HEAD)):
         listening = socket.create_server((hosts[HEAD].address, PORT))
 

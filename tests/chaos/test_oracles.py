@@ -49,7 +49,9 @@ def result(code: int, because: str = "", remedy: str = "") -> Result:
 
 def trace(**changes: Any) -> Trace:
     gates = {(step, 0): struct.pack("<3d", 1.0 / (step + 3), 4.0, 77.0 + step) for step in range(2)}
-    samples = {step: {0: (4 * step, 4 * step + 1), 1: (4 * step + 2, 4 * step + 3)} for step in range(2)}
+    samples: dict[int, dict[int, tuple[int, ...]]] = {
+        step: {0: (4 * step, 4 * step + 1), 1: (4 * step + 2, 4 * step + 3)} for step in range(2)
+    }
     fine = Trace(gates, samples, held={"0": "a", "1": "b"}, plans=[world(1, -1)], result=result(0))
     fine.ends = {rank: end(rank) for rank in range(2)}
     fine.began_monotonic_s = 50.5
@@ -57,7 +59,7 @@ def trace(**changes: Any) -> Trace:
     return replace(fine, **changes)
 
 
-def end(rank: int, since: int = 0, **changes: str) -> EndState:
+def end(rank: int, since: int = 0, **changes: Any) -> EndState:
     """An average, which all ranks have alike, and a counter, which is a rank's own."""
     return EndState(rank=rank, world=2, since=since, reached={"ema.mean": "0.5", "count": f"{rank}", **changes})
 
@@ -191,7 +193,9 @@ def test_what_two_runs_without_faults_do_not_have_alike_is_nobodys_mistake() -> 
 
 
 def test_a_variable_that_is_not_bound_differs_from_nothing_and_a_missing_key_does() -> None:
-    reference = trace(ends={rank: end(rank, **{"best": "3", "seen['a']": "1", "seen['b']": "2"}) for rank in range(2)})
+    reference = trace(
+        ends={rank: end(rank, 0, **{"best": "3", "seen['a']": "1", "seen['b']": "2"}) for rank in range(2)}
+    )
     late = {0: reference.ends[0], 1: end(1, since=4, **{"seen['a']": "1"})}
     found = evidence(reference=reference, trace=trace(ends=late))
     assert "seen['b'] on rank 1, another process since step 4, is not there, and 2" in because(found, "untracked")
@@ -200,7 +204,7 @@ def test_a_variable_that_is_not_bound_differs_from_nothing_and_a_missing_key_doe
 
 def test_in_a_world_that_was_resized_a_newcomer_is_compared_with_who_stayed() -> None:
     resized = [world(1, -1), msgspec.structs.replace(world(2, 0), world_size=1), world(3, 1)]
-    stayed = end(0, **{"count": "9", "ema.mean": "0.7"})
+    stayed = end(0, 0, **{"count": "9", "ema.mean": "0.7"})
     grown = trace(plans=resized, ends={0: stayed, 1: end(1, since=4, **{"ema.mean": "0.7"})})
     assert not said(evidence(trace=grown))
     lost = trace(plans=resized, ends={0: stayed, 1: end(1, since=4)})
@@ -211,7 +215,7 @@ def test_in_a_world_that_was_resized_a_newcomer_is_compared_with_who_stayed() ->
 # -- what comes too late, and worlds of another size
 def test_a_kill_after_the_last_commit_proves_nothing() -> None:
     """`evidence` strikes 4 s after the start, which is 3.5 s on the coordinator's clock."""
-    died = {
+    died: dict[str, Any] = {
         "ended": JobResult(3, 5.0, ()),
         "trace": trace(last_commit_ms=3400.0, result=result(3, "did not exit well")),
     }
@@ -375,7 +379,7 @@ def test_a_step_that_was_passed_over_is_seen() -> None:
         {"committed_ms": 64_000.0},
     ],
 )
-def test_a_recovery_that_waits_for_a_timeout_is_seen_unless_the_machine_stood_still(late: dict[str, float]) -> None:
+def test_a_recovery_that_waits_for_a_timeout_is_seen_unless_the_machine_stood_still(late: dict[str, Any]) -> None:
     slow = evidence(trace=trace(recoveries=[recovery(**late)]))
     assert said(slow) == {"recovery_times": False}
     assert said(replace(slow, late_s=1.0)) == {"recovery_times": None}

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -120,7 +120,7 @@ def test_what_means_nothing_is_refused(build: Callable[[], object], what: str) -
 def test_all_that_is_exported_is_there_and_every_fault_is_among_it() -> None:
     for name in rackrun.chaos.__all__:
         assert getattr(rackrun.chaos, name) is not None
-    assert {fault.__name__ for fault in Fault.__args__} <= set(rackrun.chaos.__all__)
+    assert {fault.__name__ for fault in get_args(Fault)} <= set(rackrun.chaos.__all__)
     with pytest.raises(AttributeError, match="earthquake"):
         rackrun.chaos.earthquake  # type: ignore[attr-defined]  # noqa: B018 - it is not there
 

@@ -69,7 +69,7 @@ def test_the_first_good_step_leads_back_to_the_strike(tmp_path: Path) -> None:
     make_report(write_run(tmp_path / "out"))
     history = {entry.id: entry for entry in read_history(tmp_path / "out" / "history.jsonl")}
     (recovered,) = (entry for entry in history.values() if isinstance(entry, Recovered))
-    line, at = ["Recovered"], recovered
+    line, at = ["Recovered"], history[recovered.id]
     while at.cause is not None:
         at = history[at.cause]
         line.append(type(at).__name__)

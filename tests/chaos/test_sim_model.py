@@ -327,7 +327,8 @@ def test_a_fault_that_has_no_model_is_refused_by_name(fault: Fault, target: Targ
 
 
 def test_what_happens_at_the_same_time_happens_by_priority_and_then_in_order() -> None:
-    engine, seen = Engine(), []
+    engine = Engine()
+    seen: list[str] = []
     engine.at(5, seen.append, "second")
     engine.at(5, seen.append, "last", priority=LAST)
     engine.at(5, seen.append, "third")

@@ -113,7 +113,7 @@ def test_a_core_that_counts_on_snapshots_of_lost_trays_is_found(monkeypatch: pyt
 
 def test_a_core_that_uses_one_generation_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def same(self: World) -> int:
-        self.generation = max(self.generation, 1)  # type: ignore[type-var, assignment]
+        self.generation = max(self.generation, 1)  # type: ignore[assignment]
         return self.generation
 
     monkeypatch.setattr(World, "next_generation", same)

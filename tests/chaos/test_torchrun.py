@@ -40,7 +40,7 @@ def test_steps_that_are_computed_again_are_counted_and_the_next_good_one_is_a_ne
     without = told(range(6))
     found = compare(without, told(range(4)) + told(range(2, 6), began_s=10.0), [3.5])
     assert (found.steps, found.steps_again, found.same_losses, found.samples_twice) == (6, 2, True, 0)
-    assert found.good_step_s == (pytest.approx(8.6),)
+    assert found.good_step_s == pytest.approx((8.6,))
 
 
 def test_a_job_that_goes_on_from_other_weights_has_other_losses() -> None:

@@ -136,7 +136,7 @@ class Forks:
                         break
                     *whole, buffer = (buffer + data).split(b"\n")
                     for line in whole:
-                        self._hear(msgspec.json.decode(line, type=_Said), unusable)  # type: ignore[arg-type]
+                        self._hear(msgspec.json.decode(line, type=_Said), unusable)
                         lines -= 1
                     if lines <= 0 and not point and not struck:
                         select.select([], [], [], after_s)  # the moment is what is drawn
@@ -256,9 +256,9 @@ def _child(rank: int, plan: Plan, folder: Path, fd: int, struck: int, point: int
     told = _Teller(rank, fd)
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        user_state.entries_of = restoring.entries_of = entries_with_boxes  # type: ignore[assignment]
+        user_state.entries_of = restoring.entries_of = entries_with_boxes  # type: ignore[attr-defined,assignment]
         store = _Store(folder / "store" / str(plan.life))
-        Peers.of_default_group = lambda _: Peers(store, rank, plan.world)  # type: ignore[arg-type,assignment,method-assign,misc]
+        Peers.of_default_group = lambda _: Peers(store, rank, plan.world)  # type: ignore[arg-type,assignment,method-assign]
         one = make(plan, folder)
         passed = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import random
@@ -65,7 +66,7 @@ class Managers:
             actor.peers = Peers(store, rank, plan.world)  # type: ignore[arg-type]
             one = ones[actor] = make(plan, oracle.folder)
             one._store.files = actor.files
-            actor.at_end.append(lambda: manager.atexit.unregister(one._break_off))
+            actor.at_end.append(lambda: atexit.unregister(one._break_off))
             try:
                 script(rank, plan, one, oracle)
             except NoUsableCheckpoint as error:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -65,7 +66,8 @@ def series(kind: str, seed: int, crashes: int, tally: Tally) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if kind == "manager":
                 install(patch)
-            lives = {"manager": Managers, "trays": Trays, "forks": Forks}[kind](folder / "job", seed)
+            kinds: dict[str, Callable[[Path, int], Lives]] = {"manager": Managers, "trays": Trays, "forks": Forks}
+            lives = kinds[kind](folder / "job", seed)
             while struck < crashes:
                 where = lives.live()
                 tally.lives += 1
@@ -95,9 +97,9 @@ def run(crashes: int, seed: int) -> Tally:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        kind, _, seed = sys.argv[1].partition(":")
+        kind, _, number = sys.argv[1].partition(":")
         tally = Tally()
-        series(kind, int(seed), SERIES, tally)
+        series(kind, int(number), SERIES, tally)
         print(tally)
         return
     crashes = int(os.environ.get("RACKRUN_CRASHES", "10000"))

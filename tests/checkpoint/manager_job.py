@@ -83,11 +83,12 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
     """In a process group that exists."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model: nn.Module = plain
     if kind in ("fsdp", "hsdp"):
         shape = (world,) if kind == "fsdp" else (2, world // 2)
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        for layer in (model[0], model[2]):
+        for layer in (plain[0], plain[2]):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:

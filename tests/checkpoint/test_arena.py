@@ -61,7 +61,7 @@ def another_process(body: Callable[[], object]) -> Iterator[int]:
 # -- what slots hold
 
 
-def test_a_sealed_image_reads_back_byte_for_byte(path: Path):
+def test_a_sealed_image_reads_back_byte_for_byte(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1, commit=False)
         reader = arena.reader(1)
@@ -80,7 +80,7 @@ def test_a_sealed_image_reads_back_byte_for_byte(path: Path):
         del reader
 
 
-def test_it_outlives_its_writer(path: Path):
+def test_it_outlives_its_writer(path: Path) -> None:
     create_and_save = lambda: save(create(path), 7)  # noqa: E731
     with another_process(create_and_save) as pid:
         os.kill(pid, signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_it_outlives_its_writer(path: Path):
             assert read(arena, 7) == content(7)
 
 
-def test_a_memfd_serves_as_well_and_cannot_be_cut_short():
+def test_a_memfd_serves_as_well_and_cannot_be_cut_short() -> None:
     fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with create(fd) as arena:
         save(arena, 1)
@@ -101,7 +101,7 @@ def test_a_memfd_serves_as_well_and_cannot_be_cut_short():
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, ROOM])
-def test_an_image_of_any_size_up_to_the_room_fits(path: Path, size: int):
+def test_an_image_of_any_size_up_to_the_room_fits(path: Path, size: int) -> None:
     with create(path) as arena:
         save(arena, 1, size=size)
         assert read(arena, 1) == content(1, size)
@@ -109,7 +109,7 @@ def test_an_image_of_any_size_up_to_the_room_fits(path: Path, size: int):
 
 
 @pytest.mark.parametrize("size", [-1, ROOM + 1])
-def test_an_image_of_another_size_is_refused_and_the_slot_can_still_be_sealed(path: Path, size: int):
+def test_an_image_of_another_size_is_refused_and_the_slot_can_still_be_sealed(path: Path, size: int) -> None:
     with create(path) as arena, arena.begin(1, 1) as writer:
         with pytest.raises(CheckpointError, match="not within"):
             writer.seal(size, "")
@@ -117,7 +117,7 @@ def test_an_image_of_another_size_is_refused_and_the_slot_can_still_be_sealed(pa
         assert states(arena)[0] == ("SEALED", 1)
 
 
-def test_threads_seal_the_same(path: Path):
+def test_threads_seal_the_same(path: Path) -> None:
     with create(path) as arena:
         digests = set()
         for threads in (1, 3):
@@ -133,7 +133,7 @@ _FILLED = st.tuples(st.integers(0, ROOM + 10), st.sampled_from([0, 0, 1, 3]))
 
 
 @given(fills=st.lists(_FILLED, max_size=6), size=st.integers(0, ROOM))
-def test_what_is_digested_while_it_is_filled_is_sealed_the_same(fills: list[tuple[int, int]], size: int):
+def test_what_is_digested_while_it_is_filled_is_sealed_the_same(fills: list[tuple[int, int]], size: int) -> None:
     fd = os.memfd_create("arena", os.MFD_CLOEXEC)
     with create(fd) as arena:
         with arena.begin(1, 10) as writer:
@@ -146,7 +146,7 @@ def test_what_is_digested_while_it_is_filled_is_sealed_the_same(fills: list[tupl
     os.close(fd)
 
 
-def test_what_is_abandoned_while_threads_digest_it_leaves_none(path: Path):
+def test_what_is_abandoned_while_threads_digest_it_leaves_none(path: Path) -> None:
     with create(path) as arena:
         before = threading.active_count()
         with arena.begin(1, 10) as writer:
@@ -155,7 +155,7 @@ def test_what_is_abandoned_while_threads_digest_it_leaves_none(path: Path):
         assert states(arena)[0][0] == "FREE"
 
 
-def test_a_byte_changed_after_it_was_called_final_shows_as_damage(path: Path):
+def test_a_byte_changed_after_it_was_called_final_shows_as_damage(path: Path) -> None:
     with create(path) as arena, arena.begin(1, 10) as writer:
         writer.filled(ROOM)
         writer.payload[0] = 1
@@ -165,7 +165,7 @@ def test_a_byte_changed_after_it_was_called_final_shows_as_damage(path: Path):
 
 
 @pytest.mark.parametrize("threads", [1, 3, 99])
-def test_however_many_threads_verify_they_find_the_damaged_chunk(path: Path, threads: int):
+def test_however_many_threads_verify_they_find_the_damaged_chunk(path: Path, threads: int) -> None:
     with create(path) as arena:
         save(arena, 1)
         reader = arena.reader(1)
@@ -177,7 +177,7 @@ def test_however_many_threads_verify_they_find_the_damaged_chunk(path: Path, thr
             reader.verify(threads)
 
 
-def test_copies_in_other_arenas_and_fencing_tokens_have_the_same_manifest_digest(tmp_path: Path):
+def test_copies_in_other_arenas_and_fencing_tokens_have_the_same_manifest_digest(tmp_path: Path) -> None:
     with create(tmp_path / "a") as one, create(tmp_path / "b", rank=8, fencing_token=4, slots=3) as two:
         save(one, 5)
         save(two, 5, owner=3)
@@ -186,7 +186,7 @@ def test_copies_in_other_arenas_and_fencing_tokens_have_the_same_manifest_digest
         assert two.reader(6, "parity", 3).manifest_digest != two.reader(5, owner=3).manifest_digest
 
 
-def test_all_memory_is_allocated_and_faulted_in_at_create(tmp_path: Path):
+def test_all_memory_is_allocated_and_faulted_in_at_create(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     with create(path, payload_bytes=2**20) as arena:
         size = path.stat().st_size
@@ -201,13 +201,13 @@ def test_all_memory_is_allocated_and_faulted_in_at_create(tmp_path: Path):
 # -- which slot is written over
 
 
-def test_slots_are_written_in_turn(path: Path):
+def test_slots_are_written_in_turn(path: Path) -> None:
     with create(path) as arena:
         assert [save(arena, n) for n in range(1, 6)] == [0, 1, 0, 1, 0]
         assert states(arena) == [("COMMITTED", 5), ("COMMITTED", 4)]
 
 
-def test_the_newest_committed_checkpoint_is_never_written_over(path: Path):
+def test_the_newest_committed_checkpoint_is_never_written_over(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         for number in range(2, 6):
@@ -215,7 +215,7 @@ def test_the_newest_committed_checkpoint_is_never_written_over(path: Path):
             assert read(arena, 1) == content(1)
 
 
-def test_without_a_slot_that_may_be_written_over_begin_refuses(path: Path):
+def test_without_a_slot_that_may_be_written_over_begin_refuses(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         save(arena, 2, commit=False)
@@ -224,7 +224,7 @@ def test_without_a_slot_that_may_be_written_over_begin_refuses(path: Path):
         assert states(arena) == [("COMMITTED", 1), ("SEALED", 2)]
 
 
-def test_the_oldest_goes_first_and_bad_ones_before_it(path: Path):
+def test_the_oldest_goes_first_and_bad_ones_before_it(path: Path) -> None:
     with create(path, slots=3) as arena:
         for number in (1, 2, 3):
             save(arena, number)
@@ -233,7 +233,7 @@ def test_the_oldest_goes_first_and_bad_ones_before_it(path: Path):
         assert [save(arena, n, commit=False) for n in (4, 5)] == [1, 0]
 
 
-def test_the_newest_of_each_owner_and_kind_is_kept(path: Path):
+def test_the_newest_of_each_owner_and_kind_is_kept(path: Path) -> None:
     with create(path, slots=4) as arena:
         save(arena, 1)
         save(arena, 1, owner=9)
@@ -244,7 +244,7 @@ def test_the_newest_of_each_owner_and_kind_is_kept(path: Path):
         assert save(arena, 4) == 0  # own data, superseded by 3; the mirror and the parity have no newer one
 
 
-def test_a_checkpoint_is_written_once(path: Path):
+def test_a_checkpoint_is_written_once(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         with pytest.raises(CheckpointError, match="written once"):
@@ -253,14 +253,14 @@ def test_a_checkpoint_is_written_once(path: Path):
             arena.begin(2, 20)
 
 
-def test_a_slot_that_was_abandoned_is_free(path: Path):
+def test_a_slot_that_was_abandoned_is_free(path: Path) -> None:
     with create(path) as arena:
         with arena.begin(1, 10):
             assert states(arena)[0] == ("WRITING", 1)
         assert states(arena)[0] == ("FREE", -1)
 
 
-def test_a_slot_that_a_dead_process_was_writing_is_free(path: Path):
+def test_a_slot_that_a_dead_process_was_writing_is_free(path: Path) -> None:
     with (
         another_process(lambda: create(path, slots=1).begin(1, 10)) as pid,
         Arena.attach(path, job=JOB, writable=True, fencing_token=2) as arena,
@@ -273,7 +273,7 @@ def test_a_slot_that_a_dead_process_was_writing_is_free(path: Path):
         assert read(arena, 2) == content(2)
 
 
-def test_a_leased_checkpoint_is_not_written_over(path: Path):
+def test_a_leased_checkpoint_is_not_written_over(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         save(arena, 2)
@@ -284,7 +284,7 @@ def test_a_leased_checkpoint_is_not_written_over(path: Path):
         assert save(arena, 3) == 0
 
 
-def test_the_lease_of_another_process_counts_until_it_dies(path: Path):
+def test_the_lease_of_another_process_counts_until_it_dies(path: Path) -> None:
     def hold() -> object:
         lease = Arena.attach(path, job=JOB).lease(1)
         lease.__enter__()
@@ -301,7 +301,7 @@ def test_the_lease_of_another_process_counts_until_it_dies(path: Path):
             save(arena, 3)
 
 
-def test_what_is_not_there_cannot_be_leased_read_committed_or_released(path: Path):
+def test_what_is_not_there_cannot_be_leased_read_committed_or_released(path: Path) -> None:
     with create(path) as arena:
         with arena.begin(1, 10):
             for act in (arena.lease(1).__enter__, lambda: arena.reader(1), lambda: arena.commit(1)):
@@ -311,7 +311,7 @@ def test_what_is_not_there_cannot_be_leased_read_committed_or_released(path: Pat
             arena.release(1)
 
 
-def test_the_newest_committed_checkpoint_is_not_released(path: Path):
+def test_the_newest_committed_checkpoint_is_not_released(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         with pytest.raises(CheckpointError, match="newest committed"):
@@ -321,14 +321,14 @@ def test_the_newest_committed_checkpoint_is_not_released(path: Path):
         assert states(arena) == [("FREE", -1), ("COMMITTED", 2)]
 
 
-def test_commit_again_is_no_error(path: Path):
+def test_commit_again_is_no_error(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         arena.commit(1)
         assert states(arena)[0] == ("COMMITTED", 1)
 
 
-def test_a_bad_checkpoint_is_no_source(path: Path):
+def test_a_bad_checkpoint_is_no_source(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         arena.mark_bad(1, "x" * 500)
@@ -338,7 +338,7 @@ def test_a_bad_checkpoint_is_no_source(path: Path):
 
 
 @pytest.mark.parametrize("number", [-1, 2**63])
-def test_checkpoints_out_of_bounds_are_refused(path: Path, number: int):
+def test_checkpoints_out_of_bounds_are_refused(path: Path, number: int) -> None:
     with create(path) as arena:
         with pytest.raises(CheckpointError, match="checkpoint number is"):
             arena.begin(number, 0)
@@ -352,7 +352,7 @@ def test_checkpoints_out_of_bounds_are_refused(path: Path, number: int):
 # -- who may write
 
 
-def test_a_larger_fencing_token_fences_the_smaller(path: Path):
+def test_a_larger_fencing_token_fences_the_smaller(path: Path) -> None:
     with create(path) as old:
         writer = old.begin(1, 10)
         with Arena.attach(path, job=JOB, writable=True, fencing_token=2) as new:
@@ -366,12 +366,12 @@ def test_a_larger_fencing_token_fences_the_smaller(path: Path):
             assert states(new) == [("WRITING", 1), ("COMMITTED", 3)]
 
 
-def test_a_second_living_owner_of_a_fencing_token_is_refused(path: Path):
+def test_a_second_living_owner_of_a_fencing_token_is_refused(path: Path) -> None:
     with create(path), pytest.raises(DuplicateOwner, match=f"process {os.getpid()}"):
         Arena.attach(path, job=JOB, writable=True, fencing_token=1)
 
 
-def test_the_claim_of_a_process_that_died_or_closed_is_free(path: Path):
+def test_the_claim_of_a_process_that_died_or_closed_is_free(path: Path) -> None:
     with another_process(lambda: create(path)) as pid:
         with pytest.raises(DuplicateOwner):
             Arena.attach(path, job=JOB, writable=True, fencing_token=1)
@@ -382,7 +382,7 @@ def test_the_claim_of_a_process_that_died_or_closed_is_free(path: Path):
                 assert arena.fencing_token == 1
 
 
-def test_a_later_process_with_the_same_pid_is_not_its_owner(path: Path):
+def test_a_later_process_with_the_same_pid_is_not_its_owner(path: Path) -> None:
     with create(path) as arena:
         claim = arena._superblock.claim
         assert claim.alive()
@@ -390,7 +390,7 @@ def test_a_later_process_with_the_same_pid_is_not_its_owner(path: Path):
         assert claim._replace(namespace=claim.namespace + 1).alive()  # cannot be looked at: taken as alive
 
 
-def test_a_fork_does_not_inherit_the_right_to_write(path: Path):
+def test_a_fork_does_not_inherit_the_right_to_write(path: Path) -> None:
     def body() -> None:
         with pytest.raises(DuplicateOwner, match="a fork"):
             arena.begin(1, 1)
@@ -399,7 +399,7 @@ def test_a_fork_does_not_inherit_the_right_to_write(path: Path):
         pass
 
 
-def test_a_reader_cannot_write(path: Path):
+def test_a_reader_cannot_write(path: Path) -> None:
     with (
         create(path),
         Arena.attach(path, job=JOB) as reader,
@@ -408,12 +408,12 @@ def test_a_reader_cannot_write(path: Path):
         reader.begin(1, 10)
 
 
-def test_another_jobs_arena_is_refused(path: Path):
+def test_another_jobs_arena_is_refused(path: Path) -> None:
     with create(path), pytest.raises(CheckpointError, match="of job 'run-42', not of 'other'"):
         Arena.attach(path, job="other")
 
 
-def test_a_reader_sees_the_slots_of_one_moment(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_reader_sees_the_slots_of_one_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with create(path) as arena, Arena.attach(path, job=JOB) as reader:
         with arena.begin(9, 90):
             save(arena, 1)
@@ -432,7 +432,9 @@ def test_a_reader_sees_the_slots_of_one_moment(path: Path, monkeypatch: pytest.M
         assert states(reader) == [("COMMITTED", 2), ("WRITING", 3)]
 
 
-def test_a_stopped_process_that_holds_the_lock_is_an_error_not_a_hang(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stopped_process_that_holds_the_lock_is_an_error_not_a_hang(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arena_file, "LOCK_S_MAX", 0.0)
     with create(path) as arena:
         other = arena._file.reopened(os.O_RDWR)
@@ -446,7 +448,7 @@ def test_a_stopped_process_that_holds_the_lock_is_an_error_not_a_hang(path: Path
 # -- the rest
 
 
-def test_a_closed_arena_says_so(path: Path):
+def test_a_closed_arena_says_so(path: Path) -> None:
     arena = create(path)
     save(arena, 1)
     reader, writer = arena.reader(1), arena.begin(2, 20)
@@ -466,13 +468,13 @@ def test_a_closed_arena_says_so(path: Path):
         writer.seal(5, "")
 
 
-def test_errors_say_what_to_do(path: Path):
+def test_errors_say_what_to_do(path: Path) -> None:
     with create(path) as arena, pytest.raises(CheckpointError, match="Remedy: ") as caught:
         arena.reader(1)
     assert caught.value.remedy
 
 
-def test_views_kept_by_the_caller_stay_good_after_close(path: Path):
+def test_views_kept_by_the_caller_stay_good_after_close(path: Path) -> None:
     arena = create(path)
     save(arena, 1)
     kept = np.frombuffer(arena.reader(1).payload, dtype=np.uint8)

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def die(_: str = "") -> None:
 
 def whole(arena: Arena) -> dict[int, SlotState]:
     """Checkpoint number -> state, each read and compared."""
-    found = {}
+    found: dict[int, SlotState] = {}
     for slot in arena.slots():
         assert slot.state is not SlotState.BAD or slot.number >= 0, "a damaged header"
         if slot.state in (SlotState.SEALED, SlotState.COMMITTED):
@@ -231,19 +232,19 @@ def _kill_at(point: str, passes: int) -> Callable[[str], None]:
     return at
 
 
-def test_one_life_passes_every_point(path: Path):
+def test_one_life_passes_every_point(path: Path) -> None:
     passed: set[str] = set()
     _one_life(path, passed.add, lambda _: None)
     assert passed == {COPY, *points()}
 
 
 @pytest.mark.parametrize("point", [COPY, *points()])
-def test_a_kill_at_each_point_shows_the_state_before_or_after_the_act(tmp_path: Path, point: str):
+def test_a_kill_at_each_point_shows_the_state_before_or_after_the_act(tmp_path: Path, point: str) -> None:
     begun = Shared()
     for passes in range(1, 100):
         path = tmp_path / f"arena-{passes}"
         begun.set(-1)
-        if not killed(fork(lambda path=path, passes=passes: _one_life(path, _kill_at(point, passes), begun.set))):
+        if not killed(fork(partial(_one_life, path, _kill_at(point, passes), begun.set))):
             assert passes > 1, "never passed"
             return
         assert set(os.listdir(tmp_path)) <= {f"arena-{n}" for n in range(1, passes + 1)}, "create left something behind"
@@ -251,8 +252,8 @@ def test_a_kill_at_each_point_shows_the_state_before_or_after_the_act(tmp_path: 
             assert point in ("arena.create.allocated", "arena.create.formatted")
             create(path).close()
         done: Model = {}
-        for act in EVERYTHING[: max(begun.get(), 0)]:
-            done = after(done, act, slots=2)
+        for earlier in EVERYTHING[: max(begun.get(), 0)]:
+            done = after(done, earlier, slots=2)
         now = look(path)
         act = EVERYTHING[begun.get()] if 0 <= begun.get() < len(EVERYTHING) else None
         assert now in (done, after(done, act, slots=2) if act else done)
@@ -262,7 +263,7 @@ def test_a_kill_at_each_point_shows_the_state_before_or_after_the_act(tmp_path: 
             assert whole(arena)[99] is SlotState.COMMITTED
 
 
-def test_a_record_is_written_only_once_the_one_before_is_in_place(path: Path):
+def test_a_record_is_written_only_once_the_one_before_is_in_place(path: Path) -> None:
     """Payload, then chunk table, then header: seen in the file, at the points between."""
     seen: list[tuple[str, bytes, bytes]] = []
 
@@ -285,7 +286,7 @@ def test_a_record_is_written_only_once_the_one_before_is_in_place(path: Path):
     assert [name for name, _, _ in others] == [
         f"arena.seal.{edge}" for edge in ("tabled", "ready", "one_copy", "both_copies")
     ]
-    assert all(there == (table, content(3)[:4]) for _, *there in others for there in [tuple(there)])
+    assert all((there, payload) == (table, content(3)[:4]) for _, there, payload in others)
 
 
 # -- thousands, at random points
@@ -369,7 +370,9 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
     [(False, 800), pytest.param(False, 2000, marks=pytest.mark.stories), (True, 100)],
     ids=["stops", "more stops", "kills"],
 )
-def test_hundreds_of_crashes_never_lose_the_newest_committed_checkpoint(tmp_path: Path, kill: bool, crashes: int):
+def test_hundreds_of_crashes_never_lose_the_newest_committed_checkpoint(
+    tmp_path: Path, kill: bool, crashes: int
+) -> None:
     ends: Counter[str] = Counter()
     for seed in range(crashes // 50):
         ends.update(crash_again_and_again(tmp_path / f"arena-{seed}", seed, 50, kill=kill))
@@ -379,7 +382,7 @@ def test_hundreds_of_crashes_never_lose_the_newest_committed_checkpoint(tmp_path
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_many_more_kills(tmp_path: Path):
+def test_many_more_kills(tmp_path: Path) -> None:
     for seed in range(1000, 1200):
         crash_again_and_again(tmp_path / f"arena-{seed}", seed, 50, kill=True)
 
@@ -387,7 +390,7 @@ def test_many_more_kills(tmp_path: Path):
 # -- at any moment
 
 
-def test_a_kill_at_any_moment_never_shows_less_than_was_committed(path: Path):
+def test_a_kill_at_any_moment_never_shows_less_than_was_committed(path: Path) -> None:
     create(path, slots=3).close()
     number = 0
     for life in range(60):
@@ -417,7 +420,7 @@ def test_a_kill_at_any_moment_never_shows_less_than_was_committed(path: Path):
         number += 1  # it may have been begun
 
 
-def test_a_fenced_writer_that_lives_on_is_refused_and_mixes_nothing_in(path: Path):
+def test_a_fenced_writer_that_lives_on_is_refused_and_mixes_nothing_in(path: Path) -> None:
     create(path, slots=4).close()
     for turn in range(20):
         told, tell = os.pipe()

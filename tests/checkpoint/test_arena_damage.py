@@ -26,7 +26,7 @@ from tests.checkpoint.arenas import CHUNK, JOB, ROOM, content, create, read, sav
 # -- what the file must be
 
 
-def test_an_existing_file_is_not_created_over(path: Path):
+def test_an_existing_file_is_not_created_over(path: Path) -> None:
     path.write_bytes(b"mine")
     with pytest.raises(CheckpointError, match="already"):
         create(path)
@@ -34,7 +34,7 @@ def test_an_existing_file_is_not_created_over(path: Path):
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path):
+def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path) -> None:
     real = tmp_path / "real"
     create(real).close()
     path.symlink_to(real)
@@ -48,7 +48,7 @@ def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o606, 0o400, 0o4600])
-def test_a_mode_other_than_0600_is_refused(path: Path, mode: int):
+def test_a_mode_other_than_0600_is_refused(path: Path, mode: int) -> None:
     create(path).close()
     assert path.stat().st_mode & 0o7777 == 0o600
     path.chmod(mode)
@@ -57,14 +57,14 @@ def test_a_mode_other_than_0600_is_refused(path: Path, mode: int):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
-def test_another_users_file_is_refused(path: Path):
+def test_another_users_file_is_refused(path: Path) -> None:
     create(path).close()
     os.chown(path, 12345, 12345)
     with pytest.raises(IntegrityError, match="user 12345"):
         Arena.attach(path, job=JOB)
 
 
-def test_a_second_name_of_the_file_is_refused(path: Path, tmp_path: Path):
+def test_a_second_name_of_the_file_is_refused(path: Path, tmp_path: Path) -> None:
     create(path).close()
     os.link(path, tmp_path / "second")
     with pytest.raises(IntegrityError, match="2 names"):
@@ -72,7 +72,7 @@ def test_a_second_name_of_the_file_is_refused(path: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: None])
-def test_what_is_no_file_is_refused(path: Path, make: Callable[[Path], None]):
+def test_what_is_no_file_is_refused(path: Path, make: Callable[[Path], None]) -> None:
     make(path)
     for writable in (False, True):
         with pytest.raises(CheckpointError):
@@ -98,7 +98,9 @@ def _chmod(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_truncate, _grow, _replace, Path.unlink, _chmod])
-def test_a_file_changed_from_outside_while_open_is_noticed_by_every_call(path: Path, damage: Callable[[Path], None]):
+def test_a_file_changed_from_outside_while_open_is_noticed_by_every_call(
+    path: Path, damage: Callable[[Path], None]
+) -> None:
     arena = create(path)
     save(arena, 1)
     reader, writer = arena.reader(1), arena.begin(2, 20)
@@ -118,7 +120,7 @@ def test_a_file_changed_from_outside_while_open_is_noticed_by_every_call(path: P
     arena.close()
 
 
-def test_unlink_removes_the_file(path: Path):
+def test_unlink_removes_the_file(path: Path) -> None:
     with create(path) as arena:
         arena.unlink()
     assert not path.exists()
@@ -127,7 +129,7 @@ def test_unlink_removes_the_file(path: Path):
 @pytest.mark.parametrize(
     "wrong", [{"slots": 0}, {"slots": 65}, {"payload_bytes": 0}, {"chunk_bytes": 2**31}, {"rank": -1}]
 )
-def test_an_arena_that_cannot_be_is_refused_before_anything_is_made(path: Path, wrong: dict[str, int]):
+def test_an_arena_that_cannot_be_is_refused_before_anything_is_made(path: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(wrong))):
         create(path, **wrong)
     assert not path.exists()
@@ -144,7 +146,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_tmpfs_is_a_typed_error_at_create_and_leaves_nothing(small_tmpfs: Path):
+def test_a_full_tmpfs_is_a_typed_error_at_create_and_leaves_nothing(small_tmpfs: Path) -> None:
     with pytest.raises(MemoryPlanError, match="does not fit"):
         create(small_tmpfs / "arena", payload_bytes=2**20)
     assert list(small_tmpfs.iterdir()) == []
@@ -173,7 +175,7 @@ def _write_superblocks(path: Path, record: bytes) -> None:
             file.write(record)
 
 
-def test_a_newer_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_newer_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create(path).close()
     monkeypatch.setattr(form, "FORMAT", 2)
     _write_superblocks(path, _superblock().encode())
@@ -182,13 +184,13 @@ def test_a_newer_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch):
         Arena.attach(path, job=JOB)
 
 
-def test_a_newer_format_that_this_reader_can_read_is_read():
+def test_a_newer_format_that_this_reader_can_read_is_read() -> None:
     record = bytearray(_superblock().encode())
     record[8:10] = (2).to_bytes(2, "little")  # written as 2, readable from 1 on
     assert Superblock.decode(_sealed_again(bytes(record))) == _superblock()
 
 
-def test_the_other_byte_order_is_refused():
+def test_the_other_byte_order_is_refused() -> None:
     record = bytearray(_superblock().encode())
     record[12:13] = b">" if record[12:13] == b"<" else b"<"
     with pytest.raises(FormatVersionError, match="byte order"):
@@ -200,14 +202,14 @@ def test_the_other_byte_order_is_refused():
 )
 def test_a_superblock_that_claims_more_than_the_file_has_is_refused_before_anything_is_allocated(
     path: Path, geometry: Geometry
-):
+) -> None:
     create(path).close()
     _write_superblocks(path, _superblock(geometry=geometry).encode())
     with pytest.raises(IntegrityError, match="its superblock says"):
         Arena.attach(path, job=JOB)
 
 
-def test_a_header_that_claims_more_than_the_slot_has_does_not_count(path: Path):
+def test_a_header_that_claims_more_than_the_slot_has_does_not_count(path: Path) -> None:
     with create(path) as arena:
         save(arena, 1)
         header = arena._header(0)
@@ -215,7 +217,7 @@ def test_a_header_that_claims_more_than_the_slot_has_does_not_count(path: Path):
         assert arena.slots()[0].state is SlotState.BAD
 
 
-def test_a_header_of_another_arena_or_slot_does_not_count(path: Path, tmp_path: Path):
+def test_a_header_of_another_arena_or_slot_does_not_count(path: Path, tmp_path: Path) -> None:
     with create(path) as arena, create(tmp_path / "other") as other:
         save(arena, 1)
         save(other, 1)
@@ -230,7 +232,7 @@ def test_a_header_of_another_arena_or_slot_does_not_count(path: Path, tmp_path: 
     body=st.binary(min_size=RECORD_BYTES - 4 - 24, max_size=RECORD_BYTES - 4 - 24),
     kind=st.sampled_from([Superblock, SlotHeader]),
 )
-def test_any_record_with_a_right_checksum_decodes_within_bounds_or_not_at_all(body: bytes, kind: Any):
+def test_any_record_with_a_right_checksum_decodes_within_bounds_or_not_at_all(body: bytes, kind: Any) -> None:
     prefix = _superblock().encode()[:24] if kind is Superblock else SlotHeader(bytes(16), 0).encode()[:24]
     record = kind.decode(_sealed_again(prefix + body))
     if record is not None:
@@ -239,7 +241,7 @@ def test_any_record_with_a_right_checksum_decodes_within_bounds_or_not_at_all(bo
 
 
 @given(garbage=st.binary(max_size=3 * PAGE))
-def test_garbage_is_no_arena(garbage: bytes):
+def test_garbage_is_no_arena(garbage: bytes) -> None:
     fd = os.memfd_create("garbage", os.MFD_CLOEXEC)
     try:
         os.fchmod(fd, 0o600)
@@ -253,7 +255,7 @@ def test_garbage_is_no_arena(garbage: bytes):
 # -- damage
 
 
-def test_every_single_bit_flip_of_a_record_makes_it_invalid():
+def test_every_single_bit_flip_of_a_record_makes_it_invalid() -> None:
     sealed = SlotHeader(bytes(range(16)), 1, SlotState.COMMITTED, number=5, step=50, digest=bytes(range(32)))
     for record in (_superblock(), sealed):
         data = bytearray(record.encode())
@@ -293,7 +295,9 @@ def _is_whole(arena: Arena, number: int) -> bool:
     return True
 
 
-def test_every_single_bit_flip_of_a_superblock_is_harmless(path: Path, two_checkpoints: tuple[Arena, mmap.mmap]):
+def test_every_single_bit_flip_of_a_superblock_is_harmless(
+    path: Path, two_checkpoints: tuple[Arena, mmap.mmap]
+) -> None:
     arena, damage = two_checkpoints
     copies = [(0, RECORD_BYTES), (PAGE, PAGE + RECORD_BYTES)]
     for _ in _flips(damage, copies):
@@ -301,7 +305,7 @@ def test_every_single_bit_flip_of_a_superblock_is_harmless(path: Path, two_check
             assert opened._superblock == arena._superblock
 
 
-def test_every_single_bit_flip_of_a_header_is_harmless(two_checkpoints: tuple[Arena, mmap.mmap]):
+def test_every_single_bit_flip_of_a_header_is_harmless(two_checkpoints: tuple[Arena, mmap.mmap]) -> None:
     arena, damage = two_checkpoints
     before, geometry = arena.slots(), arena._superblock.geometry
     for slot in (0, 1):
@@ -312,7 +316,9 @@ def test_every_single_bit_flip_of_a_header_is_harmless(two_checkpoints: tuple[Ar
     assert _is_whole(arena, 2)
 
 
-def test_every_single_bit_flip_of_a_chunk_table_or_payload_is_detected(two_checkpoints: tuple[Arena, mmap.mmap]):
+def test_every_single_bit_flip_of_a_chunk_table_or_payload_is_detected(
+    two_checkpoints: tuple[Arena, mmap.mmap],
+) -> None:
     arena, damage = two_checkpoints
     before, geometry = arena.slots(), arena._superblock.geometry
     for slot in (0, 1):
@@ -324,7 +330,7 @@ def test_every_single_bit_flip_of_a_chunk_table_or_payload_is_detected(two_check
     assert arena.slots() == before
 
 
-def test_the_rest_of_the_file_is_never_read(path: Path, two_checkpoints: tuple[Arena, mmap.mmap]):
+def test_the_rest_of_the_file_is_never_read(path: Path, two_checkpoints: tuple[Arena, mmap.mmap]) -> None:
     arena, damage = two_checkpoints
     before, geometry = arena.slots(), arena._superblock.geometry
     used = [(0, RECORD_BYTES), (PAGE, PAGE + RECORD_BYTES)]
@@ -344,7 +350,7 @@ def test_the_rest_of_the_file_is_never_read(path: Path, two_checkpoints: tuple[A
     del image
 
 
-def test_a_flip_says_which_chunk_and_leaves_the_others_readable(two_checkpoints: tuple[Arena, mmap.mmap]):
+def test_a_flip_says_which_chunk_and_leaves_the_others_readable(two_checkpoints: tuple[Arena, mmap.mmap]) -> None:
     arena, damage = two_checkpoints
     damage[arena._superblock.geometry.payload_at(0) + CHUNK + 5] ^= 1
     reader = arena.reader(1)
@@ -355,7 +361,9 @@ def test_a_flip_says_which_chunk_and_leaves_the_others_readable(two_checkpoints:
     del reader
 
 
-def test_a_checkpoint_with_a_damaged_table_is_not_committed(two_checkpoints: tuple[Arena, mmap.mmap], path: Path):
+def test_a_checkpoint_with_a_damaged_table_is_not_committed(
+    two_checkpoints: tuple[Arena, mmap.mmap], path: Path
+) -> None:
     reader, damage = two_checkpoints
     damage[reader._superblock.geometry.table_at(1)] ^= 1
     with Arena.attach(path, job=JOB, writable=True, fencing_token=1) as arena:
@@ -366,7 +374,7 @@ def test_a_checkpoint_with_a_damaged_table_is_not_committed(two_checkpoints: tup
 
 def test_a_slot_with_both_headers_lost_is_bad_and_is_written_again(
     two_checkpoints: tuple[Arena, mmap.mmap], path: Path
-):
+) -> None:
     reader, damage = two_checkpoints
     at = reader._superblock.geometry.header_at(1)
     damage[at : at + 2 * PAGE] = bytes(2 * PAGE)
@@ -378,7 +386,7 @@ def test_a_slot_with_both_headers_lost_is_bad_and_is_written_again(
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_the_only_whole_copy_of_a_record_is_written_last(
     two_checkpoints: tuple[Arena, mmap.mmap], path: Path, damaged: int
-):
+) -> None:
     reader, damage = two_checkpoints
     at = reader._superblock.geometry.header_at(1)
     damage[at + damaged * PAGE] ^= 1
@@ -418,7 +426,7 @@ CHANGES: dict[str, Callable[[Arena], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_torn_record_shows_the_former_state(path: Path, tmp_path: Path, change: str):
+def test_a_torn_record_shows_the_former_state(path: Path, tmp_path: Path, change: str) -> None:
     """Each copy of each record that a change writes, cut after each of its bytes, as the first to be written and as
     the second."""
     with create(path, slots=4) as arena:

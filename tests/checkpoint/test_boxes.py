@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def index(box: Box) -> tuple[slice, ...]:
 
 
 @given(shapes_with_boxes(2))
-def test_an_intersection_is_what_both_hold_and_None_when_that_is_nothing(drawn: tuple) -> None:
+def test_an_intersection_is_what_both_hold_and_None_when_that_is_nothing(drawn: tuple[Any, ...]) -> None:
     shape, (a, b) = drawn
     both = mask(shape, a) & mask(shape, b)
     common = a.intersect(b)
@@ -53,7 +54,7 @@ def test_an_intersection_is_what_both_hold_and_None_when_that_is_nothing(drawn: 
 
 
 @given(shapes_with_boxes(5))
-def test_a_cover_is_disjoint_whole_and_each_piece_lies_in_its_part(drawn: tuple) -> None:
+def test_a_cover_is_disjoint_whole_and_each_piece_lies_in_its_part(drawn: tuple[Any, ...]) -> None:
     shape, (target, *parts) = drawn
     there = np.zeros(shape, dtype=bool)
     for part in parts:
@@ -71,7 +72,7 @@ def test_a_cover_is_disjoint_whole_and_each_piece_lies_in_its_part(drawn: tuple)
 
 
 @given(shapes_with_boxes(4))
-def test_where_parts_overlap_the_earlier_one_gives(drawn: tuple) -> None:
+def test_where_parts_overlap_the_earlier_one_gives(drawn: tuple[Any, ...]) -> None:
     shape, (target, *parts) = drawn
     given_parts = [*enumerate(parts), (3, Box.whole(shape))]
     owner = np.full(shape, -1)
@@ -108,7 +109,9 @@ def test_nothing_has_to_be_covered_where_there_are_no_elements_and_a_scalar_is_o
 
 
 @given(shapes_with_boxes(1), st.sampled_from([1, 2, 8]))
-def test_runs_are_the_bytes_of_the_piece_in_order_and_no_two_of_them_touch(drawn: tuple, itemsize: int) -> None:
+def test_runs_are_the_bytes_of_the_piece_in_order_and_no_two_of_them_touch(
+    drawn: tuple[Any, ...], itemsize: int
+) -> None:
     shape, (piece,) = drawn
     image = np.arange(int(np.prod(shape)), dtype=f"u{itemsize}").reshape(shape)
     found = list(runs(piece, Box.whole(shape), itemsize))

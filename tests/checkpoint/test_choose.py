@@ -4,6 +4,7 @@ bad."""
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import msgspec
 import pytest
@@ -238,7 +239,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Holding], list[CommitRecord], set[s
             if draw(st.integers(0, 9)) < 4:
                 continue
             whole = held(found.number, shard, holder, kind=kind, fencing_token=found.fencing_token)
-            flaw = draw(
+            flaw: Any = draw(
                 st.sampled_from([{}] * 8 + [{"fencing_token": 3}, {"step": 1}, {"verified": False}, {"digest": "flip"}])
             )
             inventory.append(msgspec.structs.replace(whole, **flaw))

@@ -85,9 +85,15 @@ def test_only_what_is_named_is_written(tensors: Tensors) -> None:
 
 
 def test_torch_is_called_once_and_places_are_looked_up_once(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, looked_up = [], []
+    calls: list[dict[str, Any]] = []
+    looked_up: list[int] = []
     foreach = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *args, **how: (calls.append(how), foreach(*args, **how)))
+
+    def counted(*args: Any, **how: Any) -> None:
+        calls.append(how)
+        foreach(*args, **how)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
 
     def cuts(address: int, size: int) -> list[int]:
         looked_up.append(size)
@@ -152,7 +158,7 @@ def test_memory_that_goes_is_not_held(tensors: Tensors) -> None:
         """Which a weak reference can be had of."""
 
     layout, image = planned(tensors)
-    memory = np.frombuffer(bytes(len(image)), dtype=np.uint8).copy().view(Memory)
+    memory: Any = np.frombuffer(bytes(len(image)), dtype=np.uint8).copy().view(Memory)
     gone = weakref.ref(memory)
     copies = DeviceCopies()
     copies.enqueue(layout, tensors, tensors.keys(), memoryview(memory))

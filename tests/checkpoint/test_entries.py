@@ -181,7 +181,9 @@ def test_hsdp_gives_each_replica_the_same_boxes_uneven_ones_and_empty_ones_too()
 def test_a_rank_outside_the_mesh_has_no_entry() -> None:
     with world(3, 4):
         mesh = DeviceMesh("cpu", [0, 1])
-        outside = DTensor.from_local(torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
+        outside = DTensor.from_local(
+            torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=torch.Size((4,)), stride=(1,)
+        )
         assert entries_of({"w": outside}) == []
         assert locals_of({"w": outside}) == {}
 

@@ -90,7 +90,7 @@ def planned() -> tuple[Image, bytearray]:
     return Image(layout, tensors, b""), expected
 
 
-def in_a_thread(call: Callable[[], None]) -> None:
+def in_a_thread(call: Callable[[], object]) -> None:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(60.0)

@@ -114,7 +114,7 @@ def test_negative_sums_and_unusable_settings_are_refused() -> None:
         choose_interval(observed(cost_ms=-1), IntervalPolicy())
     for wrong in ({"overhead_max": 0.0}, {"minimum": 0}, {"maximum": 0}, {"prior_s": 0.0}, {"hysteresis": 1.0}):
         with pytest.raises(CheckpointError, match=next(iter(wrong))):
-            IntervalPolicy(**wrong)  # type: ignore[arg-type]
+            IntervalPolicy(**wrong)
 
 
 sums = st.builds(

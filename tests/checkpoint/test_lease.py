@@ -63,7 +63,7 @@ def test_the_second_is_refused_while_the_first_lives_and_begins_when_it_has_ende
     first = taken(tmp_path, "a")
     with pytest.raises(InUse, match=f"process {os.getpid()} on .*Remedy"):
         taken(tmp_path, "b")
-    assert taken(tmp_path, "a"), "another process of the same job"
+    taken(tmp_path, "a")  # another process of the same job
     first.leave(ended=True)
     taken(tmp_path, "b")
     with pytest.raises(InUse):
@@ -176,8 +176,8 @@ def test_parts_of_a_job_that_is_over_go_at_once_and_those_of_one_that_lives_stay
     store = DurableStore(tmp_path, JOB)
     living = taken(tmp_path, "b", 2)
     assert save(store, 1, fencing_token=2)
-    for fencing_token in (1, 2, 3):
-        assert write_shard(store.writer(2, 20, fencing_token, 2), 0)
+    for of in (1, 2, 3):
+        assert write_shard(store.writer(2, 20, of, 2), 0)
     known, fencing_token = living_fencing_token(store)
     assert (known, fencing_token) == (True, 2)
 

@@ -290,7 +290,8 @@ def test_a_guard_lets_parameters_be_changed_by_hand(
 def test_state_that_grows_gets_a_new_layout_and_a_larger_arena(
     manager: Callable[..., CheckpointManager], shm: Path
 ) -> None:
-    one, state = manager(), {"cache": torch.zeros(10), "log": [0]}
+    one = manager()
+    state: dict[str, Any] = {"cache": torch.zeros(10), "log": [0]}
     one.prepare(state)
     assert one.save(1).committed.result()
     state["log"] += list(range(50_000))

@@ -124,7 +124,9 @@ def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, *
     if "die" in options:  # as torchrun does: the others are ended when one is dead
         victim = int(options["die"].partition(":")[0])
         children.insert(0, children.pop(victim))
-        if os.waitid(os.P_PID, children[0], os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL:
+        ended = os.waitid(os.P_PID, children[0], os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        if ended.si_status == signal.SIGKILL:
             for pid in children[1:]:
                 os.kill(pid, signal.SIGKILL)
             for pid in children:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from rackrun.checkpoint.arena.memory_plan import Ceiling, MemoryPlan, ceilings
 from rackrun.checkpoint.base.errors import MemoryPlanError
-from rackrun.checkpoint.redundancy.erasure_code import ParityError
 from rackrun.checkpoint.redundancy.shard_placement import Labels, Redundancy, place
+from rackrun.checkpoint.redundancy.stripe_set import ParityError
 
 GB = 10**9
 MIRROR, XOR, LOCAL = Redundancy.mirror(2, "tray"), Redundancy.xor(8, "tray"), Redundancy.local()
@@ -143,7 +144,7 @@ def test_one_slot_is_refused() -> None:
 @pytest.mark.parametrize(
     "change", [{"local_ranks": 0}, {"shard_bytes": -1}, {"held_bytes": -1}, {"usable": 0.0}, {"usable": 1.1}]
 )
-def test_figures_that_mean_nothing_are_refused(change: dict[str, float]) -> None:
+def test_figures_that_mean_nothing_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(MemoryPlanError, match="Remedy"):
         replace(plan(XOR, GB), **change)
 
@@ -253,11 +254,16 @@ def test_a_file_system_without_a_size_is_no_ceiling(tmp_path: Path) -> None:
 def test_an_arena_directory_that_is_yet_to_be_made_is_measured_at_its_parent(tmp_path: Path) -> None:
     host = Host(tmp_path, "")
     measured: list[Path] = []
+
+    def measure(path: Path) -> FileSystem:
+        measured.append(path)
+        return FileSystem()
+
     ceilings(
         host.arenas / "job" / "x",
         proc=host.proc,
         cgroup_root=host.cgroup,
-        statvfs=lambda path: (measured.append(path), FileSystem())[1],
+        statvfs=measure,
     )
     assert measured == [host.arenas]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,7 @@ WORLD = 3
 Settle = Callable[..., list[CommitOutcome | PeersGone]]
 
 
-def sealed(rank: int, step: int = 7, **what: bool) -> Sealed:
+def sealed(rank: int, step: int = 7, **what: Any) -> Sealed:
     return Sealed(step=step, digest=f"digest {rank}", layout_hash="layout", **what)
 
 

@@ -171,8 +171,13 @@ def test_every_world_size_is_restored_into_every_other_from_arenas_and_from_disk
         "step": torch.tensor(5),
         "h": torch.randn(3, 5, 2),
     }
-    by_row = {"w": [Shard(0)], "b": [Shard(0)], "step": [Replicate()], "h": [Shard(0)]}
-    by_column = {"w": [Shard(1)], "b": [Replicate()], "step": [Replicate()], "h": [Shard(2)]}
+    by_row: dict[str, list[Placement]] = {"w": [Shard(0)], "b": [Shard(0)], "step": [Replicate()], "h": [Shard(0)]}
+    by_column: dict[str, list[Placement]] = {
+        "w": [Shard(1)],
+        "b": [Replicate()],
+        "step": [Replicate()],
+        "h": [Shard(2)],
+    }
     shards = Shards(full, World((before,), by_row).entries(full))
     with contextlib.ExitStack() as kept:
         read = (in_arenas if tier == "memory" else on_disk)(shards, kept, tmp_path)
@@ -246,7 +251,7 @@ def test_what_is_contiguous_on_both_sides_is_read_in_place_and_copied_once(monke
     shards = Shards(full, rows("w", 64, 2, 32))
     (entry,) = rows("w", 64, 4, 32)[1]
     target = torch.zeros(16, 32)
-    copies = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     monkeypatch.setattr(torch.Tensor, "copy_", _watched(torch.Tensor.copy_, copies))
     fill(plan_reshard(shards.layouts, [entry]), {"w": target}, shards.read)
     start = shards.layouts[0].extents["w"][0] + 16 * 32 * 4
@@ -260,7 +265,9 @@ def test_what_is_contiguous_on_both_sides_is_read_in_place_and_copied_once(monke
     assert torch.equal(target, full["w"][16:32])
 
 
-def _watched(copy, seen: list):  # type: ignore[no-untyped-def]
+def _watched(
+    copy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], seen: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def watching(into: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         seen.append((into, of))
         return copy(into, of)

@@ -142,7 +142,8 @@ class Agent:
 
     def cut(self) -> None:
         """Its connection breaks, by a reset: no word of farewell."""
-        transport = self.socket._conn.transport  # type: ignore[union-attr]
+        connection: Any = self.socket._conn
+        transport = connection.transport
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
 

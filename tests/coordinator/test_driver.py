@@ -22,9 +22,9 @@ from rackrun.protocol.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.protocol.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
+from rackrun.protocol.events import Event, TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
-from rackrun.protocol.timers import DrainOver, GatherOver, JobBegins, JoinOver, UnfitWaitOver
+from rackrun.protocol.timers import DrainOver, GatherOver, JobBegins, JoinOver, Timer, UnfitWaitOver
 from rackrun.protocol.wire import StateCopied
 from tests.coordinator.fakes import (
     DONE,
@@ -143,7 +143,7 @@ async def test_what_snapshots_survive_is_told_once_there_are_any_and_when_it_cha
 
 async def test_a_timer_comes_back_as_it_was_set_and_never_before_its_time(journal: Journal) -> None:
     early, past = UnfitWaitOver(), DrainOver()
-    timers = {LATE: 60, early: 20, past: 0}
+    timers: dict[Timer, int] = {LATE: 60, early: 20, past: 0}
     core = ScriptedCore(
         TrayJoined=tuple(SetTimer(timer=timer, at_ms=at_ms) for timer, at_ms in timers.items()),
         TimerFired=lambda event: (DONE,) if isinstance(event, TimerFired) and event.timer == LATE else (),
@@ -166,11 +166,13 @@ async def test_a_connection_that_ends_is_a_lost_tray(journal: Journal) -> None:
         assert core.heard[-1].tray == "tray-00"
 
 
+def _begins(event: Event) -> bool:
+    return isinstance(event, TimerFired) and event.timer == JobBegins()
+
+
 async def test_a_coordinator_that_stood_still_hears_what_has_come_before_it_acts_on_its_clock(journal: Journal) -> None:
     now = [0.0]
-    core = ScriptedCore(
-        TimerFired=lambda event: (SetTimer(timer=LATE, at_ms=1),) if event.timer == JobBegins() else (DONE,)
-    )
+    core = ScriptedCore(TimerFired=lambda event: (SetTimer(timer=LATE, at_ms=1),) if _begins(event) else (DONE,))
     driver = Driver(core, journal, run_id="job-1", observer=Onlooker(), loop=ClockedLoop(lambda: now[0]))
     driver.begin()
     now[0] = 5.0  # it is 5 s later, all at once

@@ -192,7 +192,7 @@ def test_a_unit_that_cannot_be_folded_costs_the_bound_and_nothing_else(tmp_path:
     said: list[str] = []
     journal = Journal(tmp_path / "j", run_id="job-1", keep_rows=10, on_trouble=said.append)
     journal._folding = Folding(journal._telemetry, 10, least_age_ms=0.0)
-    journal._folding._fold = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    journal._folding._fold = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
     journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 0)
     for step in range(100):
         for rank in (0, 1):

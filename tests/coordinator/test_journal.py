@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -58,7 +59,7 @@ def test_a_generation_survives_the_death_of_its_writer(tmp_path: Path) -> None:
     assert query(path, "SELECT generation, stage, at_ms FROM generations") == [(2, "break", at) for at in range(5)]
 
 
-def test_persisting_takes_milliseconds(journal: Journal, record_property: pytest.RecordProperty) -> None:
+def test_persisting_takes_milliseconds(journal: Journal, record_property: Callable[[str, object], None]) -> None:
     """Of the processor; how long a disk takes, to which others write too, is told and not judged."""
     times, busy = [], []
     for at_ms in range(50):

@@ -36,6 +36,7 @@ class History:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.incarnation = 0
+        self.who: dict[int, int] = {}
         self.committed = BEGIN
         self.form(self.random.choice([2, 3, 4]), BEGIN, None, keep=())
         while self.committed.step < STEPS - 1:

@@ -177,7 +177,12 @@ def ended(pid: int) -> Iterator[asyncio.Future[None]]:
     """The end of a process, of whomever it is a child."""
     loop = asyncio.get_running_loop()
     pidfd, future = os.pidfd_open(pid), loop.create_future()
-    loop.add_reader(pidfd, lambda: future.done() or future.set_result(None))
+
+    def readable() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(pidfd, readable)
     try:
         yield future
     finally:

@@ -157,7 +157,7 @@ def test_who_is_ended_with_its_replica_is_not_lost(story: Story) -> None:
 
 def test_a_stall_is_named_as_what_it_was_not_as_the_kill_that_ended_it(story: Story) -> None:
     stalled = WorkerStalled(
-        slot=SlotId("tray-00/2"), incarnation=Incarnation(3), step=4, collective=1, silent=True, for_ms=1200
+        slot=SlotId("tray-00/2"), incarnation=Incarnation(3), step=Step(4), collective=1, silent=True, for_ms=1200
     )
     story.hears(stalled)
     story.does(breaking(2))

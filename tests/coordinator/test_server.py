@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import pytest
@@ -74,7 +75,8 @@ async def test_a_host_with_other_versions_is_refused_before_anything_starts_ther
 
 
 async def test_a_host_with_the_same_versions_is_taken_in(journal: Journal) -> None:
-    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, **own_versions()):
+    ours: dict[str, Any] = own_versions()
+    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, **ours):
         await taken_in(c)
 
 
@@ -186,6 +188,7 @@ async def test_of_two_agents_that_come_at_the_same_moment_one_is_taken_in(journa
         await one.say(joined())
         message = await one.socket.receive(timeout=100)
         assert message.type is aiohttp.WSMsgType.CLOSE
+        assert message.extra is not None
         assert "has an agent, process 8" in message.extra
         assert core.names() == ["TrayJoined"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -76,7 +76,7 @@ class CoreHarness:
         self.answers.extend(commands)
         return commands
 
-    def _who(self, slot: str) -> dict[str, object]:
+    def _who(self, slot: str) -> dict[str, Any]:
         return {"slot": SlotId(slot), "incarnation": self.incarnation[slot]}
 
     # -- what happens ----------------------------------------------------------------------------------------------
@@ -214,10 +214,10 @@ class CoreHarness:
     def resumes(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerResumed(**self._who(slot), generation=Generation(self.view.generation)))
 
-    def stalls(self, slot: str, collective: int = 10, *, silent: bool = False, **further: object) -> Sequence[Command]:
+    def stalls(self, slot: str, collective: int = 10, *, silent: bool = False, **further: Any) -> Sequence[Command]:
         """``further``: fields of `WorkerStalled`."""
         told = {"step": Step(5), "collective": collective, "silent": silent, "for_ms": 700, **further}
-        return self.tell(WorkerStalled(**self._who(slot), **told))  # type: ignore[arg-type]
+        return self.tell(WorkerStalled(**self._who(slot), **told))
 
     def works(self, slot: str, *, awaited: bool = False) -> Sequence[Command]:
         busy = {"unit": "phase save", "where": "train.py:7 in save", "for_ms": 4000, "allowed_ms": 30000}
@@ -252,7 +252,7 @@ class CoreHarness:
         )
 
     def finishes(self, slot: str, *, took_ms: int = 0) -> Sequence[Command]:
-        return self.tell(WorkerFinished(**self._who(slot), took_ms=took_ms))  # type: ignore[arg-type]
+        return self.tell(WorkerFinished(**self._who(slot), took_ms=took_ms))
 
     def timer(self, kind: str) -> Sequence[Command]:
         """The timer of this kind for the present generation fires."""

@@ -8,7 +8,9 @@ the same, their chains differ for good.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rackrun.core.machine.control_plane import ControlPlane
 from rackrun.core.recovery.fencing import FENCE_WAIT_MS
@@ -16,10 +18,12 @@ from rackrun.core.resize.rented_rack import RackStage
 from rackrun.core.stragglers.shares import sharing
 from rackrun.protocol.commands import (
     Answer,
+    AskPolicy,
     BreakGeneration,
     Command,
     CondemnWorker,
     DealShards,
+    Decided,
     DismissTray,
     DrainWorkers,
     FenceWorker,
@@ -57,7 +61,18 @@ from rackrun.protocol.events import (
     WorkerSevered,
     WorkerStalled,
 )
-from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
+from rackrun.protocol.ids import (
+    BEGIN,
+    Generation,
+    Incarnation,
+    Position,
+    Rank,
+    SlotId,
+    Step,
+    TrayId,
+    snapshot_id,
+    tray_of,
+)
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
 from rackrun.worker.batch.share_changes import ShareChanges
@@ -77,7 +92,7 @@ class Process:
     """One worker, as it is; the core only knows what it hears."""
 
     slot: SlotId
-    incarnation: int
+    incarnation: Incarnation
     rank: int | None
     generation: int
     state: str = "starting"  # starting, waiting, running, parked, resuming, dead
@@ -233,6 +248,8 @@ class Cluster:
             case StopJob():
                 assert command.because
                 self.stopped = command
+            case Decided() | AskPolicy():
+                pass
 
     def _take_back(self, trays: tuple[TrayId, ...]) -> None:
         self.taken_back.update(self.named.intersection(trays))
@@ -512,6 +529,8 @@ class Cluster:
                     self._resume(process)
                 else:
                     self._tell_of_damage(process, *bad)
+            case _:
+                raise AssertionError(name)
 
     def _see(self, process: Process) -> None:
         self._apply(process)
@@ -567,7 +586,7 @@ class Cluster:
             self.rows.setdefault((tray, generation, keeper, step), {})[rank] = of
         self._say(process, SnapshotStriped, generation=Generation(generation), step=Step(step))
 
-    def _say(self, process: Process, kind: type[Event], **fields: object) -> None:
+    def _say(self, process: Process, kind: Callable[..., Event], **fields: Any) -> None:
         process.up.append(kind(slot=process.slot, incarnation=process.incarnation, **fields))
 
     def _class(self, rank: int | None) -> str:
@@ -707,7 +726,7 @@ class Cluster:
             if not where:
                 return None
             _, tray, index, incarnation = where.split("/")
-            key = (SlotId(f"{tray}/{index}"), int(incarnation), step)
+            key = (SlotId(f"{tray}/{index}"), Incarnation(int(incarnation)), step)
         return (step, where) if key in self.rotten else None
 
     def _tell_of_damage(self, process: Process, step: int, where: str) -> None:
@@ -749,9 +768,9 @@ class Cluster:
             assert at in self.arenas[key], "a snapshot that nobody keeps"
             files[int(one.rank)] = self.files[key][at]
             rows.append((int(keeper), self.rows[TrayId(tray), int(generation), int(keeper), at]))
-        for keeper, row in rows:
-            assert row.keys() == {*restore.members} - {keeper}, "a row that is not whole"
-            assert all(row[rank][0] == file for rank, file in files.items() if rank != keeper), "other bytes"
+        for whose, row in rows:
+            assert row.keys() == {*restore.members} - {whose}, "a row that is not whole"
+            assert all(row[rank][0] == file for rank, file in files.items() if rank != whose), "other bytes"
             lost.add(row[restore.rank])
         assert {restore.rank, *files} <= {*restore.members}
         assert len(files) >= len(restore.members) - restore.parity, "too few to rebuild from"

@@ -209,7 +209,7 @@ def test_replicas_that_would_all_leave_go_one_after_the_other() -> None:
 def test_a_loss_in_the_middle_of_the_pause_is_recovered_and_the_drain_goes_on(four: Asked) -> None:
     four.drain("b/0")
     four.pauses("a/0")
-    assert only(BreakGeneration, four.exits("c/0"))
+    only(BreakGeneration, four.exits("c/0"))
     four.park_all()
     assert only(PauseWorkers, four.resume_all()).generation == 2
 

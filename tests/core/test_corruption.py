@@ -20,7 +20,7 @@ from rackrun.protocol.commands import (
     ResumeGeneration,
 )
 from rackrun.protocol.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
-from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, TrayId
+from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
 from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
@@ -53,7 +53,7 @@ def differ(
     """``again``: it is the second time that nobody can say, and these differ."""
     return harness.tell(
         ReplicasDiffer(
-            **harness._who(slot),  # type: ignore[arg-type]
+            **harness._who(slot),
             generation=Generation(of or harness.view.generation),
             at=Position(at),
             culprits=tuple(Rank(rank) for rank in culprits),
@@ -68,7 +68,7 @@ def texts(answers: Sequence[Command]) -> list[str]:
     return [notice.text for notice in every(Notice, answers)]
 
 
-def gone(harness: CoreHarness, answers: Sequence[Command]) -> list[str]:
+def gone(harness: CoreHarness, answers: Sequence[Command]) -> list[SlotId]:
     """Who is fenced; and they exit."""
     slots = [command.slot for command in every(FenceWorker, answers)]
     for slot in slots:
@@ -81,7 +81,7 @@ def test_whoever_is_outvoted_is_replaced_and_all_go_back_to_where_they_were_equa
     assert texts(answers) == [
         "rank 2 holds another state than its replicas, seen in step 8; good is what was there after step 3"
     ]
-    assert only(BreakGeneration, answers)
+    only(BreakGeneration, answers)
     assert gone(job, answers) == ["b/0"]
     plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
     assert (plan.rollback, plan.committed) == (3, Position(7))
@@ -303,7 +303,7 @@ def test_one_of_them_is_lost_already_then_it_is_not_replaced_twice(job: CoreHarn
 def test_a_loss_while_all_go_back_does_not_make_a_later_state_good(job: CoreHarness) -> None:
     gone(job, differ(job, 2))
     job.park_all(passed=7, snapshots=(3, 7))
-    assert only(BreakGeneration, job.exits("b/1", snapshots=(3, 7)))
+    only(BreakGeneration, job.exits("b/1", snapshots=(3, 7)))
     assert plan_in(job.park_all(passed=7, snapshots=(3, 7))).rollback == 3
 
 
@@ -379,7 +379,7 @@ def test_where_nothing_is_known_to_be_good_there_is_nothing_to_go_on_from(job: C
 
 # -- a loss that is not finite once ----------------------------------------------------------------------------------
 def once(harness: CoreHarness, slot: str, at: int = 5) -> Sequence[Command]:
-    return harness.tell(LossNotRepeated(**harness._who(slot), at=Position(at)))  # type: ignore[arg-type]
+    return harness.tell(LossNotRepeated(**harness._who(slot), at=Position(at)))
 
 
 def test_the_first_loss_that_does_not_come_again_is_said_and_no_more(job: CoreHarness) -> None:
@@ -452,7 +452,7 @@ def test_a_lie_while_all_park_for_a_shrink_comes_first_and_the_shrink_goes_on() 
     harness = trained("ab", spares=0, min_ranks=1)
     harness.tell(ShrinkRequested(request="s", to=3, steps=9))
     out = list(harness.pause_all())
-    assert only(BreakGeneration, out)
+    only(BreakGeneration, out)
     out += differ(harness, 2, of=harness.view.generation - 1)
     out += harness.park_all(passed=7, snapshots=(3,))
     plan = plan_in(out)

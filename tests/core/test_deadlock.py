@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def wait(
     )
 
 
-def says(harness: CoreHarness, rank: int, blocked: CollectiveWait | None, **further: object) -> Sequence[Command]:
+def says(harness: CoreHarness, rank: int, blocked: CollectiveWait | None, **further: Any) -> Sequence[Command]:
     """Its limit is not over, and it tells that it waits."""
     slot = harness.view.ranks[rank].slot
     count = sum(calls for _, calls in blocked.called) if blocked is not None else 5

@@ -89,7 +89,7 @@ def test_a_planned_swap_breaks_first_too_because_kernels_of_the_last_step_may_st
 
 def test_a_rank_whose_state_is_not_that_of_its_replicas_is_no_exception(four: CoreHarness) -> None:
     differs = ReplicasDiffer(
-        **four._who("a/0"),  # type: ignore[arg-type]
+        **four._who("a/0"),
         generation=Generation(four.view.generation),
         at=Position(4),
         culprits=(Rank(3),),

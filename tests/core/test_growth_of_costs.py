@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ class Counted:
 
         monkeypatch.setattr(ControlPlane, "handle", counted)
 
-    def _trace(self, frame: FrameType, kind: str, _argument: object) -> object:
+    def _trace(self, frame: FrameType, kind: str, _argument: object) -> Any:
         if kind == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif kind == "opcode":

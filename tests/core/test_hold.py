@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,10 +46,10 @@ WEEK_MS = 7 * 24 * 3_600_000
 STOP = StopRequested(because="rackctl stop", exit_code=143)
 
 
-def job(policy: str = "swap,hold", **options: object) -> CoreHarness:
+def job(policy: str = "swap,hold", **options: Any) -> CoreHarness:
     """Ranks 0, 1 on a/0, a/1 and 2, 3 on b/0, b/1; the spares wait on a/2 and b/2."""
-    given: dict[str, object] = {"policy_function": policy} if ":" in policy else {"rules": parse_rules(policy)}
-    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"policy_function": policy} if ":" in policy else {"rules": parse_rules(policy)}
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))
     harness.resizes = "in place"
     harness.join("a", 3)
     harness.join("b", 3)
@@ -56,7 +57,7 @@ def job(policy: str = "swap,hold", **options: object) -> CoreHarness:
     return harness
 
 
-def held(policy: str = "swap,hold", **options: object) -> CoreHarness:
+def held(policy: str = "swap,hold", **options: Any) -> CoreHarness:
     """Tray b is lost with ranks 2 and 3, and one spare is left."""
     harness = job(policy, **options)
     harness.tray_lost("b")
@@ -140,7 +141,7 @@ def test_a_wait_for_hardware_that_follows_a_hold_has_all_of_its_time() -> None:
     harness.now += 600_000
     assert not every(StopJob, harness.timer("recover"))
     harness.now = WEEK_MS + 3_600_000
-    assert stop_in(harness.timer("repair"))
+    stop_in(harness.timer("repair"))
 
 
 def test_only_the_time_before_a_hold_and_after_it_is_waited() -> None:
@@ -181,9 +182,9 @@ def test_a_hold_ends_when_the_last_copy_of_some_state_is_lost() -> None:
     assert "no copy of its state is left" in stop_in([*harness.exits("a/1"), *harness.timer("owed")]).because
 
 
-def whose_shards_are_nowhere_else(policy: str, **options: object) -> CoreHarness:
+def whose_shards_are_nowhere_else(policy: str, **options: Any) -> CoreHarness:
     """Ranks 0, 1 on a and 2 on b; rank 2 is lost, has left its snapshots, and no GPU of b is fit for another."""
-    config = JobConfig(trays_min=2, trays_max=2, spares=1, rules=parse_rules(policy), **options)  # type: ignore[arg-type]
+    config = JobConfig(trays_min=2, trays_max=2, spares=1, rules=parse_rules(policy), **options)
     harness = CoreHarness(config)
     harness.join("a", 2)
     harness.join("b", 2)
@@ -456,7 +457,7 @@ def test_a_policy_that_comes_while_all_train_is_for_the_next_failure() -> None:
     harness = job()
     assert ";" not in only(Answer, change(harness, "swap")).text
     harness.tray_lost("b")
-    assert stop_in(harness.park_all())
+    stop_in(harness.park_all())
 
 
 def test_what_a_hold_costs_is_not_said_because_nobody_knows() -> None:
@@ -470,7 +471,7 @@ def test_a_hold_that_becomes_a_wait_has_its_deadline_and_no_reminder() -> None:
     assert only(Decided, change(harness, "swap,wait")).decision.rung is Rung.WAIT
     assert not remind(harness)
     harness.now = 3_600_000
-    assert stop_in(harness.timer("repair"))
+    stop_in(harness.timer("repair"))
 
 
 def test_what_cannot_be_done_leaves_the_hold_as_it_is() -> None:

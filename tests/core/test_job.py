@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rackrun.protocol.commands import (
@@ -21,7 +23,7 @@ from rackrun.protocol.timers import timer_named
 from tests.core.core_harness import CoreHarness, every, only, plan_in, ranks, stop_in
 
 
-def config(**fields: int) -> JobConfig:
+def config(**fields: Any) -> JobConfig:
     return JobConfig(**{"trays_min": 1, "trays_max": 1, "spares": 0} | fields)
 
 
@@ -174,12 +176,12 @@ def test_ranks_keep_their_slots_over_a_restart_where_these_live() -> None:
 
 
 @pytest.mark.parametrize(("how", "code"), [({"code": 1, "bug": "train.py:7"}, 1), ({"code": 4}, 1), ({"signal": 9}, 3)])
-def test_too_many_restarts_end_the_job_and_say_whose_failure_it_was(how: dict[str, object], code: int) -> None:
+def test_too_many_restarts_end_the_job_and_say_whose_failure_it_was(how: dict[str, Any], code: int) -> None:
     harness = CoreHarness(config(max_restarts=1))
     harness.join("a", 2)
-    harness.exits("a/1", **how)  # type: ignore[arg-type]
+    harness.exits("a/1", **how)
     harness.exits("a/0")
-    stop = stop_in(harness.exits("a/1", **how))  # type: ignore[arg-type]
+    stop = stop_in(harness.exits("a/1", **how))
     assert (stop.exit_code, stop.rank, stop.failure is not None) == (code, 1, "bug" in how)
     assert stop.because.endswith("restarted 1 of 1 times already")
 
@@ -246,7 +248,7 @@ def test_a_member_lost_before_the_release_is_swapped_and_the_others_say_again_th
     training.resume_all()
     for slot in ("a/0", "a/1", "b/0"):
         assert not every(ReleaseWorkers, training.finishes(slot))
-    assert only(ReleaseWorkers, training.finishes("b/2"))
+    only(ReleaseWorkers, training.finishes("b/2"))
 
 
 @pytest.mark.parametrize(("resumed", "is_a_source"), [(2, True), (1, False)])
@@ -299,7 +301,7 @@ def test_a_request_during_a_recovery_drains_after_it(training: CoreHarness) -> N
     training.exits("a/1")
     assert not every(DrainWorkers, training.tell(stop_request()))
     training.park_all()
-    assert only(DrainWorkers, training.resume_all())
+    only(DrainWorkers, training.resume_all())
 
 
 def test_a_journal_that_cannot_be_written_ends_the_job(training: CoreHarness) -> None:

@@ -74,7 +74,7 @@ def sample(hint: object) -> object:
     return sample(arguments[0])
 
 
-def filled(kind: type[msgspec.Struct]) -> msgspec.Struct:
+def filled(kind: type[msgspec.Struct]) -> typing.Any:
     return kind(
         **{name: sample(hint) for name, hint in typing.get_type_hints(kind).items() if name != "__struct_config__"}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -14,22 +15,22 @@ from rackrun.protocol.job_config import JobConfig
 from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 ALL = ("a/0", "b/0", "c/0", "d/0")
-TWO_OF_FOUR = {"snapshot_copies": "rs", "set_size": 4, "set_parity": 2}
+TWO_OF_FOUR: dict[str, Any] = {"snapshot_copies": "rs", "set_size": 4, "set_parity": 2}
 
 
 class Rack(CoreHarness):
     """Trays a to d with a rank each, which are one set, and e with a spare for each of two."""
 
-    def __init__(self, trays: str = "abcde", spares: int = 2, slots: int = 1, **config: object) -> None:
+    def __init__(self, trays: str = "abcde", spares: int = 2, slots: int = 1, **config: Any) -> None:
         fields = {"snapshot_copies": "xor", "start_over": True, **config}
-        super().__init__(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares, **fields))  # type: ignore[arg-type]
+        super().__init__(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares, **fields))
         for tray in trays:
             self.join(tray, 2 if tray == "e" else slots)
 
     def stripes(self, slot: str, step: int, besides: int = -1, generation: int | None = None) -> None:
         self.tell(
             SnapshotStriped(
-                **self._who(slot),  # type: ignore[arg-type]
+                **self._who(slot),
                 generation=Generation(generation or self.view.generation),
                 step=Step(step),
                 besides=Step(besides),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,10 +47,10 @@ from tests.core.core_model import Cluster, Process
 from tests.core.test_storms import KINDS, play
 
 
-def job(policy: str = "", **options: object) -> CoreHarness:
+def job(policy: str = "", **options: Any) -> CoreHarness:
     """As the fixture ``training``; ``policy`` is a list of rungs, or the name of a function."""
-    given: dict[str, object] = {"policy_function": policy} if ":" in policy else {"rules": parse_rules(policy)}
-    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"policy_function": policy} if ":" in policy else {"rules": parse_rules(policy)}
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))
     harness.join("a", 3)
     harness.join("b", 3)
     harness.train()
@@ -91,11 +92,11 @@ def question_in(commands: Sequence[Command]) -> AskPolicy:
 
 
 def answer(
-    harness: CoreHarness, rung: Rung | None, *, question: int = 0, trouble: str = "", **fields: object
+    harness: CoreHarness, rung: Rung | None, *, question: int = 0, trouble: str = "", **fields: Any
 ) -> Sequence[Command]:
     """To what was asked last, unless it is said."""
     asked = every(AskPolicy, harness.answers)[-1].question
-    decision = None if rung is None else Decision(rung=rung, **fields)  # type: ignore[arg-type]
+    decision = None if rung is None else Decision(rung=rung, **fields)
     return harness.tell(PolicyAnswered(question=question or asked, decision=decision, trouble=trouble))
 
 
@@ -139,9 +140,9 @@ def test_a_wait_for_a_spare_is_decided_once_and_then_the_swap(rack: CoreHarness)
     ],
 )
 def test_a_first_fault_is_classed_by_how_the_process_ended(
-    training: CoreHarness, how: dict[str, object], whose: FailureCause
+    training: CoreHarness, how: dict[str, Any], whose: FailureCause
 ) -> None:
-    training.exits("b/1", **how)  # type: ignore[arg-type]
+    training.exits("b/1", **how)
     assert only(Decided, training.park_all()).failure.whose is whose
 
 
@@ -224,7 +225,7 @@ def test_nothing_is_decided_where_no_restart_is_left() -> None:
     harness.join("a", 3)
     harness.join("b", 3)
     answers = harness.exits("b/1")
-    assert stop_in(answers)
+    stop_in(answers)
     assert not every(Decided, answers)
 
 
@@ -282,7 +283,7 @@ def test_it_may_leave_the_decision_to_the_default() -> None:
     answers = answer(asked(), None)
     assert only(Decided, answers).decision.by == "default"
     assert not every(Notice, answers)
-    assert plan_in(answers)
+    plan_in(answers)
 
 
 @pytest.mark.parametrize(
@@ -295,13 +296,13 @@ def test_it_may_leave_the_decision_to_the_default() -> None:
         ({"rung": Rung.SWAP, "deadline_s": float("nan")}, "a deadline of nan s"),
     ],
 )
-def test_a_bad_answer_is_said_and_the_default_decides(given: dict[str, object], said: str) -> None:
-    answers = answer(asked(), **given)  # type: ignore[arg-type]
+def test_a_bad_answer_is_said_and_the_default_decides(given: dict[str, Any], said: str) -> None:
+    answers = answer(asked(), **given)
     text = only(Notice, answers).text
     assert text.startswith("the policy mine:choose")
     assert said in text
     assert text.endswith("the default decides")
-    assert plan_in(answers)
+    plan_in(answers)
 
 
 def test_a_stop_that_it_wants_is_one_though_the_job_could_begin_again() -> None:
@@ -351,7 +352,7 @@ def test_the_last_moment_of_a_wait_is_a_moment_later(waited_ms: int) -> None:
     question_in(harness.timer("repair"))
     assert only(SetTimer, answer(harness, Rung.WAIT)).at_ms == 600_000
     harness.now = 600_000
-    assert stop_in(harness.timer("repair") + answer(harness, None))
+    stop_in([*harness.timer("repair"), *answer(harness, None)])
 
 
 def test_no_answer_at_all_is_given_up_by_the_cores_own_clock() -> None:
@@ -360,7 +361,7 @@ def test_no_answer_at_all_is_given_up_by_the_cores_own_clock() -> None:
     assert timer.at_ms == harness.now + ANSWER_MS
     answers = harness.tell(TimerFired(timer=timer.timer))
     assert "gave no answer" in only(Notice, answers).text
-    assert plan_in(answers)
+    plan_in(answers)
     assert not answer(harness, Rung.RESTART), "it comes too late"
 
 
@@ -370,7 +371,7 @@ def test_an_answer_about_a_situation_that_is_no_more_is_ignored() -> None:
     harness.exits("a/1")
     assert not answer(harness, Rung.RESTART, question=old)
     assert every(AskPolicy, harness.answers)[-1].failure.ranks == (1, 3)
-    assert plan_in(answer(harness, Rung.SWAP))
+    plan_in(answer(harness, Rung.SWAP))
 
 
 def test_it_is_asked_again_when_a_wait_has_had_its_time() -> None:
@@ -526,7 +527,7 @@ def test_whatever_a_function_answers_every_storm_ends_with_one_history_or_with_a
 
 def test_a_break_names_no_decision_that_is_not_taken_yet(training: CoreHarness) -> None:
     broken = training.exits("b/1")
-    assert only(BreakGeneration, broken)
+    only(BreakGeneration, broken)
     assert not every(Decided, broken)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from rackrun.core.members.quarantine import HEALTHY_MS, PAUSE_MS, PAUSE_MS_MAX, Quarantine
-from rackrun.protocol.commands import Notice, SetTimer, StartWorker, StopJob
+from rackrun.protocol.commands import Command, Notice, SetTimer, StartWorker, StopJob
 from rackrun.protocol.events import TimerFired
 from rackrun.protocol.ids import SlotId
 from rackrun.protocol.job_config import JobConfig
@@ -89,7 +91,7 @@ def test_a_job_whose_healthy_slots_have_all_lost_workers_waits_for_them_and_goes
     harness.join("a", 3)
     harness.train()
     timers = lost(harness, 3)
-    commands = [*harness.exits("a/1", code=1), *harness.park_all()]
+    commands: Sequence[Command] = [*harness.exits("a/1", code=1), *harness.park_all()]
     timers += every(SetTimer, commands)
     for _ in range(2):  # who is started for it fails too
         assert only(StartWorker, commands).slot == "a/1"

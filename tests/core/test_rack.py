@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rackrun.core.members.rack import RackMachine
 from rackrun.protocol.events import TrayJoined
@@ -31,10 +32,10 @@ def mirrors(of: RackMachine) -> dict[str, str]:
     return {str(tray): where for tray, where in of.mirrors().items()}
 
 
-def seats(of: RackMachine, **wanted: str) -> dict[int, str] | None:
+def seats(of: RackMachine, **wanted: Any) -> dict[int, str] | None:
     """``r0="a/0"``: where rank 0 was."""
     found = of.seats({Rank(int(name[1:])): SlotId(slot) for name, slot in wanted.items()})
-    return found and {int(rank): str(slot) for rank, slot in found.items()}
+    return None if found is None else {int(rank): str(slot) for rank, slot in found.items()}
 
 
 # -- the store

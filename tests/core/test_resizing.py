@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import World
 from rackrun.core.lifecycle.batch_notices import BatchNotices
+from rackrun.core.machine.state_replay import StateReplay
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.commands import (
     BreakGeneration,
@@ -28,14 +31,20 @@ IN_PLACE, AGAIN = "in place", "entering main again"
 RULES = parse_rules("swap,shrink,wait,restart")
 
 
-def resizing(how: str, **settings: object) -> CoreHarness:
+def resizing(how: str, **settings: Any) -> CoreHarness:
     """One tray of four slots, all of them ranks."""
-    config = JobConfig(trays_min=1, trays_max=1, **({"spares": 0, "min_ranks": 1, "rules": RULES} | settings))
-    harness = CoreHarness(config)  # type: ignore[arg-type]
-    harness.core = FollowedCore(config)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"spares": 0, "min_ranks": 1, "rules": RULES}
+    config = JobConfig(trays_min=1, trays_max=1, **(fields | settings))
+    harness = CoreHarness(config)
+    harness.core = FollowedCore(config)
     harness.resizes = how
     harness.join("a", 4)
     return harness
+
+
+def past_of(harness: CoreHarness) -> StateReplay:
+    assert isinstance(harness.core, FollowedCore)
+    return harness.core.past
 
 
 def shrinks(harness: CoreHarness, *slots: str) -> ResumeGeneration:
@@ -65,18 +74,18 @@ def test_afterwards_a_world_that_has_shrunk_is_seen_with_the_mesh_that_it_had_th
     shrinks(harness, "a/1")
     harness.resume_all()
     assert harness.view.world_size == 3
-    past = harness.core.past
+    past = past_of(harness)
     past.finish()
     assert past.seating.mesh == harness.core._job.seating.mesh
-    assert past.seating.where(past.seats, 2)
-    assert past.successors(2) == []
+    assert past.seating.where(past.seats, Rank(2))
+    assert past.successors(Rank(2)) == []
 
 
 @pytest.mark.parametrize("most", [1, 4])
 def test_who_takes_over_is_known_beforehand_one_spare_after_the_other(most: int) -> None:
     harness = resizing(IN_PLACE, spares=2)
     harness.train()
-    past = harness.core.past
+    past = past_of(harness)
     spares = past.ready()
     assert len(spares) == 2
     assert [staff.seats for staff in past.successors(Rank(0), most)] == [{0: spare} for spare in spares[:most]]
@@ -182,7 +191,9 @@ def test_what_those_leave_who_had_to_go_with_a_lost_rank_counts_until_all_have_n
 def test_a_plan_says_which_worlds_have_committed_what_and_which_is_to_come() -> None:
     harness = resizing(IN_PLACE)
     harness.train()
-    assert harness.core._job.world.plan.worlds == ((Step(0), 4),)
+    first = harness.core._job.world.plan
+    assert first is not None
+    assert first.worlds == ((Step(0), 4),)
     plan = shrinks(harness, "a/3").plan
     assert (plan.full, plan.worlds) == (4, ((Step(0), 4), (Step(plan.committed.step + 1), 3)))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from rackrun.core.machine.view import TrayView
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.placement.seating import Seating
 from rackrun.protocol.commands import Command, FenceWorker, Notice, ResumeGeneration, StartWorker, StopJob
@@ -16,15 +18,15 @@ from rackrun.protocol.job_config import JobConfig
 from tests.core.core_harness import CoreHarness, every, only, plan_in, ranks, stop_in, topology_of
 
 
-def two_cliques(**settings: object) -> CoreHarness:
+def two_cliques(**settings: Any) -> CoreHarness:
     """Trays a, b in clique x and c, d in clique y, two GPUs each."""
-    harness = CoreHarness(JobConfig(trays_min=4, trays_max=4, spares=settings.pop("spares", 0), **settings))  # type: ignore[arg-type]
+    harness = CoreHarness(JobConfig(trays_min=4, trays_max=4, spares=settings.pop("spares", 0), **settings))
     for tray in "abcd":
         harness.join(tray, 2, clique="x" if tray in "ab" else "y")
     return harness
 
 
-def tensor_parallel(pairs: int = 2, size: int = 2, **settings: object) -> CoreHarness:
+def tensor_parallel(pairs: int = 2, size: int = 2, **settings: Any) -> CoreHarness:
     harness = two_cliques(mesh=(("dp", pairs), ("tp", size)), **settings)
     harness.train()
     return harness
@@ -49,7 +51,7 @@ def test_spares_are_held_back_in_every_nvlink_domain() -> None:
 def test_a_status_page_shows_each_trays_rack_clique_and_who_keeps_its_snapshots() -> None:
     harness = two_cliques()
     harness.train()
-    trays = {tray.tray: tray for tray in harness.view.trays}
+    trays: dict[str, TrayView] = {tray.tray: tray for tray in harness.view.trays}
     assert len({trays[name].clique for name in "ab"}) == len({trays[name].clique for name in "cd"}) == 1
     assert trays["a"].clique != trays["c"].clique
     assert all(tray.rack for tray in trays.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ class Sized(CoreHarness):
         return out
 
 
-def job(how: str, *, slots: int = 4, spares: int = 0, classes: str = "all", **settings: object) -> Sized:
+def job(how: str, *, slots: int = 4, spares: int = 0, classes: str = "all", **settings: Any) -> Sized:
     """One tray, and a mesh of its ranks where the script names one."""
     harness = Sized(JobConfig(trays_min=1, trays_max=1, spares=spares, min_ranks=1, rules=RULES))
     config = JobConfig(trays_min=1, trays_max=1, spares=spares, **({"min_ranks": 1, "rules": RULES} | settings))  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ def job(how: str, *, slots: int = 4, spares: int = 0, classes: str = "all", **se
     return harness
 
 
-def pairs(classes: str = "pair", **settings: object) -> Sized:
+def pairs(classes: str = "pair", **settings: Any) -> Sized:
     """dp = 3, tp = 2."""
     return job(AGAIN, slots=6, classes=classes, mesh=(("dp", 3), ("tp", 2)), **settings)
 
@@ -167,7 +168,7 @@ def test_a_loss_in_the_middle_is_recovered_first_and_the_shrink_goes_on(how: str
     harness = job(how, slots=5, spares=1)
     harness.shrink(to=2)
     harness.pauses("a/0")
-    assert only(BreakGeneration, harness.exits("a/3", snapshots=[4]))
+    only(BreakGeneration, harness.exits("a/3", snapshots=[4]))
     plan = plan_in(harness.park_all(snapshots=[4]))
     assert (plan.world_size, ranks(plan)[Rank(3)]) == (4, "a/4")
     assert every(PauseWorkers, harness.resume_all())

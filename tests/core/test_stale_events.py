@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,8 @@ from rackrun.protocol.timers import GatherOver, ResumeOver, StallsGathered
 from tests.core.core_harness import CoreHarness, verdict_on
 
 FORMER, NOW = Generation(1), Generation(2)
-HERE = {"slot": SlotId("a/0"), "incarnation": Incarnation(1)}
-GONE = {"slot": SlotId("a/1"), "incarnation": Incarnation(2)}
+HERE: dict[str, Any] = {"slot": SlotId("a/0"), "incarnation": Incarnation(1)}
+GONE: dict[str, Any] = {"slot": SlotId("a/1"), "incarnation": Incarnation(2)}
 NOWHERE = TrayId("z")
 
 OF_A_FORMER_GENERATION: list[Event] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_when_most_stand_in_their_own_code_and_one_works_nobody_is_taken_out(tra
 
 # -- the same again ---------------------------------------------------------------------------------------------------
 def test_the_same_stall_twice_ends_the_job_with_the_line(training: CoreHarness) -> None:
-    where = {"unit": PHASE, "where": "train.py:31 in evaluate"}
+    where: dict[str, Any] = {"unit": PHASE, "where": "train.py:31 in evaluate"}
     training.stalls("b/0", 10, **where)
     assert only(FenceWorker, judged(training)).slot == "b/0"
     swapped(training, "b/0")
@@ -75,8 +76,8 @@ def test_the_same_stall_twice_ends_the_job_with_the_line(training: CoreHarness) 
 
 
 @pytest.mark.parametrize("other", [{"where": "train.py:32 in evaluate"}, {"step": 6}, {"phase": 1}])
-def test_a_stall_elsewhere_is_another_one(training: CoreHarness, other: dict[str, object]) -> None:
-    where = {"unit": PHASE, "where": "train.py:31 in evaluate"}
+def test_a_stall_elsewhere_is_another_one(training: CoreHarness, other: dict[str, Any]) -> None:
+    where: dict[str, Any] = {"unit": PHASE, "where": "train.py:31 in evaluate"}
     training.stalls("b/0", 10, **where)
     judged(training)
     swapped(training, "b/0")
@@ -172,10 +173,10 @@ def test_while_one_rank_works_nobody_is_said_to_wait_for_those_that_have_returne
 
 
 # -- nothing was observed there, but on the others ---------------------------------------------------------------------
-BETWEEN = {"unit": "the script's code between two units, after step 0", "where": "train.py:50 in main"}
+BETWEEN: dict[str, Any] = {"unit": "the script's code between two units, after step 0", "where": "train.py:50 in main"}
 
 
-def idle(harness: CoreHarness, slot: str, for_ms: int, collective: int = 10, **further: object) -> Sequence[Command]:
+def idle(harness: CoreHarness, slot: str, for_ms: int, collective: int = 10, **further: Any) -> Sequence[Command]:
     """It has been idle for so long in its own code, where it has no history."""
     return harness.stalls(slot, collective, early=True, for_ms=for_ms, **{**BETWEEN, **further})
 
@@ -184,7 +185,7 @@ def wait(
     harness: CoreHarness, slots: Sequence[str], *, took_ms: int = 20, collective: int = 11, early: bool = True
 ) -> list[Command]:
     """They wait in a collective, and came to it within ``took_ms``."""
-    further = {"early": early, "waiting": True, "took_ms": took_ms, "for_ms": 10_000}
+    further: dict[str, Any] = {"early": early, "waiting": True, "took_ms": took_ms, "for_ms": 10_000}
     return [command for slot in slots for command in harness.stalls(slot, collective, **further)]
 
 
@@ -277,7 +278,7 @@ def test_who_is_idle_while_all_are_called_elsewhere_is_late_though_nothing_was_o
 
 
 # -- everything is done, and one does not end -------------------------------------------------------------------------
-AFTER = {"unit": "the script's code after main", "where": "train.py:70 in upload"}
+AFTER: dict[str, Any] = {"unit": "the script's code after main", "where": "train.py:70 in upload"}
 
 
 def test_who_is_idle_after_main_while_the_others_have_ended_holds_nobody(training: CoreHarness) -> None:
@@ -335,7 +336,7 @@ def test_when_the_last_that_had_not_finished_is_lost_who_had_is_missed_again(tra
 
 
 @pytest.mark.parametrize("how", [{"signal": 9}, {"signal": 11}, {"signal": 6}])
-def test_who_dies_when_all_is_done_does_not_change_the_exit_code(training: CoreHarness, how: dict[str, int]) -> None:
+def test_who_dies_when_all_is_done_does_not_change_the_exit_code(training: CoreHarness, how: dict[str, Any]) -> None:
     finished(training)
     for slot in ("a/0", "a/1", "b/0"):
         training.exits(slot, code=0)
@@ -374,7 +375,7 @@ def starting() -> CoreHarness:
 @pytest.mark.parametrize(
     "how", [{"code": 2, "early": True}, {"code": 1, "bug": "train.py:1", "early": True}, {"code": 127}]
 )
-def test_what_all_ranks_fail_with_at_once_ends_the_job_at_once(how: dict[str, object]) -> None:
+def test_what_all_ranks_fail_with_at_once_ends_the_job_at_once(how: dict[str, Any]) -> None:
     harness = starting()
     for slot in ("a/0", "a/1", "b/0"):
         assert not every(FenceWorker, harness.exits(slot, **how))
@@ -390,7 +391,7 @@ def test_one_rank_that_fails_alone_starts_the_world_again_after_a_while() -> Non
 
 
 @pytest.mark.parametrize("then", [{"code": 1, "bug": "train.py:2", "early": True}, {"signal": 9}])
-def test_ranks_that_end_differently_start_the_world_again_at_once(then: dict[str, object]) -> None:
+def test_ranks_that_end_differently_start_the_world_again_at_once(then: dict[str, Any]) -> None:
     harness = starting()
     harness.exits("a/0", code=1, bug="train.py:1", early=True)
     assert len(every(FenceWorker, harness.exits("a/1", **then))) == 2

@@ -82,7 +82,7 @@ def test_before_the_last_standstill_that_has_no_consequence_people_are_told_what
 def test_ranks_leave_a_tray_that_stands_still_repeatedly_at_a_step_boundary(job: CoreHarness) -> None:
     answers = repeatedly(job, "b")
     assert "3 times within 10 minutes now: its slots are on probation" in every(Notice, answers)[0].text
-    assert only(PauseWorkers, answers)
+    only(PauseWorkers, answers)
     assert against(job) == dict.fromkeys(("b/0", "b/1"), "its tray stood still 3 times within 10 minutes")
     assert {slot: why for tray in job.view.trays for slot, why in tray.probation.items()} == against(job), (
         "in the status"
@@ -183,7 +183,7 @@ def test_a_tray_that_goes_on_standing_still_when_the_others_have_ceased_is_to_bl
         for tray in "abcd":
             job.stands_still(tray)
     job.now += WITHIN_MS
-    assert only(PauseWorkers, repeatedly(job, "b"))
+    only(PauseWorkers, repeatedly(job, "b"))
     assert [*against(job)] == ["b/0", "b/1"]
 
 
@@ -208,4 +208,4 @@ def test_a_tray_that_stands_still_all_the_time_is_not_told_of_all_the_time(job: 
         job.now += 2_000
         assert not job.stands_still("d")
     job.now += WITHIN_MS
-    assert only(Notice, job.stands_still("d"))
+    only(Notice, job.stands_still("d"))

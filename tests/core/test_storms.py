@@ -32,7 +32,18 @@ from rackrun.protocol.events import (
     TrayStoodStill,
 )
 from rackrun.protocol.gpu_health import Health
-from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
+from rackrun.protocol.ids import (
+    Generation,
+    Incarnation,
+    Position,
+    Rank,
+    SlotId,
+    Step,
+    TrayId,
+    slot_id,
+    steps_in,
+    tray_of,
+)
 from rackrun.protocol.job_config import JobConfig, SlowRanks
 from tests.core.core_followed import Followed, FollowedCore
 from tests.core.core_harness import slow_rank, verdict_on
@@ -181,26 +192,27 @@ def request(cluster: Cluster, rng: random.Random, kind: str) -> Event | None:
     number = len(cluster.answers)
     steps = max((process.passed + 1 for process in cluster.processes.values()), default=0)
     tray = TrayId(f"tray-{rng.randrange(5)}")
-    target = tray if rng.random() < 0.5 else slot_id(tray, rng.randrange(cluster.slots))
+    target: str = tray if rng.random() < 0.5 else slot_id(tray, rng.randrange(cluster.slots))
     match kind:
         case "drain" | "drain and wait":
             name = f"drain {number} {target}"
             return DrainRequested(request=name, target=target, wait=kind != "drain", steps=steps)
         case "return":
             target = rng.choice(sorted(cluster.drained)) if cluster.drained else target
-            return ReturnRequested(request=f"return {number}", target=rng.choice([target, tray_of(target) or target]))
+            tray_or_slot = rng.choice([target, tray_of(SlotId(target)) or target])
+            return ReturnRequested(request=f"return {number}", target=tray_or_slot)
         case "swap":
             spares = [spare.slot for spare in cluster.core.view().spares]
-            to = rng.choice(spares) if spares and rng.random() < 0.5 else slot_id(tray, rng.randrange(cluster.slots))
-            rank, to = Rank(rng.randrange(cluster.core.view().world_size + 1)), rng.choice([to, ""])
+            slot = rng.choice(spares) if spares and rng.random() < 0.5 else slot_id(tray, rng.randrange(cluster.slots))
+            rank, to = Rank(rng.randrange(cluster.core.view().world_size + 1)), rng.choice([slot, SlotId("")])
             return SwapRequested(request=f"swap {number}", rank=rank, to=to, steps=steps)
         case "shrink":
             size = cluster.core.view().world_size
             going = tuple(Rank(rng.randrange(size + 1)) for _ in range(rng.randint(1, 2)))
-            to = rng.randrange(size + 1)
+            smaller = rng.randrange(size + 1)
             by_name = rng.random() < 0.5
             return ShrinkRequested(
-                request=f"shrink {number}", ranks=going if by_name else (), to=0 if by_name else to, steps=steps
+                request=f"shrink {number}", ranks=going if by_name else (), to=0 if by_name else smaller, steps=steps
             )
         case "grow":
             return GrowRequested(request=f"grow {number}", to=rng.choice([0, 0, rng.randint(1, 6)]))
@@ -350,6 +362,8 @@ def provider_acts(cluster: Cluster, rng: random.Random) -> None:
         case _ if own:  # else the job would end, in order
             some = rented if rng.random() < 0.5 else (rng.choice([*rented, *own]),)
             cluster.tell(RackPreempted(request=request, because="the queue", trays=some))
+        case _:
+            pass
 
 
 def storm_of_lies(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
@@ -544,6 +558,7 @@ def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_nobody_takes_
                 for rank in range(0, plan.world_size, 2):
                     cliques = {int(tray_of(plan.members[r].slot)[-1]) // 2 for r in (rank, rank + 1)}
                     assert len(cliques) == 1, f"seed {seed}: {plan}"
+        assert cluster.stopped is not None
         seen[f"exit {cluster.stopped.exit_code}"] += 1
     assert seen["exit 0"] > SEEDS / 16, seen
     assert seen["planned"] > SEEDS / 60, seen

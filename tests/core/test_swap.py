@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rackrun.core.generation.snapshot_locations import SnapshotLocations
@@ -72,7 +74,7 @@ def test_nothing_is_decided_before_the_window_closes_and_all_have_parked(trainin
     assert not training.parks("a/0")
     assert not training.timer("gather")
     assert not training.parks("b/0")
-    assert plan_in(training.parks("b/1"))
+    plan_in(training.parks("b/1"))
 
 
 def test_two_losses_in_one_window_are_one_decision(training: CoreHarness) -> None:
@@ -458,7 +460,7 @@ def test_a_holder_that_is_lost_while_it_is_read_makes_another_plan_at_once() -> 
     harness.tray_lost(lost.partition("/")[0])
     plan = plan_in(harness.park_all(passed=4, snapshots=[4]))
     assert [restore.snapshot.partition(":")[0] for restore in plan.restores] == [holder]
-    assert only(BreakGeneration, harness.tray_lost(holder))
+    only(BreakGeneration, harness.tray_lost(holder))
 
 
 def test_a_damaged_snapshot_of_a_survivor_is_replaced_by_its_copy_on_another_tray() -> None:
@@ -467,11 +469,11 @@ def test_a_damaged_snapshot_of_a_survivor_is_replaced_by_its_copy_on_another_tra
         harness.mirrors(slot, "c", 2, 4)
     harness.tray_lost("b")
     assert plan_in(harness.park_all(passed=5, snapshots=[2, 4])).rollback == 4
-    assert only(BreakGeneration, harness.finds_damaged("a/0", 4))
+    only(BreakGeneration, harness.finds_damaged("a/0", 4))
     harness.parks("a/0", 5, snapshots=[2])
     plan = plan_in(harness.park_all(passed=5, snapshots=[2, 4]))
     assert plan.rollback == 4
-    assert {r.rank: r.snapshot.rpartition("/")[0] for r in plan.restores}[0] == "c:2/a/0"
+    assert {r.rank: r.snapshot.rpartition("/")[0] for r in plan.restores}[Rank(0)] == "c:2/a/0"
 
 
 def test_a_damaged_copy_is_not_tried_again_and_all_go_back_to_the_older_step() -> None:
@@ -481,7 +483,7 @@ def test_a_damaged_copy_is_not_tried_again_and_all_go_back_to_the_older_step() -
     harness.tray_lost("b")
     plan = plan_in(harness.park_all(passed=5, snapshots=[2, 4]))
     (bad,) = [r.snapshot for r in plan.restores if r.rank == 2]
-    assert only(BreakGeneration, harness.finds_damaged(ranks(plan)[Rank(2)], 4, bad))
+    only(BreakGeneration, harness.finds_damaged(ranks(plan)[Rank(2)], 4, bad))
     plan = plan_in(harness.park_all(passed=5, snapshots=[2, 4]))
     assert plan.rollback == 2
 
@@ -538,7 +540,7 @@ def test_what_old_incarnations_generations_and_trays_say_is_ignored(training: Co
     training.exits("a/1")
     training.park_all()
     training.resume_all()
-    worker = {"slot": SlotId("a/1"), "incarnation": old}
+    worker: dict[str, Any] = {"slot": SlotId("a/1"), "incarnation": old}
     for event in (
         WorkerExited(**worker, signal=9),
         WorkerResumed(**worker, generation=Generation(2)),

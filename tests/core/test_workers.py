@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_an_invalid_transition_tells_the_story() -> None:
         ({}, "gone"),
     ],
 )
-def test_how_a_process_ended_in_words(fields: dict[str, int], words: str) -> None:
+def test_how_a_process_ended_in_words(fields: dict[str, Any], words: str) -> None:
     assert why_exited(WorkerExited(slot=SlotId("a/0"), incarnation=Incarnation(1), **fields)) == words
 
 

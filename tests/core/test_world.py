@@ -44,7 +44,9 @@ def test_what_is_trusted_stays_and_without_doubt_it_is_all() -> None:
     known.doubt()
     assert known.trusted == BEGIN
     known.trust()
-    assert (known.trusted, known.doubted, known.unsure) == (None, False, False)
+    assert known.trusted is None
+    assert not known.doubted
+    assert not known.unsure
 
 
 def test_it_grows_by_itself_to_what_it_began_with_unless_a_person_wants_fewer() -> None:

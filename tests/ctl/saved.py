@@ -24,9 +24,12 @@ State = dict[str, torch.Tensor]
 
 def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    made = nn.Sequential(nn.Linear(5, 70), nn.BatchNorm1d(70), nn.Linear(70, 4, dtype=torch.bfloat16))
-    made[1].running_mean.normal_()
-    made[1].num_batches_tracked += seed
+    norm = nn.BatchNorm1d(70)
+    made = nn.Sequential(nn.Linear(5, 70), norm, nn.Linear(70, 4, dtype=torch.bfloat16))
+    assert norm.running_mean is not None
+    assert norm.num_batches_tracked is not None
+    norm.running_mean.normal_()
+    norm.num_batches_tracked += seed
     return made
 
 

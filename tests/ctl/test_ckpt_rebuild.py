@@ -305,6 +305,8 @@ def test_a_damaged_part_is_mended_from_memory(job: Job, rebuild: Rackctl, what: 
             flip(shard.with_suffix(".json"), 40)
         case "manifest":
             flip(job.store.path(5) / MANIFEST, 40)
+        case _:
+            raise AssertionError(what)
     assert not job.store.verify(5).ok
     assert rebuild("--json").json["written"] is True
     job.assert_right(5)

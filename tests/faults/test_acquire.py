@@ -17,7 +17,8 @@ from tests.faults.trained import Trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+Train = Callable[..., Trained]
+Reference = Callable[[str], Trained]
 TRAY_LOST = Fault(name="agent", place="backward", rank=3, step=5, then="AGENT")
 PROVIDERS = "tests.faults.scripts.providers"
 

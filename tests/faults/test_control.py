@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 import pytest
 
-from rackrun.ctl.control_commands import Answer
+from rackrun.protocol.commands import Answer
 from tests.faults.scripts.strike import Fault
 from tests.faults.trained import RANKS, Trained
 
 pytestmark = pytest.mark.slow
 
-Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+Train = Callable[..., Trained]
+Reference = Callable[[str], Trained]
 TRAYS, SPARES = 3, 2
 
 

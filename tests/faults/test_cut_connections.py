@@ -21,7 +21,8 @@ from tests.faults.trained import Trained
 
 pytestmark = pytest.mark.slow
 
-Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+Train = Callable[..., Trained]
+Reference = Callable[[str], Trained]
 BEHIND_PROXY = Path(__file__).parent / "scripts" / "behind_proxy"
 RESET = struct.pack("ii", 1, 0)
 

@@ -16,7 +16,8 @@ from tests.faults.trained import RANKS, Trained
 
 pytestmark = pytest.mark.slow
 
-Train, Reference = Callable[..., Trained], Callable[..., Trained]
+Train = Callable[..., Trained]
+Reference = Callable[..., Trained]
 CHECK = ["--check-replicas", 4]
 """Compared are steps 2, 4, 8, 12 and 13, the last."""
 SPOILT = ["step 5", "step 6", "step 7"]

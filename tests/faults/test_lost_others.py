@@ -14,7 +14,8 @@ from tests.faults.trained import RANKS, Trained
 
 pytestmark = pytest.mark.slow
 
-Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+Train = Callable[..., Trained]
+Reference = Callable[[str], Trained]
 
 
 @pytest.mark.stories

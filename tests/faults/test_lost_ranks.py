@@ -29,7 +29,8 @@ from tests.faults.trained import RANKS, Trained
 
 pytestmark = pytest.mark.slow
 
-Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+Train = Callable[..., Trained]
+Reference = Callable[[str], Trained]
 Story = dict[str, tuple[Fault, ...]]
 
 MODES = ("ddp", "fsdp")

@@ -13,7 +13,8 @@ from tests.faults.trained import Trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.stories]
 
-Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+Train = Callable[..., Trained]
+Reference = Callable[[str], Trained]
 
 LOST = IN_A_UNIT["ddp"]["in forward"]
 TWO_LOSSES = [*LOST(Chapter(1, 3, 1)), *LOST(Chapter(2, 8, 2))]

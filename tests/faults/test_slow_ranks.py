@@ -16,7 +16,8 @@ from tests.faults.trained import RANKS, Trained
 
 pytestmark = pytest.mark.slow
 
-Train, Reference = Callable[..., Trained], Callable[..., Trained]
+Train = Callable[..., Trained]
+Reference = Callable[..., Trained]
 STEPS, LONGER = 36, 48
 PATIENCE_S = 30.0
 """A step may take as long as a loaded host makes it: these stories are not about hangs."""

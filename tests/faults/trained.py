@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_reader import resume_of
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position
 
 if TYPE_CHECKING:
-    from conftest import Ran
-
+    from tests.conftest import Ran
     from tests.faults.scripts.strike import Fault
 
 __all__ = ["RANKS", "STEPS", "Trained", "read"]
@@ -128,7 +128,7 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
             trained.contradictions.append(f"{what}: {known}, and later {new}")
 
     durations = []
-    plans = {
+    plans: dict[int, GenerationPlan] = {
         (plan := resume_of(body).plan).generation: plan
         for (body,) in journal.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
     }

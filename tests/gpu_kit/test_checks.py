@@ -6,12 +6,15 @@ import copy
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu import ranks
 from benchmarks.gpu.jobs import compare
+from benchmarks.gpu.ranks import Ranks
 from benchmarks.gpu.registry import Context, load, select
 from benchmarks.gpu.run import Runner
 from benchmarks.gpu.shared import compared
@@ -123,3 +126,13 @@ def test_somebody_who_was_lost_though_nobody_struck_is_told(tmp_path: Path) -> N
         found = compared(context, a_run(), lines, 2, strikes=1)
         assert found.ok == ok, found
     assert "3 generations after 1 strikes" in found.note
+
+
+def test_a_rank_that_ends_without_an_answer_is_told_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_main", lambda _: os._exit(3))
+    one = Ranks(Context("dry", tmp_path, tmp_path, 60.0, time.monotonic() + 60), "shared:ring", 1)
+    one._processes.append(one._start(0))
+    with pytest.raises(RuntimeError, match="rank 0 ended with 3"):
+        one.answer(0)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,11 @@ sys.exit(7)
 """
 
 
-def run(*redirections: str, **options: object) -> int:
+def run(*redirections: str, **options: Any) -> int:
     script = f'exec "$@" {" ".join(redirections)}'
-    return subprocess.run(
-        ["sh", "-c", script, "sh", sys.executable, "-c", SAYS], env={**os.environ, "PYTHONPATH": str(ROOT)}, **options
-    ).returncode  # type: ignore[call-overload, no-any-return]
+    command = ["sh", "-c", script, "sh", sys.executable, "-c", SAYS]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+    return int(ran.returncode)
 
 
 @pytest.mark.parametrize("closed", [("2>&-",), ("1>&-", "2>&-"), ("0<&-", "1>&-", "2>&-"), ("0<&-",)])

@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.mutants import equivalent
 from tests.mutants.ladder import run, rungs_for
@@ -120,7 +121,7 @@ def copy_tree(to: Path) -> None:
             shutil.copy2(source, target)
 
 
-def table(results: list[dict[str, object]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     known = equivalent.read()
     lines = ["| # | module | function | mistake | noticed by | s |", "|---|---|---|---|---|---|"]
     reasons = 0
@@ -176,11 +177,11 @@ def main() -> None:
         reach, changes_nothing = Reach(given.tally.with_suffix(".reach")), equivalent.read()
         reach.learn(well, FOLDERS, given.jobs)
         climbers = []
-        for one in mutants:
-            tree = Path(folder) / str(one.number)
-            is_equivalent = equivalent.why(asdict(one), changes_nothing)
+        for mutant in mutants:
+            tree = Path(folder) / str(mutant.number)
+            is_equivalent = equivalent.why(asdict(mutant), changes_nothing)
             climbers.append(
-                Climber(tree, (), 0.0) if is_equivalent else prepare(one, reach, well, tree, given.budget_s)
+                Climber(tree, (), 0.0) if is_equivalent else prepare(mutant, reach, well, tree, given.budget_s)
             )
 
         def keep(mutant: Mutant, climber: Climber) -> None:

@@ -198,10 +198,11 @@ def mutated(text: str, site: Site) -> tuple[str, str]:
     node = next(node for number, node in enumerate(ast.walk(tree)) if number == site.number)
     other = OPERATORS[site.operator](copy.copy(node))
     assert other is not None, "it is a site of this mistake"
+    replaced: ast.AST = other
 
     class Put(ast.NodeTransformer):
         def visit(self, at: ast.AST) -> ast.AST:
-            return other if at is node else super().generic_visit(at)
+            return replaced if at is node else super().generic_visit(at)
 
     return before, ast.unparse(ast.fix_missing_locations(Put().visit(tree)))
 

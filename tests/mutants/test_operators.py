@@ -80,9 +80,10 @@ def test_who_has_noticed_is_read_from_what_pytest_says() -> None:
 def change_of(equivalent: Equivalent) -> list[str]:
     text = (ROOT / equivalent.module).read_text()
     return [
-        changed_lines("\n".join(list(difflib.unified_diff(*map(str.splitlines, mutated(text, site)), lineterm=""))[2:]))
+        changed_lines("\n".join(list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm=""))[2:]))
         for site in sites(text)
         if (site.operator, site.function) == (equivalent.operator, equivalent.function)
+        for before, after in [mutated(text, site)]
     ]
 
 

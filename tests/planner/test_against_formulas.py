@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -103,7 +105,7 @@ def test_the_formula_for_takeovers_does_not_speak_of_anything_else() -> None:
     assert (aged.value, aged.why_not) == (None, "not exponential: tray")
 
 
-def stalls(group: int, *, mtbf_h: float = 400, repair_h: float = 12, **more: object) -> Case:
+def stalls(group: int, *, mtbf_h: float = 400, repair_h: float = 12, **more: Any) -> Case:
     """The world has one size: all stand still until a rack that is short of trays is whole again."""
     job = FleetJob(group=group, replica=group, min_ranks=0, wait_for_hardware_s=1e9)
     return case(trays(mtbf_h, repair_h), racks=20, job=job, intervals=NEVER, policy="swap,wait", days=40, **more)

@@ -99,6 +99,6 @@ def test_repairs_wait_for_crews() -> None:
 
 
 def test_each_level_has_its_interval() -> None:
-    assert two_levels([2.0, 50.0], [0.01, 0.0001]) == (pytest.approx(20.0), pytest.approx(1000.0))
+    assert two_levels([2.0, 50.0], [0.01, 0.0001]) == pytest.approx((20.0, 1000.0))
     assert multi_level_waste([2.0, 50.0], [0.01, 0.0001]) == pytest.approx(0.3)
     assert two_levels([1.0], [0.0]) == (float("inf"),)

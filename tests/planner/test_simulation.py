@@ -247,7 +247,7 @@ def test_takeovers_are_those_that_the_placement_answers() -> None:
         asked += 1
         waits = {hall.board.slots[slot] for slot in np.flatnonzero(hall._ready).tolist()}
         sits = {hall.board.slots[int(slot)] for rank, slot in enumerate(hall.seats) if rank not in hall.lost}
-        bad = dict.fromkeys(set(hall.board.slots) - waits - sits, Fitness.BAD)
+        bad: dict[str, Fitness] = dict.fromkeys(set(hall.board.slots) - waits - sits, Fitness.BAD)
         names = [hall.board.slots[int(slot)] for slot in hall.seats]
         staff = hall.staff()
         try:

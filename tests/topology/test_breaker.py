@@ -14,7 +14,9 @@ from rackrun.topology.health.circuit_breaker import (
 from rackrun.topology.model.racks import CliqueId
 
 LEFT, RIGHT = CliqueId("left", 1), CliqueId("right", 1)
-TRAYS: dict[str, CliqueId | None] = {f"left-{at}": LEFT for at in range(6)} | {f"right-{at}": RIGHT for at in range(6)}
+TRAYS: dict[str, CliqueId | None] = {
+    f"{side}-{at}": of for side, of in (("left", LEFT), ("right", RIGHT)) for at in range(6)
+}
 
 
 def verdict(health: Health = Health.DEGRADED, *, fabric: bool = False, at_ms: int = 0, gpu: int = 0) -> GpuVerdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -252,7 +253,7 @@ def live_through_a_random_history(seed: int) -> None:
             recovery_action=order.choice([0, 0, 0, 1, 2, 4]),
             remapped=replace(ROWS, pending=order.random() < 0.2),
         )
-        said = order.choice(
+        said: Any = order.choice(
             [tray(), tray(changed), XidEvent(xid=order.choice([13, 45, 63, 79, 95, 149]), index=order.randrange(4)),
              GpuRepaired(index=order.randrange(4)), BLIND]
         )  # fmt: skip

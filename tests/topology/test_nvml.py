@@ -311,7 +311,7 @@ def test_xids_are_told_with_the_recovery_action_and_readings_follow(fake: MakeFa
         tray.gpu[2].recovery_action = 2
         tray.xid(2, 79)
         tray.xid(0, 31)
-        told = []
+        told: list[XidEvent] = []
         while len(told) < 2:
             message = watch.next(DEADLINE_S)
             assert message is not None

@@ -47,9 +47,14 @@ def set_field(name: str, value: int, at: int | None = None) -> Callable[[FakeTra
     return strike
 
 
+def falls_off_the_bus(tray: FakeTray) -> None:
+    tray.fail_all(GPU, "GPU_IS_LOST")
+    tray.xid(GPU, 79)
+
+
 FAULTS = [
     Fault("Xid 79", xid(79), Health.LOST, Response.FENCE),
-    Fault("Xid 79, the GPU gone", lambda tray: (tray.fail_all(GPU, "GPU_IS_LOST"), tray.xid(GPU, 79))[1], Health.LOST, Response.FENCE),
+    Fault("Xid 79, the GPU gone", falls_off_the_bus, Health.LOST, Response.FENCE),
     Fault("a fatal 149", xid(149, live=1), Health.RESET, Response.FENCE),
     Fault("a harmless 149", xid(149), Health.OK, Response.LEAVE),
     Fault("Xid 31", xid(31), Health.APP, Response.RESTART),

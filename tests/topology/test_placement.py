@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rackrun.core.members.slot_order import split
-from rackrun.protocol.ids import TrayId
+from rackrun.protocol.ids import SlotId, TrayId
 from rackrun.topology.model.errors import DoesNotFit, TopologyError
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.rack_file import read_rack_file
@@ -171,7 +171,7 @@ def test_a_group_that_moves_goes_where_no_slot_is_degrading_however_far(monkeypa
     racks = [machine(2, 2, name, (leaf, "top")) for name, leaf in (("a", "leaf-0"), ("b", "leaf-0"), ("c", "leaf-1"))]
     topology = joined(*racks)
     mesh = Mesh.of({"dp": 2, "tp": 2})
-    previous = ["a-0/0", "a-0/1", "a-1/0", "a-1/1"]
+    previous = [SlotId(name) for name in ("a-0/0", "a-0/1", "a-1/0", "a-1/1")]
     near = place(topology, mesh, previous=previous, health={"a-1/0": BAD})
     assert moved(near) == {2: "b-0/0", 3: "b-0/1"}
     far = place(
@@ -211,7 +211,7 @@ def test_a_tray_that_is_gone_from_the_topology_is_lost() -> None:
 
 def test_a_world_that_grows_keeps_what_stands() -> None:
     smaller = place(NVL72, Mesh.of({"dp": 15, "tp": 4}), spares=12)
-    after = place(NVL72, TP4, previous=[*smaller.slots, "", "", "", ""])
+    after = place(NVL72, TP4, previous=[*smaller.slots, *[SlotId("")] * 4])
     assert after.slots[:60] == smaller.slots
     assert sorted(moved(after)) == [60, 61, 62, 63]
 
@@ -255,7 +255,7 @@ def test_the_previous_placement_must_be_of_the_same_size() -> None:
     with pytest.raises(
         TopologyError, match="places 3 ranks on 2 different slots of the topology, and the mesh has 64 ranks"
     ):
-        place(NVL72, TP4, previous=["tray-00/0", "tray-00/1", "tray-00/1"])
+        place(NVL72, TP4, previous=[SlotId(f"tray-00/{index}") for index in (0, 1, 1)])
 
 
 @pytest.mark.parametrize(("axes", "bound"), [({"dp": 0}, None), ({"dp": -1}, None), ({"dp": 4}, ["tp"])])

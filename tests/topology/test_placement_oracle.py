@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from rackrun.protocol.ids import SlotId
 from rackrun.topology.model.errors import DoesNotFit
 from rackrun.topology.placement import exhaustive
 from rackrun.topology.placement.objective import Terms
@@ -17,7 +18,7 @@ EXACT = Terms._fields.index("touched")
 """The terms before it are exact in worlds of any size; those from it on only where there are few ways, and all are looked at."""
 
 
-def agrees(case: Drawn, previous: tuple[str, ...] | None, terms: int = len(Terms._fields)) -> Placement | None:
+def agrees(case: Drawn, previous: tuple[SlotId, ...] | None, terms: int = len(Terms._fields)) -> Placement | None:
     oracle = Oracle(case.topology, case.mesh, case.spares, case.health, case.lemons, previous)
     best = oracle.best()
     try:

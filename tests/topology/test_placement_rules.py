@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rackrun.protocol.ids import SlotId
 from rackrun.topology.model.errors import DoesNotFit
 from rackrun.topology.model.mesh import Mesh
 from rackrun.topology.model.rack_file import read_rack_file
@@ -37,7 +38,7 @@ class Story:
         self.placed: Placement | None = None
         self.step()
 
-    def place(self, case: Drawn | None = None, previous: tuple[str, ...] | None = None) -> Placement | None:
+    def place(self, case: Drawn | None = None, previous: tuple[SlotId, ...] | None = None) -> Placement | None:
         case = case or self.case
         try:
             return place(

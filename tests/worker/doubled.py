@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nccl_double import EARLY, MODES, install
+from nccl_double import EARLY, MODES, install  # type: ignore[import-not-found]  # it lies beside this script
 
 mode, script, *arguments = sys.argv[1:]
 if mode not in (*MODES, EARLY):

@@ -51,15 +51,22 @@ from rackrun.link.exchange import ExchangeServer
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol import boot
 from rackrun.protocol.commands import (
+    Answer,
+    AskPolicy,
     BreakGeneration,
     Command,
+    CondemnWorker,
     DealShards,
+    Decided,
+    DismissTray,
     DrainWorkers,
     FenceWorker,
     GenerationPlan,
     Notice,
     PauseWorkers,
+    ReleaseRack,
     ReleaseWorkers,
+    RequestRack,
     ResumeGeneration,
     SetTimer,
     StartWorker,
@@ -83,7 +90,7 @@ from rackrun.protocol.events import (
 from rackrun.protocol.ids import Generation, Position, Rank, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
-from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, decode_upward
+from rackrun.protocol.wire import FillerState, Logged, StateCopied, UnitCommitted, UnitSealed, decode_upward
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
@@ -395,6 +402,8 @@ class TinyCluster:
                     command.failure,
                     True,
                 )
+            case DismissTray() | Answer() | Decided() | AskPolicy() | RequestRack() | ReleaseRack() | CondemnWorker():
+                pass  # there is no agent, nobody asks, and the policy is the core's own
 
     def _resume(self, command: ResumeGeneration) -> None:
         plan = command.plan
@@ -431,6 +440,7 @@ class TinyCluster:
             elif isinstance(message, StateCopied):
                 self._ended.copied.append(message)
             else:
+                assert not isinstance(message, UnitSealed | FillerState), "agents say that"
                 self._event(message)
             if isinstance(message, WorkerPaused):
                 self._paused(child, message)
@@ -762,10 +772,10 @@ def _count_moments(dies_at: int | str | None) -> list[str]:
         _original(units, at, *more)
         live(f"committed {at}")
 
-    WorkerMembership.enter_collective = enter_collective  # type: ignore[method-assign]
-    WorkerMembership.pass_gate = pass_gate  # type: ignore[method-assign]
-    Run._begin_shard = begin_shard  # type: ignore[method-assign]
-    UnitRunner._committed = committed  # type: ignore[method-assign]
+    WorkerMembership.enter_collective = enter_collective  # type: ignore[method-assign,assignment]
+    WorkerMembership.pass_gate = pass_gate  # type: ignore[method-assign,assignment]
+    Run._begin_shard = begin_shard  # type: ignore[method-assign,assignment]
+    UnitRunner._committed = committed  # type: ignore[method-assign,assignment]
     return lived
 
 
@@ -777,7 +787,7 @@ def _wait_to_pause(hold: Position) -> None:
             time.sleep(0.001)  # the control thread hears of it, and tells nobody
         return _original(units, *args, **more)
 
-    UnitRunner.run = run  # type: ignore[method-assign]
+    UnitRunner.run = run  # type: ignore[method-assign,assignment]
 
 
 def _bits(state: TrackedState) -> dict[str, str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
 
 from rackrun.core.generation.restore_plan import ParkReport, committed
 from rackrun.protocol.commands import GenerationPlan
@@ -153,7 +154,7 @@ class World:
         for rank, worker in self.live():
             yield from self._of_worker(rank, worker)
             if self.losses:
-                yield f"rank {rank} is lost", lambda world, rank=rank: world.lose(rank)
+                yield f"rank {rank} is lost", partial(World.lose, rank=rank)
         if self.cuts and not self.parking:
             yield "a connection is cut", World.cut_connection
         newest = [self.workers[rank] for rank in self.members.get(self.announced, ())]
@@ -165,7 +166,7 @@ class World:
                 if self.workers[rank] is None:
                     yield (
                         f"the coordinator decides, and has not noticed that rank {rank} is lost",
-                        lambda world, rank=rank: world.decide(unnoticed=rank),
+                        partial(World.decide, unnoticed=rank),
                     )
 
     def _of_worker(self, rank: int, worker: Worker) -> Iterator[tuple[str, Callable[[World], None]]]:

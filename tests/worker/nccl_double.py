@@ -174,7 +174,7 @@ class InStream(TorchDispatchMode):
     """What this thread does with tensors, it enqueues."""
 
     def __init__(self, stream: Stream) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stream = stream
 
     def __torch_dispatch__(
@@ -431,7 +431,7 @@ def install(mode: str) -> TorchDispatchMode:
         finally:
             stream.read_by_host = False
 
-    dist._verify_params_across_processes = verify_on_host
+    dist._verify_params_across_processes = verify_on_host  # type: ignore[assignment]
     _have_objects_on_host()
     as_list = torch.Tensor.tolist
 
@@ -440,7 +440,7 @@ def install(mode: str) -> TorchDispatchMode:
         stream.before(self)
         return as_list(self)
 
-    torch.Tensor.tolist = list_in_stream  # type: ignore[method-assign]
+    torch.Tensor.tolist = list_in_stream  # type: ignore[method-assign,assignment]
     then = torch.futures.Future.then
 
     def then_at_the_end(self: Any, callback: Callable[[Any], Any]) -> Any:
@@ -449,11 +449,11 @@ def install(mode: str) -> TorchDispatchMode:
         return Played(callback, self)
 
     torch.futures.Future.then = then_at_the_end  # type: ignore[method-assign]
-    communicator_builder.build_communicator = build  # type: ignore[assignment]
-    world.queue_of = lambda _: Queue(stream)  # type: ignore[assignment, return-value]
+    communicator_builder.build_communicator = build
+    world.queue_of = lambda _: Queue(stream)  # type: ignore[attr-defined,assignment,return-value]  # its import, replaced
     world.WorkerMembership.attempt = attempt_in_stream  # type: ignore[method-assign]
-    live_restore.readable = unreadable  # type: ignore[assignment]
-    tensor_bytes._of_host = tensor_bytes._of_device  # type: ignore[assignment]
+    live_restore.readable = unreadable  # type: ignore[attr-defined]  # the same
+    tensor_bytes._of_host = tensor_bytes._of_device
     return InStream(stream)
 
 

@@ -97,7 +97,7 @@ class Reshaped(TinyCluster):
         self._plan = command.plan
         super()._resume(command)
 
-    def _event(self, event: Event) -> None:
+    def _event(self, event: Event) -> None:  # noqa: PLR0912 - one case for each event
         if isinstance(event, WorkerPaused) and self._changes:
             self._paused_workers.add(Worker(event.slot, event.incarnation))
             if self._paused_workers >= set(self._members()):
@@ -115,14 +115,15 @@ class Reshaped(TinyCluster):
             super()._event(event)
             return
         self._tell(f"{type(event).__name__} {getattr(event, 'slot', '')}")
-        worker = Worker(event.slot, event.incarnation) if hasattr(event, "slot") else None
+        said: Any = event
+        worker: Any = Worker(said.slot, said.incarnation) if hasattr(said, "slot") else None
         match event:
             case WorkerParked() if self._parked is not None and event.generation == self._next:
                 self._parked[worker] = event
                 self._plan_if_all_are_parked()
             case WorkerReady() if self.seen:
                 self.seen[-1].ready[worker] = event
-            case WorkerResumed() if event.generation == self._plan.generation:
+            case WorkerResumed() if self._plan is not None and event.generation == self._plan.generation:
                 self.seen[-1].resumed.add(worker)
                 self.seen[-1].pages[worker] = tuple(sorted(self._children[worker].page.snapshots()))
                 if self.seen[-1].resumed >= set(self._members()):
@@ -137,6 +138,8 @@ class Reshaped(TinyCluster):
                     self._carry_out(ReleaseWorkers(workers=tuple(self._children)))
             case WorkerExited():
                 self._gone(worker, event)
+            case _:
+                pass
 
     def _committed(self, message: UnitCommitted) -> None:
         super()._committed(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -89,6 +89,17 @@ def ddp(run: Run, *layers: nn.Module, **options: Any) -> DDP:
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_sharded(model: M, **options: Any) -> M:
+    """torch makes a subclass of its class, and says nothing of it in its types."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, **options)
+    return model
 
 
 Script = Callable[[Run], None]

@@ -28,9 +28,7 @@ def group(world: WorkerMembership) -> ElasticGroup:
 def answers(group: ElasticGroup, answer: Callable[..., Any]) -> None:
     """To every collective."""
 
-    group.communicator = SimpleNamespace(  # type: ignore[assignment]
-        call=answer, break_=lambda: None, drop=lambda: None
-    )
+    group.communicator = SimpleNamespace(call=answer, break_=lambda: None, drop=lambda: None)
 
 
 def raises(error: Exception) -> Callable[..., Any]:

@@ -69,7 +69,7 @@ def by_closure(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Script:
 
         @run.step
         def step(step: Step) -> float:
-            def closure() -> torch.Tensor:
+            def closure() -> Any:
                 optimizer.zero_grad()
                 total = torch.zeros(())
                 for batch in data:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, moments
-from tests.worker.scripts import STEPS, WIDTH, Samples, Script, adam, fit, loss_of, net
+from tests.worker.scripts import STEPS, WIDTH, Samples, Script, adam, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 
@@ -26,7 +26,7 @@ def sharded(**options: Any) -> nn.Module:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    return fully_sharded(model, **options)
 
 
 def fsdp(run: Run) -> None:

@@ -81,7 +81,7 @@ def in_step(world: WorkerMembership, slow: Slow) -> None:
     world.scope = Scope.UNIT
     world.machine.start_alone(Generation(7))
     for group in world.groups:
-        group.communicator = slow
+        group.communicator = slow  # type: ignore[assignment]
 
 
 def ones() -> torch.Tensor:
@@ -190,7 +190,11 @@ def test_as_long_as_a_future_is_out_its_callbacks_may_call_collectives(world: Wo
 
 def test_a_future_whose_callback_runs_is_still_out(world: WorkerMembership, slow: Slow) -> None:
     future = world.groups[0].allreduce([ones()]).get_future()
-    future.add_done_callback(lambda _: world.groups[1].allreduce([ones()]).wait())
+
+    def reduces(_: object) -> None:
+        world.groups[1].allreduce([ones()]).wait()
+
+    future.add_done_callback(reduces)
     slow.works[0].future.set_result(None)
     assert slow.seen == [None]
 

@@ -148,7 +148,7 @@ def test_nothing_is_done_again_before_what_was_in_flight_is_over(
                 say(undone_when_empty=stream.is_empty())
             return discard(undo, backward_open=backward_open)
 
-        WorkerMembership.begin_unit, UnitUndo.discard = looked_at, undone  # type: ignore[method-assign]
+        WorkerMembership.begin_unit, UnitUndo.discard = looked_at, undone  # type: ignore[method-assign,assignment]
         model = net().to(run.device)
         fit(run, model, adam(model), average=True)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.link.exchange import ExchangeServer
+from rackrun.worker.communicators.exchange_store import ExchangeStore
 from rackrun.worker.communicators.handshakes import Handshakes
 from rackrun.worker.communicators.on_demand import OnDemand
 from rackrun.worker.membership import communicator_builder
@@ -76,7 +77,7 @@ def build(exchange: str, groups: Sequence[Any], *, patient: bool = False) -> tup
 def handshakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
     """What takes the place of a group's handshake, by the last part of its store's room; gloo's own where there is nothing."""
     made: dict[str, Callable[[], Any]] = {}
-    real, store = communicator_builder.build_communicator, communicator_builder.ExchangeStore
+    real, store = communicator_builder.build_communicator, ExchangeStore
 
     class Named(store):  # type: ignore[misc, valid-type]
         def __init__(self, address: str, token: str, room: str) -> None:

@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ class Script:
 
     def __init__(self, run: Run, *, wrapped: bool = True, **tracked: Any) -> None:
         self.run = run
-        self.model: nn.Module = ddp(run) if wrapped else net()
+        self.model: Any = ddp(run) if wrapped else net()
         self.optimizer = adam(self.model)
         run.track(model=self.model, optimizer=self.optimizer, **tracked)
         self.data = run.loader(Samples())
@@ -184,7 +184,7 @@ def torchs_average(run: Run) -> None:
 
 def an_average_of_its_own(run: Run) -> None:
     script = Script(run)
-    average = copy.deepcopy(script.model.module)
+    average: Any = copy.deepcopy(script.model.module)
 
     def train_step(step: Step) -> None:
         for batch in script.data:
@@ -225,7 +225,7 @@ def something_that_can_be_kept(run: Run) -> None:
 
 def an_own_data_loader(run: Run) -> None:
     script = Script(run)
-    batches = iter(DataLoader(Samples(), batch_size=2, shuffle=True))
+    batches = iter(DataLoader(cast("Any", Samples()), batch_size=2, shuffle=True))
 
     def train_step(step: Step) -> None:
         step.backward(loss_of(script.model, next(batches)))  # here: loader
@@ -244,7 +244,8 @@ def a_data_loader_beside_the_steps(run: Run) -> None:
         script.optimizer.step()
         script.optimizer.zero_grad()
 
-    for number, batch in zip(run.steps(STEPS), DataLoader(Samples(), batch_size=2), strict=False):  # here: loader
+    samples: Any = Samples()
+    for number, batch in zip(run.steps(STEPS), DataLoader(samples, batch_size=2), strict=False):  # here: loader
         train_step(number, batch)
 
 
@@ -252,7 +253,7 @@ def a_data_loader_in_the_step(run: Run) -> None:
     script = Script(run)
 
     def train_step(step: Step) -> None:
-        for batch in DataLoader(Samples(), batch_size=20):  # here: loader
+        for batch in DataLoader(cast("Any", Samples()), batch_size=20):  # here: loader
             step.backward(loss_of(script.model, batch))
         script.optimizer.step()
         script.optimizer.zero_grad()
@@ -461,6 +462,7 @@ def gradients_weighted_by_hand(run: Run) -> None:
         for batch in script.data:
             loss_of(script.model, batch).backward()
         for parameter in script.model.parameters():
+            assert parameter.grad is not None
             parameter.grad *= step.weight
             dist.all_reduce(parameter.grad)
         script.optimizer.step()
@@ -551,8 +553,8 @@ class Wrapped(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    @property  # type: ignore[override]
-    def param_groups(self) -> list[dict[str, Any]]:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.optimizer.param_groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -586,7 +588,7 @@ def data_read_beside(run: Run) -> None:
     """A DataLoader where it is right: before the steps, in a phase, for an evaluation between steps; and two sets in one step."""
     script = Script(run)
     more = run.loader(Samples(count=30))
-    held_out = DataLoader(Samples(), batch_size=6)
+    held_out = DataLoader(cast("Any", Samples()), batch_size=6)
     next(iter(held_out))
 
     def evaluate() -> None:
@@ -738,7 +740,8 @@ def test_a_generator_of_the_data_sets_own_is_said_once_unless_it_comes_along(
 ) -> None:
     def main(run: Run) -> None:
         dataset = Drawing()
-        script = Script(run, **{"rng": dataset.rng} if tracked else {})
+        more: dict[str, Any] = {"rng": dataset.rng} if tracked else {}
+        script = Script(run, **more)
         script.data = run.loader(dataset, num_workers=workers)
 
         def train_step(step: Step) -> None:

@@ -19,7 +19,7 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from tests.worker.harness import Ended, TinyCluster, say
-from tests.worker.scripts import Script, adam, ddp, fit, net
+from tests.worker.scripts import Script, adam, ddp, fit, fully_sharded, net
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]
@@ -39,7 +39,7 @@ def hsdp(run: Run) -> nn.Module:
     model = net()
     for layer in (model[0], model[-1]):
         fully_shard(layer, mesh=run.mesh)
-    return fully_shard(model, mesh=run.mesh)
+    return fully_sharded(model, mesh=run.mesh)
 
 
 def stages(run: Run) -> nn.Module:
@@ -52,7 +52,7 @@ def fsdp(run: Run) -> nn.Module:
     model = net()
     for layer in (model[0], model[-1]):
         fully_shard(layer)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 READY: list[tuple[Path, int]] = []
@@ -120,7 +120,8 @@ def script(
                     flip(model, optimizer, what)
 
         say(rank=run.rank)
-        fit(run, model, optimizer, steps=steps, **({"after": strike} if always else {"between": strike}))
+        when: dict[str, Any] = {"after" if always else "between": strike}
+        fit(run, model, optimizer, steps=steps, **when)
 
     return main
 

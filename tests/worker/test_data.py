@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,9 +55,15 @@ def test_the_steps_of_an_epoch_deliver_its_samples_exactly_once(samples: int, ba
 
 
 def test_the_next_epoch_follows_with_its_own_order() -> None:
-    plan, asked = BatchPlan(8, 4, 0), []
+    plan = BatchPlan(8, 4, 0)
+    asked: list[int] = []
+
+    def order(epoch: int) -> Any:
+        asked.append(epoch)
+        return np.arange(20)
+
     for step in range(6):
-        plan.ids(place(((0, 2),), step, 20, 4), 1, lambda epoch: asked.append(epoch) or np.arange(20))
+        plan.ids(place(((0, 2),), step, 20, 4), 1, order)
     assert asked == [0, 0, 1, 1, 2, 2]
 
 

@@ -68,9 +68,9 @@ def test_what_has_a_pattern_is_seen() -> None:
                 assert digest(flipped(flat, *pattern)) != original, (bit, pattern)
     words = flat[: SIZE // 4 * 4].view(torch.int32)
     for one, two in [(0, 1), (0, BLOCK_WORDS), (3, 2 * BLOCK_WORDS + 3), (BLOCK_WORDS, BLOCK_WORDS + 1)]:
-        other = flat.clone()
-        other[: SIZE // 4 * 4].view(torch.int32)[[one, two]] = words[[two, one]]
-        assert digest(other) != original, (one, two)
+        changed = flat.clone()
+        changed[: SIZE // 4 * 4].view(torch.int32)[[one, two]] = words[[two, one]]
+        assert digest(changed) != original, (one, two)
     blocks = flat[: 3 * BLOCK_BYTES].view(3, -1)
     assert digest(torch.cat([blocks[[1, 0, 2]].reshape(-1), flat[3 * BLOCK_BYTES :]])) != original
 

@@ -29,7 +29,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import Samples, Script, adam, ddp, fit, loss_of, net
+from tests.worker.scripts import Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 
@@ -50,7 +50,7 @@ def sharded(run: Run) -> nn.Module:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def trained(
@@ -319,7 +319,7 @@ def test_storage_that_cannot_be_read_does_not_let_the_job_begin_anew(
             raise OSError(errno.EIO, "broken")
 
         if run.rank in ranks:
-            Files.pread = broken  # type: ignore[method-assign]
+            Files.pread = broken  # type: ignore[method-assign,assignment]
         trained(ddp, 6)(run)
 
     ended = train(main, max_restarts=0)
@@ -365,7 +365,7 @@ def test_a_disk_that_fails_again_and_again_is_complained_of_once(folder: Path, t
         def broken(_files: Files, _fd: int) -> None:
             raise OSError(errno.EIO, "broken")
 
-        Files.fsync = broken  # type: ignore[method-assign]
+        Files.fsync = broken  # type: ignore[method-assign,assignment]
         trained(ddp, 9)(run)
 
     assert train(main, spares=0).exit_code == 0
@@ -498,7 +498,7 @@ def test_a_rank_whose_list_of_the_directory_is_old_goes_on_from_the_newest_too(f
             return [info for info in whole if info.number != 4], left_out
 
         if run.rank == 1:
-            DurableStore.look = old  # type: ignore[method-assign]
+            DurableStore.look = old  # type: ignore[method-assign,assignment]
         trained(ddp, 6)(run)
 
     assert said(train(main), "done") == [5]
@@ -525,7 +525,7 @@ def test_nobody_looks_for_checkpoints_before_the_directory_is_the_jobs(
         return look(store)
 
     def main(run: Run) -> None:
-        DurableStore.look = looks  # type: ignore[method-assign]
+        DurableStore.look = looks  # type: ignore[method-assign,assignment]
         trained(ddp, 6)(run)
 
     monkeypatch.setattr(DurableCheckpoints, "__init__", of_a_job)

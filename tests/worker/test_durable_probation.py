@@ -67,7 +67,7 @@ def test_ten_steps_after_it_show_that_a_checkpoint_is_good(
     def ends_after(step: int) -> Script:
         def main(run: Run) -> None:
             model = ddp(run)
-            fit(run, model, adam(model), steps=99, between=lambda number: 1 // int(number != step))
+            fit(run, model, adam(model), steps=99, between=lambda number: not 1 // int(number != step))
 
         return main
 

@@ -23,7 +23,7 @@ from rackrun.worker.exact.fixed_point_scales import Scales, width_of
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, moments, say
-from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 
 fixed_point_c.load()  # compiled once, for all that is forked
 
@@ -108,7 +108,7 @@ def in_bf16(run: Run) -> None:
     loop(run, model, adam(model), lambda _, batch: loss_of(model, batch.bfloat16()).float())
 
 
-def sharded(run: Run, steps: int = STEPS, **options: object) -> None:
+def sharded(run: Run, steps: int = STEPS, **options: Any) -> None:
     """14 and 10 rows: ranks hold unequal parts, which end inside of a block of any size."""
     model = net()
     for layer in model:
@@ -347,19 +347,19 @@ def not_wrapped(run: Run) -> None:
 def partly_wrapped(run: Run) -> None:
     """As DDP is told to leave a parameter alone."""
     model = net()
-    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])  # type: ignore[arg-type]
-    model = DDP(model)
-    fit(run, model, adam(model))
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    wrapped = DDP(model)
+    fit(run, wrapped, adam(wrapped))
 
 
 def hooked(run: Run) -> None:
     model = ddp(run)
-    model.register_comm_hook(None, lambda _, bucket: torch.futures.Future())  # type: ignore[arg-type, return-value]
+    model.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
     fit(run, model, adam(model))
 
 
 def fused_shards(run: Run) -> None:
-    model = fully_shard(net())
+    model = fully_sharded(net())
     fit(run, model, adam(model, fused=True))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.errors import StepError
@@ -17,11 +17,11 @@ from rackrun.worker.exact.exactly_once import ExactlyOnce, ParameterSum
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended
-from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of, net
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fully_sharded, loss_of, net
 from tests.worker.test_exact import BATCH, Train, computed, loop, run_on, show_state
 
 
-def trained(run: Run, model: nn.Module, backward: Callable[[Step, Loader], None]) -> None:
+def trained(run: Run, model: nn.Module, backward: Callable[[Step, Loader], object]) -> None:
     optimizer = adam(model)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Samples())
@@ -41,12 +41,12 @@ def trained(run: Run, model: nn.Module, backward: Callable[[Step, Loader], None]
 
 def one_backward_for_all(run: Run) -> None:
     model = ddp(run)
-    trained(run, model, lambda step, data: sum(step.scale(loss_of(model, batch)) for batch in data).backward())  # type: ignore[union-attr, misc]
+    trained(run, model, lambda step, data: sum(step.scale(loss_of(model, batch)) for batch in data).backward())  # type: ignore[union-attr]
 
 
 def one_backward_for_all_shards_of(run: Run) -> None:
-    model = fully_shard(net())
-    trained(run, model, lambda step, data: sum(step.scale(loss_of(model, batch)) for batch in data).backward())  # type: ignore[union-attr, misc]
+    model = fully_sharded(net())
+    trained(run, model, lambda step, data: sum(step.scale(loss_of(model, batch)) for batch in data).backward())  # type: ignore[union-attr]
 
 
 def never_synchronised(run: Run) -> None:
@@ -61,11 +61,12 @@ def never_synchronised(run: Run) -> None:
 
 
 def never_synchronised_shards(run: Run) -> None:
-    model = fully_shard(net())
+    model = fully_sharded(net())
+    shards: Any = model
 
     def backward(step: Step, data: Loader) -> None:
         for batch in data:
-            model.set_requires_gradient_sync(False)
+            shards.set_requires_gradient_sync(False)
             step.backward(loss_of(model, batch))
 
     trained(run, model, backward)
@@ -110,8 +111,8 @@ def over_too_few(run: Run) -> None:
 
 def twice_in_a_forward(run: Run) -> None:
     """A sharded layer is reduced after each use."""
-    layer = fully_shard(nn.Linear(10, 10))
-    model = fully_shard(nn.Sequential(layer, nn.Tanh(), layer))
+    layer = fully_sharded(nn.Linear(10, 10))
+    model = fully_sharded(nn.Sequential(layer, nn.Tanh(), layer))
     trained(run, model, lambda step, data: [step.backward(loss_of(model, batch)) for batch in data])  # type: ignore[func-returns-value]
 
 
@@ -158,7 +159,7 @@ def test_what_could_not_be_exact_is_seen_before_the_first_step() -> None:
 
 def test_an_optimizer_that_adds_up_over_elements_is_refused_for_shards(train: Train) -> None:
     def main(run: Run) -> None:
-        model = fully_shard(net())
+        model = fully_sharded(net())
         run.track(model=model, optimizer=torch.optim.Adafactor(model.parameters()))
         next(iter(run.steps(STEPS)))
 
@@ -207,7 +208,8 @@ def test_gradients_of_a_model_that_is_not_trained_in_a_step_are_left_alone(train
     def main(run: Run) -> None:
         often, seldom = ddp(run), ddp(run)
         first, second = adam(often), adam(seldom)
-        show_state(run, nn.ModuleList([often, seldom]), _Both(first, second))
+        both: Any = _Both(first, second)
+        show_state(run, nn.ModuleList([often, seldom]), both)
         run.track(often=often, seldom=seldom, first=first, second=second)
         data = run.loader(Samples())
 

@@ -19,7 +19,7 @@ from rackrun.ctl.main import main as rackctl
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended
-from tests.worker.scripts import Samples, adam, ddp, loss_of, net
+from tests.worker.scripts import Samples, adam, ddp, fully_sharded, loss_of, net
 
 EXTRA = nn.BatchNorm1d
 
@@ -29,7 +29,7 @@ def sharded(run: Run) -> nn.Module:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)  # 14 rows in 5, 5 and 4; 10 in 4, 4 and 2
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def replicated(run: Run) -> nn.Module:

@@ -20,7 +20,7 @@ from rackrun.worker.tensors.freed_tensors import is_freed, refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
 from rackrun.worker.tensors.undo_copies import UndoCopies, same_bits
 from tests.worker.harness import HOSTS_ONLY, Ended, say
-from tests.worker.scripts import WIDTH, Samples, adam, loss_of, net
+from tests.worker.scripts import WIDTH, Samples, adam, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 
@@ -101,7 +101,7 @@ def fails_in_forward(run: Run) -> nn.Sequential:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, reshard_after_forward=False)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def exchanges_data(model: nn.Sequential) -> None:
@@ -218,7 +218,8 @@ def test_the_end_of_the_loop_is_of_shards_where_an_exception_has_left_a_forward(
         model[0].register_forward_pre_hook(fails)
         with contextlib.suppress(ZeroDivisionError):
             trains(run, model, after=lambda number: due.append(number) if number == 2 else None)
-        shards = {path: tuple(one.to_local().shape) for path, one in model.named_parameters()}
+        parameters: dict[str, Any] = dict(model.named_parameters())
+        shards = {path: tuple(one.to_local().shape) for path, one in parameters.items()}
         kept = run._units._rejoin.loop_end._manifest
         assert kept is not None
         found = {info.path.partition("/param/")[2]: info.shape for info in kept.tensors if "/param/" in info.path}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +28,8 @@ def order(*calls: str) -> CollectiveOrder:
 def total(orders: list[CollectiveOrder], at: list[Position] | None = None) -> list[float]:
     positions = at or [AT] * len(orders)
     parts = [offered(position, made, NOTHING) for position, made in zip(positions, orders, strict=True)]
-    return sum(parts).tolist()
+    found: Any = sum(parts)
+    return [float(one) for one in found]
 
 
 def test_all_at_the_same_place_agree_on_the_sums() -> None:

@@ -9,16 +9,17 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rackrun.errors import UsageError
-from rackrun.worker.communicators import gate_tree
 from rackrun.worker.communicators.gate_tree import (
     FANOUT,
     GateBlock,
@@ -134,9 +135,9 @@ def _goes_on(one: _Rank, sent: dict[tuple[str, int, tuple[int, ...], int], int])
 # -- when there is one -------------------------------------------------------------------------------------------------
 def test_a_world_of_one_block_has_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: Any = object()
-    assert with_gate_tree(whole, _no_room, 0, FANOUT, gate_tree.timedelta(0)) is whole
+    assert with_gate_tree(whole, _no_room, 0, FANOUT, timedelta(0)) is whole
     monkeypatch.setenv("RACKRUN_GATE_FANOUT", "4")
-    assert with_gate_tree(whole, _no_room, 3, 4, gate_tree.timedelta(0)) is whole
+    assert with_gate_tree(whole, _no_room, 3, 4, timedelta(0)) is whole
 
 
 def _no_room(name: str) -> Any:
@@ -151,7 +152,7 @@ def test_a_fan_out_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text
 
 
 # -- a sum on its way --------------------------------------------------------------------------------------------------
-class Stage(gate_tree.dist.Work):
+class Stage(dist.Work):
     """Of a group that does as it is told."""
 
     def __init__(self) -> None:
@@ -191,7 +192,7 @@ class Group:
         return self.begun[-1]
 
 
-LOOK = gate_tree.timedelta(milliseconds=1)
+LOOK = timedelta(milliseconds=1)
 
 
 def begun() -> tuple[Group, torch.Tensor, TreeWork]:
@@ -275,7 +276,7 @@ class Dies:
                     os.kill(os.getpid(), signal.SIGKILL)
             go_on(work)
 
-        TreeWork.__init__, TreeWork._go_on = counted, strikes  # type: ignore[method-assign]
+        TreeWork.__init__, TreeWork._go_on = counted, strikes  # type: ignore[method-assign,assignment]
         model = ddp(run)
         fit(run, model, adam(model))
 

@@ -27,7 +27,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.steps import unit_undo
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import WIDTH, Samples, loss_of
+from tests.worker.scripts import WIDTH, Samples, fully_sharded, loss_of
 
 Train = Callable[..., Ended]
 FEW, MANY = 40, 400
@@ -56,7 +56,9 @@ class Deep(nn.Module):
 
     def __init__(self, count: int, *, norms: bool = False) -> None:
         super().__init__()
-        layers = [nn.BatchNorm1d(WIDTH) if norms and n % 2 else nn.Linear(WIDTH, WIDTH) for n in range(count // 2)]
+        layers: list[nn.Module] = [
+            nn.BatchNorm1d(WIDTH) if norms and n % 2 else nn.Linear(WIDTH, WIDTH) for n in range(count // 2)
+        ]
         size = count // 8
         self.blocks = nn.ModuleList(Block(layers[at : at + size]) for at in range(0, count // 2, size))
 
@@ -117,7 +119,7 @@ def sharded(run: Run, count: int) -> nn.Module:
     model = Deep(count)
     for block in model.blocks:
         fully_shard(block)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -198,8 +200,9 @@ def script(
 
 
 def calls_of(train: Train, how: tuple[Any, ...], count: int, ranks: int) -> Counter[str]:
+    measured: Callable[..., None] = script
     batch = (4 * ranks, 4)  # one micro-batch a rank
-    ended = train(partial(script, *how, count), ranks=ranks, spares=0, batch=batch, snapshot_every=64)
+    ended = train(partial(measured, *how, count), ranks=ranks, spares=0, batch=batch, snapshot_every=64)
     assert ended.exit_code == 0, ended
     return Counter({name: times for name, times in json.loads(ended.said[0]["calls"]).items() if name not in WAITS})
 

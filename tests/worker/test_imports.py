@@ -15,21 +15,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.hang_deadlines import _quantile
+from rackrun.worker.steps.step import Step
 from tests.worker.harness import say
 
 STEPS = 8
 """After the fifth, deadlines come from the steps' own times."""
 
 
-def main(run: Any) -> None:
+def main(run: Run) -> None:
     model = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
     loader = run.loader([torch.full((4,), n / 64) for n in range(64)])
 
     @run.step
-    def train(step: Any) -> None:
+    def train(step: Step) -> None:
         for x in loader:
             step.backward(model(x).square().mean())
         optimizer.step()

@@ -195,7 +195,7 @@ class Dies:
                 self._strike("when it is built")
             return built
 
-        communicator_builder._meet, communicator_builder.build_communicator = meets, builds
+        communicator_builder._meet, communicator_builder.build_communicator = meets, builds  # type: ignore[assignment]
         hierarchical(self._use)(run)
 
     @property

@@ -106,7 +106,7 @@ class Wrapper(torch.optim.SGD):
         self.inner = inner
         self.param_groups = inner.param_groups
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.inner.step(closure)
 
 
@@ -127,7 +127,7 @@ def test_what_a_hook_of_the_scripts_writes_meanwhile_stays(rates: LearningRates)
 
 def test_a_step_that_raises_leaves_nothing_scaled_once_the_unit_is_over(rates: LearningRates) -> None:
     class Raises(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             raise RuntimeError("in the middle")
 
     optimizer = Raises([weights()], lr=torch.tensor(0.1))

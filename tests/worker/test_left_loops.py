@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from tests.worker.harness import Ended
-from tests.worker.scripts import Script, adam, ddp, fit, net
+from tests.worker.scripts import Script, adam, ddp, fit, fully_sharded, net
 
 Train = Callable[..., Ended]
 LAST = 6
@@ -21,7 +20,7 @@ LAST = 6
 
 
 def fsdp(run: Run) -> nn.Module:
-    return fully_shard(net())
+    return fully_sharded(net())
 
 
 def dies(run: Run) -> None:

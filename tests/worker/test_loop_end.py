@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.image.host_copies import HostCopies
@@ -26,14 +25,14 @@ from rackrun.worker.steps.step import Step
 from rackrun.worker.tensors.tensor_bytes import local_part
 from rackrun.worker.tensors.undo_copies import NoMemoryForCopies
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import Samples, adam, ddp, loss_of, net
+from tests.worker.scripts import Samples, adam, ddp, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 MakeModel = Callable[[Run], nn.Module]
 
 
 def fsdp(_: Run) -> nn.Module:
-    return fully_shard(net())
+    return fully_sharded(net())
 
 
 def looped(run: Run, steps: int, body: Callable[[int], bool], make: MakeModel = ddp) -> nn.Module:
@@ -196,7 +195,8 @@ def dies_between_collectives(
 def test_it_runs_again_without_spares_after_two_losses_and_with_shards(
     make: str, ranks: tuple[int, ...], train: Train, tmp_path: Path
 ) -> None:
-    main = dies_between_collectives(tmp_path, ranks, 1, {"ddp": ddp, "fsdp": fsdp}[make])
+    makes: dict[str, MakeModel] = {"ddp": ddp, "fsdp": fsdp}
+    main = dies_between_collectives(tmp_path, ranks, 1, makes[make])
     ended = train(main, ranks=4, spares=0, batch=(24, 2), snapshot_every=5)
     assert ended.exit_code == 0, ended
     assert ended.said == {rank: {"first": 10.0, "second": 10.0} for rank in range(4)}

@@ -100,7 +100,7 @@ def test_output_and_input_may_overlap(group: ElasticGroup) -> None:
 @pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG, dist.ReduceOp.BAND])
 def test_reductions_that_keep_equal_values_keep_them(group: ElasticGroup, op: dist.ReduceOp.RedOpType) -> None:
     options = dist.AllreduceOptions()
-    options.reduceOp = op
+    options.reduceOp = op  # type: ignore[assignment]  # torch converts it
     tensors = [torch.tensor([3, 5])]
     group.allreduce(tensors, options).wait()
     assert tensors[0].tolist() == [3, 5]

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
 from tests.worker.harness import Ended, say
-from tests.worker.test_loop_end import ddp, doubled, fsdp, looped, total_of
+from tests.worker.scripts import ddp
+from tests.worker.test_loop_end import doubled, fsdp, looped, total_of
 from tests.worker.test_lost_after_loop import die_once, weight
 
 Train = Callable[..., Ended]
@@ -29,7 +30,7 @@ def test_who_takes_over_in_a_last_phase_has_run_the_code_before_it(
     mark = tmp_path / "mark"
 
     def main(run: Run) -> None:
-        ran = []
+        ran: list[Any] = []
 
         def later() -> None:
             if run.rank == victim:

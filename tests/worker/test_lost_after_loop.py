@@ -16,7 +16,8 @@ import torch.distributed as dist
 from rackrun.worker.loop.run import Run
 from rackrun.worker.tensors.tensor_bytes import local_part
 from tests.worker.harness import Ended, say
-from tests.worker.test_loop_end import ddp, doubled, fsdp, looped, total_of
+from tests.worker.scripts import ddp
+from tests.worker.test_loop_end import doubled, fsdp, looped, total_of
 
 Train = Callable[..., Ended]
 
@@ -367,7 +368,8 @@ def test_a_backward_of_the_scripts_own_runs_again(train: Train, tmp_path: Path) 
             if run.rank == 1 and i == 2:
                 die_once(mark)
             model(torch.ones(3, 10)).sum().backward()
-        say(total=total_of(run), grad=float(next(model.parameters()).grad.sum()))
+        grad: Any = next(model.parameters()).grad
+        say(total=total_of(run), grad=float(grad.sum()))
 
     ended = train(main, ranks=2, spares=1, deadline_s=40)
     assert ended.exit_code == 0, ended

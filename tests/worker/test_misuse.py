@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, moments
-from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 
@@ -164,7 +163,7 @@ def gradients_not_cleared(run: Run) -> None:
 
 def sharded_gradients_not_cleared(run: Run) -> None:
     """Torch 2.15 forgets them itself when FSDP2 is set back: the script would train on as if it had cleared them."""
-    model = fully_shard(net())
+    model = fully_sharded(net())
     optimizer = adam(model)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Samples())
@@ -209,7 +208,7 @@ def tracks_late(run: Run, step: Any, number: int) -> None:
 
 def growing_buffer(run: Run) -> None:
     """Before the ranks have been compared, and by each rank for itself."""
-    model = net()
+    model: Any = net()
     model.register_buffer("queue", torch.zeros(0, 3))
     wrapped = DDP(model.to(run.device), broadcast_buffers=False)
 
@@ -224,7 +223,7 @@ def exchanges_shard(*, in_optimizer: bool, added: bool = False, after: bool = Tr
     """A module under ``fully_shard`` is given another weight: after the optimizer's step, or between forward and backward."""
 
     def main(run: Run) -> None:
-        model = fully_shard(net())
+        model: Any = fully_sharded(net())
         optimizer = adam(model)
         run.track(model=model, optimizer=optimizer)
         data = run.loader(Samples())
@@ -296,7 +295,7 @@ def wrong_shapes(run: Run) -> None:
         (gradients_not_cleared, "were not cleared"),
         (sharded_gradients_not_cleared, "were not cleared"),
         (accumulated_over_steps(ddp), "of an older step were not cleared"),
-        (accumulated_over_steps(lambda _: fully_shard(net())), "of an older step were not cleared"),
+        (accumulated_over_steps(lambda _: fully_sharded(net())), "of an older step were not cleared"),
         (looped(tracks_late), r"run\.track\(late\) was called after run\.steps\(\)"),
         (growing_buffer, "have grown in a step|has another shape"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,15 @@ def tied() -> nn.Module:
 
 
 def with_buffers() -> nn.Module:
-    one = nn.Sequential(
+    whole = nn.Sequential(
         nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3, track_running_stats=False)
     )
+    one: Any = whole
     one[1].register_buffer("shared", one[0].running_mean)
     one[1].register_buffer("none", None)
     one.register_module("nobody", None)
     one.register_parameter("nothing", None)
-    return one
+    return whole
 
 
 def attention() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 Train = Callable[..., Ended]
 
 
+LONG = timedelta(minutes=30)  # torch's default
+
+
 def of_two(mode: str, body: Callable[[Double, Stream, int], Any]) -> list[Any]:
     """``body`` on two ranks, each with a stream of its own."""
     store, found = dist.HashStore(), [None, None]
 
     def rank(index: int) -> None:
-        inner = dist.ProcessGroupGloo(dist.PrefixStore(mode, store), index, 2)
+        inner = dist.ProcessGroupGloo(dist.PrefixStore(mode, store), index, 2, LONG)
         stream = Stream()
         double = Double(inner, stream, mode)
         found[index] = body(double, stream, index)
@@ -72,7 +76,7 @@ def test_a_call_only_enqueues_and_what_follows_in_the_stream_has_its_result(mode
 def test_what_a_break_leaves_is_garbage_and_no_error() -> None:
     store = dist.HashStore()
     stream = Stream()
-    double = Double(dist.ProcessGroupGloo(store, 0, 1), stream, "late")
+    double = Double(dist.ProcessGroupGloo(store, 0, 1, LONG), stream, "late")
     double.abort()
     tensor = torch.ones(3)
     work = double.call("allreduce", [tensor], summed(asynchronous=True))
@@ -109,7 +113,7 @@ def test_a_break_ends_a_send_of_which_gloo_lost_the_wake_up() -> None:
 
 
 def test_there_is_no_receive_from_any_source() -> None:
-    double = Double(dist.ProcessGroupGloo(dist.HashStore(), 0, 1), Stream(), "late")
+    double = Double(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, LONG), Stream(), "late")
     with pytest.raises(NotImplementedError):
         double.call("recv_anysource", [torch.ones(1)], 0)
     double.close()
@@ -209,7 +213,8 @@ def objects_and_checkpoints(folder: Path) -> Callable[[Run], None]:
             say(gathered=list(map(list, gathered)), named=named)
 
         def save() -> None:
-            checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=folder / "saved").result()
+            saving: Any = checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=folder / "saved")
+            saving.result()
 
         run.at_end(save)
         fit(run, model, adam(model), after=after)

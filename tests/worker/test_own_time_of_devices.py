@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rackrun.worker.device.device_queue import StreamEvent
 from rackrun.worker.device.own_time import OwnTimeMeter
 from rackrun.worker.loop.run import Run
 from tests.worker.harness import Ended, say
@@ -27,7 +30,8 @@ class Place:
     def passed(self) -> bool:
         return self.at_s is not None
 
-    def since(self, earlier: Place) -> float:
+    def since(self, earlier: StreamEvent) -> float:
+        assert isinstance(earlier, Place)
         assert self.at_s is not None, "asked before the device was there"
         assert earlier.at_s is not None
         return self.at_s - earlier.at_s
@@ -55,6 +59,9 @@ class Device:
 
     def is_capturing(self) -> bool:
         return False
+
+    def place(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def use(self) -> None:
         pass
@@ -167,7 +174,7 @@ def measured(run: Run) -> list[tuple[float, float]]:
         say(times=found)
         return found[-1][1]
 
-    OwnTimeMeter.of = kept  # type: ignore[method-assign]
+    OwnTimeMeter.of = kept  # type: ignore[method-assign,assignment]
     return found
 
 
@@ -243,7 +250,7 @@ def test_who_waits_at_the_end_of_ddps_backward_is_not_slow(
             if run._world.passed.step == 1:
                 (tmp_path / str(run.rank)).touch()
 
-        OwnTimeMeter._backward_computed = shown  # type: ignore[method-assign]
+        OwnTimeMeter._backward_computed = shown  # type: ignore[method-assign,assignment]
         model = ddp(run)
 
         def slow(step: int) -> None:

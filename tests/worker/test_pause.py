@@ -26,7 +26,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from tests.worker.harness import Ended, Swap, TinyCluster, say
-from tests.worker.scripts import Bodies, Script, adam, ddp, fit, net
+from tests.worker.scripts import Bodies, Script, adam, ddp, fit, fully_sharded, net
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]
@@ -39,7 +39,7 @@ def sharded(run: Run) -> nn.Module:
     model = net()
     for layer in (model[0], model[-1]):
         fully_shard(layer)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def script(
@@ -150,7 +150,7 @@ def test_who_is_lost_before_it_has_paused_is_a_loss_like_any_other(train: Train)
                 time.sleep(1)  # until it is killed
             copy(self, *args)
 
-        HostCopies.copy = stuck  # type: ignore[method-assign]
+        HostCopies.copy = stuck  # type: ignore[method-assign,assignment]
 
     how = {"snapshot_every": 4, "swap": Swap(HOLD, lost=1, answers=2)}
     ended = train(script(sharded, HOLD, patch), **how)
@@ -171,7 +171,7 @@ def test_without_memory_for_a_snapshot_a_rank_pauses_all_the_same(train: Train, 
                 raise MemoryPlanError("the test has none.")
             return begin(self, *args)
 
-        Snapshots._begin = short  # type: ignore[method-assign]
+        Snapshots._begin = short  # type: ignore[method-assign,assignment]
 
     ended = train(script(sharded, HOLD, patch), spares=0, snapshot_every=100, swap=Swap(HOLD))
     assert not ended.differences(undisturbed(sharded)), ended

@@ -45,7 +45,7 @@ class Asked:
 
     def is_over(self, work: Any) -> bool:
         assert work is self
-        return self.over
+        return bool(self.over)
 
 
 def enqueue(progress: CollectiveProgress) -> tuple[Entered, Place, Asked]:

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.protocol.ids import Position
@@ -27,7 +26,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_undo import UnitUndo
 from tests.worker.harness import Ended, Swap, say
-from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 LARGE = 300_000
@@ -83,7 +82,7 @@ def tracked(**things: Any) -> TrackedState:
     return state
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
     model = nn.Linear(600, 600)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 600)).sum().backward()
@@ -705,7 +704,7 @@ def test_a_phase_that_changes_parameters_is_done_again_with_the_same_bits(train:
 
 def sharded_adversaries(run: Run, between: Callable[[Step], None] = lambda _: None) -> None:
     """A GAN of FSDP2 models: every forward and backward has collectives, and nobody has a replica."""
-    maker, judge = fully_shard(net()), fully_shard(net())
+    maker, judge = fully_sharded(net()), fully_sharded(net())
     for_maker, for_judge = adam(maker), adam(judge)
     run.track(maker=maker, judge=judge, for_maker=for_maker, for_judge=for_judge)
     data = run.loader(Samples())

@@ -30,7 +30,7 @@ from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from tests.worker.harness import Ended, TinyCluster, _hash, say
 from tests.worker.reshaping import Change, Reshaped, differences, noted
-from tests.worker.scripts import Bodies, Script, adam, ddp, fit, net
+from tests.worker.scripts import Bodies, Script, adam, ddp, fit, fully_sharded, net
 
 Make = Callable[[Run], nn.Module]
 Reshape = Callable[..., tuple[Ended, Reshaped]]
@@ -48,7 +48,7 @@ def fsdp(run: Run, mesh: Any = None) -> nn.Module:
     model = net()
     for layer in (model[0], model[-1]):
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return fully_sharded(model, mesh=mesh)
 
 
 def hsdp(run: Run) -> nn.Module:
@@ -204,7 +204,9 @@ def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: 
     first, second = ended.plans
     assert (first.world_size, second.world_size) == (3, 4)
     for seen, plan in zip(cluster.seen, ended.plans, strict=True):
-        old, new = (snapshot_id(layout, plan.committed.step) for layout in (plan.reshard.layout, plan.layout))
+        assert plan.reshard is not None
+        step = Step(plan.committed.step)
+        old, new = (snapshot_id(layout, step) for layout in (plan.reshard.layout, plan.layout))
         for worker, held in seen.pages.items():
             assert new in held, "sealed before it is told"
             assert old in held or worker.slot == "t/4", "the old one is still there"
@@ -283,7 +285,7 @@ def own_mesh(run: Run) -> nn.Module:
 
 def own_mesh_beside_a_plain_one(run: Run) -> nn.Module:
     model = own_mesh(run)
-    model.plain = init_device_mesh("cpu", (run.world_size,))
+    model.plain = init_device_mesh("cpu", (run.world_size,))  # type: ignore[assignment]  # no module, and no tensor
     return model
 
 
@@ -484,7 +486,7 @@ def lost_after_the_gate_of(at: Position, slot: str, ranks: int = 4) -> Callable[
             world.wait_broken()
 
     def patch(_: Run) -> None:
-        UnitRunner._committed = then_break  # type: ignore[method-assign]
+        UnitRunner._committed = then_break  # type: ignore[method-assign,assignment]
 
     return patch
 

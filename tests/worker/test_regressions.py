@@ -24,7 +24,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_undo import UnitUndo
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 
@@ -147,7 +147,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(fully_shard(nn.Linear(10, 10)) for _ in range(3))
+        self.blocks = nn.ModuleList(fully_sharded(nn.Linear(10, 10)) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -160,7 +160,7 @@ def test_an_evaluation_leaves_no_trace_in_the_next_step_of_a_sharded_model(train
     have evaluated and a newcomer that has not would gather different blocks at a time: same sizes, so nothing fails."""
 
     def main(run: Run) -> None:
-        model = fully_shard(Blocks())
+        model = fully_sharded(Blocks())
 
         def evaluate() -> None:
             with torch.no_grad():
@@ -190,8 +190,9 @@ def test_ranks_that_gather_different_blocks_are_told_so(train: Train) -> None:
     """Nothing fails by itself: the sizes are equal, only the values are wrong."""
 
     def main(run: Run) -> None:
-        model = fully_shard(Blocks())
-        first, second = model.blocks[0], model.blocks[1]
+        model = fully_sharded(Blocks())
+        blocks: Any = model.blocks
+        first, second = blocks[0], blocks[1]
         optimizer = adam(model)
         run.track(model=model, optimizer=optimizer)
         data = run.loader(Samples())
@@ -219,7 +220,7 @@ def test_ranks_that_gather_different_blocks_are_told_so(train: Train) -> None:
 # -- tensors in another order ------------------------------------------------------------------------------------------------
 def channels_last(run: Run) -> nn.Module:
     torch.manual_seed(0)
-    convolution = nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last)
+    convolution: nn.Module = nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return nn.Sequential(nn.Linear(10, 64), nn.Unflatten(1, (64, 1, 1)), convolution, nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -227,7 +228,7 @@ def channels_last(run: Run) -> nn.Module:
 @pytest.mark.stories
 def test_tensors_that_are_not_row_major_are_restored_as_they_were(own: bool, train: Train) -> None:
     def main(run: Run) -> None:
-        model = channels_last(run)
+        model: Any = channels_last(run)
         if own:
             with torch.no_grad():
                 model[0].bias.add_(run.rank)
@@ -242,7 +243,7 @@ def test_tensors_that_are_not_row_major_are_restored_as_they_were(own: bool, tra
 def test_a_newcomers_tensor_has_its_sources_strides() -> None:
     def tracked(steps: int) -> TrackedState:
         torch.manual_seed(0)
-        model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(steps):
             model(torch.ones(1, 4, 5, 5)).sum().backward()

@@ -124,7 +124,7 @@ def test_a_newcomer_whose_gpu_cannot_take_the_state_ends_and_another_takes_the_p
         return allocate(state, manifest)
 
     def main(run: Run) -> None:
-        TrackedState.allocate = first_fails  # type: ignore[method-assign]
+        TrackedState.allocate = first_fails  # type: ignore[method-assign,assignment]
         wide()(run)
 
     reference = train(wide())

@@ -26,7 +26,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, _hash
 from tests.worker.harness import say as said_by
-from tests.worker.scripts import Samples, Script, adam, ddp, loss_of, net
+from tests.worker.scripts import Samples, Script, adam, ddp, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 Worlds = tuple[int, Sequence[tuple[int, int]]]
@@ -53,14 +53,14 @@ def sharded(run: Run) -> nn.Module:
     model = net(nn.LayerNorm(14))
     for layer in (model[0], model[-1]):
         fully_shard(layer)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def hybrid(run: Run) -> nn.Module:
     model = net(nn.LayerNorm(14))
     for layer in (model[0], model[-1]):
         fully_shard(layer, mesh=run.mesh)
-    return fully_shard(model, mesh=run.mesh)
+    return fully_sharded(model, mesh=run.mesh)
 
 
 def script(

@@ -31,7 +31,7 @@ class Scaled:
             self.step(float("inf") if number < infinite else 1.0)
 
     def step(self, factor: float = 1.0) -> None:
-        self.scaler.scale(self.model(torch.full((1, 2), factor)).sum()).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(self.model(torch.full((1, 2), factor)).sum()).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.errors import StepError
@@ -19,7 +18,7 @@ from rackrun.worker.batch.share_changes import ShareChanges
 from rackrun.worker.data.loader import BatchPlan, Shard
 from rackrun.worker.loop.run import Run
 from tests.worker.harness import Ended, TinyCluster, moments
-from tests.worker.scripts import Script, adam, ddp, fit, net
+from tests.worker.scripts import Script, adam, ddp, fit, fully_sharded, net
 
 Train = Callable[..., Ended]
 
@@ -114,7 +113,7 @@ def test_ddp_meets_once_a_step_also_where_it_has_buffers(train: Train) -> None:
 
 def test_sharded_ranks_meet_in_every_micro_batch(train: Train) -> None:
     def main(run: Run) -> None:
-        model = fully_shard(net())
+        model = fully_sharded(net())
         fit(run, model, adam(model), steps=2)
 
     assert train(main, spares=0).met == {0, 1, 2}
@@ -126,7 +125,7 @@ def test_a_deal_takes_effect_between_two_units_when_all_have_agreed() -> None:
     deals.receive(1, (3, 1))
     assert deals.has_next
     deals.take_effect()
-    assert deals.shares == (), "others have not heard of it"
+    assert not deals.shares, "others have not heard of it"
     deals.agree()
     assert (deals.shares, deals.has_next) == ((), False)
     deals.take_effect()

@@ -24,7 +24,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.optimizer_sizes import bytes_to_come
 
 SIZE = 100_000
-ME = {"rank": 3, "fencing_token": 1}
+ME: dict[str, Any] = {"rank": 3, "fencing_token": 1}
 
 
 class Kernel:
@@ -75,7 +75,7 @@ made = Arena.create
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
-    monkeypatch.setattr(snapshot_memory.Arena, "create", found.create)
+    monkeypatch.setattr(Arena, "create", found.create)
     return found
 
 

@@ -28,7 +28,7 @@ from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import Samples, adam, fit, loss_of, net
+from tests.worker.scripts import Samples, adam, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 
@@ -51,7 +51,7 @@ def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: 
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def main(run: Run) -> None:
-        model = net(nn.BatchNorm1d(14))
+        model: Any = net(nn.BatchNorm1d(14))
         nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(run.rank))  # no replica
         copy, turn, backwards = HostCopies.copy, threading.Condition(), [0, 0]
 
@@ -79,7 +79,7 @@ def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: 
         steps(run, model, 8, lambda step: die_after(run, step))
 
     def plain(run: Run) -> None:
-        model = net(nn.BatchNorm1d(14))
+        model: Any = net(nn.BatchNorm1d(14))
         nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(run.rank))
         steps(run, model, 8)
 
@@ -94,7 +94,7 @@ def test_tracked_state_that_is_changed_between_two_steps_is_refused(what: str, t
     """A step that is done again would not see the change; a snapshot may or may not have it."""
 
     def main(run: Run) -> None:
-        model = net(nn.BatchNorm1d(14))
+        model: Any = net(nn.BatchNorm1d(14))
         optimizer = adam(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
@@ -135,10 +135,10 @@ def test_storage_that_stands_still_delays_no_step(
             return write(self, *args, **kwargs)
 
         CheckpointWriter.write_shard = stuck  # type: ignore[method-assign]
-        model = net()
+        model: Any = net()
         for layer in (model[0], model[-1]):
             fully_shard(layer)
-        steps(run, fully_shard(model), 9, lambda number: released.set() if number == 7 else None)
+        steps(run, fully_sharded(model), 9, lambda number: released.set() if number == 7 else None)
 
     ended = train(main, spares=0)
     assert ended.exit_code == 0, ended
@@ -150,7 +150,7 @@ def sharded(hidden: int = 14) -> nn.Module:
     model = net(hidden=hidden)
     for layer in (model[0], model[-1]):
         fully_shard(layer)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def flip_a_bit(run: Run, step: int) -> None:
@@ -248,7 +248,7 @@ def test_the_memory_for_a_spares_snapshots_is_there_or_being_made_before_it_is_n
             return waits(*given)
 
         if run._units.waiting_spare:
-            run._units._rejoin.run = needed  # type: ignore[method-assign]
+            run._units._rejoin.run = needed  # type: ignore[method-assign,assignment]
         steps(run, sharded() if ranks > 1 else net(), 8)
 
     reference = train(main, ranks=ranks, spares=0)
@@ -265,7 +265,7 @@ def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_someth
 
     def main(run: Run) -> None:
         WorkerMembership.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
-        model = net()
+        model: Any = net()
         with torch.no_grad():
             model[0].bias.add_(run.rank)
         page, snapshots = run._runtime.page, run._units._snapshots
@@ -283,7 +283,7 @@ def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_someth
         steps(run, model, 12, between)
 
     def plain(run: Run) -> None:
-        model = net()
+        model: Any = net()
         with torch.no_grad():
             model[0].bias.add_(run.rank)
         steps(run, model, 12)
@@ -305,7 +305,7 @@ def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_someth
 @pytest.mark.stories
 def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_ten(train: Train) -> None:
     def main(run: Run) -> None:
-        model = net()
+        model: Any = net()
         with torch.no_grad():
             model[0].bias.add_(run.rank)
         found: list[tuple[int, int, int]] = []
@@ -371,7 +371,7 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over(monkeyp
             snapshots.load(newest, None)
             assert model.weight.tolist() == [[newest] * 3]
     finally:
-        for arena in snapshots._arenas:
+        for arena in snapshots._arenas._arenas:
             assert arena is not None
             arena.close()
         for fd in runtime.boot.snapshot_fds:

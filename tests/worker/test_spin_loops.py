@@ -123,7 +123,12 @@ def test_another_round_is_another_wait() -> None:
         while not box.done:
             pass
 
-    thread = threading.Thread(target=lambda: (spin(), setattr(box, "done", False), spin()), daemon=True)
+    def twice() -> None:
+        spin()
+        box.done = False
+        spin()
+
+    thread = threading.Thread(target=twice, daemon=True)
     thread.start()
     assert thread.ident is not None
     spins = SpinDetector(thread.ident)

@@ -242,7 +242,7 @@ def test_tied_weights_are_one_tensor_and_buffers_that_are_not_saved_are_there() 
     assert sorted(state.tensors()) == ["net/buffer/mask", "net/param/0.bias", "net/param/0.weight", "net/param/1.bias"]
 
 
-def bent(steps: int, width: int = 4) -> tuple[TrackedState, torch.optim.LBFGS, nn.Module]:
+def bent(steps: int, width: int = 4) -> tuple[TrackedState, torch.optim.LBFGS, nn.Linear]:
     """LBFGS keeps lists of tensors, and a list of tensors and Nones."""
     state, net = TrackedState(), nn.Linear(width, 3)
     optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3, history_size=4)
@@ -251,8 +251,8 @@ def bent(steps: int, width: int = 4) -> tuple[TrackedState, torch.optim.LBFGS, n
 
         def closure(target: torch.Tensor = target) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = (net(torch.ones(2, width)) - target).pow(2).mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss: torch.Tensor = (net(torch.ones(2, width)) - target).pow(2).mean()
+            loss.backward()
             return loss
 
         optimizer.step(closure)
@@ -273,8 +273,8 @@ def test_lists_of_tensors_in_an_optimizers_state_come_as_they_are(steps: int) ->
 
         def closure(optimizer: torch.optim.LBFGS = optimizer, module: nn.Module = module) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = module(torch.ones(2, 4)).pow(2).mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss: torch.Tensor = module(torch.ones(2, 4)).pow(2).mean()
+            loss.backward()
             return loss
 
         optimizer.step(closure)
@@ -501,7 +501,7 @@ def test_a_tensor_is_checked_by_another_source_than_the_one_that_sends_its_first
 def test_a_tracked_generator_is_put_back_and_given_to_a_newcomer(generator: Any) -> None:
     def draw() -> list[float]:
         if isinstance(generator, torch.Generator):
-            return torch.randn(5, generator=generator).tolist()  # type: ignore[no-any-return]
+            return torch.randn(5, generator=generator).tolist()
         return [float(generator.random()) for _ in range(5)]
 
     state = TrackedState()

@@ -274,6 +274,7 @@ def test_a_guard_may_look_at_the_loss_before_the_optimizer(where: str, train: Tr
 def test_a_loss_that_is_read_too_early_is_refused_without_a_fault(train: Train) -> None:
     ended = train(reads_loss("in the loop"), max_restarts=0)
     assert ended.exit_code == 1, ended
+    assert ended.failure is not None
     assert "step.loss was read before" in ended.failure.message
     assert not ended.gates or max(ended.gates) <= Position(1)
 
@@ -303,7 +304,7 @@ if __name__ == "__main__":
     main()
 """
 DDP_WRAP = "model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))"
-FSDP_WRAP = "from torch.distributed.fsdp import fully_shard; model = fully_shard(nn.Linear(4, 4))"
+FSDP_WRAP = "from torch.distributed.fsdp import fully_shard; model = fully_sharded(nn.Linear(4, 4))"
 
 
 def started(command: list[str], script: Path, wrap: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,32 +20,32 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
 
 
-def replace_by_attribute(root: nn.Sequential) -> None:
+def replace_by_attribute(root: Any) -> None:
     root[0].weight = nn.Parameter(torch.zeros(3, 3))
 
 
-def replace_in_the_dictionary(root: nn.Sequential) -> None:
+def replace_in_the_dictionary(root: Any) -> None:
     root[0]._parameters["weight"] = nn.Parameter(torch.zeros(3, 3))
 
 
-def add(root: nn.Sequential) -> None:
+def add(root: Any) -> None:
     root[2].register_parameter("more", nn.Parameter(torch.zeros(1)))
 
 
-def drop(root: nn.Sequential) -> None:
+def drop(root: Any) -> None:
     root[0].bias = None
 
 
-def tie(root: nn.Sequential) -> None:
+def tie(root: Any) -> None:
     root[3].weight = root[0].weight
 
 
-def rename(root: nn.Sequential) -> None:
+def rename(root: Any) -> None:
     root[0]._parameters["kernel"] = root[0]._parameters.pop("weight")
     root[0]._parameters["bias"] = root[0]._parameters.pop("bias")
 
 
-def change_places(root: nn.Sequential) -> None:
+def change_places(root: Any) -> None:
     """The same names and objects in the same order, in other modules."""
     root[2][0]._parameters["bias"], root[3]._parameters["weight"] = (
         root[3]._parameters["weight"],
@@ -52,25 +53,25 @@ def change_places(root: nn.Sequential) -> None:
     )
 
 
-def move_on(root: nn.Sequential) -> None:
+def move_on(root: Any) -> None:
     """The last of one module becomes the first of the next."""
     bias = root[2][0]._parameters.pop("bias")
     root[3]._parameters = {"bias": bias, "weight": root[3]._parameters["weight"]}
 
 
-def replace_a_buffer(root: nn.Sequential) -> None:
+def replace_a_buffer(root: Any) -> None:
     root[1]._buffers["running_mean"] = torch.zeros(3)
 
 
-def replace_a_module(root: nn.Sequential) -> None:
+def replace_a_module(root: Any) -> None:
     root[2] = nn.Linear(3, 3)
 
 
-def add_a_module(root: nn.Sequential) -> None:
+def add_a_module(root: Any) -> None:
     root[2].append(nn.Tanh())
 
 
-def change_the_class(root: nn.Sequential) -> None:
+def change_the_class(root: Any) -> None:
     class WithExtraState(nn.Linear):
         def get_extra_state(self) -> int:
             return 1
@@ -105,14 +106,14 @@ def test_whatever_is_exchanged_is_seen(change: Callable[[nn.Sequential], None]) 
 
 @pytest.mark.parametrize("change", [one for one in CHANGES if one not in (rename, change_the_class)])
 def test_a_glance_sees_whatever_is_another_object_or_elsewhere(change: Callable[[nn.Sequential], None]) -> None:
-    root = net()
+    root: Any = net()
     structure = ModuleStructure({"model": root})
     assert structure.seems_to_stand()
     change(root)
     assert not structure.seems_to_stand()
 
 
-def replace_a_layer(root: nn.Sequential) -> None:
+def replace_a_layer(root: Any) -> None:
     root[3] = nn.Linear(3, 3)
 
 
@@ -157,23 +158,23 @@ def test_a_step_may_exchange_tensors_and_modules_for_others_of_their_kind(
     undo.begin()
 
 
-def new_activation(root: nn.Sequential) -> None:
+def new_activation(root: Any) -> None:
     root[2] = nn.GELU()
 
 
-def change_order(root: nn.Sequential) -> None:
+def change_order(root: Any) -> None:
     root[0], root[3] = root[3], root[0]
 
 
-def late_buffer(root: nn.Sequential) -> None:
+def late_buffer(root: Any) -> None:
     root.register_buffer("late", torch.zeros(1))
 
 
-def grow_a_buffer(root: nn.Sequential) -> None:
+def grow_a_buffer(root: Any) -> None:
     root[1].running_mean = torch.zeros(4)
 
 
-def widen_a_buffer(root: nn.Sequential) -> None:
+def widen_a_buffer(root: Any) -> None:
     root[1].double()
 
 
@@ -217,7 +218,7 @@ def test_a_cache_that_is_not_kept_may_come_and_grow() -> None:
 
 
 def test_what_is_tracked_twice_has_not_moved() -> None:
-    root = net()
+    root: Any = net()
     undo = begun(root, head=root[3])
     root[1].running_mean = torch.zeros(3)
     undo.ended()
@@ -235,7 +236,7 @@ def begun(root: nn.Module, **others: nn.Module) -> UnitUndo:
 
 
 def test_what_is_written_into_it_leaves_a_structure_as_it_is() -> None:
-    root = net()
+    root: Any = net()
     structure = ModuleStructure({"model": root})
     with torch.no_grad():
         root[0].weight.add_(1)
@@ -259,7 +260,8 @@ def test_a_scripted_module_has_a_structure() -> None:
 
 def test_a_parameter_that_was_exchanged_between_two_steps_is_put_back_where_it_is_now() -> None:
     """No optimizer trains it: what a step does to the new one is undone, though nobody has said that there is a new one."""
-    state, root = TrackedState(), nn.ModuleDict({"average": nn.Linear(2, 2)})
+    state = TrackedState()
+    root: Any = nn.ModuleDict({"average": nn.Linear(2, 2)})
     state.track("model", root)
     undo = UnitUndo(state)
     undo.begin(audit=True)
@@ -273,7 +275,8 @@ def test_a_parameter_that_was_exchanged_between_two_steps_is_put_back_where_it_i
 
 
 def test_a_group_that_trains_another_parameter_of_the_same_number_is_seen() -> None:
-    state, root = TrackedState(), nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])
+    state = TrackedState()
+    root: Any = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])
     optimizer = torch.optim.SGD([root[0].weight], lr=1.0)
     state.track("model", root)
     state.track("optimizer", optimizer)

@@ -42,15 +42,15 @@ def test_as_long_as_nothing_changes_it_is_told_once() -> None:
     assert state.infos(state.parts()) is first
 
 
-def transposed(model: nn.Module, _: torch.optim.Optimizer) -> None:
+def transposed(model: Any, _: torch.optim.Optimizer) -> None:
     model[2].weight.data = model[2].weight.data.t().contiguous().t()
 
 
-def other_dtype(model: nn.Module, _: torch.optim.Optimizer) -> None:
+def other_dtype(model: Any, _: torch.optim.Optimizer) -> None:
     model[0].double()
 
 
-def a_gradient(model: nn.Module, _: torch.optim.Optimizer) -> None:
+def a_gradient(model: Any, _: torch.optim.Optimizer) -> None:
     model[0].weight.grad = torch.zeros_like(model[0].weight)
 
 
@@ -62,7 +62,7 @@ def tensor_rate(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
 
 
-def another_buffer(model: nn.Module, _: torch.optim.Optimizer) -> None:
+def another_buffer(model: Any, _: torch.optim.Optimizer) -> None:
     model[1].register_buffer("more", torch.zeros(3))
 
 

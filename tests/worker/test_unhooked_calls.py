@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from rackrun.worker.torch_compat import unhooked_calls
 
@@ -61,7 +61,7 @@ def test_a_backward_of_a_part_is_none(listening: Listening) -> None:
 
 
 def test_a_batch_is_told_with_what_the_attempt_was_when_its_iteration_began(listening: Listening) -> None:
-    batches = iter(DataLoader([1.0, 2.0]))
+    batches = iter(DataLoader(cast("Dataset[float]", [1.0, 2.0])))
     listening.attempt = 8
     assert [float(batch) for batch in batches] == [1.0, 2.0]
     assert listening.heard == [("reads", 7)] * 3, "the third finds the end"
@@ -81,7 +81,7 @@ def test_without_a_listener_they_are_torchs_own(listening: Listening) -> None:
     unhooked_calls.listen(None)
     weight = torch.ones(1, requires_grad=True)
     weight.sum().backward()
-    assert list(map(float, DataLoader([1.0]))) == [1.0]
+    assert list(map(float, DataLoader(cast("Dataset[float]", [1.0])))) == [1.0]
     assert not listening.heard
 
 

@@ -60,7 +60,8 @@ def test_generators_and_tensors_of_tracked_objects_are_tracked() -> None:
 @pytest.mark.parametrize("loads", [True, False])
 def test_what_a_tracked_object_saves_and_loads_by_a_variables_name_is_tracked(loads: bool) -> None:
     """A small class around a dictionary of `main`."""
-    state, counters, elsewhere = TrackedState(), {"tokens": 0, "curve": []}, {"n": 0}  # type: ignore[var-annotated]
+    state, elsewhere = TrackedState(), {"n": 0}
+    counters: dict[str, Any] = {"tokens": 0, "curve": []}
 
     class Box:
         def state_dict(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def test_what_a_tracked_object_saves_and_loads_by_a_variables_name_is_tracked(lo
                 counters.update(told)
 
     if not loads:
-        Box.load_state_dict = lambda *_: None  # type: ignore[method-assign, assignment]
+        Box.load_state_dict = lambda *_: None  # type: ignore[method-assign]
     state.track("box", Box())
 
     def step(number: int) -> None:
@@ -151,7 +152,8 @@ def test_what_a_hook_of_ddp_feeds_back_is_untracked_unless_it_is_tracked(
             model = ddp(run)
             state = state_class(None, start_powerSGD_iter=100)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            fit(run, model, adam(model), **dict.fromkeys(tracked, state))
+            more: dict[str, Any] = dict.fromkeys(tracked, state)
+            fit(run, model, adam(model), **more)
 
         return main
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from rackrun.worker.script.user_line import user_frame, user_line
@@ -13,7 +13,7 @@ from rackrun.worker.script.user_line import user_frame, user_line
 HERE = str(Path(__file__)).removeprefix(os.getcwd() + os.sep)
 
 
-def paused() -> Iterator[types.FrameType]:
+def paused() -> Generator[types.FrameType]:
     yield sys._getframe()
 
 

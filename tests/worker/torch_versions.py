@@ -129,7 +129,7 @@ def environment(version: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         print(f"== installing torch {version} in {folder.relative_to(ROOT)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, f"torch=={version}"], check=True)
         subprocess.run([*pip, "-e", f"{ROOT}[dev]"], check=True, cwd=ROOT)
         ready.touch()
@@ -171,7 +171,7 @@ def row(version: str, workers: list[str]) -> dict[str, str]:
 
 def tests(python: Path, which: list[str], marked: str) -> tuple[str, list[str]]:
     """What pytest says at its end, and the tests that failed."""
-    command = [python, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", marked, *which]
+    command = [str(python), "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", marked, *which]
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -74,7 +74,7 @@ class Nvml:
     def open(cls) -> Nvml | NvmlUnavailable:
         """Load NVML and begin to listen. Return why NVML is not available instead of raising."""
         try:
-            import pynvml  # type: ignore[import-untyped]
+            import pynvml
         except ImportError as error:
             return NvmlUnavailable(why="missing", what=f"{error}.", remedy="pip install nvidia-ml-py")
         try:

@@ -112,7 +112,8 @@ def measure_calls(run: rackrun.Run) -> None:
         return 1e6 * statistics.median(times)
 
     COSTS["elastic_us"] = cost(lambda: group.allreduce([tensor], options))
-    COSTS["bare_us"] = cost(lambda: inner.allreduce([tensor], options)) if hasattr(inner, "allreduce") else None
+    reduce = getattr(inner, "allreduce", None)
+    COSTS["bare_us"] = cost(lambda: reduce([tensor], options)) if reduce else None
 
 
 # -- the host's side of a world of GPUs

@@ -231,7 +231,7 @@ def bare() -> None:
     for block in range(ARGS.cold_blocks + ARGS.blocks):
         blocks.begin()
         for number in range(ARGS.block):
-            blocks.step(lambda number=number, block=block: train_step(block * ARGS.block + number))  # type: ignore[misc]
+            blocks.step(lambda number=number, block=block: train_step(block * ARGS.block + number))
         blocks.end()
 
 
@@ -268,14 +268,14 @@ def elastic(run: rackrun.Run) -> None:
         if at < timed:
             if at % ARGS.block == 0:
                 blocks.begin()
-            blocks.step(lambda step=step: train_step(step))  # type: ignore[misc]
+            blocks.step(lambda step=step: train_step(step))
             if at % ARGS.block == ARGS.block - 1:
                 blocks.end()
         else:
             if at == timed:
                 blocks.alone()
             between.step_begins()
-            seen += waits_of(lambda step=step: train_step(step), device)  # type: ignore[misc]
+            seen += waits_of(lambda step=step: train_step(step), device)
     ours = [one for one in seen if "rackrun/" in one.filename]
     places = sorted({f"{Path(one.filename).name}:{one.lineno}" for one in ours})
     blocks.finish(syncs=len(ours) / ARGS.block if ARGS.syncs else None, places=places)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
 
@@ -94,13 +94,13 @@ class EightBits(nn.Linear):
         self.register_buffer("largest", torch.full((), 4.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = InEightBits.apply(x, self.weight, self.largest) + self.bias
+        out: Tensor = InEightBits.apply(x, self.weight, self.largest) + self.bias  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self.largest.copy_(0.9 * self.largest + 0.1 * x.abs().amax())
         return out
 
 
-def model_of() -> nn.Module:
+def model_of() -> nn.Sequential:
     parts: list[nn.Module] = []
     for _ in range(ARGS.layers):
         layer = EightBits(ARGS.width) if ARGS.fp8 else nn.Linear(ARGS.width, ARGS.width)
@@ -133,7 +133,9 @@ def main(run: rackrun.Run) -> None:
     if ARGS.wrap == "tp":
         assert run.mesh is not None
         layers = [name for name, part in blocks.named_children() if isinstance(part, nn.Linear)]
-        plan = {name: ColwiseParallel() if at % 2 == 0 else RowwiseParallel() for at, name in enumerate(layers)}
+        plan: dict[str, ParallelStyle] = {
+            name: ColwiseParallel() if at % 2 == 0 else RowwiseParallel() for at, name in enumerate(layers)
+        }
         parallelize_module(blocks, run.mesh["tp"], plan)
         fully_shard(blocks, mesh=run.mesh["dp"])
     elif ARGS.wrap == "fsdp":
@@ -164,14 +166,14 @@ def main(run: rackrun.Run) -> None:
         total = next(model.parameters()).detach().sum().reshape(1).clone()
         strikes.at("phase", run.rank, phases, record)
         dist.all_reduce(total)
-        value = total.item()  # what a script may act on: it must be everybody's, or not come here
+        value = float(total.item())  # what a script may act on: it must be everybody's, or not come here
         record.write("phase", rank=run.rank, value=value.hex())
 
     if ARGS.phases:
         run.every(ARGS.phases, phase)
 
     @run.step
-    def train_step(step: rackrun.Step) -> tuple[Tensor, list[int]]:
+    def train_step(step: rackrun.Step) -> tuple[float, list[int]]:
         at = int(step)
         record.write("begin", rank=run.rank, step=at, attempt=step.attempt)
         strikes.at("begin", run.rank, at, record)

@@ -59,11 +59,15 @@ def hold(count: int, number: int | None = None) -> None:
 @rackrun.elastic(global_batch_size=8, micro_batch_size=2, seed=3, snapshot_every=2)
 def main(run: rackrun.Run) -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, 64), nn.Dropout(0.2), nn.Linear(64, WIDTH))
+    model: nn.Module = layers
     if MODE == "fsdp":
         for layer in layers:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer)
-    model = DDP(layers) if MODE == "ddp" else fully_shard(layers)
+    if MODE == "ddp":
+        model = DDP(layers)
+    else:
+        fully_shard(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Points())

@@ -57,7 +57,11 @@ def commanded(name: str) -> bool:
 @rackrun.elastic(global_batch_size=8, micro_batch_size=2, seed=3, snapshot_every=1 if MODE == "fsdp" else None)
 def main(run: rackrun.Run) -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Linear(16, WIDTH))
-    model: nn.Module = fully_shard(layers) if MODE == "fsdp" else DDP(layers)
+    model: nn.Module = layers
+    if MODE == "fsdp":
+        fully_shard(layers)
+    else:
+        model = DDP(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Points())

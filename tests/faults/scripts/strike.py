@@ -241,25 +241,25 @@ class Striker:
             group.ElasticGroup.sum_on_host,
         )
 
-        def patched_run(elastic_group: Any, *args: Any, **more: Any) -> Any:
+        def patched_run(*args: Any, **more: Any) -> Any:
             if not self._in_gate:
                 self.here("entering a collective")
-            work = run(elastic_group, *args, **more)
+            work = run(*args, **more)
             if isinstance(work, collective_work.GuardedWork):
                 self._strike_soon(IN_GATE if self._in_gate else IN_COLLECTIVE)
             return work
 
-        def patched_pass_gate(*args: Any) -> None:
+        def patched_pass_gate(*args: Any, **more: Any) -> None:
             self._in_gate = True
             try:
-                pass_gate(*args)
+                pass_gate(*args, **more)
             finally:
                 self._in_gate = False
 
-        def patched_sum_on_host(*args: Any) -> None:
+        def patched_sum_on_host(*args: Any, **more: Any) -> None:
             if self._in_gate:
                 self.here("gate entered")
-            sum_on_host(*args)
+            sum_on_host(*args, **more)
             if self._in_gate:
                 self.here("gate reduced")
 
@@ -269,16 +269,17 @@ class Striker:
 
     def _patch_snapshots(self) -> None:
         """After its head and what may change next; its other tensors and the seal are to come."""
+        from rackrun.checkpoint.image.host_copies import ImageCopy
         from rackrun.worker.snapshots import shard_snapshots
 
-        image_copy = shard_snapshots.ImageCopy
+        image_copy = ImageCopy
 
         def patched(*args: Any) -> Any:
             begun = image_copy(*args)
             self.here("snapshot half written")
             return begun
 
-        shard_snapshots.ImageCopy = patched  # type: ignore[assignment, misc]
+        shard_snapshots.ImageCopy = patched  # type: ignore[attr-defined,assignment]  # its import, replaced
 
     def _strike_soon(self, place: str) -> None:
         """From another thread, when this one waits in the collective that it has just entered."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from strike import Striker
+from strike import Striker  # type: ignore[import-not-found]  # it lies beside this script
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -52,7 +52,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(self.up(self.norm(x)).relu()))
+        added: Tensor = self.drop(self.down(self.up(self.norm(x)).relu()))
+        return x + added
 
 
 @rackrun.elastic(
