@@ -121,8 +121,8 @@ def test_moments_only_grow() -> None:
 def test_workers_that_ticked_while_their_agent_stood_still_for_4_seconds_ran(
     before: dict[str, int], now: dict[str, int], ran: bool | None
 ) -> None:
-    alike = ({worker: (ticks, 7) for worker, ticks in which.items()} for which in (before, now))
-    assert workers_ran(*alike, 4 * S) is ran
+    then, at = ({worker: (ticks, 7) for worker, ticks in which.items()} for which in (before, now))
+    assert workers_ran(then, at, 4 * S) is ran
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,9 @@ def test_a_time_of_a_main_thread_that_could_not_be_read_says_nothing(then_s: flo
     assert workers_ran({"a": (70, round(then_s * S))}, {"a": (71, round(now_s * S))}, 4 * S) is False
 
 
-async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_lock_says_so(rig, monkeypatch):
+async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_lock_says_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
     await rig.start(HOLDS)
     await rig.start_worker()
@@ -150,8 +152,8 @@ async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_
     os.kill(rig.agent, signal.SIGSTOP)
     await asyncio.sleep(2.5)  # this is how long it is stopped
     os.kill(rig.agent, signal.SIGCONT)
-    told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
-    assert told.message.workers_ran is not False
+    told = await rig.coordinator.said(TrayStoodStill)
+    assert told.workers_ran is not False
     assert await rig.end() == 0
 
 
