@@ -35,7 +35,7 @@ def when_the_step_is_committed(run: Run) -> None:
     def then(self: UnitRunner, at: object, *more: object) -> None:
         committed(self, at, *more)  # type: ignore[arg-type]
         if self.passed.step == LAST:
-            self._settle()
+            self._parts.settle()
             dies(run)
 
     UnitRunner._committed = then  # type: ignore[method-assign,assignment]
