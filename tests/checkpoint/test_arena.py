@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -153,6 +154,27 @@ def test_what_is_abandoned_while_threads_digest_it_leaves_none(path: Path):
             writer.filled(ROOM, 3)
         assert threading.active_count() == before
         assert states(arena)[0][0] == "FREE"
+
+
+def test_all_that_is_begun_when_an_arena_is_closed_is_abandoned(path: Path):
+    before, arena = threading.active_count(), create(path)
+    for number in (1, 2):
+        arena.begin(number, number).filled(ROOM, 2)
+    arena.close()
+    assert threading.active_count() == before
+    with Arena.attach(path, job=JOB) as other:
+        assert [state for state, _ in states(other)][:2] == ["FREE", "FREE"]
+
+
+def test_threads_that_digest_end_although_the_slot_cannot_be_freed(path: Path, monkeypatch: pytest.MonkeyPatch):
+    with create(path) as arena:
+        before, writer = threading.active_count(), arena.begin(1, 10)
+        writer.filled(ROOM, 3)
+        with monkeypatch.context() as failing:
+            failing.setattr(arena._file, "check", Mock(side_effect=OSError(5, "no such disk")))
+            with pytest.raises(OSError, match="no such disk"):
+                writer.abandon()
+        assert threading.active_count() == before
 
 
 def test_a_byte_changed_after_it_was_called_final_shows_as_damage(path: Path):

@@ -57,11 +57,24 @@ def test_no_chunk_is_begun_once_its_digests_are_stopped(monkeypatch: pytest.Monk
     for index in range(3):
         digests.add(index, memoryview(bytes(index + 1)))
     assert begun.wait(60.0)
-    finish = digests.finish
-    monkeypatch.setattr(digests, "finish", lambda: (may_end.set(), finish())[1])
+    end_threads = digests._end_threads
+    monkeypatch.setattr(digests, "_end_threads", lambda: (may_end.set(), end_threads())[1])
     digests.stop()
     assert digests._found == {0: 1}
     assert threading.active_count() == before
+
+
+def test_a_chunk_that_cannot_be_digested_is_an_error_and_ends_no_thread_early():
+    before = threading.active_count()
+    digests, released = ChunkDigests(1), memoryview(b"1")
+    released.release()
+    digests.add(0, released)
+    digests.add(1, memoryview(b"123456789"))
+    with pytest.raises(ValueError, match="released"):
+        digests.finish()
+    assert digests._found == {1: 0xE3069283}
+    assert threading.active_count() == before
+    digests.stop()
 
 
 def test_an_empty_payload_has_no_chunks():
