@@ -121,8 +121,8 @@ def test_moments_only_grow() -> None:
 def test_workers_that_ticked_while_their_agent_stood_still_for_4_seconds_ran(
     before: dict[str, int], now: dict[str, int], ran: bool | None
 ) -> None:
-    alike = ({worker: (ticks, 7) for worker, ticks in which.items()} for which in (before, now))
-    assert workers_ran(*alike, 4 * S) is ran
+    then, at_last = ({worker: (ticks, 7) for worker, ticks in which.items()} for which in (before, now))
+    assert workers_ran(then, at_last, 4 * S) is ran
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,9 @@ def test_a_worker_whose_main_thread_ran_without_a_tick_held_the_interpreters_loc
     assert workers_ran({"a": (70, 0), "b": (70, 0)}, {"a": (71, 0), "b": (71, round(ran_s * S))}, 4 * S) is ran
 
 
-async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_lock_says_so(rig, monkeypatch):
+async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_lock_says_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standstill, "BOUND_NS", 500_000_000)
     await rig.start(HOLDS)
     await rig.start_worker()
@@ -145,6 +147,7 @@ async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_
     await asyncio.sleep(2.5)  # this is how long it is stopped
     os.kill(rig.agent, signal.SIGCONT)
     told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
+    assert isinstance(told.message, TrayStoodStill)
     assert told.message.workers_ran is not False
     assert await rig.end() == 0
 
