@@ -1,7 +1,7 @@
 # Every target makes the virtual environment it needs. Nothing has to be installed by hand but Python 3.11 or newer.
 #
 #   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
-#   make test     the tests, on all cores        make check    lint, format, types (make types: mypy alone)
+#   make test     the tests, on all cores        make check    lint, format, types, also of scripts in the docs
 #                 ARGS="-n 0" for one test at a time; other ARGS are pytest's too
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
@@ -74,6 +74,7 @@ check: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(MAKE) --no-print-directory types
+	@$(PY) -m pytest -q -m types tests/typing
 
 # The packages of pyproject.toml, then what runs as a script and imports its neighbours by their bare names. Three runs,
 # because a run knows a name once: benchmarks/filler.py and benchmarks/workloads/filler.py are both `filler`.

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from rackrun.errors import RackrunError, UsageError
+from rackrun.link.process.import_speed import without_collections
 from rackrun.link.process.process_exit import code_of, end_process
 from rackrun.link.process.standard_streams import open_closed_streams, say_what_can_be_said
 from rackrun.version import __version__
@@ -71,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
-    from rackrun.launch.options.arguments import parse
+    with without_collections():
+        from rackrun.launch.options.arguments import parse
     from rackrun.launch.run.rendezvous import listen, meet
     from rackrun.launch.run.run_directory import RunDirectory, new_run_id, read_token
 

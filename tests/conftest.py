@@ -27,6 +27,8 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
+from rackrun.link.process.import_speed import without_collections
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: what forks has no thread that its child would wait for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +38,13 @@ settings.load_profile("rackrun")  # how fast the machine is must fail no test
 
 
 # -- collections of garbage ------------------------------------------------------------------------------------------
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While modules are imported and tests are made of them there is no garbage; looking for it takes a sixth of the time."""
+    with without_collections():
+        return (yield)
+
+
 def pytest_collection_finish() -> None:
     """What is here by now stays to the end. Tests fork thousands of processes, and each would look through it, and so copy it."""
     gc.collect()

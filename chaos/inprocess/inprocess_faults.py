@@ -300,7 +300,7 @@ def _hook_witness(witness: StateRecorder) -> None:
 
     def hooked_finish(self: Any) -> None:
         finish(self)
-        witness.write(self, self._last_step + 1)
+        witness.write(self, self._parts.last_step + 1)
 
     runner.run, runner.finish = hooked_run, hooked_finish  # type: ignore[method-assign]
 

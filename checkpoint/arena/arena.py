@@ -308,7 +308,7 @@ class Arena:
         """Give the claim back and close the file. Slots that were begun and not sealed are free again."""
         if self._file.fd < 0:
             return
-        for writer in self._writers:
+        for writer in tuple(self._writers):
             writer.abandon()
         if self._me is not None:
             # fenced or damaged: there is no claim to give back

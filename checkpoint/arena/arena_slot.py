@@ -141,10 +141,12 @@ class SlotWriter:
         """Free the slot. No effect after `seal`, or when another writer has taken over."""
         if self not in self._arena._writers:
             return
-        with contextlib.suppress(StaleFencingToken, DuplicateOwner, IntegrityError), self._arena._changing():
-            self._check_ours()
-            self._arena._store(SlotHeader(self._header.arena_id, self.index), "arena.abandon")
-        self._end()
+        try:
+            with contextlib.suppress(StaleFencingToken, DuplicateOwner, IntegrityError), self._arena._changing():
+                self._check_ours()
+                self._arena._store(SlotHeader(self._header.arena_id, self.index), "arena.abandon")
+        finally:
+            self._end()
 
     def __enter__(self) -> SlotWriter:
         return self

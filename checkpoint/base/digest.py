@@ -59,22 +59,21 @@ class ChunkDigests:
         self._threads: list[threading.Thread] = []
         self._chunks: SimpleQueue[tuple[int, memoryview] | None] = SimpleQueue()
         self._found: dict[int, int] = {}
+        self._error: BaseException | None = None
 
     def add(self, index: int, chunk: memoryview) -> None:
         """Have the chunk digested, which must not change before `finish` returns."""
         self._chunks.put((index, chunk))
         if len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._digest, name=f"rackrun-digest-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def finish(self) -> dict[int, int]:
-        """Wait for all chunks, end the threads, and return the CRCs: index -> CRC32C."""
-        for _ in self._threads:
-            self._chunks.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+        """Wait for all chunks, end the threads, and return the CRCs: index -> CRC32C. Raises the first error of a thread."""
+        self._end_threads()
+        if self._error is not None:
+            raise self._error
         return self._found
 
     def stop(self) -> None:
@@ -82,11 +81,21 @@ class ChunkDigests:
         while not self._chunks.empty():
             with contextlib.suppress(Empty):  # a thread was faster
                 self._chunks.get_nowait()
-        self.finish()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        for _ in self._threads:
+            self._chunks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
     def _digest(self) -> None:
         for index, chunk in iter(self._chunks.get, None):
-            self._found[index] = crc(chunk)
+            try:
+                self._found[index] = crc(chunk)
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                self._error = self._error or error
 
 
 def content_digest(data: bytes) -> str:

@@ -19,9 +19,9 @@ __all__ = ["DeviceCopies"]
 
 _AS_THEY_ARE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 }  # fmt: skip
-"""dtypes of which torch copies contiguous tensors bit by bit."""
+"""dtypes of which torch copies contiguous tensors bit by bit. A bool on the host becomes 0 or 1 on the way."""
 _KEPT = 4
 """How many images' places are kept: two snapshots, and two checkpoints on their way."""
 

@@ -24,7 +24,7 @@ from rackrun.chaos.simulator.fuzzing.fuzz import Tally, play, reduce
 from rackrun.coordinator.shell.driver import Driver
 
 pytestmark = pytest.mark.timeout(1_200)  # whichever test is the first plays all seeds, beside whatever else runs
-SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 200
+SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 100
 
 
 class Played(NamedTuple):
@@ -99,7 +99,7 @@ def test_seeds_that_have_found_something_find_nothing_any_more(seed: int) -> Non
 
 @pytest.mark.stories
 def test_no_later_seed_does_either() -> None:
-    failed = [outcome for seed in range(SEEDS, SEEDS + 300) if (outcome := play(seed)).violation]
+    failed = [outcome for seed in range(SEEDS, SEEDS + 400) if (outcome := play(seed)).violation]
     assert not failed, all_that_failed(failed)
 
 
@@ -107,7 +107,7 @@ def test_no_later_seed_does_either() -> None:
 def test_every_mark_is_seen_by_some_seed(tally: Tally) -> None:
     """The rarest by one seed in some hundred: where the first ones miss them, more are played."""
     missing = {mark for mark in MARKS if not tally.marks[mark]}
-    for seed in range(SEEDS, SEEDS + 2800):
+    for seed in range(SEEDS, SEEDS + 2900):
         if not missing:
             break
         outcome = play(seed)
@@ -151,15 +151,15 @@ def test_a_seed_that_finds_nothing_is_not_reduced() -> None:
 
 def test_many_seeds_are_gone_through_once_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "tally"
-    assert main(["fuzz", "--seeds", "0:60", "--tally", str(kept)]) == 0
-    assert "60 seeds in" in capsys.readouterr().out
+    assert main(["fuzz", "--seeds", "0:52", "--tally", str(kept)]) == 0
+    assert "52 seeds in" in capsys.readouterr().out
     lines = kept.read_bytes()
-    assert [json.loads(line)["stop"] for line in lines.splitlines()] == [50, 60]
+    assert [json.loads(line)["stop"] for line in lines.splitlines()] == [50, 52]
     with kept.open("ab") as file:
         file.write(b'{"start": 100, "st')  # it was killed while it wrote
-    assert main(["fuzz", "--seeds", "0:60", "--tally", str(kept)]) == 0
+    assert main(["fuzz", "--seeds", "0:52", "--tally", str(kept)]) == 0
     out = capsys.readouterr().out
-    assert "60 of 60 seeds are known already" in out
+    assert "52 of 52 seeds are known already" in out
     assert "seeds in" not in out
     assert kept.read_bytes() == lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,8 @@ def read(arena: Arena, number: int, **which: Any) -> bytes:
 
 def states(arena: Arena) -> list[tuple[str, int]]:
     return [(slot.state.name, slot.number) for slot in arena.slots()]
+
+
+def digesting() -> list[threading.Thread]:
+    """The threads that compute digests now."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rackrun-digest")]

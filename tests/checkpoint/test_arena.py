@@ -6,9 +6,9 @@ import contextlib
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from rackrun.checkpoint.base.errors import (
     NoUsableCheckpoint,
     StaleFencingToken,
 )
-from tests.checkpoint.arenas import CHUNK, JOB, ROOM, content, create, read, save, states
+from tests.checkpoint.arenas import CHUNK, JOB, ROOM, content, create, digesting, read, save, states
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -148,11 +148,31 @@ def test_what_is_digested_while_it_is_filled_is_sealed_the_same(fills: list[tupl
 
 def test_what_is_abandoned_while_threads_digest_it_leaves_none(path: Path) -> None:
     with create(path) as arena:
-        before = threading.active_count()
         with arena.begin(1, 10) as writer:
             writer.filled(ROOM, 3)
-        assert threading.active_count() == before
+        assert not digesting()
         assert states(arena)[0][0] == "FREE"
+
+
+def test_all_that_is_begun_when_an_arena_is_closed_is_abandoned(path: Path) -> None:
+    arena = create(path)
+    for number in (1, 2):
+        arena.begin(number, number).filled(ROOM, 2)
+    arena.close()
+    assert not digesting()
+    with Arena.attach(path, job=JOB) as other:
+        assert [state for state, _ in states(other)][:2] == ["FREE", "FREE"]
+
+
+def test_threads_that_digest_end_although_the_slot_cannot_be_freed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with create(path) as arena:
+        writer = arena.begin(1, 10)
+        writer.filled(ROOM, 3)
+        with monkeypatch.context() as failing:
+            failing.setattr(arena._file, "check", Mock(side_effect=OSError(5, "no such disk")))
+            with pytest.raises(OSError, match="no such disk"):
+                writer.abandon()
+        assert not digesting()
 
 
 def test_a_byte_changed_after_it_was_called_final_shows_as_damage(path: Path) -> None:

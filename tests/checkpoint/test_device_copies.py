@@ -29,7 +29,7 @@ def tensors() -> Tensors:
         "c": torch.randn(9).to(torch.bfloat16),
         "d": torch.tensor(3.5, dtype=torch.float64),
         "e": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "f": torch.tensor([True, False, True]),
+        "f": torch.tensor([1, 0, 7], dtype=torch.uint8).view(torch.bool),
         "g": conjugate,
         "h": torch.empty(0),
         "i": torch.full((40,), float("nan")),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rackrun.checkpoint.base import digest
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, ChunkDigests, chunk_crcs, content_digest, crc
+from tests.checkpoint.arenas import digesting
 
 
 def test_crc_is_the_published_crc32c() -> None:
@@ -31,10 +32,6 @@ def test_there_is_one_crc_a_chunk_whatever_the_threads(data: bytes, chunk_bytes:
     crcs = chunk_crcs(memoryview(data), chunk_bytes, threads)
     assert crcs.dtype == np.uint32
     assert crcs.tolist() == expected
-
-
-def digesting() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("rackrun-digest")]
 
 
 @given(chunks=st.lists(st.binary(max_size=50), max_size=20), threads=st.integers(1, 4))
@@ -60,11 +57,28 @@ def test_no_chunk_is_begun_once_its_digests_are_stopped(monkeypatch: pytest.Monk
     for index in range(3):
         digests.add(index, memoryview(bytes(index + 1)))
     assert begun.wait(60.0)
-    finish = digests.finish
-    monkeypatch.setattr(digests, "finish", lambda: (may_end.set(), finish())[1])
+    end_threads = digests._end_threads
+
+    def let_end() -> None:
+        may_end.set()
+        end_threads()
+
+    monkeypatch.setattr(digests, "_end_threads", let_end)
     digests.stop()
     assert digests._found == {0: 1}
     assert not digesting()
+
+
+def test_a_chunk_that_cannot_be_digested_is_an_error_and_ends_no_thread_early() -> None:
+    digests, released = ChunkDigests(1), memoryview(b"1")
+    released.release()
+    digests.add(0, released)
+    digests.add(1, memoryview(b"123456789"))
+    with pytest.raises(ValueError, match="released"):
+        digests.finish()
+    assert digests._found == {1: 0xE3069283}
+    assert not digesting()
+    digests.stop()
 
 
 def test_an_empty_payload_has_no_chunks() -> None:

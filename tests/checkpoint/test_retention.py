@@ -262,7 +262,11 @@ def test_a_late_writer_of_a_collected_checkpoint_fails_without_harm(tmp_path: Pa
 
 # -- what fails
 @pytest.mark.parametrize("onward", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("how", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [errno.EIO, *(pytest.param(how, marks=pytest.mark.stories) for how in (errno.ENOSPC, errno.EROFS, errno.ESTALE))],
+    ids=str,
+)
 def test_whichever_call_fails_it_does_not_raise_and_the_newest_verified_stays(
     tmp_path: Path, how: int, onward: bool
 ) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from tests.typing.document_scripts import blocks, whole
 
+pytestmark = pytest.mark.types
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "tests" / "typing" / "scripts").glob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))

@@ -28,6 +28,7 @@ import socket
 import sys
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -91,9 +92,12 @@ from rackrun.protocol.ids import Generation, Position, Rank, Step, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import timer_named
 from rackrun.protocol.wire import FillerState, Logged, StateCopied, UnitCommitted, UnitSealed, decode_upward
+from rackrun.worker.loop import elastic as _elastic  # noqa: F401 - here, not in every worker
+from rackrun.worker.loop import main_entry as _main_entry  # noqa: F401
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
+from rackrun.worker.script.syntax_tree import syntax_tree
 from rackrun.worker.state.tracked_state import TrackedState
 from tests.worker.nccl_double import install
 
@@ -281,6 +285,10 @@ class TinyCluster:
         }
         if scale is not None:
             self._elastic["batch"] = scale
+        if isinstance(main, types.FunctionType):
+            syntax_tree(
+                main.__code__.co_filename
+            )  # every worker asks for it: it is parsed here, before they are forked
         self._slots = ranks + spares
         self.distant = False
         """Snapshots seem to lie on another host."""

@@ -473,7 +473,7 @@ def test_batch_norm_is_exact_wherever_two_die_one_after_the_other(seed: int, tra
 
 
 @pytest.mark.parametrize("main", [batch_norm_of_each_rank, batch_norm_and_its_average, large_queue_of_each_rank])
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(1, 12))])
 def test_buffers_of_each_rank_are_its_own_from_the_first_step_on(main: Script, seed: int, train: Train) -> None:
     """Also before ranks have been compared, which they are in the second step."""
     reference = train(main)

@@ -178,10 +178,10 @@ def fsdp_lion(run: Run) -> None:
         fsdp,
         fsdp_averaged,
         fsdp_averaged_late,
-        fsdp_lion,
-        fsdp_validated,
-        *(pytest.param(main, marks=pytest.mark.stories) for main in (fsdp_kept_gathered, fsdp_mixed_precision)),
-        fsdp_clipped,
+        *(
+            pytest.param(main, marks=pytest.mark.stories)
+            for main in (fsdp_lion, fsdp_validated, fsdp_kept_gathered, fsdp_mixed_precision, fsdp_clipped)
+        ),
     ],
     ids=lambda main: main.__name__,
 )

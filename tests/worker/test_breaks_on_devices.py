@@ -54,7 +54,10 @@ def by_future(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("mode", [*MODES, EARLY])
-@pytest.mark.parametrize("reduce", [synchronous, asynchronous, by_future])
+@pytest.mark.parametrize(
+    "reduce",
+    [synchronous, *(pytest.param(how, marks=pytest.mark.stories) for how in (asynchronous, by_future))],
+)
 def test_a_phase_whose_collective_is_aborted_does_not_give_its_script_what_that_leaves(
     reduce: Callable[[torch.Tensor], None], mode: str, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,13 @@ def objects(run: Run) -> torch.Tensor:
 USES = [nothing, collectives, one_pair, around_a_collective, around_a_ring, objects]
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "use",
+    [
+        use if use in {collectives, around_a_ring, objects} else pytest.param(use, marks=pytest.mark.stories)
+        for use in USES
+    ],
+)
 def test_a_loss_at_any_moment_changes_no_bit(train: Train, use: Use) -> None:
     reference = train(hierarchical(use), ranks=RANKS, spares=2, batch=BATCH)
     assert reference.exit_code == 0, reference

@@ -153,7 +153,7 @@ def dies_when_another_has_returned(mark: Path, gone: Path) -> Callable[[Run], No
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("returned", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.stories)])
 def test_after_a_loss_the_code_after_the_loop_runs_again_on_all_ranks(
     ranks: int, returned: bool, checkpoints: bool, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

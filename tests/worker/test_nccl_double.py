@@ -182,7 +182,9 @@ def ring(run: Run) -> None:
 
 
 @pytest.mark.parametrize("killed", [None, "enters a collective after Position(step=4"])
-@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize(
+    "mode", [None, MODES[0], *(pytest.param(mode, marks=pytest.mark.stories) for mode in MODES[1:])]
+)
 def test_sends_and_receives_of_a_batch_do_not_wait_for_each_other(
     mode: str | None, killed: str | None, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

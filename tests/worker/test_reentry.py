@@ -477,7 +477,7 @@ def lost_after_the_gate_of(at: Position, slot: str, ranks: int = 4) -> Callable[
         committed(self, position, *more)
         world = self._world
         if (position, world.generation) == (at, 1):
-            self._settle()
+            self._parts.settle()
             passed[world.rank] = 1
             while world._slot == slot and not all(passed[:]):
                 time.sleep(0.001)

@@ -333,7 +333,12 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over(monkeyp
     rewritten: list[list[int]] = []
     dropped: list[threading.Thread] = []
     drop = ImageCopy.drop
-    monkeypatch.setattr(ImageCopy, "drop", lambda copy: (dropped.append(threading.current_thread()), drop(copy))[1])
+
+    def noted(copy: ImageCopy) -> None:
+        dropped.append(threading.current_thread())
+        drop(copy)
+
+    monkeypatch.setattr(ImageCopy, "drop", noted)
 
     class Page:
         mirrored = -1

@@ -279,6 +279,34 @@ def test_a_loss_that_is_read_too_early_is_refused_without_a_fault(train: Train) 
     assert not ended.gates or max(ended.gates) <= Position(1)
 
 
+def keeps_its_steps(run: Run) -> None:
+    kept: list[Step] = []
+    model = ddp(run)
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        kept.append(step)
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        say(open=[int(one) for one in kept if one._ask_loss is not None], steps=len(kept))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def test_a_spare_that_takes_a_place_has_ended_the_step_that_it_had_tried(train: Train) -> None:
+    reference = train(keeps_its_steps, ranks=2)
+    ended = train(keeps_its_steps, ranks=2, kill={1: moments(reference, 1, "gate")[0]})
+    assert not ended.differences(reference), ended
+    assert ended.said[1] == {"open": [STEPS - 1], "steps": 4}, ended.said
+    assert ended.said[0]["open"] == [STEPS - 1], ended.said
+
+
 SCRIPT = """
 import torch, rackrun
 from torch import nn

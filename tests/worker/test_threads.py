@@ -46,6 +46,7 @@ BY_COPIES = {
 ON_HOST = {
     ("checkpoint/arena/arena_slot.py", "pool"): "memory of the host",
     ("checkpoint/base/digest.py", "pool"): "memory of the host",
+    ("checkpoint/base/digest.py", "self._digest"): "memory of the host",
     ("checkpoint/image/safetensors_image.py", "pool"): "pieces whose tensors lie on the host",
     ("checkpoint/durable/lease.py", "self._renew"): "files",
     ("checkpoint/redundancy/erasure_code.py", "pool"): "memory of the host",

@@ -33,6 +33,7 @@ import msgspec
 from rackrun.agent.host import proc
 from rackrun.agent.worker_start.worker_main import exec_fresh, run_worker
 from rackrun.link.process import descriptor_limit
+from rackrun.link.process.import_speed import without_collections
 from rackrun.protocol.agent_config import ScriptConfig
 from rackrun.protocol.boot import Boot
 from rackrun.protocol.commands import Worker
@@ -81,8 +82,14 @@ _boot: msgspec.msgpack.Decoder[Boot] = msgspec.msgpack.Decoder(Boot)
 
 def preload(modules: Iterable[str] = ()) -> list[str]:
     """Import the modules that workers will need. Return those that could not be imported, each with the reason."""
+    with without_collections():
+        failed = _import(_PRELOAD)
+    return failed + _import(modules)  # whether there are collections may be a matter of a user's module
+
+
+def _import(modules: Iterable[str]) -> list[str]:
     failed = []
-    for name in (*_PRELOAD, *modules):
+    for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - a user's module may raise anything; the script will say it again

@@ -663,9 +663,10 @@ class UnitRunner:
                 f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr
             )
         finally:
-            reached_gate = self._in_hand is not None and self._in_hand.reached_gate
-            self._in_hand = None
-            self._discard(reached_gate=reached_gate)
+            tried, self._in_hand = self._in_hand, None
+            if tried is not None:
+                tried.ended()
+            self._discard(reached_gate=tried is not None and tried.reached_gate)
 
     def _warm_optimizers(self) -> None:
         """Run each optimizer once, so that its state is allocated: as large as the model or twice that, it would

@@ -4,9 +4,10 @@ the loop lacks them."""
 from __future__ import annotations
 
 import ast
-import linecache
 import types
 from collections.abc import Iterator
+
+from rackrun.worker.script.syntax_tree import syntax_tree
 
 __all__ = ["unbound_without_a_turn"]
 
@@ -23,10 +24,8 @@ def unbound_without_a_turn(frame: types.FrameType) -> tuple[str, int] | None:
 
     Returns None if there is no such name, no such loop, or no source.
     """
-    source = "".join(linecache.getlines(frame.f_code.co_filename))
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    tree = syntax_tree(frame.f_code.co_filename)
+    if tree is None:
         return None
     at = frame.f_lineno
     for function in (node for node in ast.walk(tree) if isinstance(node, _Function)):

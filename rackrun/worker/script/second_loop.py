@@ -4,8 +4,9 @@ so it is looked for in advance."""
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Iterator, Sequence
+
+from rackrun.worker.script.syntax_tree import syntax_tree
 
 __all__ = ["ONE_LOOP", "second_loop"]
 
@@ -22,9 +23,8 @@ def second_loop(line: str) -> str:
     ``line``: from `user_line`; it begins a loop or is in a loop's head.
     """
     name, _, number = line.rpartition(":")
-    try:
-        tree = ast.parse("".join(linecache.getlines(name)))
-    except (SyntaxError, ValueError):
+    tree = syntax_tree(name)
+    if tree is None:
         return ""
     for block in _blocks(tree):
         for index, node in enumerate(block):

@@ -41,15 +41,14 @@ def keeps_something(line: str) -> bool:
     """Return whether the place ``line`` (``train.py:31``, from `user_line`) lies in an assignment, or in the condition
     of an ``if`` whose body assigns something. False where there is no source."""
     import ast
-    import linecache
+
+    from rackrun.worker.script.syntax_tree import syntax_tree
 
     name, _, number = line.rpartition(":")
     if not number.isdigit():
         return False
-    source = "".join(linecache.getlines(name))
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    tree = syntax_tree(name)
+    if tree is None:
         return False
     at = int(number)
     names = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.withitem)
