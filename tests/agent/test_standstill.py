@@ -121,8 +121,8 @@ def test_moments_only_grow() -> None:
 def test_workers_that_ticked_while_their_agent_stood_still_for_4_seconds_ran(
     before: dict[str, int], now: dict[str, int], ran: bool | None
 ) -> None:
-    then, at_last = ({worker: (ticks, 7) for worker, ticks in which.items()} for which in (before, now))
-    assert workers_ran(then, at_last, 4 * S) is ran
+    then, at = ({worker: (ticks, 7) for worker, ticks in which.items()} for which in (before, now))
+    assert workers_ran(then, at, 4 * S) is ran
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,13 @@ def test_workers_that_ticked_while_their_agent_stood_still_for_4_seconds_ran(
 def test_a_worker_whose_main_thread_ran_without_a_tick_held_the_interpreters_lock(
     ran_s: float, ran: bool | None
 ) -> None:
-    assert workers_ran({"a": (70, 0), "b": (70, 0)}, {"a": (71, 0), "b": (71, round(ran_s * S))}, 4 * S) is ran
+    then = {"a": (70, S), "b": (70, S)}
+    assert workers_ran(then, {"a": (71, S), "b": (71, round((1 + ran_s) * S))}, 4 * S) is ran
+
+
+@pytest.mark.parametrize(("then_s", "now_s"), [(0.0, 900.0), (900.0, 0.0)], ids=["before", "after"])
+def test_a_time_of_a_main_thread_that_could_not_be_read_says_nothing(then_s: float, now_s: float) -> None:
+    assert workers_ran({"a": (70, round(then_s * S))}, {"a": (71, round(now_s * S))}, 4 * S) is False
 
 
 async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_lock_says_so(
@@ -146,9 +152,8 @@ async def test_an_agent_that_is_stopped_while_its_worker_holds_the_interpreters_
     os.kill(rig.agent, signal.SIGSTOP)
     await asyncio.sleep(2.5)  # this is how long it is stopped
     os.kill(rig.agent, signal.SIGCONT)
-    told = await rig.coordinator.wait(lambda m: isinstance(m, TrayStoodStill), "standstill")
-    assert isinstance(told.message, TrayStoodStill)
-    assert told.message.workers_ran is not False
+    told = await rig.coordinator.said(TrayStoodStill)
+    assert told.workers_ran is not False
     assert await rig.end() == 0
 
 

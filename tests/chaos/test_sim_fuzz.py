@@ -9,29 +9,78 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from rackrun.chaos.plan.definition import Heal, Par
-from rackrun.chaos.simulator.__main__ import main
+from rackrun.chaos.simulator.__main__ import LAST, main
 from rackrun.chaos.simulator.base.coverage_marks import MARKS
+from rackrun.chaos.simulator.cluster.simulation import SimulationOutcome
 from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
 from rackrun.chaos.simulator.fuzzing.fuzz import Tally, play, reduce
+from rackrun.coordinator.shell.driver import Driver
 
+pytestmark = pytest.mark.timeout(1_200)  # whichever test is the first plays all seeds, beside whatever else runs
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 100
 
 
+class Played(NamedTuple):
+    """Seeds that were played."""
+
+    tally: Tally
+    failed: list[SimulationOutcome]
+
+
 @pytest.fixture(scope="module")
-def tally() -> Tally:
-    found = Tally()
+def played() -> Played:
+    found = Played(Tally(), [])
     for seed in range(SEEDS):
-        found.add(play(seed))
+        outcome = play(seed)
+        found.tally.add(outcome)
+        if outcome.violation:
+            found.failed.append(outcome)
     return found
 
 
-def test_no_seed_finds_anything_that_is_not_as_it_must_be(tally: Tally) -> None:
-    assert not tally.failed
+@pytest.fixture(scope="module")
+def tally(played: Played) -> Tally:
+    return played.tally
+
+
+def all_that_failed(failed: Sequence[SimulationOutcome]) -> str:
+    """Return for each seed what failed, what the core heard and said last, and whether it fails again in this process."""
+    told = []
+    for outcome in failed:
+        seed, again = outcome.seed, play(outcome.seed)
+        how = "alike" if again.trace == outcome.trace else f"with another trace: {again.trace}, not {outcome.trace}"
+        told += [
+            f"seed {seed} (python -m rackrun.chaos.simulator show {seed}): {outcome.violation}",
+            f"    after {outcome.core_events} events of the core, {outcome.virtual_s:.3f} s in virtual time",
+            f"    played once more, {how}: {again.violation or 'nothing fails'}",
+            *(f"    {line[:300]}" for line in outcome.last[-LAST:]),
+        ]
+    return "\n".join(told)
+
+
+def test_no_seed_finds_anything_that_is_not_as_it_must_be(played: Played) -> None:
+    if played.failed:
+        pytest.fail(all_that_failed(played.failed), pytrace=False)
+
+
+def test_a_seed_that_fails_is_told_with_all_that_is_needed_to_play_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Driver, "_send", lambda *_: None)
+        found = next(outcome for seed in range(20) if (outcome := play(seed)).violation)
+    told = all_that_failed([found])
+    assert told.startswith(
+        f"seed {found.seed} (python -m rackrun.chaos.simulator show {found.seed}): {found.violation}\n"
+    )
+    assert "played once more, with another trace: " in told
+    assert ": nothing fails" in told
+    assert found.last[-1][:300] in told
 
 
 @pytest.mark.parametrize(
@@ -44,12 +93,14 @@ def test_no_seed_finds_anything_that_is_not_as_it_must_be(tally: Tally) -> None:
     ],
 )
 def test_seeds_that_have_found_something_find_nothing_any_more(seed: int) -> None:
-    assert not play(seed).violation
+    outcome = play(seed)
+    assert not outcome.violation, all_that_failed([outcome])
 
 
 @pytest.mark.stories
 def test_no_later_seed_does_either() -> None:
-    assert not [seed for seed in range(SEEDS, SEEDS + 400) if play(seed).violation]
+    failed = [outcome for seed in range(SEEDS, SEEDS + 400) if (outcome := play(seed)).violation]
+    assert not failed, all_that_failed(failed)
 
 
 @pytest.mark.stories
@@ -60,7 +111,7 @@ def test_every_mark_is_seen_by_some_seed(tally: Tally) -> None:
         if not missing:
             break
         outcome = play(seed)
-        assert not outcome.violation, seed
+        assert not outcome.violation, all_that_failed([outcome])
         missing -= outcome.marks.keys()
     assert not missing
 

@@ -379,6 +379,42 @@ def test_a_late_rack_that_the_provider_takes_back_is_released() -> None:
     assert only(ReleaseRack, told.tell(RackPreempted(request=1, because="a limit", trays=()))).request == 1
 
 
+def late_to_join(*trays: str) -> CoreHarness:
+    """A hold after a rack with these trays was delivered, and none of them has joined in time."""
+    harness = begun("swap,acquire-wait,hold")
+    lose(harness)
+    deliver(harness, 1, *trays)
+    assert rung(is_over(harness, "delivered")) is Rung.HOLD
+    return harness
+
+
+def test_a_rack_that_all_wait_for_is_not_released_when_the_provider_says_once_more_that_it_is_there() -> None:
+    told = late_to_join("r")
+    commands = deliver(told, 1, "r")
+    assert not every(ReleaseRack, commands)
+    assert "once more that rack 1 is there: that is ignored" in said(commands)
+    told.join("r", 2)
+    told.ready("r/0")
+    told.ready("r/1")
+    told.resume_all()
+    assert not every(ReleaseRack, told.answers)
+    assert "may be taken away" not in said(told.answers)
+
+
+@pytest.mark.parametrize("taken", ["x", "r"], ids=["of another", "a part of it"])
+def test_a_rack_that_all_wait_for_is_not_given_up_when_trays_are_taken_back_but_not_all_of_its_own(taken: str) -> None:
+    told = late_to_join("r", "s")
+    assert not every(ReleaseRack, told.tell(RackPreempted(request=1, because="a limit", trays=(TrayId(taken),))))
+    assert "rack 1 comes late, and is used all the same" in said(told.join("s", 2))
+    assert ("r is told to leave" in str(every(Answer, told.join("r", 2)))) is (taken == "r")
+
+
+def test_a_rack_that_all_wait_for_is_released_when_all_of_its_trays_are_taken_back() -> None:
+    told = late_to_join("r", "s")
+    trays = (TrayId("s"), TrayId("r"))
+    assert only(ReleaseRack, told.tell(RackPreempted(request=1, because="a limit", trays=trays))).request == 1
+
+
 def test_a_late_rack_takes_back_only_its_own_failure() -> None:
     """One that was given up because it was not needed has not failed."""
     told = begun("swap,acquire-wait,hold")

@@ -111,6 +111,19 @@ def test_an_old_journal_is_read_without_rules(run: Path, rackctl: Callable[..., 
     assert all(not one.rule for one in read_recorded(run.parent, None).said)
 
 
+@pytest.mark.parametrize(
+    "body", ['{"type":"WorkerExited","slot":3}', '{"type":"TimerFired","name":"of later","at_ms":1}']
+)
+def test_an_event_of_another_version_is_named_as_a_cause(run: Path, rackctl: Callable[..., Said], body: str) -> None:
+    connection = sqlite3.connect(run / "journal.sqlite")
+    with connection:
+        connection.execute("UPDATE events SET body = ? WHERE id = 17", (body,))
+    connection.close()
+    said = rackctl("report", run)
+    assert said.code == 0
+    assert "sent at 1.000 s: BreakGeneration by WorkerExited (event 17)" in said.out
+
+
 def test_a_cause_in_words() -> None:
     def words(rule: str, event: str, of: str) -> str:
         return str(CommandCause(rule=rule, event=event, of=of, event_id=7))

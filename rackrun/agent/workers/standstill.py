@@ -75,13 +75,14 @@ def workers_ran(before: Mapping[K, tuple[int, int]], now: Mapping[K, tuple[int, 
     """Return whether workers ran while the agent stood still for ``stood_ns`` nanoseconds; None: that is not known.
 
     ``before``, ``now``: for each worker, its count of ticks and its `main_thread_ns` at the agent's last look and at the
-    present one. They have all stood still only if the one with the most ticks has, and no main thread has run.
+    present one. They have all stood still only if the one with the most ticks has, and no main thread has run. A time
+    that could be read at one of the looks only says nothing.
     """
     both = [(now[worker], then) for worker, then in before.items() if worker in now]
     if not both:
         return None
     ticks = max(at[0] - then[0] for at, then in both)
-    ran_ns = max(at[1] - then[1] for at, then in both)
+    ran_ns = max(at[1] - then[1] if at[1] and then[1] else 0 for at, then in both)
     if ticks >= max(stood_ns / _TICK_NS / 2, 2 * _AT_THE_EDGES) or ran_ns >= stood_ns / 2 + _BEFORE_NS:
         return True
     return False if ticks <= _AT_THE_EDGES and ran_ns <= stood_ns / 10 + _BEFORE_NS else None

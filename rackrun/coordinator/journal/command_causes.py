@@ -140,8 +140,11 @@ def _event_of(connection: sqlite3.Connection, number: int) -> CommandCause:
     if row is None:
         return CommandCause()
     name, body = row
-    concerned = _concerned.decode(as_of_today(body))
-    timer = _TIMERS.get(str(concerned.timer["timer"]), "") if concerned.timer else ""
+    try:
+        concerned = _concerned.decode(as_of_today(body))
+    except ValueError:  # written by a version that has other events: the cause is known all the same
+        concerned = _Concerned()
+    timer = _TIMERS.get(str(concerned.timer.get("timer")), "") if concerned.timer else ""
     return CommandCause(event=name, of=timer or concerned.slot or concerned.tray or "", event_id=number)
 
 

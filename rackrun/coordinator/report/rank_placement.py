@@ -207,7 +207,10 @@ def read_placement(path: Path) -> RankPlacement:
 
 def _gathers_standstills(connection: sqlite3.Connection) -> bool:
     """Return whether the job gathered reports of standstills before it acted on them: older ones did not."""
-    query = "SELECT 1 FROM events WHERE name = 'TimerFired' AND CAST(body AS TEXT) LIKE '%\"standstills\"%' LIMIT 1"
+    query = (
+        "SELECT 1 FROM events WHERE name IN ('SetTimer', 'TimerFired')"
+        " AND CAST(body AS TEXT) LIKE '%\"standstills\"%' LIMIT 1"
+    )
     return connection.execute(query).fetchone() is not None
 
 

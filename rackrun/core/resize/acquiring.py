@@ -117,8 +117,11 @@ class RackAcquisition:
         """Handle the provider's report that a rack is there."""
         one = self.rented.get(event.request)
         theirs = [tray for other in self.rented.values() for tray in other.named]
-        if one is None and self._is_wanted_late(over := self._over.get(event.request), RackStage.ASKED):
+        over = self._over.get(event.request)
+        if one is None and self._is_wanted_late(over, RackStage.ASKED):
             one = self._take_back(over, event.at_ms)
+        if one is None and event.request in self.withheld and self._is_wanted_late(over, RackStage.DELIVERED):
+            one = over
         if one is None:
             self._delivered_in_vain(event, theirs)
             return
@@ -170,9 +173,13 @@ class RackAcquisition:
         one = self.rented.get(event.request)
         because = f"the provider takes it back ({one_line(event.because)})"
         if (over := self._over.get(event.request)) is not None:
-            over.revoked = True
-            if event.request in self.withheld:
-                self._tell_release(over, because)
+            left = tuple(tray for tray in over.named if event.trays and tray not in event.trays)
+            if left:  # the others are sent away if they join
+                over.named = left
+            else:
+                over.revoked = True
+                if event.request in self.withheld:
+                    self._tell_release(over, because)
         if one is None or one.stage is RackStage.LEAVING:
             return
         going = [tray for tray in event.trays or one.named if tray in one.named]
