@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from torch.distributed.argparse_util import env
@@ -165,6 +165,10 @@ class _Parser(argparse.ArgumentParser):
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
         return [match for match in found if not getattr(match[0], "ours", False)] or found
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line: the usage of all options would hide it."""
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. Remedy: see {self.prog} --help.\n")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -137,7 +137,8 @@ class Resumption:
                 step, world_size = reader.step, reader.world_size
                 different = self._fill_from(reader)
         except CheckpointError as error:
-            problem, damaged = str(error), is_damage(error)
+            damaged = is_damage(error)
+            problem = error.what if damaged else str(error)
         told = self._gather((problem, damaged, different))
         said = [one for one in told if one[0]]
         if said:
@@ -162,7 +163,8 @@ class Resumption:
         outlive a good one as one of the newest. One that storage failed to deliver may be intact."""
         self.not_used.append(number)
         if self._world.rank == 0:
-            say(f"the checkpoint of step {number} is not used: {why}")
+            by_itself = " The job takes an older one instead, if there is one, and never this one again."
+            say(f"the checkpoint of step {number} is not used: {why}" + (by_itself if damaged else ""))
             if damaged:
                 self._probation.quarantine(number, f"damaged: {why}")
 
