@@ -2,7 +2,8 @@
 
 A small file is written under a name that says which process writes it, and then renamed. A writer that is killed in
 between leaves that file. Another process of this host and pid namespace sees whether the writer lives. A writer
-elsewhere, or of an earlier release, is not seen: its file counts as left when it is older than the caller's limit.
+elsewhere, or of an earlier release, is not seen: its file,
+and one of this process, counts as left when it is older than the caller's limit.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ def left_files(files: Files, directory: Path, before: float | None) -> Iterator[
 
 
 def _writer_lives(name: str) -> bool | None:
-    """Whether the process that the name of a file names still exists; None when that cannot be seen from here."""
+    """Whether the process that the name of a file names still exists. None when that cannot be seen from here, and for
+    this process, which may have failed to delete what it could not finish."""
     found = _WRITER.search(name)
     if found is None or found[1] != _place():
         return None
     pid, start = int(found[2]), int(found[3])
     if pid == os.getpid():
-        return process_of(pid).start == start
+        return None if process_of(pid).start == start else False
     return ProcessIdentity(pid, start, namespace(), 0).alive()
 
 

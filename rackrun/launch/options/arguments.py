@@ -29,6 +29,7 @@ from rackrun.coordinator.journal.journal_writer import LedgerMode
 from rackrun.errors import UsageError
 from rackrun.launch.options.filler_options import filler
 from rackrun.launch.options.job_size import size_of
+from rackrun.launch.options.output_directories import check_directory
 from rackrun.launch.options.own_options import add_own_options
 from rackrun.launch.options.policy_options import PolicyOptions, policy
 from rackrun.launch.options.provider_options import ProviderOptions, provider
@@ -423,6 +424,8 @@ def _check_logs(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--local-ranks-filter {args.local_ranks_filter!r} is no list of numbers.", remedy="for example 0,1,2."
         ) from error
+    if args.log_dir and args.log_dir != os.devnull:
+        check_directory("--log-dir", Path(args.log_dir).absolute())
 
 
 def _rendezvous_config(text: str) -> dict[str, str]:
@@ -503,6 +506,8 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
                 remedy="give a directory, or a bucket that all hosts reach.",
             )
         files_at(directory)  # refused now, where the package for that store is not installed
+    elif directory:
+        check_directory("--checkpoint-dir", Path(directory))
     return {
         "RACKRUN_CHECKPOINT_DIR": str(directory),
         "RACKRUN_CHECKPOINT_KEEP": str(args.checkpoint_keep),
