@@ -293,8 +293,9 @@ def test_partial_files_of_dead_writers_go_at_once_and_those_of_living_ones_stay(
 
 def test_a_start_deletes_partial_files_of_dead_writers(tmp_path: Path) -> None:
     saved(tmp_path, 1, verified=1)
-    with subprocess.Popen(["true"]) as writer:
+    with subprocess.Popen(["sleep", "600"]) as writer:
         left = _left_by(writer, tmp_path / JOB / LOG)
+        writer.kill()
     assert sweep(store_at(tmp_path), fencing_token=2).partial == [left.name]
 
 

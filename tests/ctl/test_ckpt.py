@@ -473,3 +473,26 @@ def owned(store: DurableStore) -> Iterator[None]:
         yield
     finally:
         lease.leave(ended=True)
+
+
+def test_a_number_that_is_not_there_is_bad_usage(tmp_path: Path, rackctl: Rackctl) -> None:
+    save(tmp_path, 3)
+    for command in (
+        ["verify", tmp_path, "4"],
+        ["export", tmp_path, tmp_path / "out", "--number", "4"],
+        ["quarantine", tmp_path, "4", "--reason", "bad"],
+    ):
+        said = rackctl("ckpt", *command)
+        assert said.code == 2, command
+        assert "checkpoint 4 of run is not in" in said.err
+        assert "Remedy: give a number that rackctl ckpt ls lists." in said.err
+
+
+def test_gc_counts_and_deletes_partial_files_of_dead_writers(tmp_path: Path, rackctl: Rackctl) -> None:
+    store = save(tmp_path, 3)
+    left = store.directory / ".RETENTION.json-0ddbacf1.part"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    assert "0 unfinished, 1 of waste" in rackctl("ckpt", "gc", tmp_path, "--keep-last", "1", "--dry-run").out
+    assert "; 1 partial files" in rackctl("ckpt", "gc", tmp_path, "--keep-last", "1").out
+    assert not left.exists()

@@ -216,7 +216,17 @@ def test_is_refused_and_nothing_is_left(
     message = refused(capsys, *(argument.format(port=foreign_port) for argument in arguments))
     for part in said:
         assert part in message
+    assert message.count("\n") == 1, message
     assert files(here) == before
+
+
+def test_a_policy_of_no_module_is_refused_without_a_traceback(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    message = refused(capfd, "--policy", "no_such_module:f", "train.py")
+    assert message.startswith("rackrun: error: the policy no_such_module:f cannot be loaded"), message
+    (here / "broken.py").write_text("1 / 0\n")
+    assert "Traceback" in refused(capfd, "--policy", "broken:f", "train.py"), (
+        "where it went wrong in the user's own code"
+    )
 
 
 def test_the_port_of_another_job_is_refused_by_its_name(
