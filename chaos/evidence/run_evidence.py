@@ -20,7 +20,8 @@ from rackrun.chaos.testbed.job_under_test import JobResult
 from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_reader import resume_of
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
-from rackrun.coordinator.report.run_report import Goodput, read_report
+from rackrun.coordinator.report.goodput import Goodput
+from rackrun.coordinator.report.run_report import read_report
 from rackrun.errors import UsageError
 from rackrun.launch.run.run_directory import Result, read_json
 from rackrun.protocol.commands import GenerationPlan

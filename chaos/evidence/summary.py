@@ -16,7 +16,7 @@ import msgspec
 
 import rackrun
 from rackrun.chaos.evidence.run_evidence import Verdict
-from rackrun.coordinator.report.run_report import Goodput
+from rackrun.coordinator.report.goodput import Goodput
 from rackrun.errors import UsageError
 
 __all__ = [

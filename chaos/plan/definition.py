@@ -278,6 +278,9 @@ def read_plan(path: Path) -> Plan:
 
 def plan_from(raw: object, where: str = "the plan") -> Plan:
     """Build a plan from plain values (dicts, lists, texts, numbers). Raises `PlanError`."""
+    if not isinstance(raw, dict):
+        found = "is empty" if raw is None else "is a list" if isinstance(raw, list) else f"is the value {raw!r:.40}"
+        raise PlanError(f"{where} {found}, not a mapping.", remedy="see docs/chaos.md for what a plan may say.")
     try:
         plan = msgspec.convert(raw, Plan)
     except msgspec.ValidationError as error:

@@ -17,7 +17,7 @@ from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline
 from rackrun.chaos.report.analysis.recovery_chains import Chain, stages_of
 from rackrun.chaos.report.analysis.report_data import Material
 from rackrun.chaos.report.analysis.slot_occupancy import seats_of
-from rackrun.coordinator.report.run_report import Goodput
+from rackrun.coordinator.report.goodput import Goodput
 from rackrun.pages.plots import Bar, Chart, Curve, Span
 
 __all__ = ["GOODPUT", "LossPlot", "Plots", "RecoveryWaterfall", "losses", "plots_of"]

@@ -12,7 +12,16 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NOBODY", "ProcessIdentity", "begin_session", "end_session", "kill_pending", "namespace", "process_of"]
+__all__ = [
+    "NOBODY",
+    "ProcessIdentity",
+    "begin_session",
+    "boot_id",
+    "end_session",
+    "kill_pending",
+    "namespace",
+    "process_of",
+]
 
 _PF_EXITING = 0x4
 """Flag in ``/proc/PID/stat`` that the kernel sets when the process has begun to exit."""
@@ -90,6 +99,11 @@ def _start_time(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def boot_id() -> str:
+    """Return the id that the kernel drew when this host started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def namespace() -> int:

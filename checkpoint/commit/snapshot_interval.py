@@ -18,6 +18,8 @@ Rules:
   have* (agreed over the control plane, integers in ns), and the arithmetic uses integers and fractions: no rounding
   differs between machines.
 * The cost is the time that the caller waits, not the duration of the copy that overlaps with training.
+* A job that fails in its first seconds has not seen its failure rate, and one slow snapshot has not measured the cost.
+  So `due_early` adds snapshots at doubling distances after a start and after each recovery.
 * Noise in the estimates must not move the interval: it changes only when the target differs by more than the fraction
   ``hysteresis``, or when a bound is broken.
 """
@@ -32,9 +34,13 @@ import msgspec
 
 from rackrun.checkpoint.base.errors import CheckpointError
 
-__all__ = ["Interval", "IntervalPolicy", "ObservedCosts", "choose_interval"]
+__all__ = ["Interval", "IntervalPolicy", "ObservedCosts", "choose_interval", "due_early"]
 
 NS = 10**9
+_EARLY_SHARE = Fraction(1, 20)
+"""The largest share of the time since the snapshot before that an early one may cost."""
+_EARLY_ALWAYS = 4
+"""Up to so many steps an early snapshot is taken whatever it costs, so that the cost is measured more than once."""
 
 
 class ObservedCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +127,20 @@ def choose_interval(observed: ObservedCosts, policy: IntervalPolicy, current: in
     else:
         reason = "overhead bound" if cheap >= policy.minimum else "minimum"
     return Interval(steps=target, reason=reason)
+
+
+def due_early(observed: ObservedCosts, since: int) -> bool:
+    """Whether a snapshot is due ``since`` steps after the start or the last recovery, though the interval is not over.
+
+    It is due after 1, 2, 4, 8 ... steps, so a failure costs at most half of the steps since then. Where a snapshot
+    costs more than a twentieth of the time since the one before, it is left out.
+    """
+    if since < 1 or since & (since - 1):
+        return False
+    if since <= _EARLY_ALWAYS:
+        return True
+    cost = Fraction(observed.snapshot_ns, max(observed.snapshots, 1))
+    return cost <= _EARLY_SHARE * (since // 2) * Fraction(observed.step_ns, max(observed.steps, 1))
 
 
 def mtbf_ns(observed: ObservedCosts, policy: IntervalPolicy) -> Fraction:

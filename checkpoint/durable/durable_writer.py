@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -53,6 +52,7 @@ from rackrun.checkpoint.durable.files import (
     sync_directory,
     write_new,
 )
+from rackrun.checkpoint.durable.partial_files import partial_path
 from rackrun.protocol.crash_points import crash_point, register
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class CheckpointWriter:
 
         The caller gives the file its final name. Other writers may publish the directory meanwhile.
         """
-        part = f".{name}-{secrets.token_hex(8)}.part"
+        part = partial_path(self._temporary / name).name
         try:
             write_new(self._files, self._temporary / part, parts)
             yield self._temporary / part

@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
+from rackrun.checkpoint.durable.partial_files import partial_path
 
 __all__ = [
     "FileFailure",
@@ -168,7 +169,7 @@ class Files:
 
     def replace(self, path: Path, data: bytes) -> None:
         """Write a small file so that it appears whole under its name, replacing any file there."""
-        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
+        temporary = partial_path(path)
         write_new(self, temporary, [memoryview(data)])
         try:
             self.rename(temporary, path)
@@ -179,7 +180,7 @@ class Files:
 
     def create(self, path: Path, data: bytes) -> None:
         """Write a small file so that it appears whole under its name. Raises FileExistsError when one is there."""
-        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
+        temporary = partial_path(path)
         write_new(self, temporary, [memoryview(data)])
         try:
             if not put_name(self, temporary, path):

@@ -15,7 +15,6 @@ whose name is not in the file stops saving at its next beat. The same happens to
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import threading
 import time
@@ -25,9 +24,10 @@ from pathlib import Path
 import msgspec
 
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.base.process_identity import ProcessIdentity, begin_session, end_session, namespace
+from rackrun.checkpoint.base.process_identity import ProcessIdentity, begin_session, boot_id, end_session, namespace
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import read_small
+from rackrun.checkpoint.durable.partial_files import partial_path
 from rackrun.errors import UsageError
 
 __all__ = ["EXPIRY_S", "InUse", "Lease", "living_fencing_token"]
@@ -179,7 +179,7 @@ class Lease:
             _Owner(
                 owner=self._owner,
                 fencing_token=self.fencing_token,
-                boot=_boot(),
+                boot=boot_id(),
                 host=socket.gethostname(),
                 process=(self._me.pid, self._me.start, self._me.namespace, self._me.session),
                 beat=self._beat,
@@ -217,12 +217,12 @@ def _is_alive(store: DurableStore, path: Path, owner: _Owner) -> bool:
 
 def _is_near(owner: _Owner) -> bool:
     """Whether the owner's process is on this host and in this pid namespace, so that it can be checked."""
-    return owner.boot == _boot() and ProcessIdentity(*owner.process).namespace == namespace()
+    return owner.boot == boot_id() and ProcessIdentity(*owner.process).namespace == namespace()
 
 
 def _age_s(store: DurableStore, path: Path) -> float:
     """Return the age of a file in seconds, by the clock of the storage."""
-    probe = store.directory / f".clock-{secrets.token_hex(4)}"
+    probe = partial_path(store.directory / "clock")
     store.files.replace(probe, b"?")
     try:
         return store.files.stat(probe).st_mtime - store.files.stat(path).st_mtime
@@ -231,7 +231,3 @@ def _age_s(store: DurableStore, path: Path) -> float:
     finally:
         with contextlib.suppress(OSError):
             store.files.unlink(probe)
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,7 +13,8 @@ Nothing is deleted on account of a name that is not on disk. So the job's direct
 renaming and deleting; otherwise a power loss could bring back the name of a half-deleted checkpoint, or lose the one
 that replaced the others. Retention must work on a full disk, so writing down the decision may fail. Temporary
 directories belong to a living job as long as its run lasts, and clocks of hosts differ: they are deleted only when that
-run is over (a newer fencing token is in use) and they are older than a limit.
+run is over (a newer fencing token is in use) and they are older than a limit. A partial file is deleted once its writer
+is dead (`rackrun.checkpoint.durable.partial_files`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from pathlib import Path
 import msgspec
 
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.durable.durable_manifest import MANIFEST
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, checkpoint_number
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
 from rackrun.checkpoint.durable.files import FileFailure, delete_tree, failure_of, set_aside
+from rackrun.checkpoint.durable.partial_files import left_files
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.protocol.crash_points import crash_point, register
 
-__all__ = ["RetentionChoice", "Collected", "Retention", "choose", "collect", "sweep"]
+__all__ = ["RetentionChoice", "Collected", "Retention", "all_left_files", "choose", "collect", "sweep"]
 
 register(
     "retention.synced",
@@ -79,6 +81,8 @@ class Collected:
     orphans: list[str] = field(default_factory=list)
     trash: int = 0
     """How many trash directories were deleted."""
+    partial: list[str] = field(default_factory=list)
+    """Names of deleted files that a writer had left unfinished."""
     failures: list[FileFailure] = field(default_factory=list)
 
 
@@ -175,7 +179,7 @@ def collect(  # noqa: PLR0913 - all that a caller knows about its job
                 done.dropped.append(number)
                 probation.forget(number)
         before = now() - orphan_ttl_s
-        _sweep(store, before)
+        _delete_left(store, before, done)
         for part in store.parts():
             gone = over(part.fencing_token) or _is_orphan(store, part, fencing_token, before, finished)
             if gone and _discard(store, part.path, done):
@@ -204,13 +208,15 @@ def _superseded(
 
 
 def sweep(store: DurableStore, *, fencing_token: int) -> Collected:
-    """Delete trash, and unfinished data of all but ``fencing_token``, whose job owns the directory and begins."""
+    """Delete trash, partial files of dead writers, and unfinished data of all but ``fencing_token``, whose job owns the
+    directory and begins."""
     done = Collected()
     with contextlib.suppress(FileNotFoundError):
         try:
             for part in store.parts():
                 if part.fencing_token != fencing_token and _discard(store, part.path, done):
                     done.orphans.append(part.path.name)
+            _delete_left(store, None, done)
             _delete_trash(store, done)
         except FileNotFoundError:
             raise
@@ -268,13 +274,25 @@ def _write_down(store: DurableStore, choice: RetentionChoice, fencing_token: int
         done.failures.append(failure_of(error))
 
 
-def _sweep(store: DurableStore, before: float) -> None:
-    """Delete temporary files of `_write_down` that are older than ``before``."""
-    for name in store.files.listdir(store.directory):
-        if name.startswith(f".{LOG}-"):
-            with contextlib.suppress(FileNotFoundError):
-                if store.files.stat(store.directory / name).st_mtime < before:
-                    store.files.unlink(store.directory / name)
+def all_left_files(store: DurableStore, before: float | None) -> list[Path]:
+    """Return the files that writers have left unfinished in the job's directory and in its checkpoints. Raises OSError.
+
+    ``before``: as for `left_files`.
+    """
+    found = list(left_files(store.files, store.directory, before))
+    if not store.files.objects:
+        for name in store.files.listdir(store.directory):
+            if checkpoint_number(name) is not None:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found += left_files(store.files, store.directory / name, before)
+    return found
+
+
+def _delete_left(store: DurableStore, before: float | None, done: Collected) -> None:
+    for path in all_left_files(store, before):
+        with contextlib.suppress(FileNotFoundError):
+            store.files.unlink(path)
+            done.partial.append(path.name)
 
 
 def _take_away(store: DurableStore, number: int, done: Collected) -> bool:

@@ -23,7 +23,7 @@ from rackrun.chaos.plan.conductor import StrikeOrder, StrikeRecord
 from rackrun.chaos.plan.definition import Every, Inject, Plan
 from rackrun.chaos.testbed.job_under_test import JobResult
 from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
-from rackrun.coordinator.report.run_report import Goodput
+from rackrun.coordinator.report.goodput import Goodput
 from rackrun.launch.run.run_directory import Result
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step

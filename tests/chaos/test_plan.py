@@ -141,7 +141,8 @@ INJECT = "{do: inject, fault: {fault: kill}, target: {who: one, of: rank}}"
             "plan: {do: swizzle, over_s: 1, fault: {fault: pause}, target: {who: several, of: rank, count: 2}}\nbudget: {slots: 1}",
             "never fits into a budget of 1 slots",
         ),
-        ("", "Expected `object`"),
+        ("", "is empty, not a mapping"),
+        ("- a\n- b", "is a list, not a mapping"),
     ],
 )
 def test_what_means_nothing_is_refused_with_its_place(text: str, what: str, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from rackrun.chaos.report.plots import BARS, POINTS, losses
 from rackrun.chaos.report.run_text import duration, markdown, next_steps, one_line, sentence
 from rackrun.chaos.report.write_reports import make_report, report_on
 from rackrun.chaos.runs.campaign import TallyHeader, TallyLine
-from rackrun.coordinator.report.run_report import read_goodput, read_report
+from rackrun.coordinator.report.goodput import read_goodput
+from rackrun.coordinator.report.run_report import read_report
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Generation

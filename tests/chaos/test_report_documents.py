@@ -11,7 +11,7 @@ from rackrun.chaos.evidence import history
 from rackrun.chaos.evidence.summary import FORMAT, FaultTimes, Host, StrikeSummary, Summary, read_summary
 from rackrun.chaos.report.schemas import schemas
 from rackrun.chaos.report.write_reports import make_report
-from rackrun.coordinator.report.run_report import Goodput
+from rackrun.coordinator.report.goodput import Goodput
 from tests.chaos.recorded import write_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

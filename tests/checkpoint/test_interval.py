@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, ObservedCosts, choose_interval, mtbf_ns
+from rackrun.checkpoint.commit.snapshot_interval import (
+    IntervalPolicy,
+    ObservedCosts,
+    choose_interval,
+    due_early,
+    mtbf_ns,
+)
 
 MS = 10**6
 SECOND = 10**9
@@ -136,3 +142,14 @@ def test_the_same_sums_give_the_same_steps_within_the_bounds_and_stay(
     within = cost * 100 <= found.steps * seen.step_ns * seen.snapshots
     assert within or found.steps == policy.maximum
     assert choose_interval(seen, policy, found.steps).steps == found.steps  # it does not flap
+
+
+def test_early_snapshots_are_twice_as_far_apart_each_time() -> None:
+    cheap = observed(step_ms=30, cost_ms=3)
+    assert choose_interval(cheap, IntervalPolicy()).steps > 500, "a failure a day: each would cost many steps"
+    assert [since for since in range(100) if due_early(cheap, since)] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_early_snapshots_that_cost_too_much_are_left_out_after_the_first_three() -> None:
+    slow = observed(step_ms=1000, cost_ms=5000)  # a twentieth of 100 s
+    assert [since for since in range(1000) if due_early(slow, since)] == [1, 2, 4, 256, 512]

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackrun.checkpoint.base.errors import IntegrityError
+from rackrun.checkpoint.base.process_identity import process_of
 from rackrun.checkpoint.durable.durable_manifest import checkpoint_number, shard_name
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo
 from rackrun.checkpoint.durable.files import FailureKind, Files
+from rackrun.checkpoint.durable.partial_files import partial_path
 from rackrun.checkpoint.durable.probation import Probation
-from rackrun.checkpoint.durable.retention import LOG, Collected, Retention, choose, collect
+from rackrun.checkpoint.durable.retention import LOG, Collected, Retention, choose, collect, sweep
 from rackrun.protocol import crash_points
 from tests.checkpoint.storage import (
     JOB,
@@ -258,6 +261,42 @@ def test_a_late_writer_of_a_collected_checkpoint_fails_without_harm(tmp_path: Pa
     assert write_shard(writer, 1)
     assert not writer.finish()
     assert whole(tmp_path) == []
+
+
+def _left_by(process: subprocess.Popen[bytes], path: Path) -> Path:
+    """Make the partial file that a process would leave if it were killed while it writes ``path``."""
+    ours, theirs = (f"-{pid}-{process_of(pid).start}-" for pid in (os.getpid(), process.pid))
+    left = path.with_name(partial_path(path).name.replace(ours, theirs))
+    left.write_bytes(b"half")
+    return left
+
+
+def test_partial_files_of_dead_writers_go_at_once_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    saved(tmp_path, 1, verified=1)
+    job = tmp_path / JOB
+    written = (LOG, "OWNER.json", "clock", f"gen-{1:012d}/VERIFIED.json", f"gen-{1:012d}/manifest.json")
+    with subprocess.Popen(["sleep", "600"]) as writer:
+        try:
+            left = [_left_by(writer, job / name) for name in written]
+            assert gc(tmp_path).partial == []
+            assert sweep(store_at(tmp_path), fencing_token=2).partial == []
+        finally:
+            writer.kill()
+    assert gc(tmp_path).partial == [path.name for path in sorted(left, key=lambda path: (len(path.parts), path.name))]
+    left = [job / f".{LOG}-0ddbacf1.part", job / ".clock-0ddbacf1"]  # of an earlier release
+    for path in left:
+        path.write_bytes(b"half")
+    assert gc(tmp_path).partial == []
+    assert len(gc(tmp_path, now=lambda: time.time() + 2 * TTL_S).partial) == 2
+    assert list(job.rglob(".*")) == []
+
+
+def test_a_start_deletes_partial_files_of_dead_writers(tmp_path: Path) -> None:
+    saved(tmp_path, 1, verified=1)
+    with subprocess.Popen(["sleep", "600"]) as writer:
+        left = _left_by(writer, tmp_path / JOB / LOG)
+        writer.kill()
+    assert sweep(store_at(tmp_path), fencing_token=2).partial == [left.name]
 
 
 # -- what fails

@@ -16,7 +16,8 @@ import pytest
 from rackrun.coordinator.journal.folding import Folding
 from rackrun.coordinator.journal.journal_writer import Journal, digest_of
 from rackrun.coordinator.journal.ledger_check import FINDINGS, Folded, LedgerCheck, LedgerRow, check_ledger, fold
-from rackrun.coordinator.report.run_report import Report, read_goodput, read_report
+from rackrun.coordinator.report.goodput import read_goodput
+from rackrun.coordinator.report.run_report import Report, read_report
 from rackrun.protocol.commands import ResumeGeneration
 from rackrun.protocol.ids import Position
 from tests.coordinator.fakes import member, plan, unit

@@ -249,7 +249,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path, r
         store = save(tmp_path, step)
     newer(store, 1)
     (store.path(2) / MANIFEST).write_bytes((store.path(2) / MANIFEST).read_bytes()[:-20])
-    for number, code in ((1, 2), (2, 1), (9, 1)):
+    for number, code in ((1, 2), (2, 1), (9, 2)):
         said = rackctl("ckpt", "verify", tmp_path, number)
         assert said.code == code
         assert "Traceback" not in said.out + said.err
@@ -390,7 +390,7 @@ def test_a_quarantined_checkpoint_is_shown_with_its_reason_until_that_is_lifted(
     assert [one["barred"] for one in job["checkpoints"]] == ["", ""]
     for wrong in ((2,), (2, "--lift", "--reason", "x"), ("newest", "--lift")):
         assert rackctl("ckpt", "quarantine", tmp_path, *wrong).code == 2
-    assert rackctl("ckpt", "quarantine", tmp_path, 7, "--lift").code == 1
+    assert rackctl("ckpt", "quarantine", tmp_path, 7, "--lift").code == 2
 
 
 def test_json_still_has_the_former_names_of_checkpoints_and_their_numbers(tmp_path: Path, rackctl: Rackctl) -> None:
@@ -473,3 +473,26 @@ def owned(store: DurableStore) -> Iterator[None]:
         yield
     finally:
         lease.leave(ended=True)
+
+
+def test_a_number_that_is_not_there_is_bad_usage(tmp_path: Path, rackctl: Rackctl) -> None:
+    save(tmp_path, 3)
+    for command in (
+        ["verify", tmp_path, "4"],
+        ["export", tmp_path, tmp_path / "out", "--number", "4"],
+        ["quarantine", tmp_path, "4", "--reason", "bad"],
+    ):
+        said = rackctl("ckpt", *command)
+        assert said.code == 2, command
+        assert "checkpoint 4 of run is not in" in said.err
+        assert "Remedy: give a number that rackctl ckpt ls lists." in said.err
+
+
+def test_gc_counts_and_deletes_partial_files_of_dead_writers(tmp_path: Path, rackctl: Rackctl) -> None:
+    store = save(tmp_path, 3)
+    left = store.directory / ".RETENTION.json-0ddbacf1.part"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    assert "0 unfinished, 1 of waste" in rackctl("ckpt", "gc", tmp_path, "--keep-last", "1", "--dry-run").out
+    assert "; 1 partial files" in rackctl("ckpt", "gc", tmp_path, "--keep-last", "1").out
+    assert not left.exists()

@@ -61,6 +61,18 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "module and no-python": (("-m", "--no-python", "x"), {}, ("exclude each other",)),
     "spares take all": (("--nproc-per-node", "2", "--spares", "2", "train.py"), {}, ("--spares 2 of 2 slots", "lower")),
     "negative spares": (("--spares", "-1", "train.py"), {}, ("--spares -1 is negative",)),
+    "unknown option": (("--nothing", "train.py"), {}, ("--nothing", "see rackrun --help")),
+    "as many workers as no host has": (("--nproc-per-node", "9" * 20, "train.py"), {}, ("more than 10000 workers",)),
+    "as many hosts as there are not": (("--nnodes", "9" * 20, "train.py"), {}, ("more than 100000 hosts",)),
+    "checkpoints where nothing can be made": (
+        ("--checkpoint-dir", "/proc/none/ckpt", "train.py"),
+        {},
+        ("--checkpoint-dir /proc/none/ckpt cannot be used", "no directory can be made in /proc"),
+    ),
+    "checkpoints in a file": (("--checkpoint-dir", "file", "train.py"), {}, ("it is no directory",)),
+    "checkpoints below a file": (("--checkpoint-dir", "file/ckpt", "train.py"), {}, ("file is no directory",)),
+    "logs where nothing can be made": (("--log-dir", "/proc/none", "train.py"), {}, ("--log-dir /proc/none cannot",)),
+    "policy of no module": (("--policy", "no_such_module:f", "train.py"), {}, ("No module named 'no_such_module'",)),
     "spares no number": (("--spares", "many", "train.py"), {}, ("--spares", "many")),
     "PET spares no number": (("train.py",), {"PET_SPARES": "many"}, ("--spares", "many")),
     "PET flag no number": (("train.py",), {"PET_QUIET": "yes"}, ("PET_QUIET", "use 0 or 1")),
@@ -204,7 +216,17 @@ def test_is_refused_and_nothing_is_left(
     message = refused(capsys, *(argument.format(port=foreign_port) for argument in arguments))
     for part in said:
         assert part in message
+    assert message.count("\n") == 1, message
     assert files(here) == before
+
+
+def test_a_policy_of_no_module_is_refused_without_a_traceback(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    message = refused(capfd, "--policy", "no_such_module:f", "train.py")
+    assert message.startswith("rackrun: error: the policy no_such_module:f cannot be loaded"), message
+    (here / "broken.py").write_text("1 / 0\n")
+    assert "Traceback" in refused(capfd, "--policy", "broken:f", "train.py"), (
+        "where it went wrong in the user's own code"
+    )
 
 
 def test_the_port_of_another_job_is_refused_by_its_name(

@@ -13,7 +13,8 @@ from rackrun.chaos.planner.inputs.operation_costs import PlanCosts, read_costs, 
 from rackrun.chaos.planner.predict import predict
 from rackrun.coordinator.journal.journal_writer import Journal
 from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
-from rackrun.coordinator.report.run_report import Goodput, LedgerCheck, RecoveryReport, Report
+from rackrun.coordinator.report.goodput import Goodput
+from rackrun.coordinator.report.run_report import LedgerCheck, RecoveryReport, Report
 from rackrun.protocol.commands import ResumeGeneration, StartWorker
 from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId

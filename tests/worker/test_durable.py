@@ -292,6 +292,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_all(folder: Path, train: Train, 
     assert said(ended, "done") == list(range(older + 1, 6))
     told = capfd.readouterr().err
     assert "the checkpoint of step 4 is not used" in told
+    assert "The job takes an older one instead" in told
+    assert "Remedy: restore from another holder" not in told
     assert f"resumed after step {older}" in told
     assert "does not match" in Probation(folder / "run").quarantined()[4], "it must not count among the newest"
 

@@ -22,6 +22,7 @@ from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
 from rackrun.worker.loop.run import Run
+from rackrun.worker.membership.gate_sums import GateSums
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
@@ -381,6 +382,25 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over(monkeyp
             arena.close()
         for fd in runtime.boot.snapshot_fds:
             os.close(fd)
+
+
+def test_snapshots_are_close_to_each_other_after_a_start_and_a_recovery_and_one_slow_one_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = SimpleNamespace(rank=0, size=2, layout=0, generation=1, has_mirrors=False)
+    runtime: Any = SimpleNamespace(
+        world=world, boot=SimpleNamespace(snapshot_fds=(0, 0)), device=torch.device("cpu"), page=SimpleNamespace()
+    )
+    snapshots = Snapshots(runtime, TrackedState(), every=None)
+    snapshots._costs.extend([0.003, 5.0])
+    monkeypatch.setattr(Snapshots, "take", lambda *_, **__: None)
+    gate = GateSums(*[0.0] * len(GateSums._fields))._replace(step_s=0.06, snapshot_cost_s=2 * snapshots.usual_cost_s)
+    taken = []
+    for step in range(40):
+        world.generation = 1 if step < 21 else 2
+        if snapshots.take_if_due(Position(step), gate, now=step in (0, 21)):
+            taken.append(step)
+    assert taken == [0, 1, 2, 4, 8, 16, 21, 22, 23, 25, 29, 37]
 
 
 def _of(layout: int, step: int) -> int:

@@ -15,7 +15,7 @@ from rackrun.chaos.evidence.history import Entry, Started, read_history
 from rackrun.chaos.evidence.summary import FaultTimes, StrikeSummary, Summary, quantile, read_summary
 from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline, maybe_recorded
 from rackrun.chaos.report.analysis.recovery_chains import Chain, chains_of, entries_of
-from rackrun.coordinator.report.run_report import Goodput, read_goodput
+from rackrun.coordinator.report.goodput import Goodput, read_goodput
 from rackrun.errors import UsageError
 
 __all__ = ["Material", "read_material"]

@@ -53,10 +53,17 @@ def exit_in_forks(pid: int) -> None:
         os._exit(0)
 
 
+def _user_code_ran(error: BaseException) -> bool:
+    """Whether the traceback leads through other code than this room and the import system: not for a wrong name."""
+    ours = (os.path.dirname(__file__), os.path.dirname(importlib.__file__), "<frozen")
+    return any(not frame.f_code.co_filename.startswith(ours) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def error_text(error: BaseException) -> str:
-    """Return an error as text for the parent. The traceback goes to standard error."""
+    """Return an error as text for the parent. If user code ran, the traceback goes to standard error."""
     with suppress(Exception):  # the error may not be printable
-        traceback.print_exception(error)
+        if isinstance(error, SyntaxError) or _user_code_ran(error):
+            traceback.print_exception(error)
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - its __str__ is user code too

@@ -22,7 +22,7 @@ from rackrun.checkpoint.base.location import local_path
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import living_fencing_token
 from rackrun.checkpoint.durable.probation import Probation
-from rackrun.checkpoint.durable.retention import Retention, choose, collect
+from rackrun.checkpoint.durable.retention import Retention, all_left_files, choose, collect
 from rackrun.checkpoint.offline.directory_survey import (
     DirectorySurvey,
     nothing_in,
@@ -221,7 +221,8 @@ def gc(
     found = survey(store)
     if dry_run:
         before_s = time.time() - orphan_hours * _HOUR_S
-        _would_collect(found, retention, before_s, _over(store), at_work=at_work, as_json=as_json)
+        partial = all_left_files(store, before_s)
+        _would_collect(found, retention, before_s, _over(store), partial, at_work=at_work, as_json=as_json)
         return
     _mark_one(store, found, quiet=as_json)
     done = collect(
@@ -237,6 +238,7 @@ def gc(
                 "dropped": done.dropped,
                 "unfinished": done.orphans,
                 "trash": done.trash,
+                "partial": done.partial,
                 "put_back": put_back,
                 "failures": failures,
             }
@@ -245,7 +247,10 @@ def gc(
         for number in put_back:
             print(f"has its name again: {number}, whose replacement was not finished")
         _tell_kept(done.kept)
-        print(f"deleted: {_listed(done.dropped)}; {len(done.orphans)} unfinished; {done.trash} directories in all")
+        print(
+            f"deleted: {_listed(done.dropped)}; {len(done.orphans)} unfinished; {done.trash} directories in all"
+            + (f"; {len(done.partial)} partial files" if done.partial else "")
+        )
         for failure in failures:
             print(f"not done: {failure}")
     if failures:
@@ -309,11 +314,15 @@ def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
 
 
 def _whole(store: DurableStore, number: int) -> None:
-    """Check that a checkpoint is there and whole. Raises CheckpointError, as `DurableStore.whole` does."""
+    """Check that a checkpoint is there and whole. Raises UsageError when there is none of that number, otherwise
+    CheckpointError, as `DurableStore.whole` does."""
     try:
         store.whole(number)
     except NoUsableCheckpoint as error:
-        raise unnamed(store, number, error) from error
+        found = unnamed(store, number, error)
+        if found is error:
+            raise UsageError(error.what, remedy="give a number that rackctl ckpt ls lists.") from error
+        raise found from error
 
 
 # -- verification
@@ -403,6 +412,7 @@ def _would_collect(
     retention: Retention,
     before_s: float,
     over: Callable[[int], bool],
+    partial: Sequence[Path],
     *,
     at_work: bool,
     as_json: bool,
@@ -429,6 +439,7 @@ def _would_collect(
                 "dropped": choice.drop,
                 "unfinished": unfinished,
                 "trash": len(choice.drop) + len(unfinished) + waste,
+                "partial": [path.name for path in partial],
                 "put_back": put_back,
                 "assumed_verified": assumed if marked is None else None,
             }
@@ -437,7 +448,7 @@ def _would_collect(
     for number in put_back:
         print(f"would have its name again, and then count with the others: {number}")
     _tell_kept(choice.keep)
-    print(f"would be deleted: {_listed(choice.drop)}; {len(unfinished)} unfinished, {waste} of waste")
+    print(f"would be deleted: {_listed(choice.drop)}; {len(unfinished)} unfinished, {waste + len(partial)} of waste")
     if marked is None and assumed is not None:
         print(f"none is marked as verified: checkpoint {assumed} would be read first, and is taken for right here")
 

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from torch.distributed.argparse_util import env
@@ -29,6 +29,7 @@ from rackrun.coordinator.journal.journal_writer import LedgerMode
 from rackrun.errors import UsageError
 from rackrun.launch.options.filler_options import filler
 from rackrun.launch.options.job_size import size_of
+from rackrun.launch.options.output_directories import check_directory
 from rackrun.launch.options.own_options import add_own_options
 from rackrun.launch.options.policy_options import PolicyOptions, policy
 from rackrun.launch.options.provider_options import ProviderOptions, provider
@@ -165,6 +166,10 @@ class _Parser(argparse.ArgumentParser):
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
         return [match for match in found if not getattr(match[0], "ours", False)] or found
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line: the usage of all options would hide it."""
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. Remedy: see {self.prog} --help.\n")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -419,6 +424,8 @@ def _check_logs(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--local-ranks-filter {args.local_ranks_filter!r} is no list of numbers.", remedy="for example 0,1,2."
         ) from error
+    if args.log_dir and args.log_dir != os.devnull:
+        check_directory("--log-dir", Path(args.log_dir).absolute())
 
 
 def _rendezvous_config(text: str) -> dict[str, str]:
@@ -499,6 +506,8 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
                 remedy="give a directory, or a bucket that all hosts reach.",
             )
         files_at(directory)  # refused now, where the package for that store is not installed
+    elif directory:
+        check_directory("--checkpoint-dir", Path(directory))
     return {
         "RACKRUN_CHECKPOINT_DIR": str(directory),
         "RACKRUN_CHECKPOINT_KEEP": str(args.checkpoint_keep),

@@ -18,6 +18,8 @@ from rackrun.launch.options.rack_options import Axes, HostRack, check_mesh, pars
 __all__ = ["JobSize", "size_of"]
 
 _TRAYS_MAX = 1_000
+_HOSTS_MAX = 100_000
+_SLOTS_MAX = 10_000
 
 
 class JobSize(NamedTuple):
@@ -68,6 +70,8 @@ def _nodes(text: str) -> tuple[int, int]:
         raise UsageError(f"--nnodes {text!r} is neither N nor MIN:MAX.", remedy="give a number of hosts.") from error
     if not 0 < nodes_min <= nodes_max:
         raise UsageError(f"--nnodes {text} is not a range of hosts.", remedy="give 1 <= MIN <= MAX.")
+    if nodes_max > _HOSTS_MAX:
+        raise UsageError(f"--nnodes {text} is more than {_HOSTS_MAX} hosts.", remedy="give the number of hosts.")
     return nodes_min, nodes_max
 
 
@@ -78,6 +82,10 @@ def _slots(text: str) -> int:
         slots = _count_devices(text)
     if slots < 1:
         raise UsageError(f"--nproc-per-node {text} leaves nothing to run.", remedy="give at least 1.")
+    if slots > _SLOTS_MAX:
+        raise UsageError(
+            f"--nproc-per-node {text} is more than {_SLOTS_MAX} workers.", remedy="give the workers of one tray."
+        )
     return slots
 
 

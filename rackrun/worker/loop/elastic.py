@@ -43,7 +43,8 @@ def elastic(
       ``dp``, ``dp_replicate``, ``dp_shard``, ``fsdp``, ``replicate`` or ``shard`` split the data; ranks along the other
       axes share it. The default is the mesh of ``rackrun --mesh``; where both are given they must be the same.
     - ``snapshot_every``: steps between two snapshots of shards that have no live copy. The default is Young's interval,
-      from the cost of a snapshot and the rate at which ranks are lost, with snapshots taking at most 1 % of the time.
+      from the cost of a snapshot and the rate at which ranks are lost, with snapshots taking at most 1 % of the time,
+      and snapshots after 1, 2, 4, 8, ... steps since a start or a recovery.
     - ``reduction``: how gradients are added over micro-batches and ranks. ``"fast"``: as floats, by DDP and FSDP2
       themselves. ``"exact"``: as 32-bit integers, so that losses and weights have the same bits on any number of
       data-parallel ranks. ``"exact64"``: as 64-bit integers, for twice the traffic, with room for any number of

@@ -259,7 +259,7 @@ class UnitAttempt:
             ids_digest=_ids_digest(ids),
             # A checkpoint holds a step: when the request to leave comes in a phase, the world runs one more step.
             draining=float(self._world.drain and not (step._at.phase and parts.durable is not None)),
-            snapshot_cost_s=parts.snapshots.cost_s,
+            snapshot_cost_s=parts.snapshots.usual_cost_s,
             step_s=parts.pace.median_s,
             changed_late=float(parts.replicas.changed_late),
             mirroring=float(page.mirroring),

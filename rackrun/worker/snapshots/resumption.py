@@ -97,7 +97,7 @@ class Resumption:
             ) from error
         mine = [[info.number, info.digest] for info in whole]
         used = max((info.fencing_token for info in whole), default=-1)
-        return mine, {number: [str(why), is_damage(why)] for number, why in left_out.items()}, used
+        return mine, {number: [_told(why), is_damage(why)] for number, why in left_out.items()}, used
 
     def _find_by_name(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
         """Look for checkpoints by name that another rank has listed and this one has not: a host's listing of a shared
@@ -108,7 +108,7 @@ class Resumption:
             except NoUsableCheckpoint:
                 continue
             except CheckpointError as error:
-                unusable[number] = [str(error), is_damage(error)]
+                unusable[number] = [_told(error), is_damage(error)]
 
     def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
         """Return the position of the first checkpoint in ``there`` that can be used, or None: the same on all ranks.
@@ -137,7 +137,7 @@ class Resumption:
                 step, world_size = reader.step, reader.world_size
                 different = self._fill_from(reader)
         except CheckpointError as error:
-            problem, damaged = str(error), is_damage(error)
+            problem, damaged = _told(error), is_damage(error)
         told = self._gather((problem, damaged, different))
         said = [one for one in told if one[0]]
         if said:
@@ -162,7 +162,8 @@ class Resumption:
         outlive a good one as one of the newest. One that storage failed to deliver may be intact."""
         self.not_used.append(number)
         if self._world.rank == 0:
-            say(f"the checkpoint of step {number} is not used: {why}")
+            by_itself = " The job takes an older one instead, if there is one, and never this one again."
+            say(f"the checkpoint of step {number} is not used: {why}" + (by_itself if damaged else ""))
             if damaged:
                 self._probation.quarantine(number, f"damaged: {why}")
 
@@ -217,3 +218,8 @@ def _plain_in(reader: CheckpointReader, rank: int, layout: ImageLayout) -> bytes
 def _story(barred: dict[int, str], common: list[int]) -> str:
     told = "; ".join(f"step {number} is {barred[number]}" for number in common if number in barred)
     return f"used: {told}" if told else "read"
+
+
+def _told(error: CheckpointError) -> str:
+    """Return why a checkpoint is not used. What to do about a damaged one is left out: the job does it."""
+    return error.what if is_damage(error) else str(error)

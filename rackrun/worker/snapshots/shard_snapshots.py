@@ -23,13 +23,14 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.base.errors import CheckpointError
-from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, ObservedCosts, choose_interval
+from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, ObservedCosts, choose_interval, due_early
 from rackrun.checkpoint.image.host_copies import ImageCopy, copies_from
 from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.boot import SNAPSHOT_JOB
@@ -53,6 +54,8 @@ _DIGESTING_MAX = 8
 """The most threads that compute digests beside a device that copies: the bus delivers about 50 GB/s, and a thread
 digests about 10."""
 _SLICE_S = 0.05
+_COSTS = 3
+"""Of so many snapshots the least cost counts: a busy machine makes single ones slow."""
 _PINNED_STEPS = 1000
 """For this many steps a snapshot that other trays hold is worth keeping on this rank when no newer one reaches them."""
 
@@ -91,6 +94,9 @@ class Snapshots:
         self.cost_s = 0.0
         """Seconds of training that the last snapshot took on this rank: the wait; on CPUs the work; on GPUs what the
         device copies ahead of the next step."""
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._generation, self._since = 0, 0
+        """The generation, and the first step after which it could have a snapshot. The same on all ranks."""
         self.bytes = 0
         """Bytes of the last snapshot on this rank."""
 
@@ -111,6 +117,8 @@ class Snapshots:
         ``gate`` holds the sums of all ranks' snapshot costs and step times, from which the interval follows. ``now``:
         take one in any case, after a recovery, because a newcomer cannot go back to a time before it joined.
         """
+        if self._generation != self._runtime.world.generation:
+            self._generation, self._since = self._runtime.world.generation, at.step
         if gate.mirrored == self._runtime.world.size:
             everywhere = self._runtime.page.mirrored
             self._mirrored = -1 if step_in(self._runtime.world.layout, Step(everywhere)) is None else everywhere
@@ -123,7 +131,7 @@ class Snapshots:
         if self._fds[0] < 0 or (mirrored and gate.mirroring and not now):
             # a snapshot on its way to other trays must not be overwritten, nor the one that all have there
             return False
-        due = now or at.step % (self._every or self._interval(at, gate)) == 0
+        due = now or (at.step % self._every == 0 if self._every else self._due(at, gate))
         if due:
             self.take(at.step, mirror=mirrored and not gate.mirroring)
         return due
@@ -137,9 +145,15 @@ class Snapshots:
         self.take(step, besides=self.named(keep))
         return True
 
-    def _interval(self, at: Position, gate: GateSums) -> int:
-        """Return the number of steps between two snapshots. It is a power of two, so that noise in the estimates seldom
-        changes it, and the former interval need not be known."""
+    @property
+    def usual_cost_s(self) -> float:
+        """Seconds of training that a snapshot takes on this rank: the least of the last few, because a loaded machine
+        makes single ones slow."""
+        return min(self._costs, default=0.0)
+
+    def _due(self, at: Position, gate: GateSums) -> bool:
+        """Whether the interval is over, or an early snapshot is due. The interval is a power of two, so that noise in
+        the estimates seldom changes it, and the former interval need not be known."""
         size = self._runtime.world.size
         observed = ObservedCosts(
             steps=1,
@@ -150,7 +164,7 @@ class Snapshots:
             failures=self._runtime.world.generation - 1,
         )
         steps: int = 2 ** round(math.log2(choose_interval(observed, IntervalPolicy()).steps))
-        return steps
+        return at.step % steps == 0 or due_early(observed, at.step - self._since)
 
     # -- take
     def take(
@@ -220,6 +234,7 @@ class Snapshots:
         waited = time.monotonic() - began
         self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
         self.cost_s += self._device.held_up_s()
+        self._costs.append(self.cost_s)
 
     def warm(self, size: int | None = None) -> None:
         """Begin to allocate the memory for two snapshots of ``size`` bytes each, by default the size of one now.
@@ -333,6 +348,7 @@ class Snapshots:
         self._state, self._images = state, StateImages(state)
         self._mirrored = -1
         self.cost_s = 0.0
+        self._costs.clear()
 
     def keep(self, step: int, unless: Callable[[Callable[[], None]], bool], besides: int) -> None:
         """Seal the new state of a new layout and keep the old snapshot ``besides``. Raises `MemoryPlanError`.
