@@ -17,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from tests.worker.harness import Ended, TinyCluster, say
-from tests.worker.scripts import Script, adam, ddp, fit, fully_sharded, net
+from tests.worker.scripts import Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]
@@ -322,6 +323,36 @@ def test_a_newcomer_that_finds_its_sources_unlike_each_other_sends_all_back(trai
     ended = train(script(ddp, (5, 1, PARAMETER), (6, 2, DIES)), spares=2, tainted=True)
     same(ended, undisturbed(ddp, 3))
     assert [plan.rollback for plan in ended.plans] == [None, 3]
+
+
+def test_a_loss_in_a_later_step_after_all_went_back_is_an_ordinary_loss(train: Train) -> None:
+    """A rank that has served the replacement of the blamed one must not judge that step by the state it served."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            if (int(step), run.rank, run.generation) == (6, 0, 2):
+                flip(model, optimizer, DIES)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+            wait_for_spares(run, number)
+            if (number, run.rank, run.generation) == (5, 1, 1):
+                flip(model, optimizer, PARAMETER)
+
+    ended = train(main, spares=2, tainted=True)
+    same(ended, undisturbed(ddp, 3))
+    assert [plan.rollback for plan in ended.plans] == [3, None], ended
+    assert "changed its state" not in str(ended)
 
 
 @pytest.mark.stories
