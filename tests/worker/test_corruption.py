@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
-from rackrun.worker.steps.step import Step
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
+from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, TinyCluster, say
 from tests.worker.scripts import Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 
