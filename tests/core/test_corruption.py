@@ -182,6 +182,22 @@ def test_its_slot_is_the_last_choice_from_then_on(job: CoreHarness) -> None:
     assert any("rank 2 on b/0 had another state" in why for tray in job.view.trays for why in tray.against.values())
 
 
+def test_a_newcomer_whose_sources_differ_keeps_its_place_and_all_go_back(job: CoreHarness) -> None:
+    job.exits("b/0")
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    newcomer = plan.members[2].slot
+    assert not job.finds_sources_differ(newcomer, generation=plan.generation - 1)
+    answers = job.finds_sources_differ(newcomer)
+    assert only(BreakGeneration, answers).because == "its sources differ"
+    assert not every(FenceWorker, answers)
+    job.timer("gather")
+    told = [job.parks(slot, 7, snapshots=(3, 7), good=3) for slot in ("a/0", "a/1", "b/1")]
+    assert told
+    again = plan_in(job.parks(newcomer, 7))
+    assert again.rollback == 3
+    assert [member.slot for member in again.members] == [member.slot for member in plan.members]
+
+
 def test_nobody_can_say_then_all_compute_again(job: CoreHarness) -> None:
     answers = differ(job)
     assert not every(FenceWorker, answers)

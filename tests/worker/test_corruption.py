@@ -323,6 +323,17 @@ def test_a_newcomer_that_finds_its_sources_unlike_each_other_sends_all_back(trai
     ended = train(script(ddp, (5, 1, PARAMETER), (6, 2, DIES)), spares=2, tainted=True)
     same(ended, undisturbed(ddp, 3))
     assert [plan.rollback for plan in ended.plans] == [None, 3]
+    first, second = ([member.slot for member in plan.members] for plan in ended.plans)
+    assert first == second, "it costs one spare only"
+
+
+@pytest.mark.stories
+def test_sources_that_differ_where_no_good_state_is_known_end_the_job(every: Any, train: Train) -> None:
+    """Nothing is compared, so going back cannot be asked for: each newcomer says so once, and exits the next time."""
+    every(0)
+    ended = train(script(ddp, (5, 1, PARAMETER), (6, 2, DIES)), spares=3, tainted=True)
+    assert ended.exit_code == 3, ended
+    assert "rank 2 could not be restored on 3 slots" in ended.because
 
 
 def test_a_loss_in_a_later_step_after_all_went_back_is_an_ordinary_loss(train: Train) -> None:
