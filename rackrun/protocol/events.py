@@ -45,6 +45,7 @@ __all__ = [
     "SnapshotDamaged",
     "SnapshotMirrored",
     "SnapshotStriped",
+    "SourcesDiffer",
     "StopRequested",
     "SwapRequested",
     "TimerFired",
@@ -386,6 +387,14 @@ class SnapshotStriped(OfWorker, frozen=True, kw_only=True):
     """The only other step whose rows the keepers still keep; -1: no row is dropped."""
 
 
+class SourcesDiffer(OfWorker, frozen=True, kw_only=True):
+    """The live ranks from which this worker was to be restored do not have the same state. A worker says so once; the
+    next time it exits."""
+
+    generation: Generation
+    because: str
+
+
 class ReplicasDiffer(OfWorker, frozen=True, kw_only=True):
     """Ranks that should hold the same state do not (``--check-replicas``).
 
@@ -612,6 +621,7 @@ WorkerEvent: TypeAlias = (
     | SnapshotMirrored
     | SnapshotDamaged
     | SnapshotStriped
+    | SourcesDiffer
 )
 JobEvent: TypeAlias = (
     TrayJoined

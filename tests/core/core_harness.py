@@ -27,6 +27,7 @@ from rackrun.protocol.events import (
     SlowRanksChanged,
     SnapshotDamaged,
     SnapshotMirrored,
+    SourcesDiffer,
     TimerFired,
     TrayJoined,
     TrayLost,
@@ -197,6 +198,7 @@ class CoreHarness:
         snapshots: Sequence[int] = (),
         layout: int = 0,
         resumed: int = 0,
+        good: int | None = None,
     ) -> Sequence[Command]:
         return self.tell(
             WorkerParked(
@@ -208,6 +210,7 @@ class CoreHarness:
                 snapshots=tuple(snapshot_id(Generation(layout), Step(step)) for step in snapshots),
                 layout=Generation(layout),
                 resumed=Generation(resumed),
+                good=None if good is None else Position(good),
             )
         )
 
@@ -250,6 +253,10 @@ class CoreHarness:
         return self.tell(
             SnapshotDamaged(**self._who(slot), generation=generation, step=Step(step), where=where, because="chunk 0")
         )
+
+    def finds_sources_differ(self, slot: str, generation: int | None = None) -> Sequence[Command]:
+        of = Generation(self.view.generation if generation is None else generation)
+        return self.tell(SourcesDiffer(**self._who(slot), generation=of, because="its sources differ"))
 
     def finishes(self, slot: str, *, took_ms: int = 0) -> Sequence[Command]:
         return self.tell(WorkerFinished(**self._who(slot), took_ms=took_ms))

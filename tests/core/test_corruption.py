@@ -159,12 +159,43 @@ def test_it_leaves_as_soon_as_a_better_slot_has_a_spare(job: CoreHarness) -> Non
     assert not every(FenceWorker, differ(job, 2))
     job.park_all(passed=7, snapshots=(3,))
     job.resume_all()
-    assert "its state differs from that of its replicas" in only(PauseWorkers, job.checks("c/0")).because
+    assert "rank 2 on b/0 had another state than its replicas" in only(PauseWorkers, job.checks("c/0")).because
+
+
+def test_a_rank_that_came_to_its_slot_since_leaves_without_the_blame(job: CoreHarness) -> None:
+    """Rank 3 is put on the slot that rank 2 had, as nothing better is left, and leaves it for a better one."""
+    gone(job, differ(job, 2))
+    job.park_all(passed=7, snapshots=(3,))
+    job.resume_all()
+    job.ready("b/0")
+    job.checks("c/1", "its driver does not answer")
+    job.exits("b/1")
+    job.park_all(passed=9)
+    job.resume_all()
+    assert "b/0" in job.members
+    pause = only(PauseWorkers, job.checks("c/1"))
+    assert "rank 3: rank 2 on b/0 had another state than its replicas, seen in step 8" in pause.because
 
 
 def test_its_slot_is_the_last_choice_from_then_on(job: CoreHarness) -> None:
     gone(job, differ(job, 2))
-    assert any("its state differs" in why for tray in job.view.trays for why in tray.against.values())
+    assert any("rank 2 on b/0 had another state" in why for tray in job.view.trays for why in tray.against.values())
+
+
+def test_a_newcomer_whose_sources_differ_keeps_its_place_and_all_go_back(job: CoreHarness) -> None:
+    job.exits("b/0")
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    newcomer = plan.members[2].slot
+    assert not job.finds_sources_differ(newcomer, generation=plan.generation - 1)
+    answers = job.finds_sources_differ(newcomer)
+    assert only(BreakGeneration, answers).because == "its sources differ"
+    assert not every(FenceWorker, answers)
+    job.timer("gather")
+    told = [job.parks(slot, 7, snapshots=(3, 7), good=3) for slot in ("a/0", "a/1", "b/1")]
+    assert told
+    again = plan_in(job.parks(newcomer, 7))
+    assert again.rollback == 3
+    assert [member.slot for member in again.members] == [member.slot for member in plan.members]
 
 
 def test_nobody_can_say_then_all_compute_again(job: CoreHarness) -> None:
@@ -243,7 +274,9 @@ def test_nobody_can_say_twice_then_one_of_them_is_replaced_and_both_are_watched(
     assert "once more: ranks 0, 2; rank 2 is replaced, and if they differ on, it was not that one" in text
     assert gone(job, answers) == ["b/0"]
     assert plan_in(job.park_all(passed=7, snapshots=(3, 7))).rollback == 3
-    against = [slot for tray in job.view.trays for slot, why in tray.against.items() if "it or its replica" in why]
+    against = [
+        slot for tray in job.view.trays for slot, why in tray.against.items() if "or its replica was wrong" in why
+    ]
     assert against == ["a/0", "b/0"]
 
 
@@ -271,7 +304,7 @@ def test_that_a_tray_stood_still_says_nothing_about_what_is_computed_there() -> 
 def test_the_other_leaves_as_soon_as_there_is_a_better_slot(job: CoreHarness) -> None:
     gone(job, differ(job, again=(0, 2)))
     job.park_all(passed=7, snapshots=(3, 7))
-    assert "it or its replica is wrong" in only(PauseWorkers, job.resume_all()).because
+    assert "rank 0 on a/0 or its replica was wrong" in only(PauseWorkers, job.resume_all()).because
 
 
 def test_if_that_does_not_help_the_job_ends() -> None:

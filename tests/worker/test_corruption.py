@@ -18,8 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
+from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, TinyCluster, say
-from tests.worker.scripts import Script, adam, ddp, fit, fully_sharded, net
+from tests.worker.scripts import Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]
@@ -322,6 +323,47 @@ def test_a_newcomer_that_finds_its_sources_unlike_each_other_sends_all_back(trai
     ended = train(script(ddp, (5, 1, PARAMETER), (6, 2, DIES)), spares=2, tainted=True)
     same(ended, undisturbed(ddp, 3))
     assert [plan.rollback for plan in ended.plans] == [None, 3]
+    first, second = ([member.slot for member in plan.members] for plan in ended.plans)
+    assert first == second, "it costs one spare only"
+
+
+@pytest.mark.stories
+def test_sources_that_differ_where_no_good_state_is_known_end_the_job(every: Any, train: Train) -> None:
+    """Nothing is compared, so going back cannot be asked for: each newcomer says so once, and exits the next time."""
+    every(0)
+    ended = train(script(ddp, (5, 1, PARAMETER), (6, 2, DIES)), spares=3, tainted=True)
+    assert ended.exit_code == 3, ended
+    assert "rank 2 could not be restored on 3 slots" in ended.because
+
+
+def test_a_loss_in_a_later_step_after_all_went_back_is_an_ordinary_loss(train: Train) -> None:
+    """A rank that has served the replacement of the blamed one must not judge that step by the state it served."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            if (int(step), run.rank, run.generation) == (6, 0, 2):
+                flip(model, optimizer, DIES)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+            wait_for_spares(run, number)
+            if (number, run.rank, run.generation) == (5, 1, 1):
+                flip(model, optimizer, PARAMETER)
+
+    ended = train(main, spares=2, tainted=True)
+    same(ended, undisturbed(ddp, 3))
+    assert [plan.rollback for plan in ended.plans] == [3, None], ended
+    assert "changed its state" not in str(ended)
 
 
 @pytest.mark.stories

@@ -200,6 +200,28 @@ def test_a_change_that_nobody_has_seen_in_time_is_found_when_the_step_is_done_ag
     assert undo.not_put_back() == ["model/param/weight"]
 
 
+def test_digests_from_before_a_rollback_do_not_judge_a_later_step() -> None:
+    """They were served to a newcomer after the state was filled anew, and nothing was audited since."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+    undo.begin()
+    assert not undo.discard(backward_open=True)
+    assert undo.digests_ahead()
+    state.load_plain(state.manifest("r"), state.tensors())
+    assert not undo.digests_ahead(), "the step that was abandoned is not done again from this state"
+    undo.begin()
+    undo.before_update()
+    optimizer.step()
+    undo.ended()
+    undo.begin()
+    assert not undo.discard(backward_open=True)
+    undo.digests_ahead()
+    undo.begin()
+    undo.before_update()
+    assert undo.not_put_back() == []
+
+
 def test_weights_that_are_exchanged_for_a_while_are_found_where_the_step_was_left() -> None:
     """Through ``.data``, and put back before the gate: there is nothing to see there. Known from the first step, they are put back."""
     model, optimizer = trained()

@@ -45,6 +45,7 @@ SEEN = (
     "ReplicasDiffer",
     "SlowRanksChanged",
     "SnapshotDamaged",
+    "SourcesDiffer",
     "StopRequested",
     "TrayLost",
     "TrayStoodStill",

@@ -55,7 +55,7 @@ def suspect(event: ReplicasDiffer, devices: GpuFitness, seats: Mapping[Rank, Slo
     that may be wrong."""
     for rank in event.culprits or event.differing:
         if rank in seats:
-            devices.put_on_probation(seats[rank], ProbationCause.WRONG, _why(event))
+            devices.put_on_probation(seats[rank], ProbationCause.WRONG, _against(event, rank, seats[rank]))
 
 
 def suspect_loss(event: LossNotRepeated, devices: GpuFitness) -> bool:
@@ -174,6 +174,13 @@ def _why(event: ReplicasDiffer) -> str:
     if not event.culprits:
         return f"replicas differ, seen in step {event.at.step}"
     return f"its state differs from that of its replicas, seen in step {event.at.step}"
+
+
+def _against(event: ReplicasDiffer, rank: Rank, slot: SlotId) -> str:
+    """Return why ``slot`` is on probation; another rank may have the slot by the time that this is read."""
+    if event.differing:
+        return f"rank {rank} on {slot} or its replica was wrong time and again, seen in step {event.at.step}"
+    return f"rank {rank} on {slot} had another state than its replicas, seen in step {event.at.step}"
 
 
 def _told(event: ReplicasDiffer) -> str:

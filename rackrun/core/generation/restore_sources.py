@@ -13,7 +13,7 @@ from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.protocol.commands import Restore
-from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, SnapshotStriped, WorkerExited
+from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, SnapshotStriped, SourcesDiffer, WorkerExited
 from rackrun.protocol.ids import Rank, Step, TrayId, step_in, steps_in, tray_of
 
 __all__ = ["RestoreSources", "named"]
@@ -91,6 +91,12 @@ class RestoreSources:
         if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
             because = f"the snapshot of step {event.step if step is None else step} for rank {record.rank} cannot be used ({event.because})"
             self.facts.add(PlanImpossible(because))
+
+    def differ(self, record: WorkerRecord, event: SourcesDiffer) -> None:
+        """Plan again without what may be wrong: a newcomer has found that its sources differ."""
+        if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
+            self.world.doubted = True
+            self.facts.add(PlanImpossible(event.because))
 
 
 def _read_from(restore: Restore) -> list[str]:

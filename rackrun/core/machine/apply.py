@@ -45,6 +45,7 @@ from rackrun.protocol.events import (
     SnapshotDamaged,
     SnapshotMirrored,
     SnapshotStriped,
+    SourcesDiffer,
     StopRequested,
     SwapRequested,
     TimerFired,
@@ -314,6 +315,11 @@ def _striped(job: CoreParts, record: WorkerRecord, event: SnapshotStriped) -> No
 @_on_worker(SnapshotDamaged)
 def _damaged(job: CoreParts, record: WorkerRecord, event: SnapshotDamaged) -> None:
     job.recovery.sources.damaged(record, event)
+
+
+@_on_worker(SourcesDiffer)
+def _sources_differ(job: CoreParts, record: WorkerRecord, event: SourcesDiffer) -> None:
+    job.recovery.sources.differ(record, event)
 
 
 # -- trays -------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.checkpoint.base.errors import MemoryPlanError
+from rackrun.errors import StateLost
 from rackrun.link.heartbeat_page import Activity
 from rackrun.protocol.commands import GenerationPlan, Member, Restore
 from rackrun.protocol.ids import Generation, Position, Step, snapshot_id
@@ -67,6 +68,8 @@ class Rejoin:
         self._unlike = ""
         """The last notice printed about numerics: how the state that this process took over was computed differently.
         """
+        self._sources_differed = False
+        """Whether this process has reported that the ranks that it was to be restored from differ."""
         self.leaving = False
         """Whether ``main`` is being left to be entered again: what it returns or raises does not count any more."""
         self.left_after: int | None = None
@@ -242,23 +245,7 @@ class Rejoin:
         if plan.rollback is not None or (restore is not None and not restore.sources):
             self._load(plan, plan.committed.step if plan.rollback is None else plan.rollback, restore)
         if communicator is not None:
-            manifest = world.attempt(
-                plan,
-                lambda: run_restores(
-                    plan,
-                    world.rank,
-                    communicator,
-                    self._state,
-                    world.replica_class,
-                    self._runtime.device,
-                    RestoreCallbacks(
-                        lambda: world.superseded(plan.generation),
-                        world.stages.reached,
-                        self.known_digests,
-                        self.loop_end.source,
-                    ),
-                ),
-            )
+            manifest = self._run_restores(plan, communicator)
             if manifest is not None:
                 self._adopt(plan, manifest)
                 self._replicas.unique.take_place(world.rank)
@@ -276,6 +263,35 @@ class Rejoin:
             world.set_position(plan.committed, plan.gate)
         elif any(not restore.sources for restore in plan.restores):
             self._snapshots.hold(plan.committed.step)  # a newcomer holds the same one, and can go back no further
+
+    def _run_restores(self, plan: GenerationPlan, communicator: Communicator) -> StateManifest | None:
+        """Take part in the restores from live ranks (see `run_restores`).
+
+        Raises `Superseded` when this rank's sources differ, after a report to the coordinator, which makes a new plan;
+        `StateLost` when that happens again.
+        """
+        world = self._world
+        callbacks = RestoreCallbacks(
+            lambda: world.superseded(plan.generation),
+            world.stages.reached,
+            self.known_digests,
+            self.loop_end.source,
+        )
+        try:
+            return world.attempt(
+                plan,
+                lambda: run_restores(
+                    plan, world.rank, communicator, self._state, world.replica_class, self._runtime.device, callbacks
+                ),
+            )
+        except StateLost as lost:
+            if self._sources_differed:
+                raise
+            self._sources_differed = True
+            because = f"the ranks that rank {world.rank} was to be restored from differ"
+            print(f"rackrun: {because}: {lost}", file=sys.stderr, flush=True)
+            self._reports.sources_differ(Generation(plan.generation), because)
+            raise Superseded from lost
 
     def _adopt(self, plan: GenerationPlan, manifest: StateManifest) -> None:
         """Record that the state in place is the one ``manifest`` describes."""

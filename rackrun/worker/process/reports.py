@@ -18,6 +18,7 @@ from rackrun.protocol.events import (
     LossNotRepeated,
     ReplicasDiffer,
     SnapshotDamaged,
+    SourcesDiffer,
     WorkerFinished,
     WorkerPaused,
     WorkerReady,
@@ -96,6 +97,15 @@ class Reports:
                     step=Step(named),
                     where=where,
                     because=because,
+                )
+            )
+
+    def sources_differ(self, generation: Generation, because: str) -> None:
+        """Report that the live sources of this rank differ, so that the coordinator plans again."""
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                SourcesDiffer(
+                    slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation, because=because
                 )
             )
 

@@ -347,8 +347,8 @@ class UnitUndo:
 
     def digests_ahead(self) -> Mapping[str, int]:
         """Return digests by path for the beginning of the next attempt at an abandoned unit, computed while this rank
-        waits for others. Empty if that attempt needs none."""
-        if not self._suspect_at:
+        waits for others. Empty if that attempt needs none, as after a rollback: nothing is suspect then."""
+        if not self._suspect_at or self._filled != self._state.filled:
             return {}
         if self._ahead[0] != self._state.filled:
             self._ahead = self._state.filled, digests_by_path(self._owned())
@@ -573,6 +573,7 @@ class UnitUndo:
     def _nothing_is_suspect(self) -> None:
         self._suspect_at.clear()
         self._suspect_everywhere = False
+        self._ahead = -1, {}
 
     def may_be_left(self) -> bool:
         """Whether the current phase may be left at this point, because all its changes so far can be put back.
