@@ -60,6 +60,20 @@ def compiled(run: Run) -> None:
     fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
 
 
+def compiled_batch_norm(run: Run) -> None:
+    """The compiled forward broadcasts the buffers."""
+    model = ddp(run, nn.BatchNorm1d(14))
+    fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
+
+
+def compiled_inside(run: Run) -> None:
+    """The model is compiled, DDP around it is not."""
+    inner = net(nn.BatchNorm1d(14)).to(run.device)
+    inner.compile(backend="aot_eager")
+    model = DDP(inner)
+    fit(run, model, adam(model))
+
+
 def by_closure(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Script:
     def main(run: Run) -> None:
         model = ddp(run)
@@ -418,6 +432,8 @@ ALSO_EXACT: list[Script] = [
     adam_with_closure,
     lbfgs_of_several_evaluations,
     compiled,
+    compiled_batch_norm,
+    compiled_inside,
     bucket_views,
     non_persistent_buffer,
     sgd_momentum,

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,20 @@ if TYPE_CHECKING:
     from rackrun.worker.membership.collective_progress import Entered
     from rackrun.worker.membership.worker_membership import WorkerMembership
 
-__all__ = ["CombinedWork", "CompletedWork", "GuardedWork", "is_misuse"]
+__all__ = ["CombinedWork", "CompletedWork", "GuardedWork", "is_misuse", "not_compiled"]
 
 _LOOK = timedelta(milliseconds=250)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def not_compiled(function: _F) -> _F:
+    """Decorator: ``torch.compile`` does not trace ``function``, nor what it calls.
+
+    Dynamo also traces frames that C++ calls while a compiled module runs, such as the collectives and works of a group
+    written in Python. There it accepts only a few members of a process group, and raises an error for any other.
+    """
+    return cast("_F", torch._dynamo.disable(function))
 
 
 class CompletedWork(dist.Work):
@@ -82,6 +93,7 @@ class GuardedWork(dist.Work):
         self._settling = threading.Lock()
         self._over = False
 
+    @not_compiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the collective; a broken one leaves the loopback's result. Raises `RuntimeError` for a misuse."""
         del timeout
@@ -145,6 +157,7 @@ class GuardedWork(dist.Work):
         if isinstance(self._work, DeferredWork) and self._work.refused and is_misuse(error):
             raise error
 
+    @not_compiled
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             if self._over:  # somebody has waited for it
@@ -212,6 +225,7 @@ class GuardedWork(dist.Work):
         """Return whether it is over, by a break too."""
         return self.is_completed()
 
+    @not_compiled
     def result(self) -> Any:
         self.wait()
         return self._result
@@ -224,11 +238,13 @@ class CombinedWork(dist.Work):
         super().__init__()
         self._works, self._result = works, result
 
+    @not_compiled
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         for work in self._works:
             work.wait()
         return True
 
+    @not_compiled
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
         return CompletedWork(self._result).get_future()
