@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.collective_work import GuardedWork
 from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.worker_membership import WorkerMembership
+from rackrun.worker.script.script_checks import ScriptChecks
 
 COLLECTIVES = [
     name
@@ -30,6 +34,13 @@ def test_a_wait_is_not_traced(name: str) -> None:
     assert getattr(getattr(GuardedWork, name), "_torchdynamo_disable", False)
 
 
+@pytest.mark.parametrize(
+    "hook", [UnitRunner._before_optimizer, ScriptChecks._before_optimizer, ScriptChecks._after_optimizer]
+)
+def test_a_hook_of_optimizers_is_not_traced(hook: Callable[..., Any]) -> None:
+    assert getattr(hook, "_torchdynamo_disable", False)
+
+
 def test_all_collectives_are_looked_at() -> None:
     assert {"allreduce", "broadcast", "_allgather_base", "reduce_scatter", "batch", "barrier"} < set(COLLECTIVES)
 
@@ -39,12 +50,13 @@ def test_a_collective_that_torch_calls_inside_of_a_compiled_model(world: WorkerM
     group = world.create_default(1, 3)
     buffer = torch.ones(4)
 
-    @torch._dynamo.disable(recursive=False)
     def exchange() -> None:
         dist._broadcast_coalesced(group, [buffer], 1 << 20, 0)
 
+    leave_graph = torch.compiler.disable(exchange, recursive=False)
+
     def forward(batch: torch.Tensor) -> torch.Tensor:
-        exchange()
+        leave_graph()
         return batch + buffer
 
     torch._dynamo.reset()

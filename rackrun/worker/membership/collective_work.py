@@ -6,32 +6,22 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rackrun.errors import CollectiveBroken
 from rackrun.worker.communicators.deferred_collective import DeferredWork
+from rackrun.worker.torch_compat.not_compiled import not_compiled
 
 if TYPE_CHECKING:
     from rackrun.worker.membership.collective_progress import Entered
     from rackrun.worker.membership.worker_membership import WorkerMembership
 
-__all__ = ["CombinedWork", "CompletedWork", "GuardedWork", "is_misuse", "not_compiled"]
+__all__ = ["CombinedWork", "CompletedWork", "GuardedWork", "is_misuse"]
 
 _LOOK = timedelta(milliseconds=250)
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def not_compiled(function: _F) -> _F:
-    """Decorator: ``torch.compile`` does not trace ``function``, nor what it calls.
-
-    Dynamo also traces frames that C++ calls while a compiled module runs, such as the collectives and works of a group
-    written in Python. There it accepts only a few members of a process group, and raises an error for any other.
-    """
-    return cast("_F", torch._dynamo.disable(function))
 
 
 class CompletedWork(dist.Work):
