@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import torch
 
 from rackrun.checkpoint.arena.arena_folder import ArenaFolder, MemoryTier
 from rackrun.checkpoint.base.deprecation import renamed_argument
@@ -161,8 +162,9 @@ class CheckpointManager:
         atexit.register(self._break_off)
         if contents.complete:  # otherwise the first save makes the arena, once the optimizers have state
             self._saver.reserve(image.layout.total_bytes)
+        before_step = torch.compiler.disable(lambda *_: self.before_optimizer_step())
         for optimizer in contents.optimizers.values():
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()))
+            self._hooks.append(optimizer.register_step_pre_hook(before_step))
 
     def _agree(self) -> SaveLocation:
         """Exchange with all ranks what each has seen, and agree on the fencing token and the first number."""

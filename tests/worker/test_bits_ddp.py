@@ -60,6 +60,38 @@ def compiled(run: Run) -> None:
     fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
 
 
+def compiled_batch_norm(run: Run) -> None:
+    """The compiled forward broadcasts the buffers."""
+    model = ddp(run, nn.BatchNorm1d(14))
+    fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
+
+
+def compiled_inside(run: Run) -> None:
+    """The model is compiled, DDP around it is not."""
+    inner = net(nn.BatchNorm1d(14)).to(run.device)
+    inner.compile(backend="aot_eager")
+    model = DDP(inner)
+    fit(run, model, adam(model))
+
+
+def compiled_optimizer(run: Run) -> None:
+    model = ddp(run)
+    optimizer = adam(model)
+    update = torch.compile(optimizer.step, backend="aot_eager")
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        update()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
 def by_closure(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Script:
     def main(run: Run) -> None:
         model = ddp(run)
@@ -418,6 +450,9 @@ ALSO_EXACT: list[Script] = [
     adam_with_closure,
     lbfgs_of_several_evaluations,
     compiled,
+    compiled_batch_norm,
+    compiled_inside,
+    compiled_optimizer,
     bucket_views,
     non_persistent_buffer,
     sgd_momentum,
@@ -439,6 +474,18 @@ def test_deaths_of_rank_0_and_of_another_do_not_change_a_bit(main: Script, train
     deaths = {0: moments(reference, 0, main.__name__)[0], 2: moments(reference, 2, main.__name__)[0]}
     ended = train(main, kill=deaths)
     assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
+    assert ended.plans, f"nobody died\n{ended}"
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_a_death_in_a_compiled_forward_or_backward_does_not_change_a_bit(moment: int, train: Train) -> None:
+    """The forward broadcasts the buffers, and the last backward of a step reduces the gradients."""
+    reference = train(compiled_batch_norm)
+    lived = reference.moments[1]
+    begins = next(index for index, what in enumerate(lived) if what.startswith("committed Position(step=3,"))
+    ended = train(compiled_batch_norm, kill={1: begins + moment})
+    assert not ended.differences(reference), f"{lived[begins + moment]}\n{ended}"
     assert ended.plans, f"nobody died\n{ended}"
 
 

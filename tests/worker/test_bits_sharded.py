@@ -35,6 +35,11 @@ def fsdp(run: Run) -> None:
     fit(run, model, adam(model))
 
 
+def fsdp_compiled(run: Run) -> None:
+    model = sharded()
+    fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
+
+
 def fsdp_kept_gathered(run: Run) -> None:
     model = sharded(reshard_after_forward=False)
     fit(run, model, adam(model))
@@ -180,7 +185,14 @@ def fsdp_lion(run: Run) -> None:
         fsdp_averaged_late,
         *(
             pytest.param(main, marks=pytest.mark.stories)
-            for main in (fsdp_lion, fsdp_validated, fsdp_kept_gathered, fsdp_mixed_precision, fsdp_clipped)
+            for main in (
+                fsdp_lion,
+                fsdp_validated,
+                fsdp_kept_gathered,
+                fsdp_mixed_precision,
+                fsdp_clipped,
+                fsdp_compiled,
+            )
         ),
     ],
     ids=lambda main: main.__name__,

@@ -44,6 +44,7 @@ from rackrun.worker.steps.audits import is_looked_at
 from rackrun.worker.steps.recorded_units import RecordedUnit
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
+from rackrun.worker.torch_compat.not_compiled import not_compiled
 
 __all__ = ["UnitRunner"]
 
@@ -109,7 +110,9 @@ class UnitRunner:
         self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: parts.rates.restore(optimizer))
+        self._hook_after = register_optimizer_step_post_hook(
+            not_compiled(lambda optimizer, *_: parts.rates.restore(optimizer))
+        )
 
     # -- the run
     @property
@@ -469,6 +472,7 @@ class UnitRunner:
         held = self._in_hand
         return held.batch if held is not None and held.step._at.step == step else self._batches.of(step)
 
+    @not_compiled
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Hook before each ``optimizer.step()``: pass the gate at the first one of a step, and scale the learning
         rates.

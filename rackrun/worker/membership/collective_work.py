@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rackrun.errors import CollectiveBroken
 from rackrun.worker.communicators.deferred_collective import DeferredWork
+from rackrun.worker.torch_compat.not_compiled import not_compiled
 
 if TYPE_CHECKING:
     from rackrun.worker.membership.collective_progress import Entered
@@ -82,6 +83,7 @@ class GuardedWork(dist.Work):
         self._settling = threading.Lock()
         self._over = False
 
+    @not_compiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the collective; a broken one leaves the loopback's result. Raises `RuntimeError` for a misuse."""
         del timeout
@@ -145,6 +147,7 @@ class GuardedWork(dist.Work):
         if isinstance(self._work, DeferredWork) and self._work.refused and is_misuse(error):
             raise error
 
+    @not_compiled
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             if self._over:  # somebody has waited for it
@@ -212,6 +215,7 @@ class GuardedWork(dist.Work):
         """Return whether it is over, by a break too."""
         return self.is_completed()
 
+    @not_compiled
     def result(self) -> Any:
         self.wait()
         return self._result
@@ -224,11 +228,13 @@ class CombinedWork(dist.Work):
         super().__init__()
         self._works, self._result = works, result
 
+    @not_compiled
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         for work in self._works:
             work.wait()
         return True
 
+    @not_compiled
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
         return CompletedWork(self._result).get_future()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from rackrun.errors import StepError
 from rackrun.worker.communicators.deferred_collective import DeferredWork
 from rackrun.worker.communicators.gate_tree import WithGateTree, on_hosts
 from rackrun.worker.membership.collective_work import CombinedWork, CompletedWork, GuardedWork, is_misuse
+from rackrun.worker.torch_compat.not_compiled import not_compiled
 
 if TYPE_CHECKING:
     from rackrun.worker.communicators.communicator import Communicator, PointToPoint
@@ -36,9 +37,6 @@ BACKEND = "rackrun"
 _IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
 
 Tensors = Sequence[torch.Tensor]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-_not_compiled = cast("Callable[[_F], _F]", torch._dynamo.disable)
 
 
 class ElasticGroup(dist.ProcessGroup):
@@ -168,7 +166,6 @@ class ElasticGroup(dist.ProcessGroup):
             )
 
     # -- collectives
-    @_not_compiled
     def _run(
         self,
         name: str,
@@ -266,6 +263,7 @@ class ElasticGroup(dist.ProcessGroup):
         """Whether the device runs the collective, by its first tensor. A barrier has none and runs on the hosts."""
         return first is not None and first.device.type == self.world.device.type
 
+    @not_compiled
     def sum_on_host(self, values: torch.Tensor) -> None:
         """Sum ``values``, a host tensor, over all ranks in place. Does not involve the device or wait for it."""
         opts = dist.AllreduceOptions()
@@ -278,6 +276,7 @@ class ElasticGroup(dist.ProcessGroup):
             on_host=True,
         ).wait()
 
+    @not_compiled
     def gather_on_host(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Return the ``row`` of every rank, in rank order. ``row``: a 1-d host tensor of the same length on all ranks.
 
@@ -297,6 +296,7 @@ class ElasticGroup(dist.ProcessGroup):
             self.allgather([list(rows)], [row]).wait()
         return list(rows)
 
+    @not_compiled
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum of ``values`` over all ranks, as a host tensor. ``values``: a host tensor.
         Uses the gate tree where there is one, and the device otherwise."""
@@ -311,11 +311,13 @@ class ElasticGroup(dist.ProcessGroup):
         dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self)
         return on_device.cpu()
 
+    @not_compiled
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce in place over all ranks. Alone or broken, every peer counts as equal to this rank."""
         opts = opts or dist.AllreduceOptions()
         return self._run("allreduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
 
+    @not_compiled
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in place; on a device, or of several dtypes, one after the other."""
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -329,6 +331,7 @@ class ElasticGroup(dist.ProcessGroup):
             self.allreduce([tensor], plain).wait()
         return CompletedWork(tensors)
 
+    @not_compiled
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Broadcast in place. During set-up, newcomers receive what the root published when the job began."""
         opts = opts or dist.BroadcastOptions()
@@ -344,11 +347,13 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("broadcast", tensors, loopback, tensors, opts)
 
+    @not_compiled
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce to the root, in place; the contents on other ranks are undefined afterwards."""
         opts = opts or dist.ReduceOptions()
         return self._run("reduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
 
+    @not_compiled
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         def loopback() -> None:
             for row, tensor in zip(outputs, inputs, strict=True):
@@ -357,6 +362,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("allgather", outputs, loopback, outputs, inputs, opts or AllgatherOptions())
 
+    @not_compiled
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         # outputs[i] holds the tensors of rank i
         def loopback() -> None:
@@ -366,6 +372,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("allgather_coalesced", outputs, loopback, outputs, inputs, opts or AllgatherOptions())
 
+    @not_compiled
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         def loopback() -> None:
             output.view(self.size(), -1).copy_(input.clone().reshape(1, -1))  # FSDP gathers in place
@@ -374,11 +381,13 @@ class ElasticGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    @not_compiled
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         return CombinedWork([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
+    @not_compiled
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce ``inputs[i][r]`` over all ranks into ``outputs[i]`` of rank r."""
         opts = opts or dist.ReduceScatterOptions()
@@ -393,6 +402,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("reduce_scatter", outputs, loopback, outputs, inputs, opts)
 
+    @not_compiled
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         """Reduce ``input`` over all ranks; ``output`` becomes this rank's equal part of it."""
         opts = opts or dist.ReduceScatterOptions()
@@ -414,6 +424,7 @@ class ElasticGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
+    @not_compiled
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         return CombinedWork(
             [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs
@@ -421,6 +432,7 @@ class ElasticGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
+    @not_compiled
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -441,6 +453,7 @@ class ElasticGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
+    @not_compiled
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         def loopback() -> None:
             mine = inputs[self.rank()]
@@ -449,6 +462,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("alltoall", outputs, loopback, outputs, inputs, opts or dist.AllToAllOptions())
 
+    @not_compiled
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         def loopback() -> None:
             for row, tensor in zip(outputs, inputs, strict=False):
@@ -457,6 +471,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("gather", outputs, loopback, outputs, inputs, opts or dist.GatherOptions())
 
+    @not_compiled
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         def loopback() -> None:
             for index, output in enumerate(outputs):
@@ -464,15 +479,18 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("scatter", outputs, loopback, outputs, inputs, opts or dist.ScatterOptions())
 
+    @not_compiled
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
         self._check_not_coalesced(tensors)
         return self._run("send", tensors, _nothing, tensors, peer, tag)
 
+    @not_compiled
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
         """Receive into ``tensors`` from ``peer``, a rank of the group; zeros if the generation is broken."""
         self._check_not_coalesced(tensors)
         return self._run("recv", tensors, lambda: _zero(tensors), tensors, peer, tag)
 
+    @not_compiled
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._run("recv_anysource", tensors, lambda: _zero(tensors), tensors, tag)
 
@@ -481,7 +499,7 @@ class ElasticGroup(dist.ProcessGroup):
         other in its stream."""
         return device.type == self.world.device.type and not self.world.queue.is_host
 
-    @_not_compiled
+    @not_compiled
     def batch(self, operations: Sequence[PointToPoint]) -> dist.Work:
         """Start all sends and receives at once, in any order."""
         received = [tensor for name, tensor, _, _ in operations if name == "recv"]
@@ -489,6 +507,7 @@ class ElasticGroup(dist.ProcessGroup):
             "batch", received, lambda: _zero(received), lambda communicator, _: communicator.batch(operations)
         )
 
+    @not_compiled
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())
 

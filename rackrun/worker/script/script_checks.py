@@ -30,6 +30,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.torch_compat import unhooked_calls, zero_grad
 from rackrun.worker.torch_compat.data_parallel import ddp
+from rackrun.worker.torch_compat.not_compiled import not_compiled
 
 __all__ = ["LoaderPass", "ScriptChecks"]
 
@@ -252,10 +253,12 @@ class ScriptChecks:
             )
 
     # -- before each optimizer.step(), ahead of the gate; after it where a closure computes the gradients
+    @not_compiled
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _has_closure(args, kwargs):
             self._check(optimizer)
 
+    @not_compiled
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if _has_closure(args, kwargs):
             self._check(optimizer)
