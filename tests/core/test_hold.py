@@ -39,7 +39,7 @@ from rackrun.protocol.events import (
     TimerFired,
 )
 from rackrun.protocol.gpu_health import Health
-from rackrun.protocol.ids import Generation, SlotId, TrayId
+from rackrun.protocol.ids import Generation, Rank, SlotId, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import CondemnedExitsOver, HoldReminder, RecoverOver
@@ -355,9 +355,9 @@ def test_a_growth_that_is_asked_for_while_lost_ranks_are_waited_for_is_answered_
 @pytest.mark.parametrize(
     "request_",
     [
-        SwapRequested(request="x", rank=0, steps=5),
-        SwapRequested(request="x", rank=2, steps=5),
-        SwapRequested(request="x", rank=0, to=SlotId("a/2"), steps=5),
+        SwapRequested(request="x", rank=Rank(0), steps=5),
+        SwapRequested(request="x", rank=Rank(2), steps=5),
+        SwapRequested(request="x", rank=Rank(0), to=SlotId("a/2"), steps=5),
         DrainRequested(request="x", target="a/0", steps=5),
     ],
     ids=str,
@@ -373,7 +373,7 @@ def test_who_should_leave_a_slot_in_a_hold_is_told_that_all_ranks_wait(request_:
 def test_a_drain_in_a_hold_that_waits_for_spares_says_that_all_ranks_wait_and_is_done_when_they_train() -> None:
     harness = held()
     begun = only(Answer, harness.tell(DrainRequested(request="x", target="a/0", steps=5, wait=True)))
-    what = "rank 0 would have to move, and all ranks wait in a hold, and no step boundary comes; it waits for spares"
+    what = "rank 0 would have to move, but all ranks wait in a hold, and no step boundary comes; it waits for spares"
     assert (begun.outcome, begun.text) == ("begun", f"drain of a/0: {what}")
 
 
@@ -381,7 +381,7 @@ def test_a_spare_that_lost_ranks_need_is_said_to_be_theirs() -> None:
     harness = job("swap,wait", repair_patience_ms=WEEK_MS)
     harness.tray_lost("b")
     assert only(Decided, harness.park_all()).decision.rung is Rung.WAIT
-    refused = only(Answer, harness.tell(SwapRequested(request="x", rank=0, steps=5)))
+    refused = only(Answer, harness.tell(SwapRequested(request="x", rank=Rank(0), steps=5)))
     assert refused.text.endswith("rank 0 would have to move, and 1 spare is left (a/2) for ranks 2, 3, lost before")
 
 

@@ -348,7 +348,7 @@ class OperatorRequests:
         them, as a drain can."""
         moves = f"{named(ranks)} would have to move"
         if self.recovery.hold.holds:
-            return RequestRefused("taken", f"{moves}, and {HELD}", _AFTER_HOLD)
+            return RequestRefused("taken", f"{moves}, but {HELD}", _AFTER_HOLD)
         fit, lost = self._fit(), self.world.lost()
         there = (
             f"{len(fit)} {'spare is' if len(fit) == 1 else 'spares are'} left ({', '.join(fit[:4])})"
@@ -360,7 +360,7 @@ class OperatorRequests:
         elif self.seating.staff(self.world.seats, ranks, fit, self.recovery.wishes) is None:
             why = f" outside {'its' if len(ranks) == 1 else 'their'} NVLink clique"
         else:
-            why = f" for {named(lost)}, lost before" if lost else " for what was asked before"
+            why = f" for {named(list(lost))}, lost before" if lost else " for what was asked before"
         waits = "wait for spares (--wait-for-spares)" if may_wait else "ask again when a spare is ready"
         return RequestRefused(
             "spares", f"{moves}, and {there}{why}", f"{waits}, return others (rackctl return), or add trays."

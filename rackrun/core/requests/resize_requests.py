@@ -102,7 +102,7 @@ class ResizeRequests:
         self.resizing.growth.forget()
         self.under_way = PendingGrow(event.request, to)
         if lost := world.lost():
-            told = f"grow to {to} ranks: when it is decided what becomes of {named(lost)}"
+            told = f"grow to {to} ranks: when it is decided what becomes of {named(list(lost))}"
             self.replies.say(event.request, "begun", told)
         elif world.size < to and self._come():
             told = f"grow to {to} ranks: at a step boundary, as workers are ready ({self._come()} wait or start)"
