@@ -77,7 +77,8 @@ def render_result(console: Console, result: Result) -> None:
     title = Text(result.run_id, "bold") + Text("  ")
     console.print(title + Text(f"ended with exit code {result.exit_code}", "green" if result.exit_code == 0 else "red"))
     _say(console, f"{result.because} {result.remedy}".strip())
-    _say(console, f"{result.steps} steps in {result.seconds:.1f} s, {len(result.recoveries)} recoveries")
+    told = _recoveries(len(result.recoveries), ended=result.recoveries_ended)
+    _say(console, f"{result.steps} steps in {result.seconds:.1f} s, {told}")
     for line in result.recoveries:
         _say(console, f"  {line}")
 
@@ -92,8 +93,9 @@ def render_report(console: Console, report: Report) -> None:
         _say(console, f"it was stopped {cause}")
     _say(
         console,
-        f"{report.steps} steps, {report.steps_redone} of them done again{_rescaled(report.steps_rescaled)}; {report.generations} generations, "
-        f"{len(report.recoveries)} recoveries",
+        f"{report.steps} steps, {report.steps_redone} of them done again{_rescaled(report.steps_rescaled)}; "
+        f"{report.generations} {'generation' if report.generations == 1 else 'generations'}, "
+        f"{_recoveries(len(report.recoveries), ended=sum(one.recovery.ended_with_job for one in report.recoveries))}",
     )
     for notice in report.notices:
         cause = f"  [{notice.cause}]" if str(notice.cause) else ""
@@ -109,6 +111,13 @@ def render_report(console: Console, report: Report) -> None:
     if report.own_times:
         _own_times(console, report.own_times)
     _ledger(console, report.ledger)
+
+
+def _recoveries(failures: int, *, ended: int = 0) -> str:
+    """Return the number of recoveries as text. ``ended``: of these failures, how many the job ended before answering."""
+    done = failures - ended
+    more = f", and {ended} not completed when the job ended" if ended else ""
+    return f"{done} {'recovery' if done == 1 else 'recoveries'}{more}"
 
 
 def _rescaled(steps: int) -> str:

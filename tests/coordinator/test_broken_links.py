@@ -321,6 +321,26 @@ async def test_an_agent_whose_host_refuses_is_dead_and_lost_at_once(journal: Jou
         assert await refused(c, one.session)
 
 
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [("its agent was killed by SIGKILL", "its agent was killed by SIGKILL"), ("", "its agent is gone")],
+)
+async def test_how_an_agent_ended_is_told_if_it_is_known_though_its_connection_broke_first(
+    journal: Journal, known: str, told: str
+) -> None:
+    core = ScriptedCore()
+    async with coordinator(core, journal) as c:
+        c.driver.how_ended = lambda tray, _pid: known if tray == TRAY else ""
+        with listening() as at:
+            async with joined(c, at) as one:
+                one.cut()
+                await broken(c)
+        await lost(core)  # its host refuses connections
+    event = core.heard[-1]
+    assert isinstance(event, TrayLost)
+    assert event.because.startswith(told)
+
+
 async def test_an_agent_that_takes_its_leave_is_lost_at_once(journal: Journal) -> None:
     core = ScriptedCore()
     async with coordinator(core, journal) as c:

@@ -353,6 +353,40 @@ def test_a_job_that_is_stopped_in_a_hold_has_held_until_then(story: Story) -> No
     story.finish()
     (recovery,) = story.told_of
     assert (recovery.held_ms, recovery.predicted_gpu_s) == (ended - began, None)
+    assert recovery.ended_with_job
+    assert recovery.line() == f"rank 1 lost (SIGKILL) -> the job ended, after {(ended - began) / 1e3:.2f} s in a hold"
+
+
+def test_a_step_that_was_in_hand_when_ranks_were_lost_is_not_done_again_for_the_growth_that_follows_at_once(
+    story: Story,
+) -> None:
+    """The world goes on with fewer ranks, and all pause for a spare before they have done the broken step again."""
+    story.hears(exited("tray-00/2", 3))
+    story.does(breaking(2))
+    smaller = plan(2, *FIRST.members[:2], committed=Position(29))
+    story.does(ResumeGeneration(plan=smaller, because="shrink"))
+    for rank in (0, 1):
+        story.hears(resumed(f"tray-00/{rank}", rank + 1, 2))
+    for rank in (0, 1):
+        story.hears(
+            WorkerPaused(slot=SlotId(f"tray-00/{rank}"), incarnation=Incarnation(rank + 1), generation=Generation(2))
+        )
+    story.does(
+        BreakGeneration(
+            generation=Generation(3), workers=(worker("tray-00/0", 1),), because="all pause, the world grows"
+        )
+    )
+    grown = plan(3, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(29))
+    story.does(ResumeGeneration(plan=grown, because="tray-00/4 joins"))
+    for slot, incarnation in (("tray-00/0", 1), ("tray-00/1", 2), ("tray-00/4", 9)):
+        story.hears(resumed(slot, incarnation, 3))
+    assert story.told_of == [], "it is not known yet whether a step is done again"
+    story.commits(0, 1, 2, step=30, generation=3, attempt=1)
+    shrink, growth = story.told_of
+    assert (shrink.redone, shrink.overtaken, growth.redone, growth.planned) == ((30,), False, (), True)
+    assert shrink.line() == "rank 2 lost on tray-00/2 (SIGKILL) -> 2 ranks go on in 0.04 s, step 30 done again"
+    assert growth.line() == "tray-00/4 joins at a step boundary -> 3 ranks go on in 0.05 s"
+    assert story.last is growth
 
 
 def test_after_a_rollback_the_steps_nobody_has_done_yet_count_as_undisturbed_ones() -> None:

@@ -281,6 +281,19 @@ def test_the_report_is_json_and_text(journal: Journal) -> None:
     assert "32 samples in 8 units" in text
 
 
+def test_the_report_of_a_job_that_ended_in_a_hold_counts_no_recovery(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
+    because = "rank 1 lost (SIGKILL)"
+    held = RecoveryRecord(generation=2, kind="regroup", because=because, fault_ms=600.0, held_ms=2e3, rungs=("hold",))
+    journal.recovery(held)
+    console = Console(width=120, record=True, file=StringIO())
+    render_report(console, report_of(journal))
+    text = console.export_text()
+    assert "1 generation, 0 recoveries, and 1 not completed when the job ended" in text.replace("\n", " ")
+    assert "\ngeneration 2: rank 1 lost (SIGKILL) -> the job ended, after 2.00 s in a hold\n" in text
+
+
 def test_the_report_says_which_steps_were_done_again_without_a_fault(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
     journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)

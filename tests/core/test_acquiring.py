@@ -41,7 +41,13 @@ from rackrun.protocol.timers import timer_named
 from tests.core.core_harness import CoreHarness, every, only, plan_in, ranks, stop_in
 
 
-def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> CoreHarness:
+def begun(
+    rules: str = "swap,acquire-wait,shrink",
+    *,
+    provider: str = "local",
+    spares: int = 0,
+    provider_expected_s: float | None = None,
+) -> CoreHarness:
     """Two trays of two slots, all of which train; with ``spares``, a third for them."""
     config = JobConfig(
         trays_min=2 + bool(spares),
@@ -50,6 +56,7 @@ def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", s
         min_ranks=1,
         no_progress_max=99,
         provider=provider,
+        provider_expected_s=provider_expected_s,
         rules=parse_rules(rules),
         acquire_timeout_ms=60_000,
     )
@@ -372,6 +379,25 @@ def test_a_provider_that_gives_up_a_late_rack_itself_is_told_to_release_what_the
     told.ready("b/0")
     told.ready("b/1")
     assert len(every(ReleaseRack, told.answers)) == failed
+
+
+def test_a_notice_says_what_a_rack_that_does_not_come_was_wanted_for() -> None:
+    told = held()
+    assert (
+        said(refuse(told, because="no quota")) == "rack 1, which is late and for which all ranks still wait: no quota"
+    )
+    trained = begun("swap,acquire-train")
+    lose(trained)
+    trained.resume_all()
+    assert only(ReleaseRack, is_over(trained, "asked")).request == 1
+    assert said(refuse(trained, because="it was cancelled")) == "rack 1, which was given up: it was cancelled"
+
+
+def test_a_request_that_the_provider_expects_to_take_too_long_is_said_to_be_late() -> None:
+    late = begun(provider_expected_s=90.0)
+    what = "rack 1 is asked for, with 1 tray of 2 slots; it is expected in 90 s, and given up after 60 s"
+    assert f"{what} (--acquire-timeout)" in said(lose(late))
+    assert "expected in" not in said(lose(begun(provider_expected_s=60.0)))
 
 
 def test_a_late_rack_that_the_provider_takes_back_is_released() -> None:

@@ -346,6 +346,18 @@ def test_a_spare_outside_the_ranks_clique_is_refused() -> None:
     assert said(harness.swap(0, "b/1")) == [("begun", "")]
 
 
+def test_a_refusal_says_why_a_ready_spare_does_not_do() -> None:
+    harness = Asked(JobConfig(trays_min=4, trays_max=4, mesh=(("dp", 2), ("tp", 3)), spares=0))
+    for tray in "abcd":
+        harness.join(tray, 2, clique="x" if tray in "ab" else "y")
+    harness.train()
+    refused = only(Answer, harness.drain("a"))
+    what = "ranks 0, 1 would have to move, and 2 spares are left (b/1, d/1)"
+    assert refused.text.endswith(f"{what} outside their NVLink clique")
+    assert said(harness.swap(0)) == [("begun", "")]
+    assert only(Answer, harness.swap(1)).text.endswith("2 spares are left (b/1, d/1) for what was asked before")
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 def test_a_name_that_there_is_not_is_refused_with_the_nearest_one(four: Asked) -> None:
     for answers in (four.drain("d/7"), four.give_back("d/7"), four.swap(0, "d/7")):

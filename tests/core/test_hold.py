@@ -27,16 +27,19 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import (
     DepartureAnnounced,
+    DrainRequested,
     Event,
+    GrowRequested,
     PolicyAnswered,
     PolicyRequested,
     RackRefused,
     ShrinkRequested,
     StopRequested,
+    SwapRequested,
     TimerFired,
 )
 from rackrun.protocol.gpu_health import Health
-from rackrun.protocol.ids import Generation, TrayId
+from rackrun.protocol.ids import Generation, Rank, SlotId, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import CondemnedExitsOver, HoldReminder, RecoverOver
@@ -251,7 +254,7 @@ def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes(
     first = only(Notice, begins)
     assert first.text == (
         "all ranks wait in a hold, with their state in memory: ranks 2, 3 lost (b lost: lease lapsed). "
-        "2 ranks to replace, ready spares: 1. The hold ends when spares take over (start a tray, or rackctl return), "
+        "2 ranks to replace; spares: 1 ready, 0 starting. The hold ends when spares take over (start a tray, or rackctl return), "
         "or by rackctl policy swap,shrink,hold or rackctl stop."
     )
     assert only(SetTimer, [one for one in begins if _reminds(one)]).at_ms == harness.now + REMIND_MS
@@ -259,6 +262,29 @@ def test_a_notice_says_what_is_missing_and_what_ends_the_hold_every_ten_minutes(
         again = remind(harness)
         assert only(Notice, again) == first
         assert only(SetTimer, again).at_ms == harness.now + REMIND_MS
+
+
+@pytest.mark.parametrize(
+    ("exited", "spares", "ends"),
+    [
+        (["b/0", "b/1", "b/2"], "1 ready, 1 starting", "the spare that starts is ready"),
+        (["b/0", "b/1", "b/2", "a/2"], "0 ready, 2 starting", "those that start are ready"),
+    ],
+)
+def test_a_notice_says_how_many_spares_start_and_asks_for_nothing_if_they_are_enough(
+    exited: list[str], spares: str, ends: str
+) -> None:
+    harness = job()
+    for slot in exited:
+        harness.exits(slot)
+    text = only(Notice, harness.park_all()).text
+    assert f"2 ranks to replace; spares: {spares}. The hold ends when {ends}, or by rackctl stop." in text
+    told = {1: "1 spare ready, 3 to come", 0: "0 spares ready, 4 to come"}
+    assert f"before it swap: 2 ranks to replace, {told[int(spares[0])]}; the last spare" in harness.view.waits
+    for spare in harness.view.spares:
+        if harness.view.phase == "parking":
+            harness.ready(spare.slot)
+    assert harness.view.phase == "resuming"
 
 
 def test_the_status_says_why_all_ranks_wait() -> None:
@@ -302,6 +328,61 @@ def test_a_shrink_to_a_size_is_refused_in_a_hold_and_the_way_to_shrink_is_named(
     harness = held(min_ranks=1)
     refused = only(Answer, harness.tell(ShrinkRequested(request="s", to=2, steps=5)))
     assert (refused.refusal, "rackctl policy swap,shrink,hold" in refused.remedy) == ("taken", True)
+
+
+def test_a_growth_is_refused_in_a_hold_and_the_ways_to_end_it_are_named() -> None:
+    harness = held(min_ranks=1)
+    refused = only(Answer, harness.tell(GrowRequested(request="g")))
+    assert (refused.outcome, refused.refusal) == ("refused", "taken")
+    assert "all ranks wait in a hold, and no step boundary comes" in refused.text
+    assert ("start a tray" in refused.remedy, "rackctl policy swap,shrink,hold" in refused.remedy) == (True, True)
+
+
+def test_a_growth_that_is_asked_for_while_lost_ranks_are_waited_for_is_answered_when_all_train() -> None:
+    harness = job("swap,wait", min_ranks=1, repair_patience_ms=WEEK_MS)
+    harness.tray_lost("b")
+    assert only(Decided, harness.park_all()).decision.rung is Rung.WAIT
+    begun = only(Answer, harness.tell(GrowRequested(request="g")))
+    what = "grow to 4 ranks: when it is decided what becomes of ranks 2, 3"
+    assert (begun.outcome, begun.text) == ("begun", what)
+    harness.join("c", 3)
+    for spare in harness.view.spares:
+        harness.ready(spare.slot)
+    done = only(Answer, harness.resume_all())
+    assert (done.outcome, done.text) == ("done", "the world has 4 of 4 ranks")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        SwapRequested(request="x", rank=Rank(0), steps=5),
+        SwapRequested(request="x", rank=Rank(2), steps=5),
+        SwapRequested(request="x", rank=Rank(0), to=SlotId("a/2"), steps=5),
+        DrainRequested(request="x", target="a/0", steps=5),
+    ],
+    ids=str,
+)
+def test_who_should_leave_a_slot_in_a_hold_is_told_that_all_ranks_wait(request_: Event) -> None:
+    """A spare is ready, and without a rack's topology nobody is outside an NVLink clique."""
+    refused = only(Answer, held().tell(request_))
+    assert (refused.outcome, refused.refusal) == ("refused", "taken")
+    assert "all ranks wait in a hold, and no step boundary comes" in refused.text
+    assert "ask again when all train" in refused.remedy
+
+
+def test_a_drain_in_a_hold_that_waits_for_spares_says_that_all_ranks_wait_and_is_done_when_they_train() -> None:
+    harness = held()
+    begun = only(Answer, harness.tell(DrainRequested(request="x", target="a/0", steps=5, wait=True)))
+    what = "rank 0 would have to move, but all ranks wait in a hold, and no step boundary comes; it waits for spares"
+    assert (begun.outcome, begun.text) == ("begun", f"drain of a/0: {what}")
+
+
+def test_a_spare_that_lost_ranks_need_is_said_to_be_theirs() -> None:
+    harness = job("swap,wait", repair_patience_ms=WEEK_MS)
+    harness.tray_lost("b")
+    assert only(Decided, harness.park_all()).decision.rung is Rung.WAIT
+    refused = only(Answer, harness.tell(SwapRequested(request="x", rank=Rank(0), steps=5)))
+    assert refused.text.endswith("rank 0 would have to move, and 1 spare is left (a/2) for ranks 2, 3, lost before")
 
 
 def test_an_operator_ends_a_hold_by_a_restart() -> None:

@@ -250,7 +250,7 @@ def test_hardware_that_does_not_come_in_time_ends_the_wait() -> None:
     harness.now = 600_000
     assert not every(StopJob, harness.timer("recover"))
     harness.now = 3_600_000
-    assert "2 ranks to replace, 1 spares" in stop_in(harness.timer("repair")).because
+    assert "2 ranks to replace, 1 spare, no free slot left" in stop_in(harness.timer("repair")).because
 
 
 # -- a function of the user's ------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_without_any_slot_left_the_job_stops_with_the_figures() -> None:
     harness.tray_lost("b")
     stop = stop_in(harness.park_all())
     assert stop.exit_code == 3
-    assert stop.because == "rank 1 lost (b lost: lease lapsed): 1 ranks to replace, 0 spares, no free slot left"
+    assert stop.because == "rank 1 lost (b lost: lease lapsed): 1 rank to replace, 0 spares, no free slot left"
     assert stop.remedy
 
 

@@ -63,7 +63,8 @@ class Metrics:
         self.registry.register(self.slow)
 
     def record_recovery(self, recovery: RecoveryRecord) -> None:
-        self.recoveries.labels(recovery.kind).inc()
+        if not recovery.ended_with_job:
+            self.recoveries.labels(recovery.kind).inc()
         self.steps_redone.inc(len(recovery.redone))
         self.copies.record_recovery(recovery)
         self.held_s.inc(recovery.held_ms / 1e3)

@@ -124,6 +124,11 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         self.measured_gpu_s = self.world_size * (spent_ms / 1e3 + more * (step_s or 0.0))
 
     @property
+    def ended_with_job(self) -> bool:
+        """Whether the job ended before a plan followed, or another failure."""
+        return self.plan_ms is None and not self.overtaken
+
+    @property
     def seconds(self) -> float | None:
         """Seconds from the fault until every rank computed again."""
         return None if self.resumed_ms is None else (self.resumed_ms - self.fault_ms) / 1e3
@@ -143,9 +148,14 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         if self.joined:
             verb = "joins" if len(self.joined) == 1 else "join"
             who = "; ".join(filter(None, [who, f"{', '.join(self.joined)} {verb} at a step boundary"]))
-        parts = [who or f"generation {self.generation}: {self.because}"]
-        if restart:
+        parts = [who or self.because]
+        if self.ended_with_job:
+            parts.append(" -> the job ended")
+            parts.append(f", after {self.held_ms / 1e3:.2f} s in a hold" if self.held_ms else "")
+        elif restart:
             parts.append(f" -> all {self.world_size} workers start again")
+        elif not who and not self.overtaken:
+            parts.append(" -> all go on")
         elif self.kind == "resize":
             parts.append(" -> 1 rank goes on" if self.world_size == 1 else f" -> {self.world_size} ranks go on")
         if self.overtaken:
@@ -188,6 +198,8 @@ class RecoveryWatch:
         self._fenced: set[SlotId] = set()  # ended by rackrun, without a fault of their own
         self._paused: set[SlotId] = set()
         self._trays: dict[str, TrayId] = {}  # by the address of their snapshots
+        self._resumed: list[RecoveryRecord] = []
+        """Recoveries before the open one after which all ranks paused once more before each had committed a unit."""
         self.last: RecoveryRecord | None = None
 
     @property
@@ -268,8 +280,9 @@ class RecoveryWatch:
         self._newest_step = max(self._newest_step, unit.at.step)
         if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:
             return
-        if unit.attempt > unit.rescaled and unit.at.phase == 0 and unit.at.step not in recovery.redone:
-            recovery.redone = tuple(sorted({*recovery.redone, unit.at.step}))
+        broken = (*self._resumed, recovery)[0]  # a pause between two steps breaks none
+        if unit.attempt > unit.rescaled and unit.at.phase == 0 and unit.at.step not in broken.redone:
+            broken.redone = tuple(sorted({*broken.redone, unit.at.step}))
         self._uncommitted.discard(unit.rank)
         if unit.stages:
             recovery.stages = {**recovery.stages, unit.rank: unit.stages}
@@ -307,14 +320,17 @@ class RecoveryWatch:
 
     def _begin(self, generation: int, kind: str, because: str, cause_ms: float) -> None:
         fault_ms = cause_ms
+        planned = self._plan is not None and self._paused == {member.slot for member in self._plan.members}
         if self._open is not None:
             if self._open.resumed_ms is None:
                 fault_ms = self._open.fault_ms
                 self._open.overtaken = True
-            self._end()
+            if planned and not self._open.overtaken:
+                self._resumed.append(self._open)
+            else:
+                self._end()
         elif self._fault_ms is not None and self._fault_ms < fault_ms:
             fault_ms = self._fault_ms  # such as the first exit of several, before all start again
-        planned = self._plan is not None and self._paused == {member.slot for member in self._plan.members}
         self._open = RecoveryRecord(
             generation=generation, kind=kind, because=because, fault_ms=fault_ms, planned=planned
         )
@@ -407,9 +423,13 @@ class RecoveryWatch:
         )
 
     def _end(self) -> None:
+        ended, self._resumed = self._resumed, []
         if self._open is not None:
-            self.last, self._open = self._open, None
-            self._on_done(self.last)
+            ended.append(self._open)
+            self._open = None
+        for recovery in ended:
+            self.last = recovery
+            self._on_done(recovery)
 
 
 def describe_exit(event: WorkerExited) -> str:

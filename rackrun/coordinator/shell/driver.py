@@ -125,6 +125,8 @@ class Driver:
         is only stopped."""
         self.returns: Callable[[TrayId], bool] = lambda _tray: False
         """Returns whether the agent of a lost tray is started again."""
+        self.how_ended: Callable[[TrayId, int], str] = lambda _tray, _pid: ""
+        """Returns how a tray's agent ended, given its process id; "": it runs, or is on another host."""
         self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
         """Asks the user's policy; `PolicyAnswered` must be submitted within about a second."""
         self.provide: Callable[[RequestRack | ReleaseRack], None] = self._nobody_to_provide
@@ -163,7 +165,7 @@ class Driver:
     def lost(self, tray: TrayId, link: AgentConnection, because: str) -> None:
         """Handle the end of a tray's link. Only the tray's current link counts."""
         if self._links.get(tray) is link:
-            self._give_tray_up(tray, because)
+            self._give_tray_up(tray, self.how_ended(tray, link.pid) or because)
             if self.over is None and tray not in self._going:
                 self.fence(tray, link.pid)
 

@@ -16,7 +16,7 @@ from rackrun.protocol.commands import Restore
 from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, SnapshotStriped, SourcesDiffer, WorkerExited
 from rackrun.protocol.ids import Rank, Step, TrayId, step_in, steps_in, tray_of
 
-__all__ = ["RestoreSources", "named"]
+__all__ = ["RestoreSources", "counted", "named"]
 
 
 @dataclass(slots=True)
@@ -102,6 +102,11 @@ class RestoreSources:
 def _read_from(restore: Restore) -> list[str]:
     """Return the addresses of all snapshots and parity rows that a restore reads from agents."""
     return [restore.snapshot, *(of for one in restore.rebuild for of in (one.row, one.snapshot))]
+
+
+def counted(number: int, what: str) -> str:
+    """Return ``1 rank``, or ``2 ranks``."""
+    return f"{number} {what if number == 1 else f'{what}s'}"
 
 
 def named(ranks: Sequence[Rank]) -> str:

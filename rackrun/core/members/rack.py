@@ -410,6 +410,10 @@ class RackMachine:
         """Return the spares that may take over a rank now."""
         return [record for record in self.fit_spares() if record.state is WorkerState.READY]
 
+    def coming(self) -> int:
+        """Return the number of spares that are not ready yet, plus those that could be started."""
+        return len(self.fit_spares()) - len(self.ready_spares()) + len(self.clearing_slots()) + len(self.free_slots())
+
     def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
         """Choose one of ``spares`` for each lost rank: on its own tray if possible, then in their order. Spares on
         slots to avoid come last."""

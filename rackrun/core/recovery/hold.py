@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rackrun.core.generation.outbox import Outbox
+from rackrun.core.generation.restore_sources import counted
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.protocol.commands import Notice, SetTimer
@@ -82,13 +83,19 @@ class Hold:
 
     def _tell(self, decision: Decision) -> None:
         lost, ready = len(self.world.lost()), len(self.rack.ready_spares())
+        begun = len(self.rack.fit_spares()) - ready
+        starting = max(begun, min(self.rack.coming(), lost - ready))
         waits = (Rung.WAIT, Rung.HOLD, Rung.STOP)
         others = [one.rung.value for one in decision.options if one.possible and one.rung not in waits]
         ways = [f"rackctl policy swap,{rung},hold" for rung in others] + ["rackctl stop"]
+        if ready < lost <= ready + starting:
+            ends = f"The hold ends when {'the spare that starts is' if starting == 1 else 'those that start are'} ready"
+        else:
+            ends = "The hold ends when spares take over (start a tray, or rackctl return)"
         self.out.emit(
             Notice(
                 text=f"all ranks wait in a hold, with their state in memory: {self._what}. "
-                f"{lost} {'rank' if lost == 1 else 'ranks'} to replace, ready spares: {ready}. The hold ends "
-                f"when spares take over (start a tray, or rackctl return), or by {' or '.join(ways)}."
+                f"{counted(lost, 'rank')} to replace; spares: {ready} ready, {starting} starting. "
+                f"{ends}, or by {' or '.join(ways)}."
             )
         )

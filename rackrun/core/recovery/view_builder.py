@@ -9,6 +9,7 @@ from typing import Literal
 
 from rackrun.core.faults.script_bug import fingerprint
 from rackrun.core.generation.restore_plan import StatePlan
+from rackrun.core.generation.restore_sources import counted
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import Loss, WorkerRecord, WorkerState, why_exited
@@ -132,7 +133,7 @@ class ViewBuilder:
         world, rack, config = self.world, self.rack, self.config
         lost, state, staff = prospect.lost, prospect.state, prospect.staff
         short = self._short(len(prospect.lost), enough=prospect.enough)
-        coming, unusable = self._coming(), rack.unusable()
+        coming, unusable = rack.coming(), rack.unusable()
         back = None
         if state is not None:
             back = 0 if state.rollback is None else max(prospect.committed.step - state.rollback, 0)
@@ -181,16 +182,10 @@ class ViewBuilder:
 
     def falls_short(self, *, enough: bool) -> bool:
         """Return whether there are too few spares, even with all that are starting and all that could be started."""
-        return self._coming() < self._short(len(self.world.lost()), enough=enough)
+        return self.rack.coming() < self._short(len(self.world.lost()), enough=enough)
 
     def _short(self, lost: int, *, enough: bool) -> int:
         return 1 if enough else lost - len(self.rack.ready_spares())
-
-    def _coming(self) -> int:
-        """Return the number of spares that are not ready yet, plus those that could be started."""
-        rack = self.rack
-        fit, ready = len(rack.fit_spares()), len(rack.ready_spares())
-        return fit - ready + len(rack.clearing_slots()) + len(rack.free_slots())
 
     def _hoped(self) -> int:
         unusable = self.rack.unusable()
@@ -199,11 +194,14 @@ class ViewBuilder:
 
     def _why_short(self, prospect: DecisionInputs, coming: int) -> str:
         lost = self.world.lost()
+        to_replace = f"{counted(len(lost), 'rank')} to replace"
         if prospect.enough:
-            return f"{len(lost)} ranks to replace, and no spare inside their NVLink clique"
-        spares = coming + len(self.rack.ready_spares())
+            return f"{to_replace}, and no spare inside their NVLink clique"
         last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
-        return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}{self.rack.held_back()}"
+        ready = len(self.rack.ready_spares())
+        spares = f"{counted(ready, 'spare')} ready, {coming} to come" if coming else counted(ready, "spare")
+        more = "" if ready + coming >= len(lost) else ", no free slot left"
+        return f"{to_replace}, {spares}{more}{last}{self.rack.held_back()}"
 
     def _placeable(self, prospect: DecisionInputs) -> bool:
         """Return whether a restart finds a slot for every rank.

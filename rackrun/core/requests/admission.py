@@ -15,8 +15,9 @@ from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
 from rackrun.topology.placement.objective import Fitness
 
-__all__ = ["STEPS_MIN", "Admission"]
+__all__ = ["HELD", "STEPS_MIN", "Admission"]
 
+HELD = "all ranks wait in a hold, and no step boundary comes"
 STEPS_MIN = 2
 """Number of steps before which no rank pauses, because it is not known yet which ranks are replicas of each other."""
 
@@ -53,6 +54,11 @@ class Admission:
             raise RequestRefused(
                 "early", f"the job has done {steps} steps, and no rank pauses before {STEPS_MIN}", "ask again soon."
             )
+
+    def check_not_held(self, remedy: str) -> None:
+        """Check that all ranks do not wait in a hold. Requests that take effect at a step boundary would wait as long."""
+        if self.recovery.hold.holds:
+            raise RequestRefused("taken", HELD, remedy)
 
     def slots_of(self, target: str) -> tuple[SlotId, ...]:
         """Return the slots of a tray or slot that is given by name."""

@@ -19,7 +19,7 @@ from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.placement.snapshot_keepers import SnapshotCoverage
 from rackrun.core.policy.active_policy import ActivePolicy
 from rackrun.core.recovery.recovery import Recovery, named
-from rackrun.core.requests.admission import Admission
+from rackrun.core.requests.admission import HELD, Admission
 from rackrun.core.requests.pending_requests import PendingDrain, PendingSwap, Request, RequestRefused
 from rackrun.core.requests.policy_effect import effect_of, effect_unknown
 from rackrun.core.requests.replies import Replies
@@ -35,6 +35,7 @@ __all__ = ["COPIES_MS", "OperatorRequests"]
 
 COPIES_MS = 30_000
 """Milliseconds for which an empty tray is kept because of what it keeps for others."""
+_AFTER_HOLD = "ask again when all train; rackctl status says what they wait for."
 _BECAUSE_MAX = 500
 _OVER = (Phase.ENDING, Phase.STOPPED)
 
@@ -99,6 +100,7 @@ class OperatorRequests:
         what = f"swap of rank {event.rank}"
         try:
             self.admission.check_may(Rung.SWAP, event.steps)
+            self.admission.check_not_held(_AFTER_HOLD)
             one = self.admission.swap_of(event)
         except RequestRefused as refused:
             self.replies.refuse(event.request, what, refused)
@@ -344,16 +346,25 @@ class OperatorRequests:
     def _too_few(self, ranks: list[Rank], *, may_wait: bool = True) -> RequestRefused:
         """Return the refusal because these ranks have no spares. ``may_wait``: the request can be asked to wait for
         them, as a drain can."""
-        fit = self._fit()
+        moves = f"{named(ranks)} would have to move"
+        if self.recovery.hold.holds:
+            return RequestRefused("taken", f"{moves}, but {HELD}", _AFTER_HOLD)
+        fit, lost = self._fit(), self.world.lost()
         there = (
             f"{len(fit)} {'spare is' if len(fit) == 1 else 'spares are'} left ({', '.join(fit[:4])})"
             if fit
             else "no spare is left"
         )
-        enough = " outside their NVLink clique, or for what was asked before" if len(fit) >= len(ranks) else ""
-        what = f"{named(ranks)} would have to move, and {there}{enough}"
+        if len(fit) < len(ranks):
+            why = ""
+        elif self.seating.staff(self.world.seats, ranks, fit, self.recovery.wishes) is None:
+            why = f" outside {'its' if len(ranks) == 1 else 'their'} NVLink clique"
+        else:
+            why = f" for {named(list(lost))}, lost before" if lost else " for what was asked before"
         waits = "wait for spares (--wait-for-spares)" if may_wait else "ask again when a spare is ready"
-        return RequestRefused("spares", what, f"{waits}, return others (rackctl return), or add trays.")
+        return RequestRefused(
+            "spares", f"{moves}, and {there}{why}", f"{waits}, return others (rackctl return), or add trays."
+        )
 
     # -- the end of it
     def _call_off(self, one: Request, refused: RequestRefused) -> None:

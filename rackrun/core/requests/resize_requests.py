@@ -55,12 +55,7 @@ class ResizeRequests:
 
     def _shrink(self, event: ShrinkRequested) -> None:
         world = self.world
-        if self.admission.recovery.hold.holds:
-            raise RequestRefused(
-                "taken",
-                "all ranks wait in a hold, and no step boundary comes",
-                "go on without the lost ranks: rackctl policy swap,shrink,hold.",
-            )
+        self.admission.check_not_held("go on without the lost ranks: rackctl policy swap,shrink,hold.")
         self.admission.check_may(Rung.SHRINK, event.steps)
         if isinstance(self.under_way, PendingShrink):
             raise RequestRefused("taken", "the world is being made smaller already", "wait until that is done.")
@@ -93,6 +88,10 @@ class ResizeRequests:
     def _grow(self, event: GrowRequested) -> None:
         world, to = self.world, event.to or self.world.full
         self.admission.check_not_over()
+        self.admission.check_not_held(
+            "the lost ranks are replaced when spares are ready: start a tray, or rackctl return; "
+            "or go on without them: rackctl policy swap,shrink,hold."
+        )
         self._check_may_change()
         self._check_size(to)
         if to < world.size and not self._is_leaving():
@@ -102,7 +101,10 @@ class ResizeRequests:
         world.wanted = 0 if to == world.full else to
         self.resizing.growth.forget()
         self.under_way = PendingGrow(event.request, to)
-        if world.size < to and self._come():
+        if lost := world.lost():
+            told = f"grow to {to} ranks: when it is decided what becomes of {named(list(lost))}"
+            self.replies.say(event.request, "begun", told)
+        elif world.size < to and self._come():
             told = f"grow to {to} ranks: at a step boundary, as workers are ready ({self._come()} wait or start)"
             self.replies.say(event.request, "begun", told)
         else:

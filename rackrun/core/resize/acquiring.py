@@ -103,7 +103,7 @@ class RackAcquisition:
         )
         self.rented[one.request] = one
         trays = f"{one.trays} {'tray' if one.trays == 1 else 'trays'} of {slots} {'slot' if slots == 1 else 'slots'}"
-        self._say(f"{one} is asked for, with {trays}")
+        self._say(f"{one} is asked for, with {trays}{self._expected_late()}")
         self.out.emit(RequestRack(request=one.request, trays=one.trays, slots=slots, because=self.world.reason))
         self._set_limit(one, self.config.acquire_timeout_ms, at_ms)
 
@@ -158,7 +158,7 @@ class RackAcquisition:
         one = self.rented.get(event.request)
         because = one_line(event.because)
         if one is None:
-            self._say(f"rack {event.request}, which is not wanted any more: {because}")
+            self._say(f"rack {event.request}, {self._why_over(event.request)}: {because}")
             if (why := self.withheld.pop(event.request, None)) is not None and event.failed:
                 self._tell_release(self._over[event.request], why)
         elif one.stage in (RackStage.ASKED, RackStage.DELIVERED):
@@ -395,6 +395,21 @@ class RackAcquisition:
         parked = world.phase is Phase.PARKING and not world.awaited
         return parked and len(world.lost()) > len(self.rack.fit_spares())
 
+    def _expected_late(self) -> str:
+        """Return the part of a notice that the provider itself expects to be late; "": it does not."""
+        expected_s, timeout_s = self.config.provider_expected_s, self.config.acquire_timeout_ms / 1e3
+        if expected_s is None or expected_s <= timeout_s:
+            return ""
+        return f"; it is expected in {expected_s:g} s, and given up after {timeout_s:g} s (--acquire-timeout)"
+
+    def _why_over(self, request: int) -> str:
+        """Return why nobody follows a rack any more, as part of a notice."""
+        over = self._over.get(request)
+        if over is None or not over.given_up:
+            return "which is not wanted any more"
+        late = request in self.withheld and self.world.phase is Phase.PARKING
+        return "which is late and for which all ranks still wait" if late else "which was given up"
+
     def _take_back(self, over: RentedRack, at_ms: int) -> RentedRack:
         """Follow a rack that was given up before it joined once more, from the stage that it had reached."""
         again = "; it was released before, and may be taken away" if over.released else ""
@@ -405,7 +420,7 @@ class RackAcquisition:
             self._unwanted.pop(tray, None)
         self.rented[over.request] = over
         self._failed -= over.counted
-        over.counted, over.failed = False, self._failed
+        over.counted, over.failed, over.given_up = False, self._failed, False
         if over.stage is RackStage.DELIVERED:
             self._set_limit(over, self.config.rack_join_ms, at_ms)
         return over
@@ -415,7 +430,7 @@ class RackAcquisition:
         if withhold:
             self.withheld[one.request] = why
         self._failed += 1
-        one.counted = True
+        one.counted = one.given_up = True
         self._last = f"{one}: {why}"
         if self.world.phase is Phase.PARKING:
             self._barred = self._last

@@ -48,6 +48,8 @@ class RentedRack:
     """Number of consecutive failed requests before this one."""
     counted: bool = False
     """Whether it was given up, and that counts among the consecutive failed requests."""
+    given_up: bool = False
+    """Whether it came to nothing, and has not come late."""
     stage: RackStage = RackStage.ASKED
     named: tuple[TrayId, ...] = ()
     proved: bool = False

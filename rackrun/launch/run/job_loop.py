@@ -96,7 +96,7 @@ async def host(
     server = Server(driver, run_id=endpoint.run_id, token=token, lease_s=options.lease_s)
     await server.start(listening)
     place.announce(endpoint)
-    driver.fence, driver.returns = agents.fence, agents.returns
+    driver.fence, driver.returns, driver.how_ended = agents.fence, agents.returns, agents.how_ended
     asked = PolicyHost(config.policy_function, driver.submit)
     driver.ask, driver.prepare = asked.ask, asked.use
     racks = _racks(config, driver, agents, endpoint, screen)
@@ -164,6 +164,7 @@ async def host(
             remedy=over.remedy,
             steps=driver.ledger.steps,
             recoveries=tuple(recovery.line() for recovery in driver.recoveries),
+            recoveries_ended=sum(recovery.ended_with_job for recovery in driver.recoveries),
             seconds=round(time.monotonic() - began, 3),
         )
     )

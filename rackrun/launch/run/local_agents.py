@@ -94,6 +94,16 @@ class LocalAgents:
         if self._pids.get(tray) == pid:
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
+    def how_ended(self, tray: TrayId, pid: int) -> str:
+        """Return how a tray's agent ended, even if `watch` has not seen it yet; "": it runs, or is not this launcher's."""
+        if self._pids.get(tray) != pid:
+            return ""
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # `_exited` reaps it
+        if found is None:
+            return ""
+        exited = found.si_code == os.CLD_EXITED
+        return _how_ended(found.si_status if exited else None, None if exited else found.si_status)
+
     def returns(self, tray: TrayId) -> bool:
         """Return whether the tray's agent is started again if it is lost."""
         return not self._ending and self._restarts_left.get(tray, 0) > 0
@@ -144,9 +154,7 @@ class LocalAgents:
             return
         if code in {0, _REFUSED}:
             self._restarts_left[tray] = 0
-        because = (
-            f"its agent was killed by {signal.Signals(number).name}" if number else f"its agent exited with code {code}"
-        )
+        because = _how_ended(code, number)
         self._on_lost(tray, pid, because)
         if self._restarts_left[tray] > 0:
             self._restarts_left[tray] -= 1
@@ -170,6 +178,10 @@ class LocalAgents:
             await asyncio.sleep(_POLL_S)
         self._pids[tray] = _spawn_agent(self._configs[tray])
         self._watch(tray, self._pids[tray])
+
+
+def _how_ended(code: int | None, number: int | None) -> str:
+    return f"its agent was killed by {signal.Signals(number).name}" if number else f"its agent exited with code {code}"
 
 
 def _become_agent(config: AgentConfig, parent: int) -> None:

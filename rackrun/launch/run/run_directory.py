@@ -67,6 +67,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Number of committed steps."""
     recoveries: tuple[str, ...]
     seconds: float
+    recoveries_ended: int = 0
+    """How many of the recoveries were not completed when the job ended."""
 
 
 class RunDirectory:
