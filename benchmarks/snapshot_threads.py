@@ -93,10 +93,12 @@ def worker(mib: int, layers: int, threads: int) -> None:
     torch.set_num_threads(1)
     counter = ctypes.PyDLL(os.environ["LD_PRELOAD"])
     counter.this_thread_trains()
-    torch.cuda.Stream = torch.cuda.Event = Played  # type: ignore[assignment, misc]
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment, return-value]
-    torch.cuda.set_device = lambda _: None
-    torch._foreach_copy_ = Played.copy
+    cuda: Any = torch.cuda
+    played_torch: Any = torch
+    cuda.Stream = cuda.Event = Played
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.set_device = lambda _: None
+    played_torch._foreach_copy_ = Played.copy
     digest.crc = _crc
     snapshots = _snapshots(mib, layers, threads)
     for step in range(2):  # the memory of both
@@ -135,8 +137,9 @@ def _snapshots(mib: int, layers: int, threads: int) -> Any:
     from rackrun.worker.snapshots import shard_snapshots
     from rackrun.worker.state.tracked_state import TrackedState
 
-    Pinning.pin = Pinning.unpin = lambda *_: None  # type: ignore[method-assign]
-    Pinning.cuts = lambda *_: []  # type: ignore[method-assign]
+    played: Any = Pinning
+    played.pin = played.unpin = lambda *_: None
+    played.cuts = lambda *_: []
     shard_snapshots._digesting_threads = lambda: threads
     width = int((mib * 2**20 / 12 / layers) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
