@@ -90,6 +90,7 @@ def test_a_seed_that_fails_is_told_with_all_that_is_needed_to_play_it_again(monk
         90206,  # a rank was lost before the ranks that had entered main again knew their replicas
         94711,  # newer copies replaced what the plan named, and their report was under way
         94882,  # a rank that was found wrong went back to a snapshot of its own
+        31361,  # all replicas took over a wrong bit, and computing again convicted another rank when they were equal
     ],
 )
 def test_seeds_that_have_found_something_find_nothing_any_more(seed: int) -> None:

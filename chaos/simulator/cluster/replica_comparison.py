@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
     from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Comparing", "KnownReplicas", "ReplicaDifference", "compare", "goes_back", "is_due"]
+__all__ = ["Comparing", "KnownReplicas", "ReplicaDifference", "compare", "goes_back", "is_due", "resumed"]
 
 _START = "start "
 _MAJORITY = 3
@@ -124,14 +124,32 @@ def compare(
             one.comparing.seen[unit] = one.state_now.digest
     if not due:
         return None
+    if not _apart(kinds, members):
+        for after in (unit - 1, unit):  # an update of equal states gives equal states
+            sim.truth.equal_after(after, [one.state_now for one in members])
     found = _judge(era, unit, kinds, members)
     if found is None:
-        sim.truth.found_equal(unit - 1, members[0].state_now)
         for one in members:
             kept = one.comparing
             kept.good, kept.last = unit - 1, unit
             kept.seen = {step: digest for step, digest in kept.seen.items() if step > unit}
     return found
+
+
+def resumed(sim: Simulation, era: SimulatedGeneration) -> None:
+    """Note what no comparison can find from now on, if all ranks of a generation go on with states equal to those of
+    their replicas: a wrong bit of a rank from which all its replicas have taken their state."""
+    members = [era.members[rank] for rank in range(era.world) if rank in era.members]
+    all_go_on = len(members) == era.world and all(
+        one.state == "running" and one.generation == era.generation for one in members
+    )
+    if sim.job.check_replicas and all_go_on and not _apart(_kinds(sim, era.world), members):
+        sim.truth.equal_after(members[0].passed, [one.state_now for one in members])
+
+
+def _apart(kinds: list[list[Rank]], members: Sequence[SimulatedWorker]) -> list[list[Rank]]:
+    """Return the kinds whose ranks have different states."""
+    return [kind for kind in kinds if len({members[rank].state_now.digest for rank in kind}) > 1]
 
 
 def _kinds(sim: Simulation, world: int) -> list[list[Rank]]:
@@ -150,8 +168,7 @@ def _judge(
     for kept in all_kept:  # a rank that has just joined does not know
         kept.good, kept.last = good, last
         kept.before = kept.before if twice else {}
-    digests = {one.its_rank: one.state_now.digest for one in members}
-    apart = [kind for kind in kinds if len({digests[rank] for rank in kind}) > 1]
+    apart = _apart(kinds, members)
     if not apart and not twice:
         return None
     now = {
