@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
     from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Comparing", "KnownReplicas", "ReplicaDifference", "compare", "goes_back", "is_due", "resumed"]
+__all__ = ["Comparing", "KnownReplicas", "ReplicaDifference", "compare", "goes_back", "is_due", "record_resumed"]
 
 _START = "start "
 _MAJORITY = 3
@@ -136,7 +136,7 @@ def compare(
     return found
 
 
-def resumed(sim: Simulation, era: SimulatedGeneration) -> None:
+def record_resumed(sim: Simulation, era: SimulatedGeneration) -> None:
     """Note what no comparison can find from now on, if all ranks of a generation go on with states equal to those of
     their replicas: a wrong bit of a rank from which all its replicas have taken their state."""
     members = [era.members[rank] for rank in range(era.world) if rank in era.members]

@@ -14,7 +14,7 @@ from rackrun.chaos.simulator.cluster.replica_comparison import (
     ReplicaDifference,
     goes_back,
     is_due,
-    resumed,
+    record_resumed,
 )
 from rackrun.chaos.simulator.cluster.restore_sources import CorruptState, Unlike, named
 from rackrun.chaos.simulator.cluster.snapshot_sealing import Sealing
@@ -555,7 +555,7 @@ class SimulatedWorker:
         self._watch.resumed(nobody_was_lost=not any(member.fresh for member in plan.members))
         self.sim.truth.state(self.generation, self.history)
         self.resumed = plan.generation
-        resumed(self.sim, self.sim.eras[self.generation])
+        record_resumed(self.sim, self.sim.eras[self.generation])
         self.say(WorkerResumed, generation=plan.generation)
         if not self.finished:
             self._compute()
