@@ -9,7 +9,7 @@ decided by `rackrun.core.faults.divergence` itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rackrun.chaos.simulator.base.ground_truth import must
@@ -50,6 +50,8 @@ class Comparing:
     """The value of ``filled`` when the replicas differed."""
     flipped: list[str] = field(default_factory=list)
     """Flaws made by its own GPU."""
+    taken: frozenset[str] = frozenset()
+    """Flaws of the state that it took from another rank or from a snapshot."""
 
     def begins(self, at: int, passed: int, began: int, world: int) -> None:
         """Prepare for the gate of unit ``at``."""
@@ -180,13 +182,17 @@ def _judge(
     found = culprits(kinds, [first, now] if twice else [now])
     if found:
         fresh = not twice and unit - 1 == last  # the wrong gradients are in no state yet
-        for rank in found:
-            must(members[rank].comparing.flipped, f"rank {rank} is to blame, and its GPU has never been wrong")
+        right = [rank for rank in found if not members[rank].comparing.flipped]
+        for rank in right:
+            must(_taken(kinds, members, rank), f"rank {rank} is to blame, and its GPU has never been wrong")
         for kept in all_kept:
             kept.before = {}
         how = "found by computing again" if twice else "outvoted"
         era.sim.marks.sometimes(f"a corrupt rank was {how}")
-        return _difference(era, unit, members, found, unit - 1 if fresh or not apart else good)
+        good = unit - 1 if fresh or not apart else good
+        difference = _difference(era, unit, members, found, good)
+        believed = frozenset[str]().union(*(_taken(kinds, members, rank) for rank in right))
+        return replace(difference, flaws=difference.flaws - believed)
     if not apart:
         if unit >= until:
             for kept in all_kept:
@@ -200,6 +206,14 @@ def _judge(
         kept.before, kept.until, kept.went_back, kept.filled_then = now, unit, False, kept.filled
     era.sim.marks.sometimes("replicas differed, and all computed again")
     return _difference(era, unit, members, (), good)
+
+
+def _taken(kinds: list[list[Rank]], members: Sequence[SimulatedWorker], rank: Rank) -> frozenset[str]:
+    """Return the flaws by which replicas of a rank whose state is right outvote it: one of them became wrong, and
+    others took its state."""
+    others = [members[other] for kind in kinds if rank in kind for other in kind if other != rank]
+    taken = frozenset[str]().union(*(one.comparing.taken & one.state_now.flaws for one in others))
+    return taken - members[rank].state_now.flaws
 
 
 def _difference(

@@ -543,6 +543,7 @@ class SimulatedWorker:
             self._say_ready()
         elif not self.stateful:
             self.replicas.takes_over(plan, found.unit)
+            self.comparing.taken = found.flaws
         self.history, self.layout = found, int(plan.layout)
         self.sim.truth.trusts(found, self)
         self.entered_in, self.rollback_incomplete, self.state = None, False, "running"
