@@ -90,6 +90,9 @@ def test_a_seed_that_fails_is_told_with_all_that_is_needed_to_play_it_again(monk
         90206,  # a rank was lost before the ranks that had entered main again knew their replicas
         94711,  # newer copies replaced what the plan named, and their report was under way
         94882,  # a rank that was found wrong went back to a snapshot of its own
+        31361,  # all replicas took over a wrong bit, and computing again convicted another rank when they were equal
+        73479,  # a rank took over a wrong bit, and with its source it outvoted a rank that took its state before
+        61134,  # a step was done again, and the report that its snapshot was copied was lost
     ],
 )
 def test_seeds_that_have_found_something_find_nothing_any_more(seed: int) -> None:

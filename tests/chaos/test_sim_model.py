@@ -364,3 +364,37 @@ def test_a_stopped_process_calls_what_came_due_and_what_arrived_in_that_order_wh
         assert loop.time() >= 3.0 or not called
     assert called == ["a message", "another timer"]
     assert not loop.stopped
+
+
+# -- a wrong bit that no comparison can find
+def run_with_hidden_bit(
+    later: Inject, *, ranks: int, every: int, others: tuple[str, ...], shards: str = "replicas"
+) -> SimulationOutcome:
+    """Run a job in which rank 1 is the only one of its replicas that is left after step 8, and flips before others take
+    its state. Later one more rank flips."""
+    hidden = at(8, FlipBit(of="parameters"), Exactly(RANK, ("1",)), plus_s=0.1)
+    killed = at(8, Kill(), Exactly(RANK, others), plus_s=0.11)
+    trays = ranks + len(others)
+    drawn = job(Par(parts=(hidden, killed, later)), spares=len(others), trays=trays, shards=shards)
+    outcome = Simulation(replace(drawn, slots=1, check_replicas=every)).run()
+    assert not outcome.violation
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    return outcome
+
+
+@pytest.mark.parametrize(("step", "plus_s"), [(10, 0.5), (8, 1.0)])  # after the next comparison, and before
+@pytest.mark.parametrize(("shards", "ranks", "others"), [("replicas", 3, ("0", "2")), ("pairs", 6, ("3", "5"))])
+def test_a_wrong_bit_that_all_replicas_have_is_not_found_when_another_is_outvoted(
+    shards: str, ranks: int, others: tuple[str, ...], step: int, plus_s: float
+) -> None:
+    later = at(step, FlipBit(of="parameters"), Exactly(RANK, ("2",)), plus_s)
+    outcome = run_with_hidden_bit(later, ranks=ranks, every=1, others=others, shards=shards)
+    assert outcome.marks["a corrupt rank was outvoted"] == 1
+
+
+def test_a_wrong_bit_that_both_replicas_have_is_not_found_when_they_compute_again() -> None:
+    """They compare in steps 10 and 15. When they have gone back, steps 10 and 11 say nothing yet, and step 15 does."""
+    later = at(12, FlipBit(of="parameters"), Exactly(RANK, ("0",)))
+    outcome = run_with_hidden_bit(later, ranks=2, every=5, others=("0",))
+    assert outcome.marks["a corrupt rank was found by computing again"] == 1

@@ -119,7 +119,7 @@ class GroundTruth:
         self.distrusted: frozenset[str] = frozenset()
         """Flaws that the coordinator knows of: a state with one of them must not be used any more."""
         self._equal: dict[int, frozenset[str]] = {}
-        """Unit -> the flaws that all ranks had when they were found equal after it, which no comparison can find."""
+        """Unit -> the flaws that states had when all replicas were equal after it, which no comparison can find."""
 
     # -- generations
     def announces(self, generation: int) -> None:
@@ -171,8 +171,9 @@ class GroundTruth:
         self.committed = max(self.committed, history.unit)
 
     # -- state that is not to be trusted
-    def found_equal(self, unit: int, history: StateHistory) -> None:
-        self._equal[unit] = history.flaws
+    def equal_after(self, unit: int, histories: Iterable[StateHistory]) -> None:
+        """Note that all replicas have equal states after ``unit``. ``histories``: those of all ranks."""
+        self._equal[unit] = frozenset[str]().union(*(one.flaws for one in histories))
 
     def flaws_then(self, unit: int, began: StateHistory) -> frozenset[str]:
         """Return the flaws that all states may have had after ``unit``, although they were equal."""

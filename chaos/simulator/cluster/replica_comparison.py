@@ -9,7 +9,7 @@ decided by `rackrun.core.faults.divergence` itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rackrun.chaos.simulator.base.ground_truth import must
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.simulator.cluster.simulation import Simulation
     from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 
-__all__ = ["Comparing", "KnownReplicas", "ReplicaDifference", "compare", "goes_back", "is_due"]
+__all__ = ["Comparing", "KnownReplicas", "ReplicaDifference", "compare", "goes_back", "is_due", "record_resumed"]
 
 _START = "start "
 _MAJORITY = 3
@@ -50,6 +50,8 @@ class Comparing:
     """The value of ``filled`` when the replicas differed."""
     flipped: list[str] = field(default_factory=list)
     """Flaws made by its own GPU."""
+    taken: frozenset[str] = frozenset()
+    """Flaws of the state that it took from another rank or from a snapshot."""
 
     def begins(self, at: int, passed: int, began: int, world: int) -> None:
         """Prepare for the gate of unit ``at``."""
@@ -124,14 +126,32 @@ def compare(
             one.comparing.seen[unit] = one.state_now.digest
     if not due:
         return None
+    if not _apart(kinds, members):
+        for after in (unit - 1, unit):  # an update of equal states gives equal states
+            sim.truth.equal_after(after, [one.state_now for one in members])
     found = _judge(era, unit, kinds, members)
     if found is None:
-        sim.truth.found_equal(unit - 1, members[0].state_now)
         for one in members:
             kept = one.comparing
             kept.good, kept.last = unit - 1, unit
             kept.seen = {step: digest for step, digest in kept.seen.items() if step > unit}
     return found
+
+
+def record_resumed(sim: Simulation, era: SimulatedGeneration) -> None:
+    """Note what no comparison can find from now on, if all ranks of a generation go on with states equal to those of
+    their replicas: a wrong bit of a rank from which all its replicas have taken their state."""
+    members = [era.members[rank] for rank in range(era.world) if rank in era.members]
+    all_go_on = len(members) == era.world and all(
+        one.state == "running" and one.generation == era.generation for one in members
+    )
+    if sim.job.check_replicas and all_go_on and not _apart(_kinds(sim, era.world), members):
+        sim.truth.equal_after(members[0].passed, [one.state_now for one in members])
+
+
+def _apart(kinds: list[list[Rank]], members: Sequence[SimulatedWorker]) -> list[list[Rank]]:
+    """Return the kinds whose ranks have different states."""
+    return [kind for kind in kinds if len({members[rank].state_now.digest for rank in kind}) > 1]
 
 
 def _kinds(sim: Simulation, world: int) -> list[list[Rank]]:
@@ -150,8 +170,7 @@ def _judge(
     for kept in all_kept:  # a rank that has just joined does not know
         kept.good, kept.last = good, last
         kept.before = kept.before if twice else {}
-    digests = {one.its_rank: one.state_now.digest for one in members}
-    apart = [kind for kind in kinds if len({digests[rank] for rank in kind}) > 1]
+    apart = _apart(kinds, members)
     if not apart and not twice:
         return None
     now = {
@@ -163,13 +182,17 @@ def _judge(
     found = culprits(kinds, [first, now] if twice else [now])
     if found:
         fresh = not twice and unit - 1 == last  # the wrong gradients are in no state yet
-        for rank in found:
-            must(members[rank].comparing.flipped, f"rank {rank} is to blame, and its GPU has never been wrong")
+        right = [rank for rank in found if not members[rank].comparing.flipped]
+        for rank in right:
+            must(_taken(kinds, members, rank), f"rank {rank} is to blame, and its GPU has never been wrong")
         for kept in all_kept:
             kept.before = {}
         how = "found by computing again" if twice else "outvoted"
         era.sim.marks.sometimes(f"a corrupt rank was {how}")
-        return _difference(era, unit, members, found, unit - 1 if fresh or not apart else good)
+        good = unit - 1 if fresh or not apart else good
+        difference = _difference(era, unit, members, found, good)
+        believed = frozenset[str]().union(*(_taken(kinds, members, rank) for rank in right))
+        return replace(difference, flaws=difference.flaws - believed)
     if not apart:
         if unit >= until:
             for kept in all_kept:
@@ -183,6 +206,14 @@ def _judge(
         kept.before, kept.until, kept.went_back, kept.filled_then = now, unit, False, kept.filled
     era.sim.marks.sometimes("replicas differed, and all computed again")
     return _difference(era, unit, members, (), good)
+
+
+def _taken(kinds: list[list[Rank]], members: Sequence[SimulatedWorker], rank: Rank) -> frozenset[str]:
+    """Return the flaws by which replicas of a rank whose state is right outvote it: one of them became wrong, and
+    others took its state."""
+    others = [members[other] for kind in kinds if rank in kind for other in kind if other != rank]
+    taken = frozenset[str]().union(*(one.comparing.taken & one.state_now.flaws for one in others))
+    return taken - members[rank].state_now.flaws
 
 
 def _difference(

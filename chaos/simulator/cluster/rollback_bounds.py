@@ -101,6 +101,9 @@ class Rollbacks:
                 f"generation {plan.generation} goes back to step {to}, and everybody could have had step {step}",
             )
         self._ends.append((int(plan.generation), to))
+        newest = named(plan, to)
+        for owner, (agent, names) in self._told.items():  # of a step that is done again, nothing has been told yet
+            self._told[owner] = agent, {name: None for name in names if name <= newest}
 
     def _all_have(self, plan: GenerationPlan, step: int) -> bool:
         there: set[StateHistory] | None = None

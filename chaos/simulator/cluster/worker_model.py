@@ -14,6 +14,7 @@ from rackrun.chaos.simulator.cluster.replica_comparison import (
     ReplicaDifference,
     goes_back,
     is_due,
+    record_resumed,
 )
 from rackrun.chaos.simulator.cluster.restore_sources import CorruptState, Unlike, named
 from rackrun.chaos.simulator.cluster.snapshot_sealing import Sealing
@@ -542,6 +543,7 @@ class SimulatedWorker:
             self._say_ready()
         elif not self.stateful:
             self.replicas.takes_over(plan, found.unit)
+            self.comparing.taken = found.flaws
         self.history, self.layout = found, int(plan.layout)
         self.sim.truth.trusts(found, self)
         self.entered_in, self.rollback_incomplete, self.state = None, False, "running"
@@ -554,6 +556,7 @@ class SimulatedWorker:
         self._watch.resumed(nobody_was_lost=not any(member.fresh for member in plan.members))
         self.sim.truth.state(self.generation, self.history)
         self.resumed = plan.generation
+        record_resumed(self.sim, self.sim.eras[self.generation])
         self.say(WorkerResumed, generation=plan.generation)
         if not self.finished:
             self._compute()
