@@ -275,24 +275,29 @@ def _write_down(store: DurableStore, choice: RetentionChoice, fencing_token: int
 
 
 def all_left_files(store: DurableStore, before: float | None) -> list[Path]:
-    """Return the files that writers have left unfinished in the job's directory and in its checkpoints. Raises OSError.
+    """Return the files that writers have left unfinished in the job's directory and in its checkpoints.
 
-    ``before``: as for `left_files`.
+    ``before``: as for `left_files`. A checkpoint that cannot be listed is left out. Raises OSError for the job's own.
     """
     found = list(left_files(store.files, store.directory, before))
     if not store.files.objects:
         for name in store.files.listdir(store.directory):
             if checkpoint_number(name) is not None:
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                with contextlib.suppress(OSError):
                     found += left_files(store.files, store.directory / name, before)
     return found
 
 
 def _delete_left(store: DurableStore, before: float | None, done: Collected) -> None:
     for path in all_left_files(store, before):
-        with contextlib.suppress(FileNotFoundError):
+        try:
             store.files.unlink(path)
-            done.partial.append(path.name)
+        except FileNotFoundError:
+            continue  # another process was faster
+        except OSError as error:
+            done.failures.append(failure_of(error))
+            continue
+        done.partial.append(path.name)
 
 
 def _take_away(store: DurableStore, number: int, done: Collected) -> bool:

@@ -32,6 +32,7 @@ from tests.checkpoint.storage import (
     Failing,
     Hooked,
     PowerLoss,
+    Quick,
     calls_of,
     ended,
     in_child,
@@ -289,6 +290,34 @@ def test_partial_files_of_dead_writers_go_at_once_and_those_of_living_ones_stay(
     assert gc(tmp_path).partial == []
     assert len(gc(tmp_path, now=lambda: time.time() + 2 * TTL_S).partial) == 2
     assert list(job.rglob(".*")) == []
+
+
+class Closed(Quick):
+    """One checkpoint cannot be listed, and nothing in it deleted: it is another user's."""
+
+    def listdir(self, path: Path) -> list[str]:
+        if path.name == f"gen-{9:012d}":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return super().listdir(path)
+
+    def unlink(self, path: Path) -> None:
+        if path.name.startswith(f".{LOG}-"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        super().unlink(path)
+
+
+def test_what_cannot_be_listed_or_deleted_keeps_nothing_else_from_being_deleted(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, verified=3)
+    job = tmp_path / JOB
+    (job / f"gen-{9:012d}").mkdir()
+    with subprocess.Popen(["sleep", "600"]) as writer:
+        _left_by(writer, job / LOG)
+        clock = _left_by(writer, job / "clock")
+        writer.kill()
+    done = gc(tmp_path, Retention(keep_last=1), files=Closed())
+    assert done.partial == [clock.name]
+    assert [failure.errno for failure in done.failures] == [errno.EACCES]
+    assert not [path for path in job.iterdir() if path.name.startswith(".trash")]
 
 
 def test_a_start_deletes_partial_files_of_dead_writers(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     ),
     "checkpoints in a file": (("--checkpoint-dir", "file", "train.py"), {}, ("it is no directory",)),
     "checkpoints below a file": (("--checkpoint-dir", "file/ckpt", "train.py"), {}, ("file is no directory",)),
+    "logs by address where nothing can be made": (
+        ("--log-dir", "file:///proc/none", "train.py"),
+        {},
+        ("--log-dir /proc/none cannot",),
+    ),
     "logs where nothing can be made": (("--log-dir", "/proc/none", "train.py"), {}, ("--log-dir /proc/none cannot",)),
     "policy of no module": (("--policy", "no_such_module:f", "train.py"), {}, ("No module named 'no_such_module'",)),
     "spares no number": (("--spares", "many", "train.py"), {}, ("--spares", "many")),

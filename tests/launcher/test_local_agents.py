@@ -20,6 +20,7 @@ TRAY = TrayId("tray-00")
     [
         ("import os; os.kill(os.getpid(), 9)", "its agent was killed by SIGKILL"),
         ("raise SystemExit(7)", "its agent exited with code 7"),
+        ("import os; os.kill(os.getpid(), 40)", "its agent was killed by signal 40"),
     ],
 )
 def test_how_an_agent_ended_is_known_before_its_end_is_seen_by_the_loop(code: str, told: str) -> None:

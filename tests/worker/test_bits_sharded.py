@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -198,10 +199,12 @@ def fsdp_lion(run: Run) -> None:
     ids=lambda main: main.__name__,
 )
 def test_a_lost_shard_is_computed_again_from_a_snapshot(main: Script, train: Train) -> None:
-    reference = train(main)
+    reference = train(main, snapshot_every=4)
     assert reference.exit_code == 0, reference
-    deaths = {rank: moments(reference, rank, main.__name__)[0] for rank in (0, 2)}
-    ended = train(main, kill=deaths)
+    rank = random.Random(main.__name__).choice((0, 2))  # the newest snapshot before its loss is of step 4
+    late = [index for index, what in enumerate(reference.moments[rank]) if "(step=5" in what]
+    deaths = {rank: random.Random(main.__name__).choice(late)}
+    ended = train(main, kill=deaths, snapshot_every=4)
     assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
     assert ended.rolled_back, ended
 

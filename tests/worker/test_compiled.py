@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.collective_work import GuardedWork
 from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.script.script_checks import ScriptChecks
+from rackrun.worker.steps.step import Step
+from tests.worker.harness import Ended
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of
+from tests.worker.test_corruption import wait_for_spares
+
+Train = Callable[..., Ended]
 
 COLLECTIVES = [
     name
@@ -45,6 +55,19 @@ def test_all_collectives_are_looked_at() -> None:
     assert {"allreduce", "broadcast", "_allgather_base", "reduce_scatter", "batch", "barrier"} < set(COLLECTIVES)
 
 
+def test_a_compiled_function_does_not_keep_a_place_that_has_changed(world: WorkerMembership) -> None:
+    group = world.create_default(1, 3)
+
+    def placed(batch: torch.Tensor) -> torch.Tensor:
+        return batch * (10 * group.rank() + group.size())
+
+    torch.compiler.reset()
+    compiled = torch.compile(placed, backend="eager")
+    assert compiled(torch.ones(1)).item() == 13
+    group.become((0, 1), 0)
+    assert compiled(torch.ones(1)).item() == 2
+
+
 def test_a_collective_that_torch_calls_inside_of_a_compiled_model(world: WorkerMembership) -> None:
     """DDP's forward broadcasts the buffers of a BatchNorm so: C++ calls the group, while dynamo follows each frame."""
     group = world.create_default(1, 3)
@@ -62,3 +85,46 @@ def test_a_collective_that_torch_calls_inside_of_a_compiled_model(world: WorkerM
     torch._dynamo.reset()
     compiled = torch.compile(forward, backend="eager")
     assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 2.0))
+
+
+class ByRank(nn.Module):
+    """A model whose forward asks for this process's rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(14))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch * self.weight * (1.0 + 0.25 * dist.get_rank()) / dist.get_world_size()
+
+
+def by_rank(*, dies: bool) -> Script:
+    def main(run: Run) -> None:
+        model = ddp(run, ByRank())
+        optimizer = adam(model)
+        compiled = torch.compile(model, backend="eager")
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(cast("nn.Module", compiled), batch))
+            if dies and (int(step), run.rank, run.generation) == (4, 2, 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+            wait_for_spares(run, number)
+
+    return main
+
+
+@pytest.mark.stories
+def test_a_spare_that_has_compiled_as_another_rank_computes_as_the_one_that_it_replaces(train: Train) -> None:
+    reference = train(by_rank(dies=False))
+    ended = train(by_rank(dies=True), spares=2)
+    assert ended.plans
+    assert not ended.differences(reference), ended

@@ -425,7 +425,7 @@ def _check_logs(args: argparse.Namespace) -> None:
             f"--local-ranks-filter {args.local_ranks_filter!r} is no list of numbers.", remedy="for example 0,1,2."
         ) from error
     if args.log_dir and args.log_dir != os.devnull:
-        check_directory("--log-dir", Path(args.log_dir).absolute())
+        check_directory("--log-dir", local_path(args.log_dir, "--log-dir").absolute())
 
 
 def _rendezvous_config(text: str) -> dict[str, str]:
@@ -507,7 +507,8 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
             )
         files_at(directory)  # refused now, where the package for that store is not installed
     elif directory:
-        check_directory("--checkpoint-dir", Path(directory))
+        of_runs = Path(directory) / "run"  # all that is written is below it
+        check_directory("--checkpoint-dir", of_runs if of_runs.is_dir() else Path(directory))
     return {
         "RACKRUN_CHECKPOINT_DIR": str(directory),
         "RACKRUN_CHECKPOINT_KEEP": str(args.checkpoint_keep),

@@ -181,7 +181,12 @@ class LocalAgents:
 
 
 def _how_ended(code: int | None, number: int | None) -> str:
-    return f"its agent was killed by {signal.Signals(number).name}" if number else f"its agent exited with code {code}"
+    if not number:
+        return f"its agent exited with code {code}"
+    try:
+        return f"its agent was killed by {signal.Signals(number).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"its agent was killed by signal {number}"
 
 
 def _become_agent(config: AgentConfig, parent: int) -> None:

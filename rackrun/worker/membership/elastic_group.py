@@ -25,7 +25,7 @@ from rackrun.errors import StepError
 from rackrun.worker.communicators.deferred_collective import DeferredWork
 from rackrun.worker.communicators.gate_tree import WithGateTree, on_hosts
 from rackrun.worker.membership.collective_work import CombinedWork, CompletedWork, GuardedWork, is_misuse
-from rackrun.worker.torch_compat.not_compiled import not_compiled
+from rackrun.worker.torch_compat.not_compiled import CompiledPlaces, not_compiled
 
 if TYPE_CHECKING:
     from rackrun.worker.communicators.communicator import Communicator, PointToPoint
@@ -37,6 +37,8 @@ BACKEND = "rackrun"
 _IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
 
 Tensors = Sequence[torch.Tensor]
+
+_COMPILED = CompiledPlaces()
 
 
 class ElasticGroup(dist.ProcessGroup):
@@ -63,10 +65,12 @@ class ElasticGroup(dist.ProcessGroup):
     # -- identity: torch reads it under several names
     def rank(self) -> int:
         """Return this process's rank in the group, which may change with the generation."""
+        _COMPILED.read()
         return self._group_rank
 
     def size(self) -> int:
         """Return the number of ranks in the group."""
+        _COMPILED.read()
         return len(self.ranks)
 
     getRank = rank  # noqa: N815
@@ -122,8 +126,12 @@ class ElasticGroup(dist.ProcessGroup):
 
     def become(self, ranks: Sequence[int], group_rank: int) -> None:
         """Change the group's ranks and this process's place among them, when a promoted spare takes another place."""
+        if (tuple(ranks), group_rank) == (self.ranks, self._group_rank):
+            return
         self.ranks = tuple(ranks)
         self._group_rank = group_rank
+        # A DeviceMesh hands its coordinates to dynamo without asking the group.
+        _COMPILED.changed(read=self.key != "world")
 
     @contextlib.contextmanager
     def asking_nobody(self) -> Iterator[None]:
