@@ -29,7 +29,6 @@ from rackrun.checkpoint.base.errors import (
     FormatVersionError,
     IntegrityError,
     LayoutMismatch,
-    NotOurs,
     NoUsableCheckpoint,
 )
 from rackrun.checkpoint.base.location import absolute, is_remote
@@ -182,21 +181,11 @@ def next_number(store: DurableStore) -> int:
     """
     begun = [temporary.number for name in _names(store) if (temporary := TemporaryName.parse(name))]
     listed = numbers_in(store)
-    published = next((number for number in listed if not _is_foreign(store, number)), -1)
+    published = next((number for number in listed if not store.is_foreign(number)), -1)
     number = max([published, *begun]) + 1
     while number in listed:
         number += 1
     return number
-
-
-def _is_foreign(store: DurableStore, number: int) -> bool:
-    try:
-        store.manifest(number)
-    except NotOurs:
-        return True
-    except CheckpointError:
-        pass
-    return False
 
 
 def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:

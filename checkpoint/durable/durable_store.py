@@ -327,6 +327,16 @@ class DurableStore:
                 )
         return manifest, digest
 
+    def is_foreign(self, number: int) -> bool:
+        """Return whether what has a checkpoint's name is not rackrun's. Raises OSError."""
+        try:
+            self.manifest(number)
+        except NotOurs:
+            return True
+        except CheckpointError:
+            pass
+        return False
+
     def manifest(self, number: int) -> tuple[Manifest, str]:
         """Return the manifest and its digest. The files that it names are not looked at. Raises as `open` does."""
         path = self.path(number)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rackrun.checkpoint.arena.arena_slot import SlotReader
-from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, NotOurs, NoUsableCheckpoint
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, NoUsableCheckpoint
 from rackrun.checkpoint.durable.durable_manifest import kept_name, shard_name
 from rackrun.checkpoint.durable.durable_reader import ShardReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
@@ -302,7 +302,7 @@ def _publish(beside: DurableStore, target: DurableStore, number: int) -> None:
     """Move the assembled checkpoint to its place, after setting aside a damaged one of that name. What is no checkpoint
     of that number is kept, under another name."""
     try:
-        if _is_foreign(target, number):
+        if target.is_foreign(number):
             target.files.rename(target.path(number), target.directory / kept_name(number))
         else:
             set_aside(target.files, target.path(number))
@@ -314,16 +314,6 @@ def _publish(beside: DurableStore, target: DurableStore, number: int) -> None:
             remedy="do this again when it can be written to.",
         ) from error
     _clear(beside, number)
-
-
-def _is_foreign(store: DurableStore, number: int) -> bool:
-    try:
-        store.manifest(number)
-    except NotOurs:
-        return True
-    except CheckpointError:
-        pass
-    return False
 
 
 def _shares(found: Mapping[int, VerifiedShard]) -> dict[int, Share]:

@@ -25,7 +25,8 @@ from rackrun.errors import StepError
 from rackrun.worker.communicators.deferred_collective import DeferredWork
 from rackrun.worker.communicators.gate_tree import WithGateTree, on_hosts
 from rackrun.worker.membership.collective_work import CombinedWork, CompletedWork, GuardedWork, is_misuse
-from rackrun.worker.torch_compat.not_compiled import CompiledPlaces, not_compiled
+from rackrun.worker.torch_compat.compiled_places import CompiledPlaces
+from rackrun.worker.torch_compat.not_compiled import not_compiled
 
 if TYPE_CHECKING:
     from rackrun.worker.communicators.communicator import Communicator, PointToPoint

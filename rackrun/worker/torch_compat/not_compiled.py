@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._guards import TracingContext
 
-__all__ = ["CompiledPlaces", "not_compiled"]
+__all__ = ["not_compiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,26 +20,3 @@ def not_compiled(function: F) -> F:
     members of a process group, and raises an error for any other.
     """
     return cast("F", torch.compiler.disable(function))
-
-
-class CompiledPlaces:
-    """Drops compiled graphs when a rank or size that they hold has changed.
-
-    Dynamo reads the rank and the size of a process group while it traces, and holds them as constants without a guard
-    (torch 2.13, torch/distributed/device_mesh.py: members of a process group are USE_REAL).
-    """
-
-    def __init__(self) -> None:
-        self._held = False
-
-    def read(self) -> None:
-        """Note that a rank or size is read, perhaps by dynamo."""
-        if not self._held and TracingContext.try_get() is not None:
-            self._held = True
-
-    def changed(self, *, read: bool = False) -> None:
-        """Note that a rank or size has changed. ``read``: dynamo may have read it in a way that `read` is not told of.
-        Compiled functions are compiled again at their next call."""
-        if self._held or read:
-            torch.compiler.reset()
-            self._held = False
