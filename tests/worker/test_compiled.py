@@ -6,7 +6,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of
 from tests.worker.test_corruption import wait_for_spares
+from tests.worker.test_resizing import SHRINK
 
 Train = Callable[..., Ended]
 
@@ -98,33 +99,45 @@ class ByRank(nn.Module):
         return batch * self.weight * (1.0 + 0.25 * dist.get_rank()) / dist.get_world_size()
 
 
-def by_rank(*, dies: bool) -> Script:
+def by_rank(*, compiled: bool = True, dies: int | None = None, spares: bool = True) -> Script:
+    """``dies``: the rank that is lost in step 4."""
+
     def main(run: Run) -> None:
         model = ddp(run, ByRank())
         optimizer = adam(model)
-        compiled = torch.compile(model, backend="eager")
+        called: Any = torch.compile(model, backend="eager") if compiled else model
         run.track(model=model, optimizer=optimizer)
         data = run.loader(Samples())
 
         @run.step
         def step(step: Step) -> None:
             for batch in data:
-                step.backward(loss_of(cast("nn.Module", compiled), batch))
-            if dies and (int(step), run.rank, run.generation) == (4, 2, 1):
+                step.backward(loss_of(called, batch))
+            if (int(step), run.rank, run.generation) == (4, dies, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             optimizer.zero_grad()
 
         for number in run.steps(STEPS):
             step(number)
-            wait_for_spares(run, number)
+            if spares:
+                wait_for_spares(run, number)
 
     return main
 
 
 @pytest.mark.stories
 def test_a_spare_that_has_compiled_as_another_rank_computes_as_the_one_that_it_replaces(train: Train) -> None:
-    reference = train(by_rank(dies=False))
-    ended = train(by_rank(dies=True), spares=2)
+    reference = train(by_rank())
+    ended = train(by_rank(dies=2), spares=2)
     assert ended.plans
+    assert not ended.differences(reference), ended
+
+
+@pytest.mark.stories
+def test_compiled_ranks_compute_as_those_that_are_not_when_the_world_shrinks(train: Train) -> None:
+    reference = train(by_rank(compiled=False, dies=1, spares=False), **SHRINK)
+    ended = train(by_rank(dies=1, spares=False), **SHRINK)
+    assert [plan.world_size for plan in ended.plans] == [3]
+    assert not ended.restarted
     assert not ended.differences(reference), ended
