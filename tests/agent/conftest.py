@@ -287,10 +287,19 @@ class Rig:
             text = path.read_text(errors="replace") if path.exists() else ""
             return next((line for line in text.splitlines(keepends=True) if wanted in line and line[-1] == "\n"), None)
 
-        found = await eventually(
-            find, lambda: f"{wanted!r} in {path}: {self.err.read_text() if self.err.exists() else ''}"
-        )
+        found = await eventually(find, lambda: f"{wanted!r} in {path}: {self.what_happened()}")
         return found.rstrip("\n")
+
+    def what_happened(self) -> str:
+        """What the workers have said, what the coordinator was told, and what each process does now."""
+        lines = [file.read_text(errors="replace") for file in (self.out, self.err) if file.exists()]
+        lines += [str(told.message) for told in self.coordinator.received[-20:]]
+        for pid in (self.agent, *proc.descendants(self.agent)) if self.agent else ():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80]
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                lines.append(f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()} {command}")
+        return "\n".join(lines)
 
     async def number(self, name: str) -> int:
         """What the script printed as ``name=number``."""

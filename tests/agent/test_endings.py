@@ -293,7 +293,7 @@ async def test_an_agent_whose_session_is_unknown_ends_its_workers(rig: Rig) -> N
 
 
 async def test_ctrl_c_at_the_terminal_is_left_to_the_launcher(rig: Rig) -> None:
-    await rig.start(SLEEPER)
+    await rig.start(SLEEPER, grace_s=600.0)  # else SIGTERM ends the workers in the middle of this test
     below = await two_sleepers(rig)
     for pid in (rig.agent, below[0]):
         for number in (signal.SIGINT, signal.SIGTERM):
