@@ -89,8 +89,8 @@ def render_report(console: Console, report: Report) -> None:
         "still running, or killed" if report.exit_code is None else f"exit code {report.exit_code}: {report.because}"
     )
     _say(console, f"{report.run_id}  {ended}", bold=len(report.run_id))
-    if report.stop is not None and (cause := str(report.stop.cause)):
-        _say(console, f"it was stopped {cause}")
+    if report.stop is not None and str(report.stop.cause):
+        _say(console, f"  sent at {report.stop.at_ms / 1e3:.3f} s: {report.stop}")
     _say(
         console,
         f"{report.steps} steps, {report.steps_redone} of them done again{_rescaled(report.steps_rescaled)}; "

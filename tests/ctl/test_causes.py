@@ -62,7 +62,7 @@ def make_old(path: Path) -> None:
 
 def test_the_report_shows_why_each_command_was_sent(run: Path, rackctl: Callable[..., Said]) -> None:
     text = " ".join(rackctl("report", run).out.split())
-    assert "it was stopped by JournalFailed (event 49)" in text
+    assert "sent at 3.000 s: StopJob by JournalFailed (event 49)" in text
     assert "rank 0: GPU 0 is degraded: it was tested (nvml) [by SwapDue, after DeviceJudged of a (event 30)]" in text
     assert "sent at 1.000 s: BreakGeneration by WorkerExited of b/0 (event 17)" in text
     assert "sent at 1.000 s: Decided, ResumeGeneration by WorkerParked of a/0 (event 23)" in text

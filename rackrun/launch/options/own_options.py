@@ -63,7 +63,7 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         add("--policy", action=env, type=str, default="", metavar="POLICY", help="What to do after a failure. RUNG,..: the first "
             f"possible of these ({', '.join(rung.value for rung in Rung)}). no-RUNG,..: any but these. "
             "MODULE:FUNCTION: ask this Python function (docs/write_a_policy.md). Default: the answer with the lowest expected loss in "
-            "GPU-seconds (docs/policies.md)."),
+            "GPU-seconds; with reduction='fast' a shrink only if nothing else is possible (docs/policies.md)."),
         add("--policy-weights", "--policy_weights", action=env, type=str, default="", metavar="NAME=N,..", help="Weights of the "
             "expected loss: goodput, cost and resilience. Default: goodput=1,cost=0,resilience=1."),
         add("--min-ranks", "--min_ranks", action=env, type=int, default=1, metavar="N", help="Smallest number of ranks to which "
