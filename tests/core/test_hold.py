@@ -444,7 +444,9 @@ def test_a_drain_in_a_hold_is_told_in_the_notice_and_in_the_status() -> None:
     assert "The hold ends when the spare that starts is ready" in harness.view.hold
     answers = harness.tell(DrainRequested(request="d", target="b/0", because="it burns", steps=5))
     (text,) = (one.text for one in every(Notice, answers) if one.text.startswith(HOLD_NOTICE))
-    what = "1 rank to replace; spares: 0 ready, 0 starting; not used: b/0 (drained: it burns). The hold ends when spares"
+    what = (
+        "1 rank to replace; spares: 0 ready, 0 starting; not used: b/0 (drained: it burns). The hold ends when spares"
+    )
     assert what in text
     assert harness.view.hold == text
 
