@@ -6,6 +6,7 @@ import math
 import sqlite3
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -194,6 +195,32 @@ def test_steps_computed_again_after_a_rollback_are_one_execution_each(journal: J
     assert report.ledger.ok
     assert report.ledger.samples == 32
     assert report.steps_redone == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "redone", "seconds"),
+    [
+        ({}, 4, 0.4),
+        ({"rollback": None, "kind": "restart"}, 4, 0.4),
+        ({"overtaken": True}, 3, 0.3),
+        ({"generation": 4}, 3, 0.3),  # the job ended before it was done again
+    ],
+)
+def test_the_step_that_was_broken_before_a_rollback_counts_as_one_that_was_broken_without(
+    journal: Journal, changes: dict[str, Any], redone: int, seconds: float
+) -> None:
+    """Steps 6 and 7 were taken back, and step 8 was broken: its second attempt is numbered from 0 again."""
+    journal.persist(ResumeGeneration(plan=plan(3, *WORLD, committed=Position(7), rollback=5), because=""), 1500)
+    for step in (6, 7, 8):
+        for rank in (0, 1):
+            first = 4 * step + 2 * rank
+            journal.unit(unit(step, rank, generation=3, ids=ids(first, first + 1)), 1.0)
+    back = RecoveryRecord(generation=3, kind="swap", because="", fault_ms=1500.0, rollback=5, redone=(6, 7, 8))
+    journal.recovery(msgspec.structs.replace(back, **changes))
+    journal.fact("ended_ms", 9000)
+    report = report_of(journal)
+    assert (report.steps, report.steps_redone) == (9, redone)
+    assert report.goodput.redone_s == pytest.approx(seconds)
 
 
 def test_a_row_that_went_with_its_rank_before_all_went_back_is_not_missed(journal: Journal) -> None:

@@ -89,6 +89,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The command that ended the job, with its cause; None: there was none yet."""
     steps: int
     steps_redone: int
+    """How many of them were computed more than once: broken steps, and steps since a rollback or since a restart's
+    checkpoint."""
     generations: int
     recoveries: tuple[RecoveryReport, ...]
     notices: tuple[NoticeReport, ...]
