@@ -44,7 +44,7 @@ from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Generation, Rank, SlotId, TrayId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Rung
-from rackrun.protocol.timers import CondemnedExitsOver, HoldReminder, RecoverOver
+from rackrun.protocol.timers import CondemnedExitsOver, CopiesOver, HoldReminder, RecoverOver
 from tests.core.core_harness import CoreHarness, every, only, plan_in, stop_in
 
 WEEK_MS = 7 * 24 * 3_600_000
@@ -487,6 +487,40 @@ def test_a_tray_with_ranks_that_is_drained_in_a_hold_is_left_when_all_train() ->
     assert "b/1" in [one.slot for one in harness.view.ranks]
     harness.pause_all()
     assert [one.slot for one in every(FenceWorker, harness.answers)][-1] == "b/1"
+
+
+def test_a_tray_that_keeps_copies_and_is_drained_in_a_hold_is_empty_only_when_all_train() -> None:
+    """Nobody can keep them elsewhere before, and they may be the last ones."""
+    harness = CoreHarness(JobConfig(trays_min=3, trays_max=3, spares=2, rules=parse_rules("swap,hold")))
+    for tray in ("a", "b", "c"):
+        harness.join(tray, 2)
+    harness.train("unique")
+    for slot in ("c/0", "c/1"):
+        harness.checks(slot, "its memory is bad")
+    harness.mirrors("b/0", "c", 3, 4)
+    harness.mirrors("b/1", "c", 3, 4)
+    harness.tray_lost("b")
+    harness.park_all(snapshots=(3, 4))
+    assert harness.view.hold
+    (begun,) = drain(harness, "c")
+    assert begun.outcome == "begun"
+    assert {one.slot for one in every(FenceWorker, harness.answers)} == {"c/0", "c/1"}
+    assert not every(Answer, [*harness.exits("c/0"), *harness.exits("c/1")])
+    assert not [one for one in every(SetTimer, harness.answers) if isinstance(one.timer, CopiesOver)]
+    harness.join("d", 2)
+    harness.ready("d/0")
+    assert [one.snapshot[:3] for one in plan_in(harness.ready("d/1")).restores] == ["c:2", "c:2"]
+    assert not every(Answer, harness.resume_all())
+    over = [one.timer for one in every(SetTimer, harness.answers) if isinstance(one.timer, CopiesOver)]
+    assert only(Answer, harness.tell(TimerFired(timer=over[-1]))).text == "c is empty"
+
+
+def test_a_tray_that_gets_notice_in_a_hold_is_not_used() -> None:
+    harness = holds_for_starts()
+    depart(harness, "b")
+    assert not every(Decided, harness.ready("b/0"))
+    assert harness.view.phase == "parking"
+    assert "not used: b/0 (SIGTERM)" in harness.view.hold
 
 
 def test_a_drain_that_was_under_way_is_called_off_before_a_hold_begins_because_of_it() -> None:
