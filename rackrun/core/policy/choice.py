@@ -243,13 +243,14 @@ def _cheapest(of: Sequence[Option]) -> Option:
 
 def _passed_over(best: Option, found: Sequence[Option], why: Callable[[Option], str]) -> str:
     """Return the possible rungs that would cost less than the best one, each with the reason why it was passed over.
-    Nobody knows what a hold costs: all of them are named."""
+    Nobody knows what a hold costs: all are named by which the job would not wait for spares."""
     unknown = best.rung is Rung.HOLD
+    never = (Rung.HOLD, Rung.STOP, Rung.WAIT) if unknown else (Rung.HOLD, Rung.STOP)
     cheaper = [
         one
         for one in found
         if one.possible
-        and one.rung not in (Rung.HOLD, Rung.STOP)
+        and one.rung not in never
         and (one.rung, one.meanwhile) != (best.rung, best.meanwhile)
         and (unknown or one.cost_gpu_s < best.cost_gpu_s)
     ]
