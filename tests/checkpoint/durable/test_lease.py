@@ -20,9 +20,9 @@ from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.lease import EXPIRY_S, InUse, Lease, living_fencing_token
 from rackrun.checkpoint.durable.retention import Retention, collect
+from tests.checkpoint.manager.test_manager import Training, manager, shm
 from tests.checkpoint.object_stores import BOTH, remote, s3_server
 from tests.checkpoint.storage import JOB, ended, in_child, save, write_shard
-from tests.checkpoint.manager.test_manager import Training, manager, shm
 
 __all__ = ["manager", "remote", "s3_server", "shm"]
 

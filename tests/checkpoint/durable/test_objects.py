@@ -26,9 +26,9 @@ from rackrun.ctl.main import main
 from rackrun.errors import UsageError
 from rackrun.launch.options.arguments import parse
 from rackrun.protocol import crash_points
+from tests.checkpoint.manager.test_manager import Training, manager, shm
 from tests.checkpoint.object_stores import BOTH, end_connections, kept, remote, s3_server
 from tests.checkpoint.storage import JOB, WORLD, payload_of, save, write_shard
-from tests.checkpoint.manager.test_manager import Training, manager, shm
 
 __all__ = ["manager", "remote", "s3_server", "shm"]
 

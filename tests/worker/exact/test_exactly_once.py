@@ -16,9 +16,9 @@ from rackrun.worker.exact.exact_checks import check_module, check_optimizer, che
 from rackrun.worker.exact.exactly_once import ExactlyOnce, ParameterSum
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.worker.exact.test_exact import BATCH, Train, computed, loop, run_on, show_state
 from tests.worker.harness import Ended
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fully_sharded, loss_of, net
-from tests.worker.exact.test_exact import BATCH, Train, computed, loop, run_on, show_state
 
 
 def trained(run: Run, model: nn.Module, backward: Callable[[Step, Loader], object]) -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import ddp
 from tests.worker.loop.test_loop_end import doubled, fsdp, looped, total_of
 from tests.worker.loop.test_lost_after_loop import die_once, weight
+from tests.worker.scripts import ddp
 
 Train = Callable[..., Ended]
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from rackrun.worker.loop.run import Run
 from rackrun.worker.tensors.tensor_bytes import local_part
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import ddp
 from tests.worker.loop.test_loop_end import doubled, fsdp, looped, total_of
+from tests.worker.scripts import ddp
 
 Train = Callable[..., Ended]
 

@@ -16,10 +16,10 @@ from rackrun.protocol.ids import Step
 from rackrun.worker.device.device_queue import queue_of
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.collective_progress import CollectiveProgress, Entered
+from tests.worker.device.test_own_time_of_devices import Device, Place
 from tests.worker.harness import Ended, TinyCluster
 from tests.worker.nccl_double import stream_of
 from tests.worker.scripts import adam, ddp, fit
-from tests.worker.device.test_own_time_of_devices import Device, Place
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.script.script_checks import ScriptChecks
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended
-from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of
 from tests.worker.integrity.test_corruption import wait_for_spares
 from tests.worker.loop.test_resizing import SHRINK
+from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of
 
 Train = Callable[..., Ended]
 
