@@ -53,21 +53,21 @@ class WindowTrigger(StrEnum):
     CLEAR = "clear"
 
 
-_EMPTIED = {
+_ALWAYS = {
     WindowTrigger.COMPARE: WindowState.DUE,
     WindowTrigger.LOCK: WindowState.DEADLOCK,
 }
-_FILLED = _EMPTIED | {
+_REPORTED = _ALWAYS | {
     WindowTrigger.GATHER: WindowState.GATHERED,
     WindowTrigger.EXPIRE: WindowState.DUE,
     WindowTrigger.CLEAR: WindowState.EMPTY,
 }
 WINDOW_TRANSITIONS: Mapping[WindowState, Mapping[WindowTrigger, WindowState]] = {
-    WindowState.EMPTY: _EMPTIED | {WindowTrigger.REPORT: WindowState.GATHERING},
-    WindowState.GATHERING: _FILLED,
-    WindowState.GATHERED: _FILLED,
-    WindowState.DUE: _FILLED,
-    WindowState.DEADLOCK: _FILLED,
+    WindowState.EMPTY: _ALWAYS | {WindowTrigger.REPORT: WindowState.GATHERING},
+    WindowState.GATHERING: _REPORTED,
+    WindowState.GATHERED: _REPORTED,
+    WindowState.DUE: _REPORTED,
+    WindowState.DEADLOCK: _REPORTED,
 }
 """The transition table. `docs/state_machines.md` draws it. A timer of an earlier window of the same generation may expire
 in any state with reports."""
@@ -142,6 +142,12 @@ class StallWindow:
         told = self._told(tuple(self.reports)) if apart else ""
         again = self._again(tuple(self.reports)) if apart and self._places(self.reports) else ()
         return Blame((), f"{where} ({heard}): the step is done again in place{told}", again)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the state is not that of the reports."""
+        assert bool(self.reports) == (self.state is not WindowState.EMPTY), (
+            f"{self.state} with {len(self.reports)} reports"
+        )
 
     def _places(self, ranks: Collection[Rank]) -> bool:
         """Return whether the places of these ranks are known."""

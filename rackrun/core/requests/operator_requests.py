@@ -392,6 +392,10 @@ class OperatorRequests:
         self._end(one)
         self.replies.finish(one, text)
 
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a request under way was not begun or has ended."""
+        assert all(one.state in (RequestState.BEGUN, RequestState.EMPTY) for one in self.under_way), "not under way"
+
     def _end(self, one: Request) -> None:
         self.under_way.remove(one)
         self.rack.revocable.pop(one.request, None)
