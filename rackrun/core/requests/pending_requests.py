@@ -57,22 +57,11 @@ class RequestTrigger(StrEnum):
     CALL_OFF = "call off"
 
 
+_ENDS = {RequestTrigger.FINISH: RequestState.DONE, RequestTrigger.CALL_OFF: RequestState.REFUSED}
 REQUEST_TRANSITIONS: Mapping[RequestState, Mapping[RequestTrigger, RequestState]] = {
-    RequestState.ASKED: {
-        RequestTrigger.BEGIN: RequestState.BEGUN,
-        RequestTrigger.FINISH: RequestState.DONE,
-        RequestTrigger.CALL_OFF: RequestState.REFUSED,
-    },
-    RequestState.BEGUN: {
-        RequestTrigger.VACATE: RequestState.EMPTY,
-        RequestTrigger.FINISH: RequestState.DONE,
-        RequestTrigger.CALL_OFF: RequestState.REFUSED,
-    },
-    RequestState.EMPTY: {
-        RequestTrigger.INTERRUPT: RequestState.BEGUN,
-        RequestTrigger.FINISH: RequestState.DONE,
-        RequestTrigger.CALL_OFF: RequestState.REFUSED,
-    },
+    RequestState.ASKED: _ENDS | {RequestTrigger.BEGIN: RequestState.BEGUN},
+    RequestState.BEGUN: _ENDS | {RequestTrigger.VACATE: RequestState.EMPTY},
+    RequestState.EMPTY: _ENDS | {RequestTrigger.INTERRUPT: RequestState.BEGUN},
     RequestState.DONE: {},
     RequestState.REFUSED: {},
 }
