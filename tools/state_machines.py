@@ -12,8 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rackrun.agent.tray import process_states  # noqa: E402
-from rackrun.core.generation import world  # noqa: E402
+from rackrun.core.faults import stall_window  # noqa: E402
+from rackrun.core.generation import world, world_pause  # noqa: E402
 from rackrun.core.members import workers  # noqa: E402
+from rackrun.core.requests import pending_requests  # noqa: E402
 from rackrun.core.resize import rented_rack  # noqa: E402
 from rackrun.worker.membership import membership_states  # noqa: E402
 
@@ -25,6 +27,18 @@ workers are ended, and the world begins again. Ending: all ranks have returned."
     "worker": """Starting: it runs up to its first step. Ready: a spare, or a member before training. Breaking: it was told
 that its generation is broken. Parked: it has answered. Resuming: it has the plan. Released: the job is done, and it may
 exit. A loss while others resume breaks the generation again (resuming, breaking).""",
+    "pause": """None: no pause, as always while not all train. Pausing: all ranks were told to pause after the same step.
+Paused: all have, so no step is repeated by the change that follows. Overdue (`expire`): the change is made although
+some have not. `end`: the training phase ends, by that change or by a loss.""",
+    "request": """A request to drain, swap, shrink or grow, or the departure of a tray. Asked: it is checked. Begun: it is
+carried out at a step boundary. Empty, of a drain: no rank is in its slots any more; spares there are ended, and copies
+are made elsewhere. `interrupt`: not all train, and it is looked at again when they do. Done, refused: its last answer
+is given. A refusal after `begin` says that it is called off.""",
+    "window": """The reports of one generation that ranks make no progress. Empty: no rank reports. Gathering: the first
+report has come. Gathered: the first wait is over, and reports of all members are enough for a judgement. Due: so is the
+second wait (`expire`), or some ranks hang by the times of the others (`compare`); the reports at hand are enough.
+Deadlock: so they are, because all ranks wait for each other (`lock`). `clear`: the last report was withdrawn. A rank
+that is alone in its report and repeats it begins the first wait again (due, gathered).""",
     "rack": """Asked: the provider has the request. Delivered: the provider says that it is there. Joined: its trays have
 joined. Serving: one of its workers is ready. Leaving: its ranks leave it, and it is given back.""",
     "process": """Waiting: the slot's former process is not gone. Starting (after `cleared`): what it needs is being found.
@@ -39,6 +53,9 @@ world of another size. `start`: there is no coordinator.""",
 counts. Counted: it cannot be undone. `refuse`: all ranks conclude from the sums that it is to be done again. `count`,
 `discard`: a plan says so. `place`: the committed position is set, for a newcomer or after a rollback.""",
 }
+PLAIN = """A hold has two states, and both are facts of others: all ranks hold while the phase is parking and the latest
+decision is to hold. A request to stop, a question to a policy function, and a condemned worker that is not killed yet
+are each there or not."""
 HEAD = """# State machines
 
 Each state machine has a transition table in the code. These diagrams are drawn from the tables by
@@ -83,6 +100,7 @@ def page() -> str:
     processes = _triggered(process_states.PROCESS_TRANSITIONS)
     memberships = _triggered(membership_states.MEMBERSHIP_TRANSITIONS)
     units = _triggered(membership_states.UNIT_TRANSITIONS)
+    windows = _triggered(stall_window.WINDOW_TRANSITIONS)
     every = [arrow for arrow in triggers if arrow[2] not in ("fence", "exit")]
     parts = [
         HEAD,
@@ -90,6 +108,10 @@ def page() -> str:
         "`PHASES` in `rackrun.core.generation.world`. From each phase the job may also be stopped.",
         LEGEND["job"],
         _diagram([arrow for arrow in phases if arrow[1] != "stopped"], "forming", ["ending"]),
+        "## A pause of all ranks",
+        "`PAUSE_TRANSITIONS` in `rackrun.core.generation.world_pause`.",
+        LEGEND["pause"],
+        _diagram(_triggered(world_pause.PAUSE_TRANSITIONS), "none", []),
         "## A worker, as the core sees it",
         (
             "`TRANSITIONS` in `rackrun.core.members.workers`. In addition `fence` leads from every living state to fenced, "
@@ -97,6 +119,17 @@ def page() -> str:
         ),
         LEGEND["worker"],
         _diagram(every, "starting", ["released"]),
+        "## A request of an operator",
+        "`REQUEST_TRANSITIONS` in `rackrun.core.requests.pending_requests`.",
+        LEGEND["request"],
+        _diagram(_triggered(pending_requests.REQUEST_TRANSITIONS), "asked", ["done", "refused"]),
+        "## A window of stalls",
+        (
+            "`WINDOW_TRANSITIONS` in `rackrun.core.faults.stall_window`. In addition `compare` leads from every state to due,\n"
+            "`lock` to deadlock, and `clear` to empty."
+        ),
+        LEGEND["window"],
+        _diagram([arrow for arrow in windows if arrow[2] not in ("compare", "lock", "clear")], "empty", []),
         "## A rack from a provider",
         "`STAGES` in `rackrun.core.resize.rented_rack`. From each stage the rack may also be released.",
         LEGEND["rack"],
@@ -113,6 +146,8 @@ def page() -> str:
         "`UNIT_TRANSITIONS` in `rackrun.worker.membership.membership_states`.",
         LEGEND["unit"],
         _diagram(units, "open", []),
+        "## Without a table",
+        PLAIN,
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

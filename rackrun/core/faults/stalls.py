@@ -21,11 +21,11 @@ they are the majority, because the others wait for them. A rank that works there
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from rackrun.core.faults.deadlock import is_deadlock
 from rackrun.core.faults.peer_times import PeerTimes
+from rackrun.core.faults.stall_window import StallWindow, WindowState, WindowTrigger, seconds_text, stands
 from rackrun.core.generation.facts import Facts, StepRepeats, WorkersStall
 from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.outbox import Outbox
@@ -38,7 +38,7 @@ from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import LateStallsGathered, StallsGathered
 
-__all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Stalls"]
+__all__ = ["STALL_PATIENCE_MS", "Stalls"]
 
 STALL_GATHER_MS = 50
 """Milliseconds for which stall reports are gathered after the first."""
@@ -48,128 +48,6 @@ BUSY_HOLDS_MS = 15_000
 """How long a report of a busy worker holds, in milliseconds. A worker that is called and still works reports every few
 seconds."""
 _CALLED = (WorkerState.BREAKING, WorkerState.PARKED, WorkerState.RESUMING)
-
-
-@dataclass(frozen=True, slots=True)
-class Blame:
-    """The result of a judgement: the ranks to blame, and why."""
-
-    ranks: tuple[Rank, ...]
-    """The ranks to blame; (): none, so the step is repeated in place."""
-    because: str
-    again: tuple[object, ...] = ()
-    """Equal for the same stall of the same ranks in the same places; (): the places are unknown or say nothing."""
-
-
-@dataclass(slots=True)
-class StallWindow:
-    """The present stalls of one generation."""
-
-    reports: dict[Rank, WorkerStalled] = field(default_factory=dict)
-    closed: int = 0
-    """Number of windows that have passed since the first report. After the first, reports of all members are enough to
-    judge; after the second, the reports at hand are."""
-    deadlock: bool = False
-    """Whether the ranks wait for each other."""
-
-    def add(self, rank: Rank, report: WorkerStalled) -> bool:
-        """Add a report; return whether it opens the window."""
-        self.reports[rank] = report
-        return len(self.reports) == 1
-
-    def forget(self, rank: Rank) -> None:
-        """Drop a rank's report."""
-        self.reports.pop(rank, None)
-        if not self.reports:
-            self.closed = 0
-
-    def may_judge(self, members: Collection[Rank]) -> bool:
-        """Return whether the reports are enough for a judgement."""
-        if not self.reports or not self.closed:
-            return False
-        return self.closed >= 2 or self._all_report(members)
-
-    def _all_report(self, members: Collection[Rank]) -> bool:
-        return all(rank in self.reports for rank in members)
-
-    def judge(self, members: Collection[Rank], returned: int = 0) -> Blame | None:
-        """Return who is to blame; None if a rank that does not report works, and the others wait for it.
-
-        ``returned`` is the number of further ranks that have returned from ``main``.
-        """
-        everybody = self._all_report(members)
-        own = {rank: report.collective for rank, report in sorted(self.reports.items()) if not report.waiting}
-        if not own and not everybody:
-            return None
-        counts = own or {rank: report.collective for rank, report in sorted(self.reports.items())}
-        low, high = min(counts.values()), max(report.collective for report in self.reports.values())
-        heard = (
-            f"{len(self.reports)} of {len(members)} ranks report{', and wait for each other' if self.deadlock else ''}"
-        )
-        behind = tuple(rank for rank, count in counts.items() if count == low)
-        if not own and low == high:
-            behind = ()
-        elif 2 * len(behind) > len(members) + returned:
-            if not everybody:
-                return None
-            behind = ()
-        if behind:
-            others = f", others wait at {high}" if high > low else ""
-            places = self._places(dict.fromkeys(behind))
-            again = self._again(behind)
-            return Blame(behind, f"at collective {low}{others} ({heard}){self._told(behind)}", again if places else ())
-        where = (
-            f"all stand at collective {low}" if low == high else f"most ranks stand at collective {low}, some at {high}"
-        )
-        apart = len({report.where for report in self.reports.values()}) > 1
-        told = self._told(tuple(self.reports)) if apart else ""
-        again = self._again(tuple(self.reports)) if apart and self._places(self.reports) else ()
-        return Blame((), f"{where} ({heard}): the step is done again in place{told}", again)
-
-    def _places(self, ranks: Collection[Rank]) -> bool:
-        """Return whether the places of these ranks are known."""
-        return all(self.reports[rank].where for rank in ranks)
-
-    def _again(self, ranks: Sequence[Rank]) -> tuple[object, ...]:
-        return tuple(
-            (rank, report.step, report.phase, report.unit, report.waiting, report.where)
-            for rank, report in sorted(self.reports.items())
-            if rank in ranks
-        )
-
-    def _told(self, behind: Sequence[Rank]) -> str:
-        """Describe where these ranks stand and where the waiting ranks wait; "": not known."""
-        groups: dict[tuple[bool, str], list[Rank]] = {}
-        for rank, report in sorted(self.reports.items(), key=lambda item: (item[0] not in behind, item[0])):
-            if report.unit or report.where:
-                groups.setdefault((report.waiting, _place(report)), []).append(rank)
-        if not groups:
-            return ""
-        where = "; ".join(
-            f"{named(ranks)} {_verb(waiting, len(ranks))} in {place}" for (waiting, place), ranks in groups.items()
-        )
-        own = [
-            self.reports[rank] for rank in behind if not self.reports[rank].waiting and self.reports[rank].allowed_ms
-        ]
-        hint = "; run.expect(seconds) allows more than " + _seconds(own[0].allowed_ms) if own else ""
-        return f": {where}{hint}"
-
-
-def stands(report: WorkerStalled) -> str:
-    """Describe where a rank is: ``waits in phase evaluate at train.py:31``."""
-    return f"{_verb(report.waiting, 1)} in {_place(report)}"
-
-
-def _verb(waiting: bool, ranks: int) -> str:
-    return f"{'wait' if waiting else 'stand'}{'s' if ranks == 1 else ''}"
-
-
-def _place(report: WorkerStalled) -> str:
-    return f"{report.unit or 'its code'}{f' at {report.where}' if report.where else ''}"
-
-
-def _seconds(milliseconds: int) -> str:
-    return f"{milliseconds / 1000:g} s"
 
 
 @dataclass(slots=True)
@@ -211,8 +89,8 @@ class Stalls:
         else:
             self._tell(
                 f"long {record.rank} {event.unit}",
-                f"rank {record.rank} works in {place}, for {_seconds(event.for_ms)} without progress; as long as it works it may for "
-                f"{_seconds(event.allowed_ms)} there, and run.expect(seconds) allows more",
+                f"rank {record.rank} works in {place}, for {seconds_text(event.for_ms)} without progress; as long as it works it may for "
+                f"{seconds_text(event.allowed_ms)} there, and run.expect(seconds) allows more",
             )
 
     def _tell(self, once: str, text: str) -> None:
@@ -228,7 +106,8 @@ class Stalls:
         """Handle a report that a member makes no progress."""
         assert record.rank is not None
         if self._is_deadlock(record.rank, event):
-            self.window = StallWindow(dict(self.blocked), closed=2, deadlock=True)
+            self.window.reports = dict(self.blocked)
+            self.window.move(WindowTrigger.LOCK)
             self.judge()
         elif event.over:
             self.window.forget(record.rank)
@@ -270,7 +149,7 @@ class Stalls:
         if hung:
             known = {rank: report for rank, report in self.peers.reports.items() if report.waiting}
             self.window.reports.update(known | hung)
-            self.window.closed = 2
+            self.window.move(WindowTrigger.COMPARE)
             self.judge()
 
     def hung(self, at_ms: int) -> dict[Rank, WorkerStalled]:
@@ -280,14 +159,18 @@ class Stalls:
         others = [rank for rank in members if rank not in returned]
         return self.peers.judge(self.window.reports, returned, others, at_ms)
 
-    def window_closed(self, number: int, at_ms: int) -> None:
-        """Judge after the end of a window; after the first one, begin the second."""
-        if not self.window.reports:
-            return
-        self.window.closed = number
-        if number == 1:
+    def gathered(self, at_ms: int) -> None:
+        """Judge if all members report. Otherwise further reports are awaited."""
+        if self.window.state is not WindowState.EMPTY:
+            self.window.move(WindowTrigger.GATHER)
             self.out.emit(SetTimer(timer=LateStallsGathered(self.world.generation), at_ms=at_ms + STALL_PATIENCE_MS))
-        self.judge()
+            self.judge()
+
+    def patience_over(self) -> None:
+        """Judge the reports at hand."""
+        if self.window.state is not WindowState.EMPTY:
+            self.window.move(WindowTrigger.EXPIRE)
+            self.judge()
 
     def judge(self) -> None:
         """Judge the present stalls if the reports are enough, and act on the result."""
@@ -338,7 +221,7 @@ class Stalls:
             for rank, report in sorted(reports.items())
             if rank in members and members[rank].state in _CALLED and not report.waiting
         }
-        if not late or self.window.closed < 2:
+        if not late or not self.window.is_due:
             return
         first = min(report.collective for report in late.values())
         behind = [rank for rank, report in late.items() if report.collective == first]

@@ -9,6 +9,7 @@ from enum import Enum
 from operator import itemgetter
 
 from rackrun.core.generation.old_world import OldWorld
+from rackrun.core.generation.world_pause import PauseState, PauseTrigger, WorldPause
 from rackrun.core.members.transitions import STORY_MAX, check_transition
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.core.policy.active_policy import ActivePolicy
@@ -115,8 +116,8 @@ class World:
     stops_for_departure: bool = False
     """Whether ``stopping`` follows from the departure of all trays. An operator's request then still counts as the
     first."""
-    pausing: Generation = Generation(0)
-    """The latest generation whose ranks were told to pause."""
+    pause: WorldPause = field(default_factory=WorldPause)
+    """The pause of all ranks at a step boundary, in the training phase."""
     sizes: tuple[tuple[Step, int], ...] = ()
     """As `GenerationPlan.worlds`."""
     reached: Position = BEGIN
@@ -128,7 +129,9 @@ class World:
 
     def enter(self, phase: Phase, because: str) -> None:
         """Enter a phase, for a reason. Raises `InvalidTransition` if it cannot follow the present one."""
-        check_transition("the job", self.phase, phase, PHASES, [*self._story])
+        check_transition("the job", self.phase, phase, PHASES, self._story)
+        if self.pause.state is not PauseState.NONE:
+            self.pause.move(PauseTrigger.END)
         self.phase, self.reason = phase, because
         self._story.append(phase.value)
 
@@ -145,7 +148,7 @@ class World:
     @property
     def generation_ends(self) -> bool:
         """Whether the present generation or the job is about to end, because it was asked for."""
-        return self.pausing == self.generation != 0 or self.stopping is not None
+        return self.pause.state is not PauseState.NONE or self.stopping is not None
 
     def ending(self) -> str:
         """Return why the job is about to end; "": it is not."""
@@ -320,6 +323,7 @@ class World:
         self._check_phase()
 
     def _check_phase(self) -> None:
+        assert self.pause.state is PauseState.NONE or self.phase is Phase.TRAINING, "a pause while not all train"
         if self.phase in (Phase.TRAINING, Phase.RESUMING):
             assert self.complete, f"{self.phase.value} with {len(self.members)} of {self.size} ranks"
         if (answers := _TO_ANSWER.get(self.phase)) is not None:

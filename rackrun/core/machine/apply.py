@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from rackrun.core.faults.peer_times import hangs
-from rackrun.core.faults.stalls import stands
+from rackrun.core.faults.stall_window import stands
 from rackrun.core.generation.facts import HardwareChanged, SlotFreed, StartFailed, SwapDue, TrayDeparts
 from rackrun.core.generation.world import Phase
 from rackrun.core.machine.job import CoreParts

@@ -139,12 +139,12 @@ def _fence_over(job: CoreParts, timer: FenceOver, at_ms: int) -> None:
 
 @_on(StallsGathered)
 def _stalls_gathered(job: CoreParts, timer: StallsGathered, at_ms: int) -> None:
-    job.recovery.stalls.window_closed(1, at_ms)
+    job.recovery.stalls.gathered(at_ms)
 
 
 @_on(LateStallsGathered)
 def _patience_over(job: CoreParts, timer: LateStallsGathered, at_ms: int) -> None:
-    job.recovery.stalls.window_closed(2, at_ms)
+    job.recovery.stalls.patience_over()
 
 
 @_on(PolicyOver)

@@ -20,7 +20,14 @@ from rackrun.core.placement.snapshot_keepers import SnapshotCoverage
 from rackrun.core.policy.active_policy import ActivePolicy
 from rackrun.core.recovery.recovery import Recovery, named
 from rackrun.core.requests.admission import HELD, Admission
-from rackrun.core.requests.pending_requests import PendingDrain, PendingSwap, Request, RequestRefused
+from rackrun.core.requests.pending_requests import (
+    PendingDrain,
+    PendingSwap,
+    Request,
+    RequestRefused,
+    RequestState,
+    RequestTrigger,
+)
 from rackrun.core.requests.policy_effect import effect_of, effect_unknown
 from rackrun.core.requests.replies import Replies
 from rackrun.errors import UsageError
@@ -102,7 +109,7 @@ class OperatorRequests:
             told = "no rank is there; its slots are not used, and all ranks wait on for others"
         else:
             told = "no rank is there"
-        self._begin(one, f"{one}: {told}")
+        self.replies.begin(one, f"{one}: {told}")
 
     def swap(self, event: SwapRequested) -> None:
         """Begin a swap (``rackctl swap``)."""
@@ -124,7 +131,7 @@ class OperatorRequests:
             self._call_off(one, RequestRefused("spares", what, "name a spare in it, or none."))
         else:
             to = one.to or "a spare"
-            self._begin(one, f"rank {one.rank} will go from {one.worker.slot} to {to} at the next step boundary")
+            self.replies.begin(one, f"rank {one.rank} will go from {one.worker.slot} to {to} at the next step boundary")
 
     def give_back(self, event: ReturnRequested) -> None:
         """Return slots to use (``rackctl return``)."""
@@ -181,7 +188,7 @@ class OperatorRequests:
             f"departure:{event.tray}:{event.at_ms}", event.tray, slots, event.because, waits=True, departing=True
         )
         self._add(one)
-        self._begin(one, f"{event.tray} is told to leave ({event.because})")
+        self.replies.begin(one, f"{event.tray} is told to leave ({event.because})")
         return any(tray not in self.rack.departing for tray in self.rack.trays)
 
     def tray_lost(self, tray: TrayId) -> None:
@@ -189,8 +196,7 @@ class OperatorRequests:
         to leave."""
         for one in list(self.under_way):
             if isinstance(one, PendingDrain) and one.departing and one.target == tray:
-                self._end(one)
-                self.replies.say(one.request, "done", f"{tray} has left before it was empty")
+                self._finish(one, f"{tray} has left before it was empty")
 
     # -- what becomes of it
     def advance(self, at_ms: int) -> bool:
@@ -224,8 +230,8 @@ class OperatorRequests:
         if edition != self._edition:
             self._edition = edition
             self._ready = tuple([record.worker.slot for record in self.rack.ready_spares()])
-        drains = tuple([(one.request, isinstance(one, PendingDrain) and one.empty) for one in self.under_way])
-        now = (self.world.generation, self.world.phase, self._ready, drains, bool(self.recovery.snapshots.told))
+        empty = tuple([(one.request, one.state is RequestState.EMPTY) for one in self.under_way])
+        now = (self.world.generation, self.world.phase, self._ready, empty, bool(self.recovery.snapshots.told))
         stirred, self._stirred = now != self._stirred, now
         return stirred
 
@@ -245,7 +251,9 @@ class OperatorRequests:
         """Return why all ranks should pause once although none leaves: an empty tray keeps snapshots for others. "": no
         reason."""
         found = [
-            one.target for one in self.under_way if isinstance(one, PendingDrain) and one.empty and self._is_used(one)
+            one.target
+            for one in self.under_way
+            if isinstance(one, PendingDrain) and one.state is RequestState.EMPTY and self._is_used(one)
         ]
         return f"{', '.join(found)} is drained: snapshots are kept elsewhere from now on" if found else ""
 
@@ -271,10 +279,9 @@ class OperatorRequests:
             what = f"the world has {world.size} ranks since, not {one.of}, and numbers them anew"
             self._call_off(one, RequestRefused("size", what, "ask again for a rank that there is."))
         elif record.worker != one.worker:
-            self._end(one)
             here, there = one.worker.slot, record.worker.slot
             went = f"went from {here} to {there}" if here != there else f"began again on {there}, after a loss"
-            self.replies.say(one.request, "done", f"rank {one.rank} {went}")
+            self._finish(one, f"rank {one.rank} {went}")
         elif one.to and not self.rack.is_fit_spare(one.to):
             self._call_off(
                 one, RequestRefused("taken", f"{one.to} is not ready any more", "name another spare, or none.")
@@ -295,11 +302,12 @@ class OperatorRequests:
             return
         plain = one.departing and self.world.phase in (Phase.SETUP, Phase.FORMING) and not self.world.elastic
         if not plain and (self.world.phase is not Phase.TRAINING or one.ranks(self.world)):
-            one.empty = False
+            if one.state is RequestState.EMPTY:
+                one.move(RequestTrigger.INTERRUPT)
             return
         self._clear(one)
-        if not one.empty:
-            one.empty = True
+        if one.state is not RequestState.EMPTY:
+            one.move(RequestTrigger.VACATE)
             self.out.emit(SetTimer(timer=CopiesOver(one.request), at_ms=at_ms + COPIES_MS))
         self._end_if_empty(one, plain=plain)
 
@@ -313,8 +321,7 @@ class OperatorRequests:
     def _end_if_empty(self, one: PendingDrain, *, plain: bool = False) -> None:
         """End a drain if no worker is there, and nobody needs what the tray keeps (``plain``: or nobody may)."""
         if plain or not (any(slot in self.rack.occupants for slot in one.slots) or self._is_needed(one)):
-            self._end(one)
-            self.replies.say(one.request, "done", f"{one.target} is empty")
+            self._finish(one, f"{one.target} is empty")
             if one.departing:
                 self.out.emit(DismissTray(tray=TrayId(one.target), because=one.why))
 
@@ -402,7 +409,7 @@ class OperatorRequests:
         self._end(one)
         if isinstance(one, PendingDrain):
             self.rack.give_back(one.added)
-        self.replies.refuse(one.request, str(one), refused, called_off=one.begun)
+        self.replies.call_off(one, refused)
 
     def _add(self, one: Request) -> None:
         self.under_way.append(one)
@@ -410,9 +417,14 @@ class OperatorRequests:
             self.rack.revocable[one.request] = None
         self._looked = ()
 
-    def _begin(self, one: Request, text: str) -> None:
-        one.begun = True
-        self.replies.say(one.request, "begun", text)
+    def _finish(self, one: Request, text: str) -> None:
+        """End a request that is done."""
+        self._end(one)
+        self.replies.finish(one, text)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a request under way was not begun or has ended."""
+        assert all(one.state in (RequestState.BEGUN, RequestState.EMPTY) for one in self.under_way), "not under way"
 
     def _end(self, one: Request) -> None:
         self.under_way.remove(one)

@@ -1,17 +1,32 @@
-"""Requests under way, and the reasons for which they are refused."""
+"""Requests under way, the transitions of their table, and the reasons for which they are refused."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeAlias
 
 from rackrun.core.generation.world import World
+from rackrun.core.members.transitions import STORY_MAX, next_state
 from rackrun.protocol.commands import Refusal, Worker
 from rackrun.protocol.ids import Rank, SlotId
 
-__all__ = ["PendingDrain", "PendingGrow", "RequestRefused", "Request", "PendingShrink", "PendingSwap", "nearest"]
+__all__ = [
+    "REQUEST_TRANSITIONS",
+    "PendingDrain",
+    "PendingGrow",
+    "PendingRequest",
+    "PendingShrink",
+    "PendingSwap",
+    "Request",
+    "RequestRefused",
+    "RequestState",
+    "RequestTrigger",
+    "nearest",
+]
 
 
 class RequestRefused(Exception):
@@ -22,11 +37,55 @@ class RequestRefused(Exception):
         self.kind, self.what, self.remedy = kind, what, remedy
 
 
+class RequestState(StrEnum):
+    """State of a request; `REQUEST_TRANSITIONS` says what leads from one to the next."""
+
+    ASKED = "asked"
+    BEGUN = "begun"
+    EMPTY = "empty"
+    DONE = "done"
+    REFUSED = "refused"
+
+
+class RequestTrigger(StrEnum):
+    """What moves a request from one state to the next."""
+
+    BEGIN = "begin"
+    VACATE = "vacate"
+    INTERRUPT = "interrupt"
+    FINISH = "finish"
+    CALL_OFF = "call off"
+
+
+_ENDS = {RequestTrigger.FINISH: RequestState.DONE, RequestTrigger.CALL_OFF: RequestState.REFUSED}
+REQUEST_TRANSITIONS: Mapping[RequestState, Mapping[RequestTrigger, RequestState]] = {
+    RequestState.ASKED: _ENDS | {RequestTrigger.BEGIN: RequestState.BEGUN},
+    RequestState.BEGUN: _ENDS | {RequestTrigger.VACATE: RequestState.EMPTY},
+    RequestState.EMPTY: _ENDS | {RequestTrigger.INTERRUPT: RequestState.BEGUN},
+    RequestState.DONE: {},
+    RequestState.REFUSED: {},
+}
+"""The transition table. `docs/state_machines.md` draws it. A request is answered once when it begins, and once when it
+ends."""
+
+
 @dataclass(slots=True, eq=False)
-class PendingDrain:
-    """A drain of a tray or of a slot."""
+class PendingRequest:
+    """What all requests have in common."""
 
     request: str
+    state: RequestState = field(default=RequestState.ASKED, init=False)
+    _story: deque[str] = field(default_factory=lambda: deque([RequestState.ASKED.value], STORY_MAX), init=False)
+
+    def move(self, trigger: RequestTrigger) -> None:
+        """Make one transition of the table. Raises `InvalidTransition`, and changes nothing, if there is none."""
+        self.state = next_state(self, self.state, trigger, REQUEST_TRANSITIONS, self._story)
+
+
+@dataclass(slots=True, eq=False)
+class PendingDrain(PendingRequest):
+    """A drain of a tray or of a slot."""
+
     target: str
     slots: tuple[SlotId, ...]
     why: str
@@ -36,9 +95,6 @@ class PendingDrain:
     """Whether the tray's agent has been told to leave, and leaves whether the tray is empty or not."""
     added: tuple[SlotId, ...] = ()
     """The slots that were not drained before."""
-    empty: bool = False
-    """Whether no rank is there any more."""
-    begun: bool = False
     patient: bool = True
     """Whether it still waits for copies of what the tray keeps for others."""
 
@@ -51,10 +107,9 @@ class PendingDrain:
 
 
 @dataclass(slots=True, eq=False)
-class PendingSwap:
+class PendingSwap(PendingRequest):
     """A swap of one rank."""
 
-    request: str
     rank: Rank
     worker: Worker
     """The worker that held the rank when the swap was requested."""
@@ -63,7 +118,6 @@ class PendingSwap:
     to: SlotId
     """Slot of the spare; "": the best spare."""
     waits: bool = False
-    begun: bool = False
 
     @property
     def why(self) -> str:
@@ -79,10 +133,9 @@ class PendingSwap:
 
 
 @dataclass(slots=True, eq=False)
-class PendingShrink:
+class PendingShrink(PendingRequest):
     """A shrink of the world."""
 
-    request: str
     to: int
     """Number of ranks that stay."""
     workers: tuple[Worker, ...]
@@ -95,10 +148,9 @@ class PendingShrink:
 
 
 @dataclass(slots=True, eq=False)
-class PendingGrow:
+class PendingGrow(PendingRequest):
     """A growth of the world."""
 
-    request: str
     to: int
 
     def __str__(self) -> str:

@@ -9,12 +9,13 @@ train.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rackrun.core.generation.facts import Facts, WorkersMustGo
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import named
 from rackrun.core.generation.world import Phase, World
+from rackrun.core.generation.world_pause import PauseState, PauseTrigger
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerRecord
 from rackrun.core.placement.seating import Seating
@@ -24,7 +25,7 @@ from rackrun.core.requests.operator_requests import OperatorRequests
 from rackrun.core.requests.resize_requests import ResizeRequests
 from rackrun.protocol.commands import Notice, PauseWorkers, SetTimer
 from rackrun.protocol.events import WorkerPaused
-from rackrun.protocol.ids import Generation, Rank
+from rackrun.protocol.ids import Rank
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
 from rackrun.protocol.timers import PauseOver
@@ -45,21 +46,19 @@ class PlannedSwap:
     recovery: Recovery
     out: Outbox
     facts: Facts
-    _paused: dict[Rank, None] = field(default_factory=dict)
 
     def pause_if_due(self, at_ms: int) -> None:
         """Pause all ranks if one should be replaced and a spare is ready, or if spares can join."""
         world = self.world
-        if world.phase is not Phase.TRAINING or self.world.pausing == world.generation:
+        if world.phase is not Phase.TRAINING or world.pause.state is not PauseState.NONE:
             return
-        if self._ends():
+        if world.some_have_finished:  # no rank pauses any more
             return
         what, because = self._due(at_ms)
         if not because:
             return
         told = f"{what}, at the next step boundary: {because}"
-        self.world.pausing = world.generation
-        self._paused.clear()
+        world.pause.move(PauseTrigger.BEGIN)
         self.out.emit(Notice(text=told))
         self.out.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
         self.out.emit(SetTimer(timer=PauseOver(world.generation), at_ms=at_ms + self.config.pause_timeout_ms))
@@ -75,44 +74,35 @@ class PlannedSwap:
             return "a planned swap", because
         return "the world grows", self.recovery.joining(at_ms)
 
-    @property
-    def all_paused(self) -> bool:
-        """Whether all ranks have paused."""
-        return len(self._paused) == self.world.size
-
     def paused(self, record: WorkerRecord, event: WorkerPaused) -> None:
         """Record that a rank has paused; make the change if it was the last."""
-        if not self._is_on(event.generation) or record.rank is None:
+        pause = self.world.pause
+        if pause.state is not PauseState.PAUSING or record.rank is None:
             return
-        self._paused[record.rank] = None
-        if self.all_paused:
+        pause.ranks[record.rank] = None
+        if len(pause.ranks) == self.world.size:
+            pause.move(PauseTrigger.COMPLETE)
             self._swap(event.at_ms)
 
     def pause_over(self, at_ms: int) -> None:
         """Make the change although some ranks have not paused: as after a loss, the step they are in is repeated."""
-        if self._is_on(self.world.pausing) and not self._ends():
+        if self.world.pause.state is PauseState.PAUSING and not self.world.some_have_finished:
+            self.world.pause.move(PauseTrigger.EXPIRE)
             self._swap(at_ms)
 
-    def _ends(self) -> bool:
-        """Return whether some ranks have finished. No rank pauses any more then."""
-        return self.world.some_have_finished
-
-    def _is_on(self, generation: Generation) -> bool:
-        return generation == self.world.pausing == self.world.generation and self.world.phase is Phase.TRAINING
-
     def _swap(self, at_ms: int) -> None:
-        leaving = self._leaving()
+        leaving, at_rest = self._leaving(), self.world.pause.state is PauseState.PAUSED
         recovery = self.recovery
         if going := self.resize_requests.leaving():
-            recovery.between_steps = self.all_paused
+            recovery.between_steps = at_rest
             recovery.plan_again(f"{named(going)} leave (rackctl shrink)", at_ms)
             recovery.leaving = tuple(going)
         elif leaving:
-            recovery.between_steps = self.all_paused
+            recovery.between_steps = at_rest
             workers = {self.world.members[rank].worker: why for rank, why in leaving.items()}
             self.facts.add(WorkersMustGo(workers))
         elif self.recovery.joining(at_ms):
-            recovery.growing, recovery.between_steps = True, self.all_paused
+            recovery.growing, recovery.between_steps = True, at_rest
             recovery.plan_again("all pause, and the world grows", at_ms)
         else:
             because = "a planned swap is called off: no better GPU is ready, or none is needed any more"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.members.rack import RackMachine
-from rackrun.core.requests.pending_requests import RequestRefused
+from rackrun.core.requests.pending_requests import PendingRequest, RequestRefused, RequestState, RequestTrigger
 from rackrun.protocol.commands import Answer
 from rackrun.protocol.ids import SlotId
 
@@ -20,6 +20,22 @@ class Replies:
 
     rack: RackMachine
     out: Outbox
+
+    def begin(self, one: PendingRequest, text: str) -> None:
+        """Begin a request, and report it."""
+        one.move(RequestTrigger.BEGIN)
+        self.say(one.request, "begun", text)
+
+    def finish(self, one: PendingRequest, text: str) -> None:
+        """End a request that is done, and report it."""
+        one.move(RequestTrigger.FINISH)
+        self.say(one.request, "done", text)
+
+    def call_off(self, one: PendingRequest, refused: RequestRefused) -> None:
+        """End a request without doing the rest of it, and report why."""
+        had_begun = one.state is not RequestState.ASKED
+        one.move(RequestTrigger.CALL_OFF)
+        self.refuse(one.request, str(one), refused, called_off=had_begun)
 
     def say(
         self, request: str, outcome: Literal["begun", "done"], text: str, forgiven: tuple[SlotId, ...] = ()

@@ -81,7 +81,7 @@ class ResizeRequests:
         world.wanted, self.under_way = to, one
         if leaving := self.leaving():
             told = f"shrink to {to} ranks: {named(leaving)} will leave at the next step boundary"
-            self.replies.say(event.request, "begun", told)
+            self.replies.begin(one, told)
         else:
             self._done()
 
@@ -100,13 +100,13 @@ class ResizeRequests:
             self._call_off(RequestRefused("taken", f"up to {to} ranks are asked for now", "ask again."))
         world.wanted = 0 if to == world.full else to
         self.resizing.growth.forget()
-        self.under_way = PendingGrow(event.request, to)
+        self.under_way = one = PendingGrow(event.request, to)
         if lost := world.lost():
             told = f"grow to {to} ranks: when it is decided what becomes of {named(list(lost))}"
-            self.replies.say(event.request, "begun", told)
+            self.replies.begin(one, told)
         elif world.size < to and self._come():
             told = f"grow to {to} ranks: at a step boundary, as workers are ready ({self._come()} wait or start)"
-            self.replies.say(event.request, "begun", told)
+            self.replies.begin(one, told)
         else:
             self._done()
 
@@ -190,7 +190,7 @@ class ResizeRequests:
             told += f", and grows to {world.most} when workers come"
         elif world.most < world.full:
             told += ", until others are asked for (rackctl grow)"
-        self.replies.say(one.request, "done", told)
+        self.replies.finish(one, told)
 
     def _call_off(self, refused: RequestRefused) -> None:
         one, self.under_way = self.under_way, None
@@ -198,4 +198,4 @@ class ResizeRequests:
             return
         if isinstance(one, PendingShrink):
             self.world.wanted = one.wanted
-        self.replies.refuse(one.request, str(one), refused, called_off=True)
+        self.replies.call_off(one, refused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from rackrun.core.members.transitions import check_transition
@@ -58,11 +58,13 @@ class RentedRack:
     """Whether the provider was told to release it."""
     revoked: bool = False
     """Whether the provider has said, before any worker was ready, that it takes the rack back."""
+    _story: list[str] = field(default_factory=lambda: [RackStage.ASKED.value])
 
     def enter(self, stage: RackStage) -> None:
         """Enter a stage. Raises `InvalidTransition` if it cannot follow the present one."""
-        check_transition(str(self), self.stage, stage, STAGES)
+        check_transition(str(self), self.stage, stage, STAGES, self._story)
         self.stage = stage
+        self._story.append(stage.value)
 
     def __str__(self) -> str:
         return f"rack {self.request}"
