@@ -7,7 +7,7 @@ arrows          pairs of rooms of the core, or of modules where it has none, of 
 floors          the longest way down along them; a cycle counts as one floor
 callbacks       attributes and parameters of the core that are called, by their annotation (``Callable``)
 timers          timers of the core whose names are strings with something in them
-files           in which something is named, on average: an event, a command, a rung of the ladder, a chaos fault
+files           in which a class is named, on average, its own file included: an event, a command, a chaos fault
 twice           public class names that more than one module has
 silent, "Of"    public functions without a docstring; docstrings that begin with "Of"
 """
@@ -19,7 +19,7 @@ import io
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import TypeGuard
@@ -39,6 +39,8 @@ PACKAGES = (
     "topology",
     "worker",
 )
+_BASES = ("_Event", "OfWorker", "_Command", "_Fault", "BaseFault")
+"""The bases of events, commands and faults, in older trees and in this one."""
 
 
 class Module:
@@ -69,14 +71,24 @@ class Module:
     def statements(self) -> int:
         return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in ast.walk(self.tree))
 
-    def names(self) -> set[str]:
-        """Every identifier that occurs."""
-        attributes = {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
-        aliases = {
-            alias.name for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom) for alias in node.names
-        }
-        defined = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
-        return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)} | attributes | aliases | defined
+    def names_of(self, packages: Collection[str]) -> set[str]:
+        """Names that the module defines as one of ``packages``, or imports from one of them."""
+        found = {one.name for one in self.classes()} if _below(self.name, packages) else set()
+        modules = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = {alias.asname or alias.name: alias.name for alias in node.names}
+                modules |= {name for name, what in names.items() if _below(f"{node.module}.{what}", packages)}
+                found |= {*names.values()} if _below(node.module, packages) else set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                found.add(node.attr)
+        return found
+
+
+def _below(name: str, packages: Collection[str]) -> bool:
+    """Whether a module is one of ``packages``, or is in one."""
+    return any(name == one or name.startswith(f"{one}.") for one in packages)
 
 
 def modules_of(folder: Path, package: str) -> list[Module]:
@@ -139,8 +151,7 @@ def figures(tree: Path) -> dict[str, str]:
     found["floors of the core"] = str(_floors(arrows))
     found["callbacks of the core"] = str(sum(map(_callbacks, core)))
     found["timers with names to be parsed"] = str(sum(map(_parsed_timers, core)))
-    for what, known in _named_things(product).items():
-        found[f"files that name {what}"] = _files(product, known)
+    found |= {f"files that name {what}": count for what, count in _named_things(product).items()}
     found["class names used twice"] = _twice(product)
     found["public functions without a docstring"] = _silent(product)
     found['docstrings that begin with "Of"'] = str(sum(_begins_with_of(module) for module in product))
@@ -238,32 +249,30 @@ def _parsed_timers(module: Module) -> int:
     return sum(isinstance(part, ast.JoinedStr) for part in given)
 
 
-def _named_things(modules: list[Module]) -> dict[str, list[str]]:
-    """What somebody adds one of: an event, a command, a chaos fault -> the classes that there are."""
-    where = {
-        "an event": ("rackrun.protocol.events", "rackrun.protocol.events"),
-        "a command": ("rackrun.protocol.commands", "rackrun.protocol.commands"),
-        "a chaos fault": ("rackrun.chaos.faults",),
+def _named_things(modules: list[Module]) -> dict[str, str]:
+    """What somebody adds one of: an event, a command, a chaos fault -> in how many files its class is named."""
+    protocol = ("rackrun.protocol.events", "rackrun.protocol.commands")
+    return {
+        "an event": _files(modules, protocol[:1]),
+        "a command": _files(modules, protocol[1:]),
+        "a chaos fault": _files(modules, ("rackrun.chaos.faults",), exported=("rackrun.chaos",)),
     }
-    found = {}
-    faults = {"_Fault", "BaseFault"}  # the bases of faults, in older trees and in this one
-    for what, names in where.items():
-        classes = [
-            one
-            for module in modules
-            if module.name in names or module.name.startswith(tuple(f"{name}." for name in names))
-            for one in module.classes()
-        ]
-        if what == "a chaos fault":
-            classes = [one for one in classes if {getattr(base, "id", "") for base in one.bases} & faults]
-        found[what] = [one.name for one in classes if not one.name.startswith("_") and one.bases]
-    return found
 
 
-def _files(modules: list[Module], known: list[str]) -> str:
-    occurring = [module.names() for module in modules]
-    counts = [sum(name in names for names in occurring) for name in known]
+def _files(modules: list[Module], packages: Collection[str], exported: Collection[str] = ()) -> str:
+    """Return in how many files the classes of ``packages`` are named, which may be imported from ``exported`` too."""
+    classes = [one for module in modules if _below(module.name, packages) for one in module.classes()]
+    of_bases = [one.name for one in classes if {getattr(base, "id", "") for base in one.bases} & {*_BASES}]
+    known = {name for name in of_bases if name not in _BASES}
+    named = [module.names_of(packages) | (_exports(module, exported) & known) for module in modules]
+    counts = [sum(name in names for names in named) for name in known]
     return f"{mean(counts):.1f} ({len(known)} of them, at most {max(counts)})" if counts else "there are none"
+
+
+def _exports(module: Module, packages: Collection[str]) -> set[str]:
+    """Names that the module imports from one of ``packages`` itself."""
+    nodes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom) and node.module in packages]
+    return {alias.name for node in nodes for alias in node.names}
 
 
 def _twice(modules: list[Module]) -> str:

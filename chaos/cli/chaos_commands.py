@@ -26,7 +26,7 @@ from rackrun.chaos.runs.campaign import TallySums, run_campaign
 from rackrun.chaos.runs.draw_run import FLAGS
 from rackrun.chaos.runs.run_plan import Summary, run_plan
 from rackrun.chaos.runs.shrink_failure import NotFailing, reduce_plan
-from rackrun.chaos.runs.soak import FAULTS, run_soak
+from rackrun.chaos.runs.soak import SOAK_FAULTS, run_soak
 from rackrun.chaos.runs.torchrun import run_outside
 from rackrun.errors import InternalError, RackrunError, UsageError
 from rackrun.launch.run.run_directory import read_json
@@ -275,7 +275,9 @@ def soak(
     per_minute: Annotated[
         float, typer.Option("--faults-per-minute", min=0.01, help="Mean number of faults per minute.")
     ] = 2.0,
-    faults: Annotated[str, typer.Option(help=f"Kinds of faults, separated by commas: {', '.join(FAULTS)}.")] = "kill",
+    faults: Annotated[
+        str, typer.Option(help=f"Kinds of faults, separated by commas: {', '.join(SOAK_FAULTS)}.")
+    ] = "kill",
     seed: Annotated[int, typer.Option(help="Seed of the random moments.")] = 0,
     at_least: Annotated[
         float | None,

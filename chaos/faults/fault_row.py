@@ -9,6 +9,7 @@ from enum import Enum, StrEnum, auto
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import Target
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
@@ -175,11 +176,11 @@ class FaultRow(Generic[F]):
     # -- drawn, and made smaller
     draw: Callable[[random.Random], FaultAndTarget[F]]
     """Draw what a campaign of real runs strikes with."""
-    in_fuzz: Mapping[str, Callable[[random.Random, float | None], Sequence[FaultAndTarget[F]]]] = field(
+    variants: Mapping[Profile, Callable[[random.Random, float | None], Sequence[FaultAndTarget[F]]]] = field(
         default_factory=dict
     )
-    """Family of `rackrun.chaos.simulator.fuzzing.draw_job` -> variants of the fault in it. Given a random ``for_s``."""
-    in_any_script: Callable[[random.Random], Sequence[F]] = _EMPTY
-    """Variants that any script survives, at a rank."""
+    """Profile -> variants of the fault in it. Given a random ``for_s``; None: the profile has none."""
+    in_soak: Mapping[str, F] = field(default_factory=dict)
+    """Name -> a variant that a soak can strike ranks with, again and again."""
     simpler: Callable[[F], Iterable[F]] = _EMPTY
     """Simpler faults of the same kind."""

@@ -11,8 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from rackrun.chaos.faults.fault_types import BaseFault, Subjects
-from rackrun.chaos.faults.processes.kill import Kill
-from rackrun.chaos.faults.table.fault_table import row_of
+from rackrun.chaos.faults.table.fault_table import PLAIN_LOSS, row_of
 from rackrun.chaos.faults.targets import Exactly
 from rackrun.chaos.plan.definition import AtStep, Heal, Inject, Par, Part, Plan, Seq
 
@@ -97,6 +96,6 @@ def _simpler(part: Part) -> Iterator[Part]:
 
 
 def _simpler_faults(fault: BaseFault, kind: Subjects | None) -> Iterator[BaseFault]:
-    if fault.loses and fault != Kill() and (kind is None or kind in Kill.strikes):
-        yield Kill()
+    if fault.loses and fault != PLAIN_LOSS and (kind is None or kind in PLAIN_LOSS.strikes):
+        yield PLAIN_LOSS
     yield from row_of(fault).simpler(fault)

@@ -15,16 +15,11 @@ import msgspec
 
 from rackrun.chaos.base.job_layout import JobLayout
 from rackrun.chaos.base.random_streams import stream
-from rackrun.chaos.faults.data.poison_batch import PoisonBatch
 from rackrun.chaos.faults.fault_row import Need
 from rackrun.chaos.faults.fault_types import Family, Subjects, name_of
-from rackrun.chaos.faults.hangs.pause_process import Pause
-from rackrun.chaos.faults.processes.crash_at_point import CrashAt
-from rackrun.chaos.faults.processes.kill import Kill
-from rackrun.chaos.faults.processes.preempt_tray import Preempt
-from rackrun.chaos.faults.processes.return_tray import Return
-from rackrun.chaos.faults.table.fault_table import FAULTS, Fault, all_faults, needs_of
-from rackrun.chaos.faults.targets import Last, NeighbourOf, One, Several, Target
+from rackrun.chaos.faults.profiles import Profile
+from rackrun.chaos.faults.table.fault_table import FAULTS, PLAIN_LOSS, Fault, all_faults, needs_of, one_of
+from rackrun.chaos.faults.targets import A_RANK, Last, NeighbourOf, One, Several, Target
 from rackrun.chaos.plan.definition import (
     AtPoint,
     AtStep,
@@ -50,7 +45,7 @@ _LAST_STEP = 12
 _BEYOND = 0.25
 _TRIES, _TRIES_EACH = 200, 60
 RANK, SPARE, AGENT, TRAY, RACK = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjects.TRAY, Subjects.RACK
-COORDINATOR, STORAGE = Subjects.COORDINATOR, Subjects.STORAGE
+STORAGE = Subjects.STORAGE
 
 SHAPES = ((1, 3, 1), (1, 4, 1), (1, 4, 2), (1, 5, 2), (2, 2, 2), (3, 1, 1), (3, 2, 2), (4, 1, 2), (2, 2, 0))
 """Trays, slots of each tray, spares."""
@@ -62,9 +57,6 @@ racks:
   - serial: campaign
     trays: {{count: {trays}, gpus: {slots}}}
 """
-_IN_AGENTS = ("agent_pass.before", "agent_pass.after", "agent_tell.before", "agent_report.after")
-"""Points that agents reach in a recovery."""
-_BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "group.before", "group.after")
 
 
 class DrawnRun(NamedTuple):
@@ -153,8 +145,9 @@ def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path |
         fault, target = VARIANTS[draw.choice(_OF_FAMILY[family])](draw)
         when = AtStep(step=draw.randint(2, _LAST_STEP), plus_s=round(0.1 * draw.random(), 3))
         parts.append(Inject(fault=fault, target=target, when=when))
-    if any(isinstance(part, Inject) and isinstance(part.fault, Preempt) for part in parts) and draw.random() < 0.5:
-        parts.append(Inject(fault=Return(), target=Last(TRAY), when=AtStep(step=_LAST_STEP + 2)))
+    if any(_takes_trays(part) for part in parts) and draw.random() < 0.5:
+        fault, target = one_of(Profile.TRAY_RETURNS, draw)
+        parts.append(Inject(fault=fault, target=target, when=AtStep(step=_LAST_STEP + 2)))
     strikes = [part for part in parts if isinstance(part, Inject)]
     needs = needs_of(part.fault for part in strikes)
     needs_rack, needs_shards = Need.DRIVER in needs, Need.SNAPSHOTS in needs
@@ -180,6 +173,13 @@ def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path |
     return _told(layout, wrap, reduction, plan, Label.SURVIVABLE)
 
 
+def _takes_trays(part: Part) -> bool:
+    """Return whether trays leave the job, which starts no agents for them."""
+    if not isinstance(part, Inject) or kind_of(part.target) is not TRAY:
+        return False
+    return part.fault.family is Family.HARDWARE and part.fault.loses
+
+
 def _rack_file(racks: Path, trays: int, slots: int) -> str:
     path = racks / f"{trays}x{slots}.yaml"
     if not path.exists():
@@ -191,18 +191,17 @@ def _rack_file(racks: Path, trays: int, slots: int) -> str:
 def _in_a_recovery(draw: random.Random) -> Part:
     """Draw two faults: a rank is lost, and a second fault strikes while the others recover."""
     first = Inject(
-        fault=Kill(),
-        target=One(RANK),
+        fault=PLAIN_LOSS,
+        target=A_RANK,
         when=AtStep(step=draw.randint(3, _LAST_STEP), plus_s=round(0.05 * draw.random(), 3)),
     )
     if draw.random() < 0.4:
-        kind = draw.choice([RANK, RANK, AGENT])
-        point = draw.choice(_BY_SURVIVORS if kind is RANK else _IN_AGENTS)
-        armed = Inject(fault=CrashAt(point=point), target=One(kind), when=AtStep(step=1))
-        if kind is RANK:  # another rank is killed than the armed one
+        fault, target = one_of(Profile.ARMED, draw)
+        armed = Inject(fault=fault, target=target, when=AtStep(step=1))
+        if kind_of(target) is RANK:  # another rank is killed than the armed one
             first = msgspec.structs.replace(first, target=NeighbourOf(Last(RANK)))
         return Par(parts=(armed, first))
-    second: Fault = Pause(for_s=1.5) if draw.random() < 0.25 else Kill(signal=draw.choice(["KILL", "SEGV"]))
+    second, _ = one_of(Profile.STOPPED_IN_RECOVERY if draw.random() < 0.25 else Profile.LOST_IN_RECOVERY, draw)
     whom = One(draw.choice([RANK, RANK, SPARE]))
     if draw.random() < 0.5:
         when = AtPoint(point=draw.choice(["break.before", "break.after"]))
@@ -218,13 +217,12 @@ def _beyond(seed: int, draw: random.Random) -> DrawnRun | None:
     trays, slots, spares = draw.choice(SHAPES)
     layout = JobLayout(trays=trays, slots=slots, spares=spares, sharded=wrap == "fsdp")
     how = draw.choice(["coordinator", "ranks", "rack", "tray", "sample"])
-    fault: Fault = Kill()
+    fault: Fault = PLAIN_LOSS
     target: Target
     match how:
         case "coordinator":
-            crash = CrashAt(point="coordinator_heard.before", nth=draw.randint(1, 40))
-            fault = crash if draw.random() < 0.3 else Kill(signal=draw.choice(["KILL", "ABRT"]))
-            target = One(COORDINATOR)
+            crash = one_of(Profile.COORDINATOR_CRASHES, draw)
+            fault, target = crash if draw.random() < 0.3 else one_of(Profile.COORDINATOR_KILLED, draw)
             when = AtStep(step=draw.randint(0, _LAST_STEP), plus_s=when.plus_s)
         case "ranks":
             target = Several(RANK, layout.ranks)
@@ -234,7 +232,7 @@ def _beyond(seed: int, draw: random.Random) -> DrawnRun | None:
             target = One(draw.choice([TRAY, AGENT]))
             layout = msgspec.structs.replace(layout, max_restarts=0, shrinks=False)
         case _:
-            fault, target = PoisonBatch(), One(RANK)
+            fault, target = one_of(Profile.SCRIPT_BUG, draw)
     plan = Plan(plan=Inject(fault=fault, target=target, when=when), seed=seed, expect="stops")
     return _told(layout, wrap, reduction, plan, Label.BEYOND)
 

@@ -24,10 +24,7 @@ from rackrun.chaos.base.job_layout import layout_of
 from rackrun.chaos.evidence.explanations import last_words
 from rackrun.chaos.evidence.run_evidence import Trace, read_trace
 from rackrun.chaos.faults.fault_types import Subjects, name_of
-from rackrun.chaos.faults.hangs.pause_process import Pause
-from rackrun.chaos.faults.processes.kill import Kill
-from rackrun.chaos.faults.processes.raise_exception import Raise
-from rackrun.chaos.faults.table.fault_table import Fault
+from rackrun.chaos.faults.table.fault_table import FAULTS, Fault
 from rackrun.chaos.faults.targets import One
 from rackrun.chaos.plan.definition import Budget, Every, Inject, Par, Plan, Quiet, Seq
 from rackrun.chaos.runs.run_plan import Performance, check_run
@@ -37,17 +34,13 @@ from rackrun.coordinator.report.run_report import read_report
 from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
 
-__all__ = ["CALM_STEPS_MIN", "FAULTS", "Soak", "LostTime", "run_soak", "waterfall"]
+__all__ = ["CALM_STEPS_MIN", "SOAK_FAULTS", "Soak", "LostTime", "run_soak", "waterfall"]
 
 FORMAT = 1
 CALM_STEPS_MIN = 20
 """The fewest steps without faults from which the time of a step is known."""
-FAULTS: dict[str, Fault] = {
-    "kill": Kill(),
-    "segv": Kill(signal="SEGV"),
-    "raise": Raise(),
-    "pause": Pause(for_s=3.0),
-}
+SOAK_FAULTS: dict[str, Fault] = {name: fault for row in FAULTS.values() for name, fault in row.in_soak.items()}
+"""Name -> a fault that a soak can have."""
 _GROUPED = "group.after"
 _RETURN_EVERY_S = 1.0
 _ENDED = (0, 143, -15)
@@ -156,16 +149,20 @@ def _plan(names: Sequence[str], per_minute: float, seed: int, command: Sequence[
 
     A strike waits until all spares are back from the one before.
     """
-    unknown = [name for name in names if name not in FAULTS]
+    unknown = [name for name in names if name not in SOAK_FAULTS]
     if unknown or not names:
-        raise UsageError(f"a soak has no faults {', '.join(unknown)!r}.", remedy=f"name some of {', '.join(FAULTS)}.")
+        raise UsageError(
+            f"a soak has no faults {', '.join(unknown)!r}.", remedy=f"name some of {', '.join(SOAK_FAULTS)}."
+        )
     if per_minute <= 0:
         raise UsageError(f"{per_minute} faults a minute are none.", remedy="ask for more than 0.")
     layout = layout_of(command, on_rack=True)
     if layout is None or layout.spares < 1:
         raise UsageError("a soak needs a job with spares, and to know how many.", remedy="give --spares 1 or more.")
     mean_s = 60 / per_minute * len(names)
-    parts = tuple(Every(mean_s=mean_s, part=Inject(fault=FAULTS[name], target=One(Subjects.RANK))) for name in names)
+    parts = tuple(
+        Every(mean_s=mean_s, part=Inject(fault=SOAK_FAULTS[name], target=One(Subjects.RANK))) for name in names
+    )
     calm_first = Seq(parts=(Quiet(steps=2 * CALM_STEPS_MIN), Par(parts=parts)))
     return Plan(plan=calm_first, seed=seed, budget=Budget(slots=1), name="soak", watch=(_GROUPED,))
 

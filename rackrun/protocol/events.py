@@ -7,7 +7,8 @@ clocks of two hosts are never compared. The core ignores an event of an incarnat
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import signal
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -50,6 +51,7 @@ __all__ = [
     "SwapRequested",
     "TimerFired",
     "TrayDescribed",
+    "TrayEvent",
     "TrayJoined",
     "TrayLost",
     "TrayStoodStill",
@@ -69,7 +71,14 @@ __all__ = [
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event", gc=False):
+    shows_fault: ClassVar[Literal["no", "yes", "perhaps"]] = "no"
+    """Whether a job notices by it that something is wrong. "perhaps": it also happens without a fault."""
     at_ms: int = 0
+
+    @property
+    def how(self) -> str:
+        """What is wrong, in a few words; "": the event does not say it."""
+        return str(getattr(self, "because", ""))
 
 
 class OfWorker(_Event, frozen=True, kw_only=True):
@@ -123,6 +132,7 @@ class TrayDescribed(_Event, frozen=True, kw_only=True):
 class TrayLost(_Event, frozen=True, kw_only=True):
     """An agent is lost with all its workers, which die by PR_SET_PDEATHSIG or are fenced."""
 
+    shows_fault = "yes"
     tray: TrayId
     because: str
     returns: bool = False
@@ -138,27 +148,42 @@ class TrayStoodStill(_Event, frozen=True, kw_only=True):
     meanwhile: it is refused, and ends.
     """
 
+    shows_fault = "perhaps"
     tray: TrayId
     for_ms: int
     """How long it did not run, in milliseconds, including the time in which the host was suspended."""
     workers_ran: bool | None = None
     """Whether the tray's workers ran meanwhile, by their heartbeat pages; None: that is not known."""
 
+    @property
+    def how(self) -> str:
+        return f"its agent stood still{' alone' if self.workers_ran else ''} for {self.for_ms / 1e3:.1f} s"
+
 
 class DeviceJudged(_Event, frozen=True, kw_only=True):
     """The health of a tray's GPU has changed, or the process on it has to be restarted."""
 
+    shows_fault = "yes"
     tray: TrayId
     verdict: GpuVerdict
+
+    @property
+    def how(self) -> str:
+        return f"GPU {self.verdict.index} is {self.verdict.health.value}: {self.verdict.reasons}"
 
 
 class DeviceChecked(_Event, frozen=True, kw_only=True):
     """A slot's GPU has become fit, or unfit, for a worker that does not use it yet."""
 
+    shows_fault = "perhaps"
     tray: TrayId
     index: int
     unfit: tuple[str, ...]
     """Why the GPU is unfit; (): it is fit."""
+
+    @property
+    def how(self) -> str:
+        return f"GPU {self.index} is unfit: {'; '.join(self.unfit)}" if self.unfit else f"GPU {self.index} is fit"
 
 
 class WorkerElastic(OfWorker, frozen=True, kw_only=True):
@@ -237,6 +262,7 @@ class WorkerSevered(OfWorker, frozen=True, kw_only=True):
     Either a connection broke between ranks that are alive, or a peer died and nobody has noticed yet.
     """
 
+    shows_fault = "yes"
     generation: Generation
     because: str
 
@@ -271,6 +297,7 @@ class CollectiveWait(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerStalled(OfWorker, frozen=True, kw_only=True):
     """A worker made no progress for longer than its current unit may take."""
 
+    shows_fault = "yes"
     step: Step
     collective: int
     """How many collectives the worker has entered since the generation began. The ranks with the lowest count are to
@@ -304,6 +331,10 @@ class WorkerStalled(OfWorker, frozen=True, kw_only=True):
     blocked: CollectiveWait | None = None
     """For a waiting rank: the collective without which it certainly cannot go on. None: not known."""
 
+    @property
+    def how(self) -> str:
+        return f"no progress for {self.for_ms / 1e3:.1f} s"
+
 
 class WorkerBusy(OfWorker, frozen=True, kw_only=True):
     """A worker has been in its own code for long and is seen to work there. If it stands still, `WorkerStalled` is sent
@@ -322,6 +353,7 @@ class WorkerBusy(OfWorker, frozen=True, kw_only=True):
 class WorkerExited(OfWorker, frozen=True, kw_only=True):
     """A worker's process has ended, or the kernel is already tearing it down."""
 
+    shows_fault = "yes"
     exit_code: int | None = None
     signal: int | None = None
     failure: ScriptFailure | None = None
@@ -332,6 +364,17 @@ class WorkerExited(OfWorker, frozen=True, kw_only=True):
     """The step the worker was in, read from its heartbeat page."""
     snapshots: tuple[Step, ...] = ()
     """Sealed snapshots of this worker that its agent keeps, oldest first."""
+
+    @property
+    def how(self) -> str:
+        if self.signal is not None:
+            try:
+                return signal.Signals(self.signal).name
+            except ValueError:
+                return f"signal {self.signal}"
+        if self.failure is not None:
+            return self.failure.type.removeprefix("builtins.")
+        return "gone" if self.exit_code is None else f"exit code {self.exit_code}"
 
 
 class WorkerFinished(OfWorker, frozen=True, kw_only=True):
@@ -372,6 +415,7 @@ class SnapshotMirrored(OfWorker, frozen=True, kw_only=True):
 class SnapshotDamaged(OfWorker, frozen=True, kw_only=True):
     """A snapshot from which this worker should have been restored does not match its checksums. None of it was used."""
 
+    shows_fault = "yes"
     generation: Generation
     step: Step
     where: str
@@ -393,6 +437,7 @@ class SourcesDiffer(OfWorker, frozen=True, kw_only=True):
     """The live ranks from which this worker was to be restored do not have the same state. A worker says so once; the
     next time it exits."""
 
+    shows_fault = "yes"
     generation: Generation
     because: str
 
@@ -403,6 +448,7 @@ class ReplicasDiffer(OfWorker, frozen=True, kw_only=True):
     All ranks reach the same conclusion and report it. They wait at the gate until their generation is broken.
     """
 
+    shows_fault = "yes"
     generation: Generation
     at: Position
     """The step at whose gate the difference was found. No rank has passed that gate."""
@@ -417,12 +463,22 @@ class ReplicasDiffer(OfWorker, frozen=True, kw_only=True):
     differing: tuple[Rank, ...] = ()
     """If ``again`` is set: all ranks among which some are wrong."""
 
+    @property
+    def how(self) -> str:
+        wrong = f"wrong: {', '.join(map(str, self.culprits))}" if self.culprits else "nobody knows which are wrong"
+        return f"replicas differ after step {self.at.step}; {wrong}"
+
 
 class LossNotRepeated(OfWorker, frozen=True, kw_only=True):
     """This rank's part of the loss was inf or NaN, and was finite when all ranks computed the step again
     (``--nan-probation``)."""
 
+    shows_fault = "yes"
     at: Position
+
+    @property
+    def how(self) -> str:
+        return f"the loss of step {self.at.step} was inf or NaN only once"
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -446,6 +502,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
 class SlowRanksChanged(_Event, frozen=True, kw_only=True):
     """The set of slow ranks of the training generation has changed (`rackrun.core.stragglers.straggler_detection`)."""
 
+    shows_fault = "perhaps"
     generation: Generation
     slow: tuple[SlowRank, ...]
     """All slow ranks, ordered by rank."""
@@ -456,6 +513,12 @@ class SlowRanksChanged(_Event, frozen=True, kw_only=True):
     meets: bool = False
     """Whether ranks with different samples take part in collectives of each micro-batch, so that all need the same
     number of micro-batches."""
+
+    @property
+    def how(self) -> str:
+        return (
+            ", ".join(f"rank {one.rank} takes {one.times:.2f} times as long" for one in self.slow) or "nobody is slow"
+        )
 
 
 class TimerFired(_Event, frozen=True, kw_only=True):
@@ -586,6 +649,7 @@ class DepartureAnnounced(_Event, frozen=True, kw_only=True):
     """A tray's agent has been told to leave, for example by a scheduler's notice. It leaves when it is dismissed or its
     grace period ends."""
 
+    shows_fault = "yes"
     tray: TrayId
     because: str
     exit_code: int
@@ -595,6 +659,7 @@ class DepartureAnnounced(_Event, frozen=True, kw_only=True):
 class StopRequested(_Event, frozen=True, kw_only=True):
     """An operator or the scheduler wants the job to end at the next step boundary (Ctrl-C, SIGTERM, ``rackctl``)."""
 
+    shows_fault = "perhaps"
     because: str
     exit_code: int
 
@@ -625,13 +690,11 @@ WorkerEvent: TypeAlias = (
     | SnapshotStriped
     | SourcesDiffer
 )
+TrayEvent: TypeAlias = TrayJoined | TrayDescribed | TrayStoodStill | DeviceJudged | DeviceChecked | DepartureAnnounced
+"""All events that an agent sends about its tray, besides those of its workers."""
 JobEvent: TypeAlias = (
-    TrayJoined
-    | TrayDescribed
+    TrayEvent
     | TrayLost
-    | TrayStoodStill
-    | DeviceJudged
-    | DeviceChecked
     | BreakerClosed
     | DrainRequested
     | ReturnRequested
@@ -639,7 +702,6 @@ JobEvent: TypeAlias = (
     | ShrinkRequested
     | GrowRequested
     | PolicyRequested
-    | DepartureAnnounced
     | SlowRanksChanged
     | TimerFired
     | CostsMeasured

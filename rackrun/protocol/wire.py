@@ -12,11 +12,12 @@ import msgspec
 
 from rackrun.protocol.commands import WorkerCommand
 from rackrun.protocol.encodable import encodable
-from rackrun.protocol.events import Event
+from rackrun.protocol.events import StopRequested, TrayEvent, WorkerEvent
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
 
 __all__ = [
     "PROTOCOL",
+    "AgentEvent",
     "FillerState",
     "Logged",
     "StateCopied",
@@ -124,7 +125,10 @@ class Logged(_Telemetry, frozen=True, kw_only=True):
 
 
 Telemetry: TypeAlias = UnitCommitted | UnitSealed | StateCopied | FillerState | Logged
-Upward: TypeAlias = Event | UnitCommitted | UnitSealed | StateCopied | FillerState | Logged
+AgentEvent: TypeAlias = WorkerEvent | TrayEvent | StopRequested
+"""Every event that an agent may send. Any other is the coordinator's own; `StopRequested` is from an agent that was
+started by hand."""
+Upward: TypeAlias = AgentEvent | Telemetry
 """Every message that travels from worker to agent to coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()

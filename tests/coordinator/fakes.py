@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -119,8 +119,9 @@ class Agent:
         self._again = self.numbered.resume(welcome.received)
         self._commands: list[WorkerCommand] = []
 
-    async def say(self, *messages: Upward) -> None:
-        for packet in (*self._again, self.numbered.pack([frame(message) for message in messages])):
+    async def say(self, *messages: Upward | Event) -> None:
+        """Send messages, also those that no agent may send."""
+        for packet in (*self._again, self.numbered.pack([frame(cast(Upward, message)) for message in messages])):
             await self.socket.send_bytes(packet)
         self._again = []
 

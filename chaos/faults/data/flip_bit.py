@@ -15,11 +15,14 @@ from rackrun.chaos.faults.fault_row import (
     always,
 )
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import A_RANK, THE_STORAGE
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
 __all__ = ["ROW", "FlipBit"]
+
+_CORRUPT: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "parameters", "parameters", "gradients")
 
 
 class FlipBit(BaseFault, frozen=True, kw_only=True, tag="flip_bit"):
@@ -80,5 +83,11 @@ ROW = FaultRow(
     unsure=_unsure,
     justifies_loss=always(True),
     draw=lambda d: d.choice([(FlipBit(of="snapshot"), A_RANK), (FlipBit(of="checkpoint"), THE_STORAGE)]),
-    in_fuzz={"rot": lambda *_: [(FlipBit(), A_RANK)], "disk": lambda *_: [(FlipBit(of="checkpoint"), THE_STORAGE)]},
+    variants={
+        Profile.ROT: lambda *_: [(FlipBit(), A_RANK)],
+        Profile.DISK: lambda *_: [(FlipBit(of="checkpoint"), THE_STORAGE)],
+        Profile.DAMAGED_CHECKPOINT: lambda *_: [(FlipBit(of="checkpoint"), THE_STORAGE)],
+        Profile.CORRUPT_STATE: lambda d, _: [(FlipBit(of=d.choice(_CORRUPT)), A_RANK)],
+        Profile.CORRUPT_PARAMETERS: lambda *_: [(FlipBit(of="parameters"), A_RANK)],
+    },
 )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
@@ -43,5 +44,8 @@ ROW = FaultRow(
     justifies_loss=always(True),
     endangers_all=always(True),
     draw=lambda _: (PoisonBatch(), A_RANK),
-    in_fuzz={"errors": lambda *_: [(PoisonBatch(), A_RANK)]},
+    variants={
+        Profile.ERRORS: lambda *_: [(PoisonBatch(), A_RANK)],
+        Profile.SCRIPT_BUG: lambda *_: [(PoisonBatch(), A_RANK)],
+    },
 )

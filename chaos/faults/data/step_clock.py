@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import AN_AGENT, THE_COORDINATOR
 
@@ -38,8 +39,8 @@ ROW = FaultRow(
         StepClock(by_s=d.choice([-3600.0, -1.0, 5.0, 86_400.0]), for_s=2.0),
         d.choice([AN_AGENT, THE_COORDINATOR]),
     ),
-    in_fuzz={
-        "control": lambda *_: [(StepClock(by_s=3600.0, for_s=5.0), AN_AGENT)],
-        "few connections": lambda *_: [(StepClock(by_s=-60.0, for_s=5.0), AN_AGENT)],
+    variants={
+        Profile.CONTROL: lambda *_: [(StepClock(by_s=3600.0, for_s=5.0), AN_AGENT)],
+        Profile.FEW_CONNECTIONS: lambda *_: [(StepClock(by_s=-60.0, for_s=5.0), AN_AGENT)],
     },
 )

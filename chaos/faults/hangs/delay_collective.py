@@ -6,8 +6,9 @@ import time
 
 from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.short_stops import is_short, shorter
-from rackrun.chaos.faults.targets import A_RANK
+from rackrun.chaos.faults.targets import A_RANK, Exactly
 
 __all__ = ["ROW", "DelayCollective"]
 
@@ -34,10 +35,11 @@ ROW = FaultRow(
     cost=always(StrikeCost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),
     draw=lambda d: (DelayCollective(for_s=d.choice([0.3, 1.0, 2.0])), A_RANK),
-    in_fuzz={
-        "hangs": lambda d, _: [(DelayCollective(for_s=d.choice([2.0, 10.0, 10_000.0])), A_RANK)],
-        "few workers": lambda *_: [(DelayCollective(for_s=2.0), A_RANK)],
+    variants={
+        Profile.HANGS: lambda d, _: [(DelayCollective(for_s=d.choice([2.0, 10.0, 10_000.0])), A_RANK)],
+        Profile.FEW_WORKERS: lambda *_: [(DelayCollective(for_s=2.0), A_RANK)],
+        Profile.LONG_HANGS: lambda *_: [(DelayCollective(for_s=10_000.0), Exactly(Subjects.RANK, ("0",)))],
+        Profile.ANY_SCRIPT_STOPS: lambda *_: [(DelayCollective(for_s=0.3), A_RANK)],
     },
-    in_any_script=lambda _: [DelayCollective(for_s=0.3)],
     simpler=lambda fault: [DelayCollective(for_s=for_s) for for_s in shorter(fault.for_s)],
 )

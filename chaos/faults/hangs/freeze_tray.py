@@ -6,6 +6,7 @@ import random
 
 from rackrun.chaos.faults.fault_row import FaultAndTarget, FaultRow, StrikeCost
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.strike_tools import Injected, StrikeTools
 from rackrun.chaos.faults.targets import A_TRAY
@@ -60,9 +61,9 @@ ROW = FaultRow(
     cost=_cost,
     justifies_loss=lambda _, lasted_s, __: not is_short(lasted_s, on_workers=False),
     draw=_draw,
-    in_fuzz={
-        "trays": lambda d, _: [(FreezeTray(for_s=d.choice([2.0, 8.0, 40.0])), A_TRAY)],
-        "few connections": lambda *_: [(FreezeTray(for_s=4.0), A_TRAY)],
+    variants={
+        Profile.TRAYS: lambda d, _: [(FreezeTray(for_s=d.choice([2.0, 8.0, 40.0])), A_TRAY)],
+        Profile.FEW_CONNECTIONS: lambda *_: [(FreezeTray(for_s=4.0), A_TRAY)],
     },
     simpler=lambda fault: [FreezeTray(for_s=for_s) for for_s in shorter(fault.for_s)],
 )

@@ -6,6 +6,7 @@ import ctypes
 
 from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK
@@ -49,7 +50,9 @@ ROW = FaultRow(
     cost=always(StrikeCost.SUBJECTS),
     justifies_loss=lambda fault, *_: not is_short(fault.for_s, on_workers=True),
     draw=lambda d: (HoldGil(for_s=d.choice([0.3, 1.0, 2.0])), A_RANK),
-    in_fuzz={"hangs": lambda d, _: [(HoldGil(for_s=d.choice([1.0, 5.0, 30.0])), A_RANK)]},
-    in_any_script=lambda _: [HoldGil(for_s=0.3)],
+    variants={
+        Profile.HANGS: lambda d, _: [(HoldGil(for_s=d.choice([1.0, 5.0, 30.0])), A_RANK)],
+        Profile.ANY_SCRIPT_STOPS: lambda *_: [(HoldGil(for_s=0.3), A_RANK)],
+    },
     simpler=lambda fault: [HoldGil(for_s=for_s) for for_s in shorter(fault.for_s)],
 )

@@ -6,6 +6,7 @@ import random
 
 from rackrun.chaos.faults.fault_row import FaultAndTarget, FaultRow, StrikeCost
 from rackrun.chaos.faults.fault_types import PROCESSES, WORKERS, BaseFault, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.short_stops import is_short, shorter
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, THE_COORDINATOR
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike, VirtualWorker
@@ -68,13 +69,15 @@ ROW = FaultRow(
     unsure=_unsure,
     justifies_loss=lambda _, lasted_s, on_workers: not is_short(lasted_s, on_workers=on_workers),
     draw=_draw,
-    in_fuzz={
-        "hangs": lambda d, for_s: [(Pause(for_s=for_s), d.choice([A_RANK, A_RANK, A_SPARE]))],
-        "trays": lambda d, _: [(Pause(for_s=d.choice([5.0, 20.0, 60.0])), d.choice([AN_AGENT, A_TRAY]))],
-        "control": lambda d, _: [(Pause(for_s=d.choice([0.5, 5.0, 30.0])), THE_COORDINATOR)],
-        "few workers": lambda *_: [(Pause(for_s=1.0), A_RANK)],
-        "few connections": lambda *_: [(Pause(for_s=2.0), THE_COORDINATOR)],
+    variants={
+        Profile.HANGS: lambda d, for_s: [(Pause(for_s=for_s), d.choice([A_RANK, A_RANK, A_SPARE]))],
+        Profile.TRAYS: lambda d, _: [(Pause(for_s=d.choice([5.0, 20.0, 60.0])), d.choice([AN_AGENT, A_TRAY]))],
+        Profile.CONTROL: lambda d, _: [(Pause(for_s=d.choice([0.5, 5.0, 30.0])), THE_COORDINATOR)],
+        Profile.FEW_WORKERS: lambda *_: [(Pause(for_s=1.0), A_RANK)],
+        Profile.FEW_CONNECTIONS: lambda *_: [(Pause(for_s=2.0), THE_COORDINATOR)],
+        Profile.STOPPED_IN_RECOVERY: lambda *_: [(Pause(for_s=1.5), A_RANK)],
+        Profile.ANY_SCRIPT_STOPS: lambda *_: [(Pause(for_s=0.3), A_RANK)],
     },
-    in_any_script=lambda _: [Pause(for_s=0.3)],
+    in_soak={"pause": Pause(for_s=3.0)},
     simpler=lambda fault: [Pause(for_s=for_s) for for_s in shorter(fault.for_s)],
 )

@@ -6,6 +6,7 @@ import msgspec
 
 from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.short_stops import shorter
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY
@@ -56,9 +57,11 @@ ROW = FaultRow(
         Slow(share=d.choice([0.2, 0.5]), for_s=d.choice([0.5, 1.5])),
         d.choice([A_RANK, A_RANK, A_SPARE, A_TRAY]),
     ),
-    in_fuzz={
-        "slow": lambda d, for_s: [(Slow(share=d.choice([0.2, 0.5, 0.8]), for_s=for_s), d.choice([A_RANK, A_TRAY]))],
-        "few workers": lambda *_: [(Slow(share=0.5, for_s=10.0), A_RANK)],
+    variants={
+        Profile.SLOW: lambda d, for_s: [
+            (Slow(share=d.choice([0.2, 0.5, 0.8]), for_s=for_s), d.choice([A_RANK, A_TRAY]))
+        ],
+        Profile.FEW_WORKERS: lambda *_: [(Slow(share=0.5, for_s=10.0), A_RANK)],
     },
     simpler=lambda fault: [msgspec.structs.replace(fault, for_s=for_s) for for_s in shorter(fault.for_s)],
 )

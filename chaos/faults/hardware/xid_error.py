@@ -7,6 +7,7 @@ from functools import partial
 from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
 from rackrun.chaos.faults.hardware.gpu_failure import ANSWERS
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import GpuReport
 from rackrun.chaos.faults.targets import A_RANK, A_SPARE
 from rackrun.chaos.faults.virtual_strike import VirtualStrike, VirtualWorker
@@ -59,8 +60,8 @@ ROW = FaultRow(
     cost=always(StrikeCost.SLOTS),
     justifies_loss=always(True),
     draw=lambda d: (Xid(code=d.choice([13, 31, 48, 63, 79, 94, 95]), for_s=2.0), d.choice([A_RANK, A_RANK, A_SPARE])),
-    in_fuzz={
-        "hardware": lambda d, for_s: [
+    variants={
+        Profile.HARDWARE: lambda d, for_s: [
             (Xid(code=d.choice([13, 48, 63, 79, 94]), for_s=for_s), d.choice([A_RANK, A_SPARE]))
         ]
     },

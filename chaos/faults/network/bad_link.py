@@ -6,6 +6,7 @@ import random
 
 from rackrun.chaos.faults.fault_row import FaultAndTarget, FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Injected, Machine, StrikeTools
 from rackrun.chaos.faults.targets import AN_AGENT
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
@@ -109,8 +110,8 @@ ROW = FaultRow(
     justifies_loss=always(True),
     endangers_all=always(True),
     draw=_draw,
-    in_fuzz={
-        "network": _in_fuzz,
-        "few connections": lambda *_: [(Link(latency_s=0.3, jitter_s=0.5, for_s=10.0), AN_AGENT)],
+    variants={
+        Profile.NETWORK: _in_fuzz,
+        Profile.FEW_CONNECTIONS: lambda *_: [(Link(latency_s=0.3, jitter_s=0.5, for_s=10.0), AN_AGENT)],
     },
 )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.targets import A_TRAY
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
 
@@ -59,8 +60,8 @@ ROW = FaultRow(
         ),
         A_TRAY,
     ),
-    in_fuzz={
-        "network": lambda d, _: [
+    variants={
+        Profile.NETWORK: lambda d, _: [
             (
                 Partition(
                     shape=d.choice(["isolated", "one_way", "from_coordinator", "from_peers"]),
@@ -70,6 +71,8 @@ ROW = FaultRow(
                 A_TRAY,
             )
         ],
-        "few workers": lambda *_: [(Partition(shape="isolated", for_s=1.0), A_TRAY)],
+        Profile.CUT_FROM_PEERS: lambda *_: [(Partition(shape="from_peers", for_s=60.0), A_TRAY)],
+        Profile.LONG: lambda *_: [(Partition(shape="isolated", for_s=1.0), A_TRAY)],
+        Profile.FEW_WORKERS: lambda *_: [(Partition(shape="isolated", for_s=1.0), A_TRAY)],
     },
 )

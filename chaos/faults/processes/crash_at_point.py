@@ -17,8 +17,9 @@ from rackrun.chaos.faults.fault_row import (
     always,
 )
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Machine
-from rackrun.chaos.faults.targets import A_RANK, A_SPARE
+from rackrun.chaos.faults.targets import A_RANK, A_SPARE, AN_AGENT, THE_COORDINATOR
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike, VirtualWorker
 
 __all__ = ["CRASHED", "ROW", "CrashAt"]
@@ -27,6 +28,10 @@ CRASHED = 77
 """Exit code of a process that crashed at a point."""
 _IN_STEPS = ("gate.before", "gate.after", "commit.before", "commit.after", "report.before")
 _OF_A_STEP = tuple(point for point in POINTS if point.partition(".")[0] in ("gate", "commit", "report"))
+
+_BY_AGENTS = ("agent_pass.before", "agent_pass.after", "agent_tell.before", "agent_report.after")
+"""Points that agents reach in a recovery."""
+_BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "group.before", "group.after")
 
 
 class CrashAt(BaseFault, frozen=True, kw_only=True, tag="crash_at"):
@@ -83,6 +88,11 @@ def _in_fuzz(d: random.Random, _: float | None) -> list[FaultAndTarget[CrashAt]]
     return [(fault, d.choice([A_RANK, A_RANK, A_SPARE]))]
 
 
+def _armed(d: random.Random, _: float | None) -> list[FaultAndTarget[CrashAt]]:
+    whom = d.choice([A_RANK, A_RANK, AN_AGENT])
+    return [(CrashAt(point=d.choice(_BY_SURVIVORS if whom == A_RANK else _BY_AGENTS)), whom)]
+
+
 ROW = FaultRow(
     example=CrashAt(point=POINTS[0]),
     how=f"at one of {len(POINTS)} points of workers, agents and the coordinator",
@@ -97,6 +107,13 @@ ROW = FaultRow(
     looks_like=always("the exit code"),
     justifies_loss=always(True),
     draw=lambda d: (CrashAt(point=d.choice(_IN_STEPS), nth=d.randint(1, 6)), A_RANK),
-    in_fuzz={"crashes": _in_fuzz},
-    in_any_script=lambda d: [CrashAt(point=d.choice(_OF_A_STEP))],
+    variants={
+        Profile.CRASHES: _in_fuzz,
+        Profile.AFTER_GATE: lambda *_: [(CrashAt(point="worker: applied"), A_RANK)],
+        Profile.ARMED: _armed,
+        Profile.COORDINATOR_CRASHES: lambda d, _: [
+            (CrashAt(point="coordinator_heard.before", nth=d.randint(1, 40)), THE_COORDINATOR)
+        ],
+        Profile.ANY_SCRIPT_LOSES: lambda d, _: [(CrashAt(point=d.choice(_OF_A_STEP)), A_RANK)],
+    },
 )

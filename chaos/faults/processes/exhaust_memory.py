@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import WORKERS, BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import A_RANK
 
@@ -48,5 +49,8 @@ ROW = FaultRow(
     cost=always(StrikeCost.SUBJECTS),
     justifies_loss=always(True),
     draw=lambda _: (ExhaustMemory(), A_RANK),
-    in_fuzz={"kills": lambda *_: [(ExhaustMemory(), A_RANK)], "few workers": lambda *_: [(ExhaustMemory(), A_RANK)]},
+    variants={
+        Profile.KILLS: lambda *_: [(ExhaustMemory(), A_RANK)],
+        Profile.FEW_WORKERS: lambda *_: [(ExhaustMemory(), A_RANK)],
+    },
 )

@@ -6,7 +6,8 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import PROCESSES, BaseFault, Family, Subjects
-from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, Several, Target
+from rackrun.chaos.faults.profiles import Profile
+from rackrun.chaos.faults.targets import A_RANK, A_SPARE, A_TRAY, AN_AGENT, THE_COORDINATOR, Several, Target
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
 
 __all__ = ["ROW", "Kill"]
@@ -46,15 +47,27 @@ ROW = FaultRow(
     looks_like=lambda fault: fault.signal,
     justifies_loss=always(True),
     draw=lambda d: (Kill(signal=d.choice(["KILL", "KILL", "SEGV", "ABRT", "BUS", "TERM"])), d.choice(_WHOM)),
-    in_fuzz={
-        "kills": lambda *_: [
+    variants={
+        Profile.KILLS: lambda *_: [
             (Kill(), A_RANK),
             (Kill(signal="SEGV"), A_RANK),
             (Kill(), Several(Subjects.RANK, 2)),
             (Kill(), A_SPARE),
         ],
-        "trays": lambda *_: [(Kill(), A_TRAY), (Kill(), AN_AGENT)],
-        "few workers": lambda *_: [(Kill(), A_RANK)],
+        Profile.TRAYS: lambda *_: [(Kill(), A_TRAY), (Kill(), AN_AGENT)],
+        Profile.FEW_WORKERS: lambda *_: [(Kill(), A_RANK)],
+        Profile.LONG: lambda *_: [
+            (Kill(), A_RANK),
+            (Kill(), Several(Subjects.RANK, 2)),
+            (Kill(), A_SPARE),
+            (Kill(), A_TRAY),
+        ],
+        Profile.LOST_IN_RECOVERY: lambda d, _: [(Kill(signal=d.choice(["KILL", "SEGV"])), A_RANK)],
+        Profile.COORDINATOR_KILLED: lambda d, _: [(Kill(signal=d.choice(["KILL", "ABRT"])), THE_COORDINATOR)],
+        Profile.ANY_SCRIPT_LOSES: lambda d, _: [
+            (Kill(), A_RANK),
+            (Kill(signal=d.choice(["SEGV", "ABRT", "BUS"])), A_RANK),
+        ],
     },
-    in_any_script=lambda d: [Kill(), Kill(signal=d.choice(["SEGV", "ABRT", "BUS"]))],
+    in_soak={"kill": Kill(), "segv": Kill(signal="SEGV")},
 )

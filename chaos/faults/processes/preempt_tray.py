@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.targets import A_TRAY
 from rackrun.chaos.faults.virtual_strike import VirtualAgent, VirtualStrike
 
@@ -35,5 +36,5 @@ ROW = FaultRow(
     cost=always(StrikeCost.SUBJECTS),
     justifies_loss=always(True),
     draw=lambda d: (Preempt(notice_s=d.choice([0.0, 2.0, 10.0])), A_TRAY),
-    in_fuzz={"leaving": lambda d, _: [(Preempt(notice_s=d.choice([2.0, 30.0])), A_TRAY)]},
+    variants={Profile.LEAVING: lambda d, _: [(Preempt(notice_s=d.choice([2.0, 30.0])), A_TRAY)]},
 )

@@ -6,6 +6,7 @@ import builtins
 
 from rackrun.chaos.faults.fault_row import FaultRow, HookPlace, InProcess, ProcessAction, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.faults.virtual_strike import VirtualStrike
 
@@ -62,6 +63,9 @@ ROW = FaultRow(
     looks_like=lambda fault: fault.error,
     justifies_loss=always(True),
     draw=lambda d: (Raise(error=d.choice(["RuntimeError", "ValueError", "OSError", "MemoryError"])), A_RANK),
-    in_fuzz={"errors": lambda *_: [(Raise(), A_RANK), (Raise(error="ValueError"), A_RANK)]},
-    in_any_script=lambda _: [Raise()],
+    variants={
+        Profile.ERRORS: lambda *_: [(Raise(), A_RANK), (Raise(error="ValueError"), A_RANK)],
+        Profile.ANY_SCRIPT_LOSES: lambda *_: [(Raise(), A_RANK)],
+    },
+    in_soak={"raise": Raise()},
 )

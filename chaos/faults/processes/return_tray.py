@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.targets import Last
 
 __all__ = ["ROW", "Return"]
@@ -25,4 +26,5 @@ ROW = FaultRow(
     cost=always(StrikeCost.NOTHING),
     justifies_loss=always(False),
     draw=lambda _: (Return(), Last(Subjects.TRAY)),
+    variants={Profile.TRAY_RETURNS: lambda *_: [(Return(), Last(Subjects.TRAY))]},
 )

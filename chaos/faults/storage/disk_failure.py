@@ -6,6 +6,7 @@ from typing import Literal
 
 from rackrun.chaos.faults.fault_row import FaultRow, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import THE_STORAGE
 from rackrun.chaos.faults.virtual_strike import CallFault, VirtualStrike
@@ -68,13 +69,14 @@ ROW = FaultRow(
         DiskFails(call=d.choice(["write", "fsync", "rename"]), error=d.choice(["EIO", "ENOSPC", "EROFS"]), for_s=1.0),
         THE_STORAGE,
     ),
-    in_fuzz={
-        "disk": lambda _, for_s: [
+    variants={
+        Profile.DISK: lambda _, for_s: [
             (DiskFails(call="fsync", for_s=for_s), THE_STORAGE),
             (DiskFails(call="rename", error="EROFS", for_s=for_s), THE_STORAGE),
             (DiskFails(call="write", error="slow", slow_s=5.0, for_s=for_s), THE_STORAGE),
             (DiskFails(call="write", error="torn", for_s=for_s), THE_STORAGE),
             (DiskFails(call="read", for_s=for_s), THE_STORAGE),
-        ]
+        ],
+        Profile.DAMAGED_CHECKPOINT: lambda *_: [(DiskFails(call="write", error="torn", for_s=20.0), THE_STORAGE)],
     },
 )

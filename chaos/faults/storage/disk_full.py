@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.faults.fault_row import FaultRow, Need, StrikeCost, always
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Family, Subjects
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.strike_tools import Machine
 from rackrun.chaos.faults.targets import THE_STORAGE
 from rackrun.chaos.faults.virtual_strike import CallFault, VirtualStrike
@@ -41,5 +42,5 @@ ROW = FaultRow(
     cost=always(StrikeCost.NOTHING),
     justifies_loss=always(False),
     draw=lambda d: (DiskFull(for_s=d.choice([0.5, 2.0])), THE_STORAGE),
-    in_fuzz={"disk": lambda _, for_s: [(DiskFull(for_s=for_s), THE_STORAGE)]},
+    variants={Profile.DISK: lambda _, for_s: [(DiskFull(for_s=for_s), THE_STORAGE)]},
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from rackrun.chaos.faults.data import flip_bit, poison_batch, step_clock
-from rackrun.chaos.faults.fault_row import FaultRow, Need
+from rackrun.chaos.faults.fault_row import FaultAndTarget, FaultRow, Need
 from rackrun.chaos.faults.fault_types import BaseFault
 from rackrun.chaos.faults.hangs import delay_collective, freeze_tray, hold_gil, pause_process, slow_down
 from rackrun.chaos.faults.hardware import gpu_failure, xid_error
@@ -21,9 +22,10 @@ from rackrun.chaos.faults.processes import (
     raise_exception,
     return_tray,
 )
+from rackrun.chaos.faults.profiles import Profile
 from rackrun.chaos.faults.storage import disk_failure, disk_full
 
-__all__ = ["CLASSES", "FAULTS", "Fault", "all_faults", "needs_of", "row_of"]
+__all__ = ["CLASSES", "FAULTS", "PLAIN_LOSS", "Fault", "all_faults", "needs_of", "one_of", "row_of", "variants_of"]
 
 F = TypeVar("F", bound=BaseFault)
 
@@ -61,6 +63,9 @@ if TYPE_CHECKING:
 else:
     Fault = Union[tuple(FAULTS)]  # noqa: UP007 - the union of all classes, from which plans are read
 
+PLAIN_LOSS: Fault = kill.ROW.example
+"""The simplest fault that loses its subjects, for plans in which it does not matter how they are lost."""
+
 
 def all_faults() -> tuple[type[BaseFault], ...]:
     """Return the classes of all faults."""
@@ -70,6 +75,17 @@ def all_faults() -> tuple[type[BaseFault], ...]:
 def row_of(fault: F) -> FaultRow[F]:
     """Return the row of a fault."""
     return FAULTS[type(fault)]
+
+
+def variants_of(profile: Profile, draw: random.Random, for_s: float | None = None) -> list[FaultAndTarget[BaseFault]]:
+    """Return the variants that the rows of all faults have for a profile."""
+    return [one for row in FAULTS.values() if profile in row.variants for one in row.variants[profile](draw, for_s)]
+
+
+def one_of(profile: Profile, draw: random.Random) -> FaultAndTarget[BaseFault]:
+    """Return one of the variants that there are for a profile. No number is drawn where there is only one."""
+    variants = variants_of(profile, draw)
+    return variants[0] if len(variants) == 1 else draw.choice(variants)
 
 
 def needs_of(faults: Iterable[BaseFault]) -> frozenset[Need]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -20,10 +20,10 @@ from rackrun.chaos.inprocess.restore_times import Restored, read_restores
 from rackrun.coordinator.journal.command_causes import rule_column
 from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
-from rackrun.coordinator.observe.recoveries import RecoveryRecord, describe_exit
+from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.errors import UsageError
 from rackrun.protocol.commands import GenerationPlan
-from rackrun.protocol.events import WorkerExited
+from rackrun.protocol.events import Event
 from rackrun.protocol.ids import Position
 
 __all__ = [
@@ -37,23 +37,11 @@ __all__ = [
     "units_by_rank",
 ]
 
-SEEN = (
-    "DepartureAnnounced",
-    "DeviceChecked",
-    "DeviceJudged",
-    "LossNotRepeated",
-    "ReplicasDiffer",
-    "SlowRanksChanged",
-    "SnapshotDamaged",
-    "SourcesDiffer",
-    "StopRequested",
-    "TrayLost",
-    "TrayStoodStill",
-    "WorkerExited",
-    "WorkerSevered",
-    "WorkerStalled",
-)
+_EVENTS = {kind.__name__: kind for kind in get_args(Event)}
+SEEN = tuple(name for name, kind in _EVENTS.items() if kind.shows_fault != "no")
 """Events by which a job notices that something is wrong."""
+ORDINARY = tuple(name for name in SEEN if _EVENTS[name].shows_fault == "perhaps")
+"""Those of them that also happen without a fault."""
 _SAID = ("Decided", "Notice", "Answer", "ResumeGeneration", "StopJob")
 
 
@@ -79,16 +67,10 @@ class Happened(NamedTuple):
     @property
     def how(self) -> str:
         """The reason, in a few words."""
-        match self.name:
-            case "WorkerExited":
-                return describe_exit(msgspec.convert(self.body, WorkerExited))
-            case "WorkerStalled":
-                return f"no progress for {self.body['for_ms'] / 1e3:.1f} s"
-            case "TrayStoodStill":
-                alone = " alone" if self.body.get("workers_ran") else ""
-                return f"its agent stood still{alone} for {self.body['for_ms'] / 1e3:.1f} s"
-            case _:
-                return str(self.body.get("because", ""))
+        try:
+            return str(msgspec.convert(self.body, _EVENTS[self.name]).how)
+        except (KeyError, msgspec.ValidationError):  # a command, or an event of an older journal
+            return str(self.body.get("because", ""))
 
 
 class PlannedGeneration(NamedTuple):

@@ -3,6 +3,7 @@
 This is a pure function of what was recorded. An event of the core belongs to the last strike before it at the same
 worker (slot and incarnation), or at its tray. Where no event names a subject of the strike (a partition breaks other
 ranks' connections, all ranks miss a bit), the first event before the next strike is taken, and called *inferred*.
+Events that also happen without a fault are never inferred.
 """
 
 from __future__ import annotations
@@ -25,16 +26,13 @@ from rackrun.chaos.evidence.history import (
     StrikeConfirmed,
     TakenBack,
 )
-from rackrun.chaos.report.analysis.journal_timeline import SEEN, Happened, JournalTimeline
+from rackrun.chaos.report.analysis.journal_timeline import ORDINARY, SEEN, Happened, JournalTimeline
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 
 __all__ = ["Chain", "WaterfallStage", "chains_of", "entries_of", "stages_of"]
 
 _INFERRED_S = 30.0
 """Seconds after the end of a fault within which an event may be inferred as its consequence, by its time alone."""
-_ORDINARY = ("DeviceChecked", "SlowRanksChanged", "StopRequested", "TrayStoodStill")
-"""Events that also happen without a fault: they count where they name a subject of the strike, and are never
-inferred."""
 _BLUNT_S = 0.002
 """Events are stamped in whole milliseconds."""
 
@@ -239,7 +237,7 @@ def _owners(chains: list[Chain], job: JournalTimeline) -> dict[int, tuple[Happen
             if (
                 chain.at_s - _BLUNT_S <= event.at_s < until_s
                 and event.id not in taken
-                and event.name not in _ORDINARY
+                and event.name not in ORDINARY
                 and not (event.name == "WorkerExited" and event.body.get("exit_code") == 0)
             ):
                 found[index] = (event, True)

@@ -34,7 +34,7 @@ from rackrun.chaos.simulator.base.ground_truth import must
 from rackrun.chaos.simulator.cluster.coordinator_model import Gone, SimulatedLink
 from rackrun.chaos.simulator.cluster.worker_model import SimulatedWorker
 from rackrun.protocol.commands import GenerationPlan, Worker, WorkerCommand
-from rackrun.protocol.events import Event, TrayJoined
+from rackrun.protocol.events import Event, TrayJoined, WorkerEvent
 from rackrun.protocol.ids import SlotId, TrayId
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class Agent:
     def in_slot(self, slot: SlotId) -> SimulatedWorker | None:
         return next((one for one in self._processes.values() if one.slot == slot and one.alive), None)
 
-    def hear_worker(self, process: SimulatedWorker, event: Event) -> None:
+    def hear_worker(self, process: SimulatedWorker, event: WorkerEvent) -> None:
         self._tell(t.WorkerSaid(process.worker, event))
 
     def see_exit(self, process: SimulatedWorker) -> None:

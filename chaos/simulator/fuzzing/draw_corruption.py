@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Literal
 
 import msgspec
 
-from rackrun.chaos.faults.data.flip_bit import FlipBit
-from rackrun.chaos.faults.fault_types import Subjects
-from rackrun.chaos.faults.processes.crash_at_point import CrashAt
-from rackrun.chaos.faults.processes.kill import Kill
-from rackrun.chaos.faults.table.fault_table import Fault
-from rackrun.chaos.faults.targets import One
+from rackrun.chaos.faults.fault_row import FaultAndTarget
+from rackrun.chaos.faults.fault_types import BaseFault
+from rackrun.chaos.faults.profiles import Profile
+from rackrun.chaos.faults.table.fault_table import PLAIN_LOSS, one_of
+from rackrun.chaos.faults.targets import A_RANK
 from rackrun.chaos.plan.definition import AtStep, Every, Inject, Now, Par, Quiet, Seq
 from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
 from rackrun.core.policy.choice import parse_rules
@@ -21,9 +19,6 @@ from rackrun.protocol.ids import SlotId
 from rackrun.protocol.job_config import JobConfig
 
 __all__ = ["left_with_two", "with_corruption"]
-
-RANK = Subjects.RANK
-_OF: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "parameters", "parameters", "gradients")
 
 
 def with_corruption(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
@@ -34,8 +29,8 @@ def with_corruption(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
     if job.must_survive:
         return _with_one_flip(job, draw)
     every = draw.choice([0, 1, 1, 2, 3, 5])
-    of = draw.choice(_OF)
-    strike = Inject(fault=FlipBit(of=of), target=One(RANK))
+    fault, target = one_of(Profile.CORRUPT_STATE, draw)
+    strike = Inject(fault=fault, target=target)
     flips = Every(mean_s=draw.choice([5.0, 15.0, 60.0]), part=strike, times=draw.randint(1, 4))
     plan = msgspec.structs.replace(job.plan, plan=Par(parts=(job.plan.plan, Seq(parts=(Quiet(steps=3), flips)))))
     if draw.random() < 0.5:  # few other faults strike it
@@ -57,7 +52,8 @@ def with_corruption(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
 
 def _with_one_flip(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
     """Add one flip after all other faults. It must be found: nothing of it may be left at the end."""
-    flip = Inject(fault=FlipBit(of="parameters"), target=One(RANK), when=Now(plus_s=round(5 * draw.random(), 3)))
+    fault, target = one_of(Profile.CORRUPT_PARAMETERS, draw)
+    flip = Inject(fault=fault, target=target, when=Now(plus_s=round(5 * draw.random(), 3)))
     plan = msgspec.structs.replace(job.plan, plan=Seq(parts=(job.plan.plan, Quiet(steps=4), flip)))
     return replace(job, plan=plan, check_replicas=draw.randint(1, 4))
 
@@ -70,12 +66,12 @@ def left_with_two(job: SimulatedJob, draw: random.Random) -> SimulatedJob:
     """
     step = draw.randint(4, 8)
 
-    def strike(fault: Fault, plus_s: float) -> Inject:
-        return Inject(fault=fault, target=One(RANK), when=AtStep(step=step, plus_s=round(plus_s, 3)))
+    def strike(what: FaultAndTarget[BaseFault], plus_s: float) -> Inject:
+        return Inject(fault=what[0], target=what[1], when=AtStep(step=step, plus_s=round(plus_s, 3)))
 
-    first = strike(CrashAt(point="worker: applied", nth=1), 0.1)
-    flips = strike(FlipBit(of="parameters"), 1.15 + 0.8 * draw.random())
-    last = strike(Kill(), 2 + draw.random())
+    first = strike(one_of(Profile.AFTER_GATE, draw), 0.1)
+    flips = strike(one_of(Profile.CORRUPT_PARAMETERS, draw), 1.15 + 0.8 * draw.random())
+    last = strike((PLAIN_LOSS, A_RANK), 2 + draw.random())
     parts = (first, flips, last) if draw.random() < 0.5 else (first, flips)
     config = JobConfig(
         trays_min=3,

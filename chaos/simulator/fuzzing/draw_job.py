@@ -10,39 +10,44 @@ import msgspec
 
 from rackrun.chaos.base.random_streams import stream
 from rackrun.chaos.faults.fault_types import Subjects
-from rackrun.chaos.faults.hangs.pause_process import Pause
-from rackrun.chaos.faults.network.network_partition import Partition
-from rackrun.chaos.faults.processes.kill import Kill
-from rackrun.chaos.faults.processes.return_tray import Return
-from rackrun.chaos.faults.table.fault_table import FAULTS, Fault
-from rackrun.chaos.faults.targets import Last, One, Several, Target
+from rackrun.chaos.faults.profiles import Profile
+from rackrun.chaos.faults.table.fault_table import PLAIN_LOSS, Fault, one_of, row_of, variants_of
+from rackrun.chaos.faults.targets import A_RANK, A_TRAY, Several, Target
 from rackrun.chaos.plan.definition import AtStep, Budget, Every, Inject, Now, Par, Part, Plan, Quiet, Seq
 from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
 from rackrun.chaos.simulator.fuzzing.draw_corruption import left_with_two, with_corruption
+from rackrun.chaos.simulator.fuzzing.draw_damage import a_job_with_a_damaged_checkpoint
 from rackrun.chaos.simulator.fuzzing.draw_long import LONG, a_long_job
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.job_config import JobConfig
 
-__all__ = ["FAMILIES", "draw_job"]
+__all__ = ["draw_job"]
 
-RANK, SPARE, AGENT, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjects.TRAY
 _COPIES: tuple[Literal["local", "mirror", "xor", "rs"], ...] = ("mirror", "mirror", "xor", "rs", "local")
-FAMILIES = ("kills", "errors", "crashes", "hangs", "slow", "trays", "network", "control", "hardware", "rot", "leaving")
-DISK = "disk"
+FAMILIES = (
+    Profile.KILLS,
+    Profile.ERRORS,
+    Profile.CRASHES,
+    Profile.HANGS,
+    Profile.SLOW,
+    Profile.TRAYS,
+    Profile.NETWORK,
+    Profile.CONTROL,
+    Profile.HARDWARE,
+    Profile.ROT,
+    Profile.LEAVING,
+)
+_LOSE_TRAYS = (Profile.TRAYS, Profile.NETWORK, Profile.LEAVING)
 LEFT_WITH_TWO = 0.02
 """The share of jobs in which three replicas become two, and one of these is wrong."""
-FEW = ("few workers", "few connections")
-"""Families of the few faults that spares and replicas can deal with."""
+DAMAGED_CHECKPOINT = 0.01
+"""The share of jobs that lose state of which there is a checkpoint, about when one is damaged."""
+_FEW = (Profile.FEW_WORKERS, Profile.FEW_CONNECTIONS)
 
 
-def _variants(family: str, draw: random.Random, for_s: float | None) -> list[tuple[Fault, Target]]:
-    """Return what the rows of all faults have for a family."""
-    return [variant for row in FAULTS.values() if family in row.in_fuzz for variant in row.in_fuzz[family](draw, for_s)]
-
-
-def _one_of(family: str, draw: random.Random) -> tuple[Fault, Target]:
+def _one_of(family: Profile, draw: random.Random) -> tuple[Fault, Target]:
     for_s = draw.choice([None, 1.0, 4.0, 20.0])
-    choices = {one: _variants(one, draw, for_s) for one in FAMILIES}
+    choices = {one: variants_of(one, draw, for_s) for one in FAMILIES}
     return draw.choice(choices[family])
 
 
@@ -53,17 +58,21 @@ def _faults(draw: random.Random) -> Part:
         for _ in range(draw.randint(1, 2)):
             fault, target = _one_of(family, draw)
             strike: Part = Inject(fault=fault, target=target)
-            loses_tray = family in ("trays", "network", "leaving") and draw.random() < 0.6
-            if loses_tray and not isinstance(fault, Pause):
-                back = Inject(fault=Return(), target=Last(TRAY), when=Now(plus_s=round(draw.random() * 40, 3)))
+            loses_tray = family in _LOSE_TRAYS and draw.random() < 0.6
+            if loses_tray and (
+                fault.loses or not row_of(fault).by_signals
+            ):  # who is stopped by a signal is still there
+                returns, tray = one_of(Profile.TRAY_RETURNS, draw)
+                back = Inject(fault=returns, target=tray, when=Now(plus_s=round(draw.random() * 40, 3)))
                 strike = Seq(parts=(strike, back))
             parts.append(Every(mean_s=draw.choice([3.0, 10.0, 30.0]), part=strike, times=draw.randint(1, 5)))
     if draw.random() < 0.1:  # two workers are lost that start together
-        parts.append(Inject(fault=Kill(), target=Several(RANK, 2), when=AtStep(step=draw.randint(0, 12))))
+        parts.append(Inject(fault=PLAIN_LOSS, target=Several(Subjects.RANK, 2), when=AtStep(step=draw.randint(0, 12))))
     if draw.random() < 0.1:  # a tray that its peers do not reach, while all ranks have to come together again
         when = AtStep(step=draw.randint(0, 12))
-        parts.append(Inject(fault=Partition(shape="from_peers", for_s=60.0), target=One(TRAY), when=when))
-        parts.append(Inject(fault=Kill(), target=One(RANK), when=when))
+        cut, tray = one_of(Profile.CUT_FROM_PEERS, draw)
+        parts.append(Inject(fault=cut, target=tray, when=when))
+        parts.append(Inject(fault=PLAIN_LOSS, target=A_RANK, when=when))
     faults: Part = Par(parts=tuple(parts))
     if draw.random() < 0.85:  # otherwise the faults strike while all workers start
         faults = Seq(parts=(Quiet(steps=draw.randint(1, 6)), faults))
@@ -72,7 +81,7 @@ def _faults(draw: random.Random) -> Part:
 
 def _few_faults(draw: random.Random) -> Part:
     """Draw a few faults that spares and replicas can deal with."""
-    faults = [variant for family in FEW for variant in _variants(family, draw, None)]
+    faults = [variant for family in _FEW for variant in variants_of(family, draw)]
     parts: list[Part] = []
     for turn in range(draw.randint(1, 4)):
         fault, target = draw.choice(faults)
@@ -87,6 +96,9 @@ def draw_job(seed: int) -> SimulatedJob:
     two = stream(seed, "swarm", "left with two")
     if two.random() < LEFT_WITH_TWO:
         return left_with_two(_without_disk(seed), two)
+    damage = stream(seed, "swarm", "damaged checkpoint")
+    if damage.random() < DAMAGED_CHECKPOINT:
+        return a_job_with_a_damaged_checkpoint(seed, damage)
     return with_corruption(_with_or_without_disk(seed), stream(seed, "swarm", "corruption"))
 
 
@@ -101,13 +113,13 @@ def _with_or_without_disk(seed: int) -> SimulatedJob:
 
 def _with_disk(plan: Plan, draw: random.Random) -> Plan:
     """Add faults of the storage and, at times, losses after which no state is left in memory."""
-    fault, target = draw.choice(_variants(DISK, draw, draw.choice([1.0, 10.0, 60.0])))
+    fault, target = draw.choice(variants_of(Profile.DISK, draw, draw.choice([1.0, 10.0, 60.0])))
     fails = Inject(fault=fault, target=target)
     parts: list[Part] = [plan.plan, Every(mean_s=15.0, part=fails, times=draw.randint(1, 3))]
     if draw.random() < 0.5:
         when = AtStep(step=draw.randint(3, 15))
-        parts.append(Inject(fault=Kill(), target=Several(RANK, 2), when=when))
-        parts.append(Inject(fault=Kill(), target=One(TRAY), when=when))
+        parts.append(Inject(fault=PLAIN_LOSS, target=Several(Subjects.RANK, 2), when=when))
+        parts.append(Inject(fault=PLAIN_LOSS, target=A_TRAY, when=when))
     return msgspec.structs.replace(plan, plan=Par(parts=tuple(parts)))
 
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import random
 
 from rackrun.chaos.faults.fault_types import Subjects
-from rackrun.chaos.faults.hangs.delay_collective import DelayCollective
-from rackrun.chaos.faults.network.network_partition import Partition
-from rackrun.chaos.faults.processes.kill import Kill
-from rackrun.chaos.faults.processes.return_tray import Return
-from rackrun.chaos.faults.table.fault_table import Fault
-from rackrun.chaos.faults.targets import Exactly, Last, One, Several, Target
+from rackrun.chaos.faults.profiles import Profile
+from rackrun.chaos.faults.table.fault_table import one_of
 from rackrun.chaos.plan.definition import AtStep, Inject, Now, Part, Plan, Seq, kind_of
 from rackrun.chaos.simulator.cluster.simulation import SimulatedJob
 from rackrun.protocol.job_config import JobConfig
 
 __all__ = ["LONG", "a_long_job"]
 
-RANK, SPARE, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.TRAY
 LONG = 1 / 80
 """The share of such jobs among all seeds."""
 _CYCLE, _APART = 1_200, 40
@@ -47,22 +42,15 @@ def a_long_job(seed: int, draw: random.Random) -> SimulatedJob:
         max_restarts=100,
         no_progress_max=20,
     )
-    faults: list[tuple[Fault, Target]] = [
-        (Kill(), One(RANK)),
-        (Kill(), Several(RANK, 2)),
-        (Kill(), One(SPARE)),
-        (Kill(), One(TRAY)),
-        (Partition(shape="isolated", for_s=1.0), One(TRAY)),
-    ]
-    hangs = DelayCollective(for_s=10_000.0), Exactly(RANK, ("0",))
     parts: list[Part] = []
     for turn in range((units - _CYCLE // 2) // _CYCLE * (_HANGS + _OTHERS)):
         cycle, number = divmod(turn, _HANGS + _OTHERS)
-        fault, target = hangs if number < _HANGS else draw.choice(faults)
+        fault, target = one_of(Profile.LONG_HANGS if number < _HANGS else Profile.LONG, draw)
         step = cycle * _CYCLE + number * _APART + draw.randint(5, 30)
         parts.append(Inject(fault=fault, target=target, when=AtStep(step=step, plus_s=0.3)))
-        if kind_of(target) is TRAY and isinstance(fault, Kill):
-            parts.append(Inject(fault=Return(), target=Last(TRAY), when=Now(plus_s=round(1 + draw.random(), 3))))
+        if kind_of(target) is Subjects.TRAY and fault.loses:
+            returns, tray = one_of(Profile.TRAY_RETURNS, draw)
+            parts.append(Inject(fault=returns, target=tray, when=Now(plus_s=round(1 + draw.random(), 3))))
     return SimulatedJob(
         seed=seed,
         config=config,

@@ -23,7 +23,7 @@ from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.protocol.boot import SNAPSHOT_JOB
 from rackrun.protocol.crash_points import crash_point, register
-from rackrun.protocol.events import Event, SnapshotMirrored, SnapshotStriped
+from rackrun.protocol.events import SnapshotMirrored, SnapshotStriped
 from rackrun.protocol.ids import Generation, Incarnation, Step, TrayId, step_of
 
 __all__ = ["SnapshotCopies", "CopyHolder", "Mirror", "verify"]
@@ -126,7 +126,7 @@ class Mirror:
         self,
         token: str,
         destination: Callable[[WorkerHandle], CopyHolder | RankParitySet | None],
-        tell: Callable[[Event], None],
+        tell: Callable[[SnapshotMirrored | SnapshotStriped], None],
     ) -> None:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._destination, self._tell = destination, tell
@@ -180,7 +180,7 @@ class Mirror:
                     lambda: limit.reschedule(loop.time() + _SILENCE_S),
                 )
                 if isinstance(to, CopyHolder):
-                    event: Event = await self._copy(session, worker, to, source, besides)
+                    event: SnapshotMirrored | SnapshotStriped = await self._copy(session, worker, to, source, besides)
                 else:
                     await give_stripes(session, to, source, besides)
                     event = SnapshotStriped(

@@ -11,8 +11,8 @@ from typing import TypeAlias
 import msgspec
 
 from rackrun.protocol.commands import ResumeGeneration, StartWorker, Worker, WorkerCommand
-from rackrun.protocol.events import Event, ScriptFailure
-from rackrun.protocol.wire import Upward
+from rackrun.protocol.events import ScriptFailure
+from rackrun.protocol.wire import AgentEvent, Upward
 
 __all__ = [
     "AdmitWorker",
@@ -275,7 +275,7 @@ class Forward(_Value, frozen=True):
 class SendEvent(_Value, frozen=True):
     """Send an event of the tray's own to the coordinator."""
 
-    event: Event
+    event: AgentEvent
 
 
 class SpareWaits(_Value, frozen=True):

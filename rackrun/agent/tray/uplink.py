@@ -40,9 +40,8 @@ from rackrun.link.channel import frame
 from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, NumberedLink, Welcome
 from rackrun.protocol.agent_config import AgentConfig
 from rackrun.protocol.commands import WorkerCommand
-from rackrun.protocol.events import Event
 from rackrun.protocol.versions import own_versions
-from rackrun.protocol.wire import PROTOCOL, decode_command
+from rackrun.protocol.wire import PROTOCOL, AgentEvent, decode_command
 
 __all__ = ["Uplink"]
 
@@ -56,7 +55,7 @@ class Uplink:
     """Sends the tray's messages and receives the coordinator's commands."""
 
     def __init__(
-        self, config: AgentConfig, first: Event, obey: Callable[[WorkerCommand], None], orphan_s: float
+        self, config: AgentConfig, first: AgentEvent, obey: Callable[[WorkerCommand], None], orphan_s: float
     ) -> None:
         self._config = config
         self._first = frame(first)
@@ -81,7 +80,7 @@ class Uplink:
         self._over = False
         self.connected = False
 
-    def event(self, event: Event) -> None:
+    def event(self, event: AgentEvent) -> None:
         """Send an event at once."""
         self._put(Urgency.NOW, frame(event))
 

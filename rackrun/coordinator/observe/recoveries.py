@@ -5,7 +5,6 @@ A pure observer: it receives every event and every command that the driver handl
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -38,7 +37,7 @@ from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Tra
 from rackrun.protocol.policy_types import Rung
 from rackrun.protocol.wire import StateCopied, UnitCommitted
 
-__all__ = ["LostRank", "RecoveryRecord", "RecoveryWatch", "describe_exit"]
+__all__ = ["LostRank", "RecoveryRecord", "RecoveryWatch"]
 
 _STALLED = "stalled for"
 _GONE = "gone"
@@ -309,7 +308,7 @@ class RecoveryWatch:
         if self._plan and any(member.slot == event.slot for member in self._plan.members):
             self._last_step = max(self._last_step, event.step)
         if event.slot not in self._fenced:
-            self._fault(event.slot, describe_exit(event), now_ms)
+            self._fault(event.slot, event.how, now_ms)
 
     def _stalled(self, event: WorkerStalled, now_ms: float) -> None:
         how = f"{_STALLED} {event.for_ms} ms"
@@ -441,18 +440,6 @@ class RecoveryWatch:
         for recovery in ended:
             self.last = recovery
             self._on_done(recovery)
-
-
-def describe_exit(event: WorkerExited) -> str:
-    """Describe how a worker exited, for the report."""
-    if event.signal is not None:
-        try:
-            return signal.Signals(event.signal).name
-        except ValueError:
-            return f"signal {event.signal}"
-    if event.failure is not None:
-        return event.failure.type.removeprefix("builtins.")
-    return "gone" if event.exit_code is None else f"exit code {event.exit_code}"
 
 
 def _sources(plan: GenerationPlan, trays: Mapping[str, TrayId]) -> tuple[str, ...]:

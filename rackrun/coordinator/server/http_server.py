@@ -55,33 +55,21 @@ from rackrun.protocol.commands import Answer
 from rackrun.protocol.encodable import clean, encodable, json_of
 from rackrun.protocol.events import (
     BreakerClosed,
-    CostsMeasured,
-    DepartureAnnounced,
-    DeviceChecked,
-    DeviceJudged,
     DrainRequested,
     GrowRequested,
-    JournalFailed,
-    PolicyAnswered,
+    OfWorker,
     PolicyRequested,
-    RackDelivered,
-    RackPreempted,
-    RackRefused,
     ReturnRequested,
     ShrinkRequested,
-    SlowRanksChanged,
     StopRequested,
     SwapRequested,
-    TimerFired,
-    TrayDescribed,
+    TrayEvent,
     TrayJoined,
-    TrayLost,
-    TrayStoodStill,
     WorkerEvent,
 )
 from rackrun.protocol.ids import TrayId, tray_of
 from rackrun.protocol.versions import own_versions, unlike
-from rackrun.protocol.wire import PROTOCOL, Telemetry, Upward, decode_upward
+from rackrun.protocol.wire import PROTOCOL, AgentEvent, Telemetry, Upward, decode_upward
 
 __all__ = ["ALONE_S", "Server"]
 
@@ -92,27 +80,6 @@ _RETURN_S = 1.0
 """Seconds that an agent may take to come back even if its lease is over, because this process itself may have stood
 still."""
 _SAID_MAX = 100
-_OUR_OWN = (
-    TrayLost,
-    TimerFired,
-    JournalFailed,
-    BreakerClosed,
-    CostsMeasured,
-    PolicyAnswered,
-    RackDelivered,
-    RackRefused,
-    RackPreempted,
-    DrainRequested,
-    ReturnRequested,
-    SwapRequested,
-    ShrinkRequested,
-    GrowRequested,
-    PolicyRequested,
-    SlowRanksChanged,
-)
-"""Events that only the coordinator may create."""
-
-
 _ASKED: dict[str, type[DrainRequested | ReturnRequested | SwapRequested | ShrinkRequested | GrowRequested]] = {
     "/api/drain": DrainRequested,
     "/api/return": ReturnRequested,
@@ -150,11 +117,7 @@ class Server:
                 web.get("/metrics", self._metrics),
                 web.post("/api/stop", self._stop),
                 web.post("/api/close-breaker", self._close_breaker),
-                web.post("/api/drain", self._ask),
-                web.post("/api/return", self._ask),
-                web.post("/api/swap", self._ask),
-                web.post("/api/shrink", self._ask),
-                web.post("/api/grow", self._ask),
+                *(web.post(path, self._ask) for path in _ASKED),
                 web.post("/api/policy", self._policy),
                 web.get("/api/answer", self._answer),
                 web.get("/api/end", self._end),
@@ -462,8 +425,7 @@ class Server:
         link.check(told)
         return self._driver.link_of(link.tray) is link
 
-    def _event(self, link: AgentLink, event: Upward) -> None:
-        assert not isinstance(event, Telemetry)
+    def _event(self, link: AgentLink, event: AgentEvent) -> None:
         if isinstance(event, TrayJoined):
             if event.tray != link.tray or link.joined:
                 raise ProtocolViolation(f"TrayJoined of {event.tray} on the connection of {link.tray}")
@@ -472,8 +434,6 @@ class Server:
             link.check(event)
             link.join(event.host, event.slots, event.store)
             self._driver.joined(event, link)
-        elif isinstance(event, _OUR_OWN):
-            raise ProtocolViolation(f"{type(event).__name__} is not an agent's to say")
         elif isinstance(event, StopRequested):  # from an agent that was started by hand
             self._driver.submit(event)
         elif not link.joined:
@@ -485,12 +445,8 @@ class Server:
             self._driver.submit(event)
 
 
-def _tray_of(
-    event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed | TrayStoodStill | DepartureAnnounced,
-) -> TrayId:
-    if isinstance(event, DeviceJudged | DeviceChecked | TrayDescribed | TrayStoodStill | DepartureAnnounced):
-        return event.tray
-    return tray_of(event.slot)
+def _tray_of(event: WorkerEvent | TrayEvent) -> TrayId:
+    return tray_of(event.slot) if isinstance(event, OfWorker) else event.tray
 
 
 async def _asked(request: web.Request, kind: type[_A], **own: object) -> _A:

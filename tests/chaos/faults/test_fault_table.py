@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,22 +16,14 @@ import pytest
 import rackrun.chaos
 from rackrun.chaos.faults.fault_row import HookPlace, HookVisit, Need, StrikeCost
 from rackrun.chaos.faults.fault_types import BaseFault, Complaint, Subjects, name_of
-from rackrun.chaos.faults.table.fault_table import FAULTS
+from rackrun.chaos.faults.profiles import Profile
+from rackrun.chaos.faults.table.fault_table import FAULTS, variants_of
 from rackrun.chaos.faults.table.validate import nonsense_of
 from rackrun.chaos.plan.definition import kind_of
-from rackrun.chaos.simulator.fuzzing.draw_job import DISK, FAMILIES, FEW
+from rackrun.chaos.runs.soak import SOAK_FAULTS
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHOUT_A_MODEL = {"duplicate", "exhaust_descriptors", "gpu_fails"}
-SCENARIOS = {
-    "chaos/plan/shrink_plan.py",
-    "chaos/runs/draw_run.py",
-    "chaos/runs/soak.py",
-    "chaos/simulator/fuzzing/draw_corruption.py",
-    "chaos/simulator/fuzzing/draw_job.py",
-    "chaos/simulator/fuzzing/draw_long.py",
-}
-"""Modules that choose single faults for a situation of their own. A new fault changes none of them."""
 PARTS = {
     "DiskFails": {"chaos/inprocess/file_faults.py"},
     "Link": {
@@ -100,14 +93,37 @@ def test_a_row_is_complete(kind: type[BaseFault]) -> None:
 def test_what_a_row_draws_is_of_its_kind_and_makes_sense(kind: type[BaseFault]) -> None:
     row, draw = FAULTS[kind], random.Random(7)
     variants = [row.draw(draw) for _ in range(50)]
-    variants += [one for make in row.in_fuzz.values() for one in make(draw, 1.0)]
+    variants += [one for make in row.variants.values() for one in make(draw, 1.0)]
     for fault, target in variants:
         assert type(fault) is kind
         assert kind_of(target) in kind.strikes
         assert nonsense_of(fault, target) is None
-    assert row.in_fuzz.keys() <= {*FAMILIES, DISK, *FEW}
-    assert {type(one) for one in row.in_any_script(draw)} <= {kind}
-    assert Subjects.RANK in kind.strikes or not row.in_any_script(draw)
+    assert {type(one) for one in row.in_soak.values()} <= {kind}
+    assert Subjects.RANK in kind.strikes or not row.in_soak
+
+
+def test_every_profile_has_faults_and_a_generator_that_asks_for_it() -> None:
+    drawn = {profile for row in FAULTS.values() for profile in row.variants}
+    assert drawn == {*Profile}
+    generators = [
+        *(ROOT / "chaos/simulator").rglob("*.py"),
+        *(ROOT / "chaos/runs").glob("*.py"),
+        *(ROOT / "chaos/plan").glob("*.py"),
+    ]
+    text = "".join(path.read_text(encoding="utf-8") for path in generators)
+    assert {profile.name for profile in Profile} == {*re.findall(r"\bProfile\.([A-Z_]+)", text)}
+
+
+def test_what_loses_a_rank_of_any_script_does_and_what_stops_it_does_not() -> None:
+    draw = random.Random(7)
+    for profile, loses in ((Profile.ANY_SCRIPT_LOSES, True), (Profile.ANY_SCRIPT_STOPS, False)):
+        for fault, target in variants_of(profile, draw):
+            assert fault.loses is loses
+            assert kind_of(target) is Subjects.RANK
+
+
+def test_names_of_faults_of_a_soak_are_used_once() -> None:
+    assert len(SOAK_FAULTS) == sum(len(row.in_soak) for row in FAULTS.values())
 
 
 @every_fault
@@ -135,4 +151,4 @@ def importers() -> dict[tuple[str, str], set[str]]:
 @every_fault
 def test_nobody_else_in_the_product_names_a_fault(kind: type[BaseFault]) -> None:
     named = importers()[kind.__module__, kind.__name__]
-    assert named - {"chaos/__init__.py"} - SCENARIOS == PARTS.get(kind.__name__, set())
+    assert named - {"chaos/__init__.py"} == PARTS.get(kind.__name__, set())

@@ -150,3 +150,11 @@ def test_a_strike_that_took_no_effect_explains_nothing() -> None:
 def test_a_job_without_a_journal_has_made_nothing_of_it() -> None:
     chain = only([strike(0, 1.0, RANK_2), took(0, 1.1), TakenBack(at_s=2.0, id="h2", strike=0)], None)
     assert (chain.took, chain.back_s, chain.seen) == (True, 2.0, None)
+
+
+def test_what_was_noticed_is_said_in_the_words_of_the_event_also_of_older_journals() -> None:
+    stood = event(1, 1.0, "TrayStoodStill", tray="t0", for_ms=1500, workers_ran=True)
+    assert stood.how == "its agent stood still alone for 1.5 s"
+    assert event(2, 1.0, "DeviceChecked", tray="t0", index=1, unfit=["hot"]).how == "GPU 1 is unfit: hot"
+    assert event(3, 1.0, "TrayLost", because="its agent is gone").how == "its agent is gone", "its tray is missing"
+    assert event(4, 1.0, "Decided", because="a command").how == "a command"

@@ -15,7 +15,7 @@ from rackrun.protocol.gpu_health import Evidence, GpuVerdict, Health, Response
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.protocol.policy_types import Decision, Option, Rung
 from rackrun.protocol.timers import FenceOver, Timer, timer_named
-from rackrun.protocol.wire import decode_command, decode_upward, encode
+from rackrun.protocol.wire import AgentEvent, decode_command, decode_upward, encode
 
 SAMPLES: dict[object, object] = {
     int: 3,
@@ -61,6 +61,9 @@ SAMPLES: dict[object, object] = {
 }
 
 
+every_event = pytest.mark.parametrize("kind", typing.get_args(events.Event), ids=lambda kind: kind.__name__)
+
+
 def sample(hint: object) -> object:
     if hint in SAMPLES:
         return SAMPLES[hint]
@@ -76,14 +79,36 @@ def sample(hint: object) -> object:
 
 def filled(kind: type[msgspec.Struct]) -> typing.Any:
     return kind(
-        **{name: sample(hint) for name, hint in typing.get_type_hints(kind).items() if name != "__struct_config__"}
+        **{name: sample(hint) for name, hint in typing.get_type_hints(kind).items() if name in kind.__struct_fields__}
     )
 
 
-@pytest.mark.parametrize("kind", typing.get_args(events.Event), ids=lambda kind: kind.__name__)
-def test_an_event_survives_the_wire(kind: type[msgspec.Struct]) -> None:
+@every_event
+def test_an_event_survives_the_journal(kind: type[msgspec.Struct]) -> None:
+    event = filled(kind)
+    assert msgspec.json.decode(msgspec.json.encode(event), type=events.Event) == event
+
+
+@pytest.mark.parametrize("kind", typing.get_args(AgentEvent), ids=lambda kind: kind.__name__)
+def test_an_event_that_an_agent_may_send_survives_the_wire(kind: type[msgspec.Struct]) -> None:
     event = filled(kind)
     assert decode_upward(encode(event)) == event
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in typing.get_args(events.Event) if kind not in typing.get_args(AgentEvent)],
+    ids=lambda kind: kind.__name__,
+)
+def test_an_event_that_only_the_coordinator_may_create_is_refused(kind: type[msgspec.Struct]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode_upward(encode(filled(kind)))
+
+
+@every_event
+def test_an_event_that_shows_a_fault_says_how(kind: type[msgspec.Struct]) -> None:
+    event = filled(kind)
+    assert event.how or event.shows_fault == "no"
 
 
 @pytest.mark.parametrize("kind", typing.get_args(commands.WorkerCommand), ids=lambda kind: kind.__name__)
