@@ -53,7 +53,7 @@ FLOORS = {
     "rackrun.topology": [f"{TOP} model", "gpu_driver placement", "drawing health sources"],
     "rackrun.checkpoint": [
         "base",
-        "commit host_memory redundancy",
+        "commit durable.storage host_memory redundancy",
         "image",
         "arena durable",
         "dcp manager",

@@ -51,9 +51,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
 )
 from rackrun.checkpoint.durable.durable_reader import CheckpointReader, ShardReader
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
-from rackrun.checkpoint.durable.files import Files, Unsynced, read_small, set_aside, sync_directory
-from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.object_writer import ObjectWriter
+from rackrun.checkpoint.durable.storage.files import Files, Unsynced, read_small, set_aside, sync_directory
+from rackrun.checkpoint.durable.storage.object_store import files_at
 
 __all__ = ["Damage", "DurableStore", "CheckpointInfo", "CheckpointWriter", "UnpublishedCheckpoint", "Verification"]
 

@@ -38,7 +38,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
     unseal,
 )
 from rackrun.checkpoint.durable.durable_reader import fill
-from rackrun.checkpoint.durable.files import (
+from rackrun.checkpoint.durable.storage.files import (
     FailureKind,
     FileFailure,
     FileRefused,
@@ -52,7 +52,7 @@ from rackrun.checkpoint.durable.files import (
     sync_directory,
     write_new,
 )
-from rackrun.checkpoint.durable.partial_files import partial_path
+from rackrun.checkpoint.durable.storage.partial_files import partial_path
 from rackrun.protocol.crash_points import crash_point, register
 
 if TYPE_CHECKING:

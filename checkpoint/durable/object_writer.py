@@ -20,8 +20,8 @@ import errno
 
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter, SliceReadable, _checked_chunks
-from rackrun.checkpoint.durable.files import FailureKind, FileRefused, delete_tree, write_new
-from rackrun.checkpoint.durable.object_store import ObjectFiles
+from rackrun.checkpoint.durable.storage.files import FailureKind, FileRefused, delete_tree, write_new
+from rackrun.checkpoint.durable.storage.object_store import ObjectFiles
 from rackrun.protocol.crash_points import crash_point
 
 __all__ = ["ObjectWriter"]

@@ -23,9 +23,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
     replaced_number,
 )
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
-from rackrun.checkpoint.durable.files import Files
-from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import Files
+from rackrun.checkpoint.durable.storage.object_store import files_at
 from rackrun.errors import UsageError
 
 __all__ = [

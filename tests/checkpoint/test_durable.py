@@ -26,8 +26,8 @@ from rackrun.checkpoint.durable.durable_manifest import (
     unseal,
 )
 from rackrun.checkpoint.durable.durable_store import CheckpointWriter, DurableStore
-from rackrun.checkpoint.durable.files import FailureKind, Files
 from rackrun.checkpoint.durable.retention import sweep
+from rackrun.checkpoint.durable.storage.files import FailureKind, Files
 from rackrun.protocol import crash_points
 from tests.checkpoint.storage import (
     CHUNK,

@@ -17,9 +17,9 @@ from rackrun.checkpoint import CheckpointManager, MemoryTier
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import RemotePath, local_path, parse_location
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.object_store import ObjectFiles
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.durable.storage.object_store import ObjectFiles
 from rackrun.checkpoint.offline.directory_survey import stores_in, survey
 from rackrun.ctl.ckpt.ckpt_commands import ckpt
 from rackrun.ctl.main import main
