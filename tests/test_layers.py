@@ -72,7 +72,7 @@ FLOORS = {
     "rackrun.agent": ["host", "gpus worker_start workers", "fillers snapshots", "tray", TOP],
     "rackrun.worker": [
         f"{TOP} batch device tensors",
-        "communicators torch_compat.data_parallel",
+        "communicators membership.decisions torch_compat.data_parallel",
         "torch_compat",
         "membership state",
         "restore steps",

@@ -31,7 +31,7 @@ RARE = "not in an undisturbed step: at the start, in a recovery, or where conten
 EXACT = 'in a step with reduction="exact", which has more waits than one'
 ALLOWED = {
     "data/global_batch.py check_rule": RARE,
-    "membership/setup_broadcasts.py _bytes_of": RARE,
+    "communicators/setup_broadcasts.py _bytes_of": RARE,
     "torch_compat/data_parallel/fsdp.py promote_sharded": RARE,
     "torch_compat/feature_probe.py _going_back_of_fsdp": RARE,
     "torch_compat/feature_probe.py _local": RARE,

@@ -22,7 +22,7 @@ from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.shard_snapshots import Snapshots

@@ -26,7 +26,8 @@ from rackrun.worker.exact.fixed_point_scales import width_of
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.loop_exit import all_leave
 from rackrun.worker.loop.unit_runner import UnitRunner
-from rackrun.worker.membership.worker_membership import Reenter, Scope
+from rackrun.worker.membership.decisions.interruptions import Reenter
+from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.process.log_values import log_values
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime

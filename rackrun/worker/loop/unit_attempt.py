@@ -18,9 +18,9 @@ from rackrun.worker.data.global_batch import StepBatch
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.loop.entry_parts import EntryParts
-from rackrun.worker.membership.gate import complete, offered
-from rackrun.worker.membership.gate_sums import GateSums
-from rackrun.worker.membership.worker_membership import Abandoned
+from rackrun.worker.membership.decisions.gate import complete, offered
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.interruptions import Abandoned
 from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_audited
 from rackrun.worker.steps.step import Step

@@ -32,8 +32,9 @@ from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
 from rackrun.worker.loop.unit_attempt import UnitAttempt
-from rackrun.worker.membership.gate_sums import GateSums
-from rackrun.worker.membership.worker_membership import Abandoned, Scope
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.interruptions import Abandoned
+from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.script.second_loop import ONE_LOOP

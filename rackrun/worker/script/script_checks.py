@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import StepError
-from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
+from rackrun.worker.membership.decisions.script_scope import Scope
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.script.loop_only_names import unbound_without_a_turn
 from rackrun.worker.script.untracked_changes import UntrackedChanges, is_kept

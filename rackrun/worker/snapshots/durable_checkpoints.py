@@ -27,7 +27,7 @@ from rackrun.checkpoint.durable.retention import Retention, collect, sweep
 from rackrun.checkpoint.image.host_copies import ImageCopy, copies_from
 from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.ids import Position
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.process.reports import Reports
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.checkpoint_buffer import CheckpointBuffers

@@ -36,7 +36,7 @@ from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.boot import SNAPSHOT_JOB
 from rackrun.protocol.commands import Restore
 from rackrun.protocol.ids import Position, Step, snapshot_id, step_in
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot, fetch_snapshot
