@@ -74,6 +74,7 @@ FLOORS = {
         f"{TOP} batch device tensors",
         "communicators membership.decisions torch_compat.data_parallel",
         "torch_compat",
+        "state.objects",
         "membership state",
         "restore steps",
         "data",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import ModuleStructure
+from rackrun.worker.state.objects.module_structure import ModuleStructure
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.unit_undo import UnitUndo
 

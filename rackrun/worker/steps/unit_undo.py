@@ -34,8 +34,8 @@ from torch import nn
 
 from rackrun.checkpoint.image.plain_values import flatten
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import ModuleStructure
-from rackrun.worker.state.scaler_state import ScalerState
+from rackrun.worker.state.objects.module_structure import ModuleStructure
+from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed
