@@ -30,7 +30,7 @@ from rackrun.worker.membership.decisions.membership_machine import MembershipMac
 from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.harness import Ended, say
 from tests.worker.nccl_double import EARLY, MODES, InStream, LateWork, Queue, Stream, stream_of
 from tests.worker.scripts import Samples, adam, ddp, fit, loss_of, net

@@ -24,7 +24,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.harness import Ended, Swap, say
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 

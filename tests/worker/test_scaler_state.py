@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.test_state import carried
 
 

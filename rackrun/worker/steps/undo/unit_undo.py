@@ -38,6 +38,7 @@ from rackrun.worker.state.objects.module_structure import ModuleStructure
 from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
 from rackrun.worker.tensors.tensor_lists import (
@@ -83,9 +84,7 @@ class _Look(NamedTuple):
 class UnitUndo:
     """Remembers the state at the beginning of a unit, and restores it. ``say``: prints once what the copies cost."""
 
-    def __init__(  # noqa: PLR0915 - what there is at the start, one line each
-        self, state: TrackedState, say: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, state: TrackedState, say: Callable[[str], None] = lambda _: None) -> None:
         self._state, self._say = state, say
         self._copies = UndoCopies()
         self._filled = -1
@@ -97,18 +96,8 @@ class UnitUndo:
         self._whole = self._audits = False
         """For the current unit: whether everything that optimizers train is copied, and whether its changes are found
         by comparing content."""
-        self._suspect_at: set[int] = set()
-        """The places at which attempts were abandoned, as long as nothing has shown that those attempts left uncopied
-        tensors unchanged."""
-        self._suspect_everywhere = False
-        """Whether this rank has other micro-batches now than in those attempts, so that their places cannot be
-        compared."""
-        self._places = 0
-        """The number of places at which the current attempt could have been left so far."""
-        self._owes_comparison = False
-        """Whether the comparison is still due for the current place."""
+        self._places = AbandonedPlaces()
         self._everywhere = False
-        self._share: tuple[float, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}
         """Parameters that optimizers train, by path."""
         self._trained: list[nn.Parameter] = []
@@ -236,9 +225,8 @@ class UnitUndo:
         looks = self._audits or self._whole or look.structure is not self._structure
         if self._audits or look.structure is not self._structure:
             self._find_tensors(look.structure)
-        self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
-        if share != self._share:
-            self._share, self._suspect_everywhere = share, bool(self._suspect_at)
+        self._everywhere = everywhere
+        self._places.begin(share)
         self._saved_plain, parameters = look.plain, look.structure.parameters
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
@@ -305,7 +293,7 @@ class UnitUndo:
         free = self._free_tensors(look.dicts, look.structure)
         self._check_between(free)
         self._copies.begin()
-        looks = self._audits or bool(self._suspect_at) or bool(self._phase)
+        looks = self._audits or bool(self._places) or bool(self._phase)
         if not (free or wanted or looks or self._whole):
             self._copies.clear()
             self._marks, self._static, self._begun, self._first, self._state_keys = {}, {}, {}, {}, {}
@@ -325,7 +313,7 @@ class UnitUndo:
         self._static = {path: self._static[path] for path in unknown if not room and path in self._static}
         self._static |= digests_by_path({path: free[path] for path in digested})
         owned: dict[str, torch.Tensor] = {}
-        if self._whole or self._audits or self._suspect_at or self._phase or wanted - free.keys():
+        if self._whole or self._audits or self._places or self._phase or wanted - free.keys():
             owned = self._owned()
         copied = {path: tensor for path, tensor in owned.items() if self._whole or path in wanted}
         size = sum(nbytes(copied.values()))
@@ -348,7 +336,7 @@ class UnitUndo:
     def digests_ahead(self) -> Mapping[str, int]:
         """Return digests by path for the beginning of the next attempt at an abandoned unit, computed while this rank
         waits for others. Empty if that attempt needs none, as after a rollback: nothing is suspect then."""
-        if not self._suspect_at or self._filled != self._state.filled:
+        if not self._places or self._filled != self._state.filled:
             return {}
         if self._ahead[0] != self._state.filled:
             self._ahead = self._state.filled, digests_by_path(self._owned())
@@ -392,14 +380,12 @@ class UnitUndo:
         compared. ``updates_next``: `before_update` follows without any code of the script between, and does the
         comparison.
         """
-        self._places += 1
+        compares = self._places.reach(updates_next=updates_next)
         if self._everywhere:
             changed = self._differing(self._first, {**self._owned(), **self._free_tensors()})
             early = {path for path in changed if self._is_owned(path)}
             self._learn(early=early, moving=changed - early)
-        suspect = self._suspect_everywhere or bool({self._places, self._places - 1} & self._suspect_at)
-        self._owes_comparison = suspect and updates_next
-        if suspect and not updates_next:
+        if compares:
             self._compare_with_the_attempt_before()
 
     def _compare_with_the_attempt_before(self) -> None:
@@ -423,8 +409,7 @@ class UnitUndo:
             early |= self._differing(self._begun, owned)
         if self._whole and self._audits:
             early |= {path for path in owned if path in self._copies and not self._copies.equals(path, owned[path])}
-        if self._owes_comparison or (self._suspect_at and self._places <= max(self._suspect_at)):
-            self._owes_comparison = False
+        if self._places.is_due_before_update():
             self._compare_with_the_attempt_before()
         self._learn(early=early)
 
@@ -524,7 +509,7 @@ class UnitUndo:
                 other._per_optimizer_states.clear()
         self._put_back()
         if not self._phase and not self._whole and not self._begun:
-            self._suspect_at.add(self._places)
+            self._places.leave()
         return paths
 
     def _not_restorable(self) -> list[str]:
@@ -571,8 +556,7 @@ class UnitUndo:
             self._state.put_plain(self._saved_plain, {**values, **listed})
 
     def _nothing_is_suspect(self) -> None:
-        self._suspect_at.clear()
-        self._suspect_everywhere = False
+        self._places.clear()
         self._ahead = -1, {}
 
     def may_be_left(self) -> bool:
