@@ -22,10 +22,8 @@ the gate, and at the end.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress, islice, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,6 +37,7 @@ from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
+from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
 from rackrun.worker.tensors.tensor_lists import (
@@ -51,13 +50,11 @@ from rackrun.worker.tensors.tensor_lists import (
     versions_of_plain,
 )
 from rackrun.worker.tensors.undo_copies import NoMemoryForCopies, UndoCopies, place_for
-from rackrun.worker.torch_compat import zero_grad
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
 __all__ = ["UnitUndo", "changed_between"]
 
 _SMALL_BYTES = 2**20
-_GRADS_LOOKED_AT = 3
 _PHASE_RUNS_COPIED = 3
 """The number of runs of a phase that begin with a copy of everything. After them it is assumed to change only what it
 has changed so far."""
@@ -66,7 +63,7 @@ _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
-_TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
+_TRAINING = attrgetter("training")
 
 
 class _Look(NamedTuple):
@@ -135,14 +132,7 @@ class UnitUndo:
         self._saved_plain = b""
         self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
-        self._begun_with: Sequence[torch.Tensor] = ()
-        """All parameters when the unit began; the next two lists have one element for each."""
-        self._requires_grad: list[bool] = []
-        self._had_grads: list[bool] = []
-        self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
-        """A few gradients that some older unit has left and that were not cleared since."""
-        self._cleared = 0
-        """How often gradients had been cleared when the unit began."""
+        self._gradients = GradientsAtBegin()
         self._stands: tuple[bytes, list[int], list[int], list[Any], int] = b"", [], [], [], -1
         self._looked_at: _Look | None = None
         """The state as `check_stands` found it, for the unit that begins next."""
@@ -227,18 +217,13 @@ class UnitUndo:
             self._find_tensors(look.structure)
         self._everywhere = everywhere
         self._places.begin(share)
-        self._saved_plain, parameters = look.plain, look.structure.parameters
+        self._saved_plain = look.plain
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
         self._take_copies(look, exactly=looks)
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
-        self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
-        self._had_grads = list(map(is_not, map(_GRAD, parameters), repeat(None)))
-        found = compress(parameters, self._had_grads)
-        some = islice(found, _GRADS_LOOKED_AT if zero_grad.some_are_left() else 0)
-        self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
-        self._cleared = zero_grad.cleared()
+        self._gradients.begin(look.structure.parameters)
 
     def _observe(self) -> _Look:
         """Return the current state; uses the result of `check_stands` if that is still valid."""
@@ -422,19 +407,8 @@ class UnitUndo:
         return sorted(self._found_early)
 
     def check_gradients(self) -> None:
-        """Raise `StepError` if gradients of an older step are still in the sum, because the unit could not be repeated:
-        nobody has kept them.
-
-        Called before the first optimizer step of a unit. The older step is the one before, or any where some make no
-        optimizer step.
-        """
-        if zero_grad.cleared() == self._cleared and any(
-            parameter.grad is found() for parameter, found in self._grads_found
-        ):
-            raise StepError(
-                "gradients of an older step were not cleared, so this step adds to them, and could not be repeated.",
-                remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
-            )
+        """Raise `StepError` if gradients of an older step are still in the sum (`GradientsAtBegin.check_cleared`)."""
+        self._gradients.check_cleared()
 
     # -- it counts
     def ended(self) -> None:
@@ -484,21 +458,12 @@ class UnitUndo:
         """
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
-        for parameter, requires_grad in zip(self._begun_with, self._requires_grad, strict=True):
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
+        self._gradients.require_again()
         with torch.no_grad():
             fsdp.reset(self._state.structure().fsdp)
             for wrapper in self._state.wrappers() if backward_open else ():
                 ddp.reset(wrapper)
-            had = dict(zip(map(id, self._begun_with), self._had_grads, strict=True))
-            for parameter in self._state.parameters():
-                if parameter.grad is not None:
-                    if had.get(id(parameter)):
-                        parameter.grad.zero_()
-                    else:
-                        parameter.grad = None
-        zero_grad.nothing_is_left()
+            self._gradients.clear(self._state.parameters())
         paths = self._not_restorable()
         for other in self._state.others.values():
             if isinstance(other, ScalerState):
