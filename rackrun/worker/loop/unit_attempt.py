@@ -24,7 +24,7 @@ from rackrun.worker.membership.decisions.interruptions import Abandoned
 from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_audited
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.undo.unit_undo import changed_between
+from rackrun.worker.steps.undo.between_units import changed_between
 from rackrun.worker.tensors.readback import Readback
 
 __all__ = ["UnitAttempt"]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -37,6 +37,7 @@ from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
+from rackrun.worker.steps.undo.between_units import BetweenUnits, Look, changed_between
 from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
@@ -52,7 +53,7 @@ from rackrun.worker.tensors.tensor_lists import (
 from rackrun.worker.tensors.undo_copies import NoMemoryForCopies, UndoCopies, place_for
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
-__all__ = ["UnitUndo", "changed_between"]
+__all__ = ["UnitUndo"]
 
 _SMALL_BYTES = 2**20
 _PHASE_RUNS_COPIED = 3
@@ -64,18 +65,6 @@ _ROOM_BYTES = 64 * 2**20
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
 _TRAINING = attrgetter("training")
-
-
-class _Look(NamedTuple):
-    """The tracked state as it was found at one moment between two units."""
-
-    filled: int
-    structure: ModuleStructure
-    dicts: dict[str, Any]
-    """The objects' ``state_dict``s (see `TrackedState.state_dicts`)."""
-    plain: bytes
-    of_parameters: list[int]
-    """The versions of all parameters."""
 
 
 class UnitUndo:
@@ -133,52 +122,27 @@ class UnitUndo:
         self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
         self._gradients = GradientsAtBegin()
-        self._stands: tuple[bytes, list[int], list[int], list[Any], int] = b"", [], [], [], -1
-        self._looked_at: _Look | None = None
-        """The state as `check_stands` found it, for the unit that begins next."""
-        self._dicts_at_end: dict[str, Any] | None = None
-        """The ``state_dict``s that `ended` read, for `committed`, which follows before any code of the script runs."""
+        self._between = BetweenUnits(state)
 
     # -- between units
     def committed(self) -> None:
-        """Record the state at the end of a unit. Nothing tracked may change until the next one begins, because only
-        what units do is done again."""
-        dicts, self._dicts_at_end = self._dicts_at_end, None
-        structure = self._state.structure(glance=True)
-        plain = self._state.encode_plain(dicts, structure)
-        of_parameters, of_buffers = structure.versions(), versions(structure.buffers)
-        self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
+        """Record the state at the end of a unit (`BetweenUnits.committed`)."""
+        self._between.committed()
 
     def accept(self) -> None:
         """Accept what the script has done to tracked state since the loop ended as the current state."""
-        self.committed()
+        self._between.committed()
         self._ended.clear()
 
     def check_stands(self, *, glance: bool = False) -> None:
         """Raise `StepError` if tracked state has changed since the last unit, as far as versions tell; `begin` compares
         content in some units. ``glance``: see `TrackedState.structure`."""
-        if changed := self.changed_since(glance=glance):
+        if changed := self._between.changed_since(glance=glance):
             raise changed_between(changed)
 
     def changed_since(self, *, glance: bool = False) -> str:
-        """Return what has changed since the last unit ended, as far as versions tell, for a message; "" for nothing.
-        ``glance``: see `TrackedState.structure`."""
-        plain, of_parameters, of_buffers, of_scalers, filled = self._stands
-        self._looked_at = None
-        if filled != self._state.filled or not of_parameters:
-            return ""
-        structure = self._state.structure(glance=glance)
-        found = structure.versions()
-        if of_parameters != found:
-            return "a parameter"
-        if of_buffers != versions(structure.buffers):
-            return "a buffer (by a forward in training mode, perhaps)"
-        dicts = self._state.state_dicts()
-        now = self._state.encode_plain(dicts, structure)
-        if plain != now or of_scalers != self._state.scaler_marks():
-            return "tracked state (a scheduler, an optimizer setting, ...)"
-        self._looked_at = _Look(filled, structure, dicts, now, found)
-        return ""
+        """Return what has changed since the last unit ended (`BetweenUnits.changed_since`)."""
+        return self._between.changed_since(glance=glance)
 
     # -- a unit begins
     def begin(
@@ -197,11 +161,11 @@ class UnitUndo:
         a step. ``share``: what decides how many micro-batches this rank has. Raises `StepError` when the last unit has
         changed the structure of tracked modules.
         """
-        self._phase, self._dicts_at_end = phase, None
+        self._phase = phase
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
-        look = self._observe()
+        look = self._between.look()
         self._check_made_of(look.structure)
         if self._filled != self._state.filled or not self._state.trains(self._trained_objects):
             self._reset(look)
@@ -225,15 +189,6 @@ class UnitUndo:
         self._versions = versions(self._trained) if own else look.of_parameters
         self._gradients.begin(look.structure.parameters)
 
-    def _observe(self) -> _Look:
-        """Return the current state; uses the result of `check_stands` if that is still valid."""
-        known, self._looked_at = self._looked_at, None
-        if known is not None and known.filled == self._state.filled:
-            return known
-        structure, dicts = self._state.structure(), self._state.state_dicts()
-        plain = self._state.encode_plain(dicts, structure)
-        return _Look(self._state.filled, structure, dicts, plain, structure.versions())
-
     def _check_made_of(self, structure: ModuleStructure) -> None:
         """Raise `StepError` if a unit has changed the structure of the tracked modules."""
         before, self._made_of = self._made_of, structure
@@ -250,7 +205,7 @@ class UnitUndo:
                     remedy=fsdp.WRITE_INTO,
                 )
 
-    def _reset(self, look: _Look) -> None:
+    def _reset(self, look: Look) -> None:
         """Drop all that is known, because the state was filled from outside, or optimizers train other parameters than
         before."""
         self._filled, self._trained_objects = self._state.filled, self._state.trained()
@@ -269,7 +224,7 @@ class UnitUndo:
         self._are_plain = are_plain(self._trained)
         self._trained_bytes = sum(nbytes(self._trained))
 
-    def _take_copies(self, look: _Look, *, exactly: bool) -> None:
+    def _take_copies(self, look: Look, *, exactly: bool) -> None:
         """Take copies and digests of the current state. ``exactly``: query the size of every storage first, not only
         its address, to detect freed tensors."""
         began = time.perf_counter()
@@ -416,8 +371,8 @@ class UnitUndo:
         self._nothing_is_suspect()
         if not self._marks and not self._audits and not self._phase:
             return
-        self._dicts_at_end = self._state.state_dicts()
-        free = self._free_tensors(self._dicts_at_end)
+        self._between.dicts_at_end = dicts = self._state.state_dicts()
+        free = self._free_tensors(dicts)
         moving = self._moved_of_none(free)
         owned = self._owned() if self._audits else {}
         if self._audits:
@@ -439,7 +394,7 @@ class UnitUndo:
             self._static.pop(path, None)
         if self._audits:
             self._find_tensors_at_end()  # the unit may have replaced a tensor by another
-            self._ended = digests_by_path({**self._owned(), **self._free_tensors(self._dicts_at_end)})
+            self._ended = digests_by_path({**self._owned(), **self._free_tensors(dicts)})
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
 
     def _find_tensors_at_end(self) -> None:
@@ -629,11 +584,3 @@ class UnitUndo:
         for name, held in (self._state.state_dicts() if dicts is None else dicts).items():
             found.update(flatten(f"{name}/state", held))
         return found
-
-
-def changed_between(what: str) -> StepError:
-    """Return the error for a script that has changed ``what`` between two steps."""
-    return StepError(
-        f"{what} was changed between two steps, where it is lost when a step is done again.",
-        remedy="change tracked state inside the @run.step function (scheduler.step() after optimizer.step()), or in a phase.",
-    )
