@@ -6,7 +6,7 @@
 
 Step times and CPU seconds (of all processes) come from short blocks that alternate while the other jobs are stopped, as in
 recovery.py. One micro-batch a rank: a gradient is rounded once and read once in a step. The losses of an exact run do not
-depend on the number of ranks; tests/worker/test_exact.py shows that.
+depend on the number of ranks; tests/worker/exact/test_exact.py shows that.
 """
 
 from __future__ import annotations

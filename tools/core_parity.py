@@ -4,8 +4,10 @@
 
 ``record`` writes one JSON line for each job's configuration and for each event with its commands. ``replay`` compares.
 The commands of one event count as equal in any order. With ``--costs`` the figures of decisions count too; without it
-a decision counts by its rung, its targets and who made it. Texts of remedies do not count. Exit code 1: some differ.
-The other tree may be older than typed timers (2026-11-26): a timer is compared by its text.
+a decision counts by its rung, its targets and who made it, and sentences for people do not count.
+Texts of remedies never do. Exit code 1: some differ.
+The other tree may be older than typed timers (2026-11-26): a timer is compared by its text. A job is not
+compared any further from where that tree cannot read it: a newer rung in its configuration, a newer event.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def _comparable(command: dict[str, Any], *, costs: bool) -> str:
     elif kind == "AskPolicy" and not costs:
         command = {"command": kind, "question": command["question"]}
     elif kind in ("Notice", "BreakGeneration", "ResumeGeneration", "StopJob", "Answer") and not costs:
-        command = {key: value for key, value in command.items() if key not in ("text", "because")}
+        command = {key: value for key, value in command.items() if key not in ("text", "because", "protected")}
     return json.dumps(command, sort_keys=True)
 
 
@@ -97,25 +99,49 @@ def replay(lines: TextIO, *, costs: bool) -> int:
     core: ControlPlane | None = None
     jobs = heard = 0
     differing: dict[int, str] = {}
+    unknown: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     for line in lines:
         row = json.loads(line)
         if "config" in row:
-            core, jobs = ControlPlane(msgspec.convert(row["config"], JobConfig)), jobs + 1
+            jobs += 1
+            try:
+                core = ControlPlane(msgspec.convert(row["config"], JobConfig))
+            except msgspec.ValidationError as error:
+                core = None
+                unknown[f"configuration: {error}"] += 1
             continue
-        assert core is not None, "a configuration comes first"
-        if jobs in differing:
+        if core is None or jobs in differing:
+            continue
+        try:
+            event = _event(row["event"])
+        except msgspec.ValidationError:
+            core = None
+            unknown[f"event {row['event']['event']}"] += 1
             continue
         heard += 1
-        here = Counter(_comparable(_plain(one), costs=costs) for one in core.handle(_event(row["event"])))
+        here = Counter(_comparable(_plain(one), costs=costs) for one in core.handle(event))
         there = Counter(_comparable(one, costs=costs) for one in row["commands"])
         if here != there:
+            kinds[_kinds(row["event"], there - here, here - there)] += 1
             differing[jobs] = (
                 f"{json.dumps(row['event'])[:300]}\n  only recorded: {_some(there - here)}\n  only here: {_some(here - there)}"
             )
     for job, what in [*differing.items()][:SHOWN]:
         print(f"job {job}: {what}")
+    for kind, count in kinds.most_common():
+        print(f"{count} jobs differ first at {kind}")
+    for why, count in unknown.items():
+        print(f"{count} jobs are not compared from where this tree cannot read them: {why}")
     print(f"{jobs} jobs, {heard} events, {len(differing)} jobs differ")
     return 1 if differing else 0
+
+
+def _kinds(event: dict[str, Any], there: Counter[str], here: Counter[str]) -> str:
+    """Return the kinds of an event and of the commands in which the trees differ."""
+    name = f"{event['event']} {event.get('name', '').partition(':')[0]}".strip()
+    only = (", ".join(sorted({json.loads(one)["command"] for one in some})) or "nothing" for some in (there, here))
+    return "{}: recorded {}, here {}".format(name, *only)
 
 
 def _some(commands: Counter[str]) -> str:

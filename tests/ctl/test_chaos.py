@@ -11,7 +11,7 @@ from rackrun.chaos.cli import chaos_commands
 from rackrun.chaos.runs.campaign import TallySums
 from rackrun.checkpoint.base.errors import CheckpointError
 from tests.chaos.recorded import write_run
-from tests.chaos.test_report import line_of, write_tally
+from tests.chaos.report.test_report import line_of, write_tally
 from tests.ctl.conftest import Said
 
 Rackctl = Callable[..., Said]

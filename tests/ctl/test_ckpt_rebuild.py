@@ -31,8 +31,8 @@ from rackrun.checkpoint.image.safetensors_image import write_image
 from rackrun.checkpoint.offline.export import export
 from rackrun.checkpoint.offline.job_remains import Remains
 from rackrun.checkpoint.offline.rebuilding import BESIDE, rebuild_checkpoint
+from tests.checkpoint.manager.test_manager import Training, trained
 from tests.checkpoint.storage import ended, in_child
-from tests.checkpoint.test_manager import Training, trained
 from tests.ctl.saved import JOB, WORLD, box_of, flip, shard_path, state
 from tests.ctl.test_ckpt import newer
 
