@@ -47,7 +47,9 @@ class GradientsAtBegin:
         Called before the first optimizer step of a unit. The older step is the one before, or any where some make no
         optimizer step.
         """
-        if zero_grad.cleared() == self._cleared and any(parameter.grad is found() for parameter, found in self._found):
+        if zero_grad.cleared() == self._cleared and any(
+            parameter.grad is not None and parameter.grad is found() for parameter, found in self._found
+        ):
             raise StepError(
                 "gradients of an older step were not cleared, so this step adds to them, and could not be repeated.",
                 remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
