@@ -45,8 +45,7 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
         f"generation {core.get('generation', '?')}, world size {size}{grows}, "
         f"recoveries {status['recoveries']}, restarts {core.get('restarts', 0)}",
     )
-    if waits := core.get("waits"):
-        _say(console, f"all ranks wait: {waits}")
+    _waits(console, core.get("waits", ""), core.get("hold", ""))
     if status["last_recovery"]:
         _say(console, f"last: {status['last_recovery']}")
     table = Table("rank", "slot", "incarnation", "state", box=None, pad_edge=False)
@@ -70,6 +69,14 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
 def _shown(state: str) -> str:
     """Return a state of the job or of a worker in the word of all messages: ranks that are parked wait."""
     return "waiting" if state in ("parking", "parked") else state
+
+
+def _waits(console: Console, waits: str, hold: str) -> None:
+    """Print why all ranks wait, and what ends it if it is a hold."""
+    if waits:
+        _say(console, f"all ranks wait: {waits}")
+    if hold:
+        _say(console, f"  {hold}")
 
 
 def render_result(console: Console, result: Result) -> None:
@@ -97,6 +104,7 @@ def render_report(console: Console, report: Report) -> None:
         f"{report.generations} {'generation' if report.generations == 1 else 'generations'}, "
         f"{_recoveries(len(report.recoveries), ended=sum(one.recovery.ended_with_job for one in report.recoveries))}",
     )
+    _waits(console, report.waits, report.hold)
     for notice in report.notices:
         cause = f"  [{notice.cause}]" if str(notice.cause) else ""
         _say(console, f"{notice.at_ms / 1e3:9.3f} s  {notice.text}{cause}")

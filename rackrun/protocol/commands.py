@@ -32,6 +32,7 @@ __all__ = [
     "Notice",
     "PauseWorkers",
     "GenerationPlan",
+    "HOLD_NOTICE",
     "Refusal",
     "ReleaseRack",
     "ReleaseWorkers",
@@ -305,6 +306,10 @@ class Answer(_Command, frozen=True, kw_only=True):
     """All trays whose agents have been told to leave, each with the reason."""
     forgiven: tuple[SlotId, ...] = ()
     """Slots whose earlier losses or slowness no longer count."""
+
+
+HOLD_NOTICE = "all ranks wait in a hold"
+"""How the text of a notice about a hold begins."""
 
 
 class Notice(_Command, frozen=True, kw_only=True):

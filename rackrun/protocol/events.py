@@ -199,6 +199,8 @@ class WorkerParked(OfWorker, frozen=True, kw_only=True):
     """The last unit whose gate this worker saw pass. That unit is committed, even if no other worker saw it."""
     entered: Position = BEGIN
     """The last unit whose gate this worker entered: ``passed`` or the unit after it."""
+    begun: Position = BEGIN
+    """The unit that this worker began last, for the report: it is broken if it does not count."""
     gate: tuple[float, ...] = ()
     """The reduced values of the gate of ``passed`` (loss, sample count, digest), for workers that missed them."""
     snapshots: tuple[Step, ...] = ()

@@ -158,6 +158,8 @@ def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Refer
     trained = train("fsdp", faults, spares=3)
     trained.assert_same_training(reference("fsdp"), faults)
     assert [recovery["rollback"] for recovery in trained.recoveries] == [4, None, 8], trained
+    assert [recovery["redone"] for recovery in trained.recoveries] == [[5, 6], [5], [9, 10]], "the broken step too"
+    assert read_report(trained.ran.out_dir / "journal.sqlite").steps_redone == 4
 
 
 @pytest.mark.stories

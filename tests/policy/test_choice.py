@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 
 import msgspec
 import pytest
@@ -145,6 +146,49 @@ def test_the_default_is_the_cheapest_and_stops_only_where_nothing_else_goes_on_b
         assert decision.cost_gpu_s == min(one.cost_gpu_s for one in going_on)
     elif failure.whose is not FailureCause.USER:
         assert all(one.rung is Rung.WAIT and not view.comes_by_itself for one in going_on)
+
+
+@given(situations(), RULES, st.builds(Weights, goodput=st.sampled_from((0.0, 0.5, 1.0, 3.0)), cost=st.floats(0.0, 10)))
+@settings(max_examples=80, deadline=None)
+def test_the_sum_that_is_printed_can_be_computed_again(
+    situated: tuple[Failure, ClusterView], rules: Rules, weights: Weights
+) -> None:
+    """Up to its rounding: each number has three digits."""
+    failure, view = situated
+    decision = choose(failure, view, rules, weights)
+    if (found := re.search(r": ([^:;]+) = ([\d.e+-]+) GPU-s", decision.reason)) is None:
+        assert decision.rung is Rung.HOLD or " GPU-s" not in decision.reason
+        return
+    text = re.sub(r"nothing", "0", re.sub(r" s \w+| exposure", "", found[1])).replace(" x ", " * ")
+    assert re.fullmatch(r"[\d.e+*() -]+", text), text
+    assert float(found[2]) == pytest.approx(decision.cost_gpu_s, rel=6e-3, abs=1e-9)
+    assert eval(text) == pytest.approx(decision.cost_gpu_s, rel=2e-2, abs=1e-9), decision.reason
+
+
+def test_a_cheaper_shrink_that_is_passed_over_is_named_with_the_reason() -> None:
+    starts = "1 lost, 1 starting, start 40 s, shrink to 7"
+    told = choose(*situation(starts)).reason
+    assert told.startswith("wait: 8 x (40 s wait + 2 s takeover + 1 s redone) + 1.15 exposure = 345 GPU-s; ")
+    assert 'shrink would be 73.2, but a smaller world computes other bits (no reduction="exact")' in told
+    for order, why in (
+        ("swap,wait", "the order does not name it"),
+        ("swap,wait,shrink", "it stands later in the order"),
+    ):
+        assert f"; shrink would be 73.2, but {why}" in choose(*situation(starts), parse_rules(order)).reason
+    assert (
+        "; shrink would be 73.2, but no-shrink forbids it"
+        in choose(*situation(starts), parse_rules("no-shrink")).reason
+    )
+    exact = choose(*situation(f"{starts}, exact"))
+    assert (exact.rung, "but" in exact.reason) == (Rung.SHRINK, False)
+    assert "; shrink is impossible: " in choose(*situation("1 lost, 1 starting")).reason
+
+
+def test_a_hold_names_what_the_job_could_do_instead() -> None:
+    told = choose(*situation("1 lost, shrink to 7"), parse_rules("swap,hold")).reason
+    assert told.endswith(
+        "no deadline; before it swap: no spare is ready; shrink would be 1833, but the order does not name it"
+    )
 
 
 def test_a_restart_is_never_taken_instead_of_a_swap_that_takes_nobody_back() -> None:

@@ -85,7 +85,7 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     rollback: int | None = None
     """The step whose state all ranks went back to; None: no rollback."""
     redone: tuple[int, ...] = ()
-    """Steps computed again: the one that was broken, and those since the rollback."""
+    """Steps computed again: the one that was broken, and those since the rollback or since a restart's checkpoint."""
     planned: bool = False
     """Whether nothing was lost, because all ranks stood between two steps when the rank on a failing GPU was taken
     out."""
@@ -194,6 +194,8 @@ class RecoveryWatch:
         self._restarts = 0
         self._counted = 0  # restarts of a plain script that were told of
         self._newest_step = -1
+        self._last_step = -1  # the newest step that a member was in when it exited
+        self._in_hand = -1  # the newest step that a worker of the broken generation had begun
         self._elastic = False
         self._fenced: set[SlotId] = set()  # ended by rackrun, without a fault of their own
         self._paused: set[SlotId] = set()
@@ -214,8 +216,8 @@ class RecoveryWatch:
                 self._elastic = True
             case TrayJoined():
                 self._trays[event.snapshots] = event.tray
-            case WorkerExited() if event.slot not in self._fenced:
-                self._fault(event.slot, describe_exit(event), now_ms)
+            case WorkerExited():
+                self._exited(event, now_ms)
             case WorkerStalled():
                 self._stalled(event, now_ms)
             case TrayLost():
@@ -230,6 +232,7 @@ class RecoveryWatch:
                 self._paused.add(event.slot)
             case WorkerParked() if self._open and event.generation == self._open.generation:
                 self._open.parked_ms = now_ms
+                self._in_hand = max(self._in_hand, -1 if event.begun.phase else event.begun.step)
             case WorkerResumed() if self._plan and event.generation == self._plan.generation:
                 self._waiting.discard((event.slot, event.incarnation))
                 if (
@@ -301,6 +304,12 @@ class RecoveryWatch:
     def finish(self) -> None:
         """Close the open recovery, because the job has ended."""
         self._end()
+
+    def _exited(self, event: WorkerExited, now_ms: float) -> None:
+        if self._plan and any(member.slot == event.slot for member in self._plan.members):
+            self._last_step = max(self._last_step, event.step)
+        if event.slot not in self._fenced:
+            self._fault(event.slot, describe_exit(event), now_ms)
 
     def _stalled(self, event: WorkerStalled, now_ms: float) -> None:
         how = f"{_STALLED} {event.for_ms} ms"
@@ -376,7 +385,7 @@ class RecoveryWatch:
             recovery.restores = tuple(_told(r) for r in plan.restores)
             recovery.sources = _sources(plan, self._trays)
             if plan.rollback is not None:
-                recovery.redone = tuple(range(plan.rollback + 1, plan.committed.step + 1))
+                recovery.redone = tuple(range(plan.rollback + 1, max(plan.committed.step, self._in_hand) + 1))
             if before is not None:
                 recovery.lost = self._lost(before, plan)
                 if recovery.kind != "restart":
@@ -393,6 +402,7 @@ class RecoveryWatch:
         self._how.clear()
         self._fenced.clear()
         self._paused.clear()
+        self._in_hand = -1
         self._fault_ms = None
 
     def _settle_restart(self) -> None:
@@ -403,7 +413,8 @@ class RecoveryWatch:
             return
         recovery.lost = tuple(one for one in recovery.lost if one.how != _GONE) or recovery.lost
         if self._plan is not None and self._plan.rollback is None:
-            recovery.redone = tuple(range(self._plan.committed.step + 1, self._newest_step + 1))
+            newest = max(self._newest_step, self._last_step)
+            recovery.redone = tuple(range(self._plan.committed.step + 1, newest + 1))
         if not self._elastic and self._restarts > self._counted:
             self._counted = self._restarts
             self._end()

@@ -6,7 +6,7 @@ It only reads the file, and the job may still run. Formats: `rackrun.coordinator
 from __future__ import annotations
 
 import sqlite3
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 
@@ -97,7 +97,8 @@ def slowest_ranks(connection: sqlite3.Connection) -> dict[Position, float]:
 
 
 def redone_units(connection: sqlite3.Connection) -> dict[Position, int]:
-    """Return how many times each unit was computed in vain: broken attempts, and commits that a rollback took back."""
+    """Return how many times each unit was computed in vain: broken attempts, and commits that a rollback or a restart
+    took back."""
     of_a_rank = (
         "SELECT step, phase, max(attempt) AS attempts, count(*) AS generations FROM units GROUP BY step, phase, rank"
     )
@@ -109,6 +110,25 @@ def redone_units(connection: sqlite3.Connection) -> dict[Position, int]:
     query = f"SELECT step, phase, vain + {again} AS all_vain FROM folded WHERE all_vain > 0"  # noqa: S608 - no input in it
     for step, phase, vain in connection.execute(query):
         found[Position(step, phase)] = found.get(Position(step, phase), 0) + vain
+    for at, times in _named_by_recoveries(connection).items():
+        found[at] = max(found.get(at, 0), times)
+    return found
+
+
+def _named_by_recoveries(connection: sqlite3.Connection) -> Counter[Position]:
+    """Return how many recoveries had each step done again. After a rollback and after a restart, only they know which
+    step was broken: nobody had committed it, and its attempts are counted anew."""
+    found: Counter[Position] = Counter()
+    last_generation = (
+        "SELECT max(generation) FROM (SELECT generation FROM units WHERE step = ?1 AND phase = 0 "
+        "UNION ALL SELECT generation FROM folded WHERE step = ?1 AND phase = 0)"
+    )
+    for one in recoveries_in(connection):
+        if not one.overtaken:
+            for step in one.redone:
+                (generation,) = connection.execute(last_generation, (step,)).fetchone()
+                if generation is not None and generation >= one.generation:
+                    found[Position(step)] += 1
     return found
 
 

@@ -27,8 +27,9 @@ from rackrun.coordinator.report.goodput import (
     see_one_moment,
     slowest_ranks,
 )
-from rackrun.protocol.commands import GenerationPlan
+from rackrun.protocol.commands import HOLD_NOTICE, GenerationPlan
 from rackrun.protocol.ids import Position
+from rackrun.protocol.policy_types import Rung
 
 __all__ = ["LedgerCheck", "OwnTime", "Report", "RecoveryStage", "read_report"]
 
@@ -89,6 +90,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The command that ended the job, with its cause; None: there was none yet."""
     steps: int
     steps_redone: int
+    """How many of them were computed more than once: broken steps, and steps since a rollback or since a restart's
+    checkpoint."""
     generations: int
     recoveries: tuple[RecoveryReport, ...]
     notices: tuple[NoticeReport, ...]
@@ -99,6 +102,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Use of fillers beside spares, by slot."""
     steps_rescaled: int = 0
     """How many steps were done again because a gradient had no scale yet, or had outgrown it (``reduction="exact"``)."""
+    waits: str = ""
+    """Why all ranks wait, as ``core.waits`` of ``rackctl status --json`` says it, for the latest decision; "": they do
+    not, or the job has ended."""
+    hold: str = ""
+    """What is missing in a hold and what ends it, as the latest notice says; "": all ranks do not wait in one. ``core.hold``
+    of ``rackctl status --json`` is the same, for now."""
     own_times: tuple[OwnTime, ...] = ()
     """Own times by rank, whichever worker held the rank."""
 
@@ -136,6 +145,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     ended_ms = float(meta.get("ended_ms") or max([last_event_ms, *(unit.committed_ms for unit in units)]))
     redone, slowest = redone_units(connection), slowest_ranks(connection)
     exit_code = meta.get("exit_code")
+    waits, hold = _waits(connection) if not exit_code else ("", "")
     return Report(
         run_id=meta.get("run_id", ""),
         exit_code=int(exit_code) if exit_code else None,
@@ -168,8 +178,29 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         goodput=goodput_of(connection, slowest, redone, ended_ms),
         ledger=_check_ledger(connection, plans, int(meta.get("rows_lost", 0))),
         fillers=filler_uses(connection),
+        waits=waits,
+        hold=hold,
         own_times=_own_times(units),
     )
+
+
+def _waits(connection: sqlite3.Connection) -> tuple[str, str]:
+    """Return why all ranks wait, and the latest notice if it is a hold. Two empty strings: the latest decision was not to
+    wait, or another generation has followed."""
+    if not (decided := list(commands_of(connection, "Decided"))):
+        return "", ""
+    body = msgspec.json.decode(decided[-1].body)
+    failure, decision = body["failure"], body["decision"]
+    holds = decision["rung"] == Rung.HOLD.value
+    query = "SELECT max(CASE stage WHEN 'break' THEN generation - 1 ELSE generation END) FROM generations"
+    newest = connection.execute(query).fetchone()[0] or 0
+    if newest >= body["generation"] or not (
+        holds or decision["rung"] == Rung.WAIT.value or decision.get("meanwhile") == "wait"
+    ):
+        return "", ""
+    told = [msgspec.json.decode(one.body)["text"] for one in commands_of(connection, "Notice")] if holds else []
+    of_holds = [text for text in told if text.startswith(HOLD_NOTICE)]
+    return f"{failure['what']}; {decision['reason']}", of_holds[-1] if of_holds else ""
 
 
 def _stages(recovery: RecoveryRecord) -> tuple[RecoveryStage, ...]:

@@ -73,6 +73,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """The reason of the latest decision."""
     waits: str = ""
     """Why all ranks wait: the failure, and the decision to wait; "": they do not, or nothing is decided yet."""
+    hold: str = ""
+    """What is missing in a hold and what ends it, as notices say it, for now; "": all ranks do not wait in one."""
     ranks: tuple[RankView, ...]
     spares: tuple[SpareView, ...]
     trays: tuple[TrayView, ...]
@@ -94,6 +96,7 @@ def view_of(job: CoreParts) -> View:
         committed=world.plan.committed if world.plan else BEGIN,
         reason=world.reason,
         waits=job.recovery.waits if world.phase is Phase.PARKING else "",
+        hold=job.recovery.hold.notice,
         ranks=tuple(_rank_view(world, rank, slot) for rank, slot in sorted(world.seats.items())),
         spares=tuple(
             SpareView(slot=record.worker.slot, incarnation=record.worker.incarnation, state=record.state.value)

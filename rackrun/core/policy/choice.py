@@ -5,7 +5,7 @@ Pure and deterministic: the same failure, view, rules and weights give the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -42,6 +42,8 @@ REASON_MAX = 300
 WAIT_S_MIN = 1.0
 """Shortest wait in seconds that a user's policy can set. After it the function is asked again."""
 _MEANWHILE: dict[str, Literal["wait", "train"]] = {"acquire-wait": "wait", "acquire-train": "train"}
+_STAND_STILL = (Rung.ACQUIRE, Rung.WAIT, Rung.RESTART)
+"""Rungs for which all ranks stand still for long, so that people ask why the others do not train on."""
 _REMEDY = f"give rungs in the order of your preference (swap,wait,restart,stop), or no-RUNG,..; rungs are {', '.join(r.value for r in Rung)}."
 
 
@@ -129,8 +131,9 @@ def choose(
     found = options(failure, view, weights, priors, meanwhile=rules.meanwhile)
     if failure.whose is FailureCause.USER:
         return _decision(_of(found, Rung.STOP), f"the script's own error: {failure.what}", view, found, "default")
+    weights = weights or Weights()
     if rules.order:
-        return _first(rules, view, found)
+        return _first(rules, view, found, weights)
     allowed = [one for one in found if one.possible and allows(rules, one.rung)]
     going_on = [one for one in allowed if one.rung is not Rung.STOP]
     if not view.exact and any(not _resizes(one) and not _for_hardware(one, view) for one in going_on):
@@ -140,7 +143,12 @@ def choose(
     only_hardware = all(_for_hardware(one, view) for one in going_on)
     best = _cheapest(allowed if only_hardware else going_on)
     others = [one for one in allowed if one.rung is not best.rung]
-    return _decision(best, _because(best, others, view, found, rules), view, found, "default")
+    passed_over = _passed_over(best, found, lambda one: _why_passed_over(one, view, rules))
+    reason = _because(best, others, view, found, rules, weights)
+    why_no_shrink = _of(found, Rung.SHRINK).why_not
+    if why_no_shrink and failure.ranks and view.rollback_steps is not None and best.rung in _STAND_STILL:
+        passed_over += f"; shrink is impossible: {why_no_shrink}"
+    return _decision(best, reason + passed_over, view, found, "default")
 
 
 def allows(rules: Rules, rung: Rung) -> bool:
@@ -157,7 +165,7 @@ def only_answer(rung: Rung, why: str, failure: Failure, view: ClusterView | None
         return Decision(rung=rung, reason=f"{rung.value}: {why}", by="rule")
     found = options(failure, view)
     option = _of(found, rung)
-    told = f" ({_sum(option, view)})" if option.possible else ""
+    told = f" ({_sum(option, view, Weights())})" if option.possible else ""
     return _decision(option, f"{rung.value}: {why}{told}", view, found, "rule")
 
 
@@ -184,7 +192,9 @@ def settled(
     found = options(failure, view, weights, priors, meanwhile=decision.meanwhile)
     option = _of(found, decision.rung)
     reason = one_line(decision.reason) or "the user's policy says so"
-    full = _decision(option, f"{_named(option)}: {reason} ({_sum(option, view)})", view, found, "user")
+    full = _decision(
+        option, f"{_named(option)}: {reason} ({_sum(option, view, weights or Weights())})", view, found, "user"
+    )
     deadline_s = min(max(decision.deadline_s, WAIT_S_MIN) if decision.deadline_s else full.deadline_s, full.deadline_s)
     return msgspec.structs.replace(full, deadline_s=deadline_s)
 
@@ -194,17 +204,17 @@ def one_line(text: str) -> str:
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:REASON_MAX]
 
 
-def _first(rules: Rules, view: ClusterView, found: tuple[Option, ...]) -> Decision:
+def _first(rules: Rules, view: ClusterView, found: tuple[Option, ...], weights: Weights) -> Decision:
     order = list(rules.order)
     order = ([] if Rung.ABSORB in order else [Rung.ABSORB]) + order + ([] if Rung.STOP in order else [Rung.STOP])
     passed: list[str] = []
     for rung in order:
         option = _of(found, rung)
         if option.possible:
-            before = f"; before it {'; '.join(passed)}" if passed else ""
-            return _decision(
-                option, f"{_named(option)}, by the order given: {_sum(option, view)}{before}", view, found, "order"
-            )
+            told = f"{_named(option)}, by the order given: {_sum(option, view, weights)}"
+            told += f"; before it {'; '.join(passed)}" if passed else ""
+            told += _passed_over(option, found, lambda one: _why_later(one, rules))
+            return _decision(option, told, view, found, "order")
         if rung is not Rung.ABSORB or rung in rules.order:
             passed.append(f"{rung.value}: {option.why_not}")
     raise AssertionError("a stop is always possible")
@@ -231,7 +241,42 @@ def _cheapest(of: Sequence[Option]) -> Option:
     return min(of, key=lambda one: one.cost_gpu_s)
 
 
-def _because(best: Option, others: Sequence[Option], view: ClusterView, found: Sequence[Option], rules: Rules) -> str:
+def _passed_over(best: Option, found: Sequence[Option], why: Callable[[Option], str]) -> str:
+    """Return the possible rungs that would cost less than the best one, each with the reason why it was passed over.
+    Nobody knows what a hold costs: all are named by which the job would not wait for spares."""
+    unknown = best.rung is Rung.HOLD
+    never = (Rung.HOLD, Rung.STOP, Rung.WAIT) if unknown else (Rung.HOLD, Rung.STOP)
+    cheaper = [
+        one
+        for one in found
+        if one.possible
+        and one.rung not in never
+        and (one.rung, one.meanwhile) != (best.rung, best.meanwhile)
+        and (unknown or one.cost_gpu_s < best.cost_gpu_s)
+    ]
+    return "".join(f"; {_named(one)} would be {_number(one.cost_gpu_s)}, but {why(one)}" for one in cheaper)
+
+
+def _why_passed_over(option: Option, view: ClusterView, rules: Rules) -> str:
+    if option.rung in rules.never:
+        return f"no-{option.rung.value} forbids it"
+    if _resizes(option) and not view.exact:
+        return 'a smaller world computes other bits (no reduction="exact"), and the job goes on without it'
+    return "only its name in a policy leads to it"
+
+
+def _why_later(option: Option, rules: Rules) -> str:
+    return "it stands later in the order" if option.rung in rules.order else "the order does not name it"
+
+
+def _because(
+    best: Option,
+    others: Sequence[Option],
+    view: ClusterView,
+    found: Sequence[Option],
+    rules: Rules,
+    weights: Weights,
+) -> str:
     if best.rung is Rung.STOP and not others:
         whose: dict[str, list[str]] = {}
         for one in found:
@@ -239,9 +284,9 @@ def _because(best: Option, others: Sequence[Option], view: ClusterView, found: S
                 whose.setdefault(one.why_not or "not allowed", []).append(one.rung.value)
         why = "; ".join(f"{', '.join(rungs)}: {obstacle}" for obstacle, rungs in whose.items())
         return f"stop: nothing else is possible{' and allowed' if rules.never else ''} ({why})"
-    told = f"{_named(best)}: {_sum(best, view)}"
+    told = f"{_named(best)}: {_sum(best, view, weights)}"
     rest = [one for one in others if one.rung is not Rung.STOP or best.rung in (Rung.WAIT, Rung.ACQUIRE)]
-    if rest:
+    if rest := [one for one in rest if one.cost_gpu_s >= best.cost_gpu_s or one.rung is Rung.STOP]:
         second = _cheapest(rest)
         told += f"; {_named(second)} would be {_number(second.cost_gpu_s)}"
     return told
@@ -274,18 +319,28 @@ def _of(found: Sequence[Option], rung: Rung) -> Option:
     return next(one for one in found if one.rung is rung)
 
 
-def _sum(option: Option, view: ClusterView) -> str:
-    """Return the cost as text: ``8 x (1.5 s takeover + 0.4 s redone) + 1.15 exposure = 16.4 GPU-s``. Nobody knows what
-    a hold costs."""
+def _sum(option: Option, view: ClusterView, weights: Weights) -> str:
+    """Return the cost as text: ``8 x (1.5 s takeover + 0.4 s redone) + 1.15 exposure = 16.4 GPU-s``. A weight that is not
+    1 stands before its terms, so that the sum can be computed again. Nobody knows what a hold costs."""
     if option.rung is Rung.HOLD:
         return "no deadline"
-    seconds, more = [], ""
-    for name, value in option.figures.items():
-        if not name.endswith("_gpu_s"):
-            seconds.append(f"{_number(value)} s {name.removesuffix('_s')}")
-        elif name != "goodput_gpu_s":
-            more += f" + {_number(value)} {name.removesuffix('_gpu_s')}"
-    return f"{view.world_size} x ({' + '.join(seconds) or 'nothing'}){more} = {_number(option.cost_gpu_s)} GPU-s"
+    figures = option.figures
+    seconds = [f"{_number(value)} s {name[:-2]}" for name, value in figures.items() if not name.endswith("_gpu_s")]
+    goodput = f"{view.world_size} x ({' + '.join(seconds) or 'nothing'})"
+    missing, held = view.world_size - view.shrink_to, view.world_size + len(view.spares)
+    if away := figures.get("away_gpu_s"):
+        goodput += f" + {missing} x {_number(away / weights.goodput / missing)} s away"
+        goodput = goodput if weights.goodput == 1 else f"({goodput})"
+    terms = [_weighted(weights.goodput, goodput)]
+    if paid := figures.get("paid_gpu_s"):
+        terms.append(_weighted(weights.cost, f"{held} x {_number(paid / weights.cost / held)} s paid"))
+    if exposure := figures.get("exposure_gpu_s"):
+        terms.append(_weighted(weights.resilience, f"{_number(exposure / weights.resilience)} exposure"))
+    return f"{' + '.join(terms)} = {_number(option.cost_gpu_s)} GPU-s"
+
+
+def _weighted(weight: float, term: str) -> str:
+    return term if weight == 1 else f"{weight:g} x {term}"
 
 
 def _number(value: float) -> str:

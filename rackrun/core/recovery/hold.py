@@ -11,7 +11,7 @@ from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.restore_sources import counted
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
-from rackrun.protocol.commands import Notice, SetTimer
+from rackrun.protocol.commands import HOLD_NOTICE, Notice, SetTimer
 from rackrun.protocol.ids import Generation
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import HoldReminder
@@ -35,6 +35,8 @@ class Hold:
     """The latest decision to hold; None: another decision has followed."""
     _generation: Generation | None = None
     """The generation that this decision was about."""
+    _said: tuple[str, str] = ("", "")
+    """What has failed and what ends the hold, as the latest notice says."""
     _began_ms: int = 0
     _held_ms: int = 0
     """How long earlier holds of the same generation took."""
@@ -53,7 +55,7 @@ class Hold:
         if begins:
             self._held_ms, self._began_ms = self.held_ms(at_ms), at_ms
         self._what, self._decision, self._generation = what, decision, self.world.generation
-        if begins:
+        if begins or self._said != (what, self._ends(decision)):
             self._tell(decision)
         if self._reminds_in != self.world.generation:
             self._set_reminder(at_ms)
@@ -77,14 +79,29 @@ class Hold:
             self._tell(self._decision)
             self._set_reminder(at_ms)
 
+    @property
+    def notice(self) -> str:
+        """The notice as it would be now; "": all ranks do not wait in a hold."""
+        return self._text(self._decision) if self._decision is not None and self.holds else ""
+
     def _set_reminder(self, at_ms: int) -> None:
         self._reminds_in = self.world.generation
         self.out.emit(SetTimer(timer=HoldReminder(self.world.generation), at_ms=at_ms + REMIND_MS))
 
     def _tell(self, decision: Decision) -> None:
-        lost, ready = len(self.world.lost()), len(self.rack.ready_spares())
-        begun = len(self.rack.fit_spares()) - ready
-        starting = max(begun, min(self.rack.coming(), lost - ready))
+        self._said = (self._what, self._ends(decision))
+        self.out.emit(Notice(text=self._text(decision)))
+
+    def _text(self, decision: Decision) -> str:
+        lost, ready, starting = self._counts()
+        return (
+            f"{HOLD_NOTICE}, with their state in memory: {self._what}. {counted(lost, 'rank')} to replace; "
+            f"spares: {ready} ready, {starting} starting{self.rack.held_back()}. {self._ends(decision)}."
+        )
+
+    def _ends(self, decision: Decision) -> str:
+        """Return what ends the hold."""
+        lost, ready, starting = self._counts()
         waits = (Rung.WAIT, Rung.HOLD, Rung.STOP)
         others = [one.rung.value for one in decision.options if one.possible and one.rung not in waits]
         ways = [f"rackctl policy swap,{rung},hold" for rung in others] + ["rackctl stop"]
@@ -92,10 +109,10 @@ class Hold:
             ends = f"The hold ends when {'the spare that starts is' if starting == 1 else 'those that start are'} ready"
         else:
             ends = "The hold ends when spares take over (start a tray, or rackctl return)"
-        self.out.emit(
-            Notice(
-                text=f"all ranks wait in a hold, with their state in memory: {self._what}. "
-                f"{counted(lost, 'rank')} to replace; spares: {ready} ready, {starting} starting. "
-                f"{ends}, or by {' or '.join(ways)}."
-            )
-        )
+        return f"{ends}, or by {' or '.join(ways)}"
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Return how many ranks are lost, and how many spares are ready and start."""
+        lost, ready = len(self.world.lost()), len(self.rack.ready_spares())
+        begun = len(self.rack.fit_spares()) - ready
+        return lost, ready, max(begun, min(self.rack.coming(), lost - ready))

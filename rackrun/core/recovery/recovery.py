@@ -436,7 +436,7 @@ class Recovery:
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
         prospect = self._staffed(found, ready)
         short = state is not None and prospect.staff is None and self.view_builder.falls_short(enough=prospect.enough)
-        if short and self.rack.revocable:
+        if short and self.rack.revocable and not self.hold.holds:  # an operator who drains in a hold lets it go on
             self.facts.add(SlotsNeeded())
             return
         self.resizing.growth.broken(world.members.values(), found.committed, at_ms)

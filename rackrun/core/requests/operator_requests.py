@@ -35,7 +35,7 @@ __all__ = ["COPIES_MS", "OperatorRequests"]
 
 COPIES_MS = 30_000
 """Milliseconds for which an empty tray is kept because of what it keeps for others."""
-_AFTER_HOLD = "ask again when all train; rackctl status says what they wait for."
+_AFTER_WAIT = "ask again when all train; rackctl status says what they wait for."
 _BECAUSE_MAX = 500
 _OVER = (Phase.ENDING, Phase.STOPPED)
 
@@ -86,13 +86,22 @@ class OperatorRequests:
         self.rack.drain(one.added, why)
         self._add(one)
         ranks = one.ranks(self.world)
+        if self._is_needed_by_wait(one):
+            self._call_off(one, RequestRefused("spares", "all ranks wait, and the job needs its slots", _AFTER_WAIT))
+            return
+        if self.world.phase is Phase.PARKING:
+            self.facts.add(SlotFreed())  # other slots may have to be used
         if one in self._beyond():
             if not one.waits:
                 self._call_off(one, self._too_few(ranks))
                 return
             told = f"{self._too_few(ranks).what}; it waits for spares"
+        elif ranks:
+            told = f"{named(ranks)} will leave at the next step boundary"
+        elif self.recovery.hold.holds:
+            told = "no rank is there; its slots are not used, and all ranks wait on for others"
         else:
-            told = f"{named(ranks)} will leave at the next step boundary" if ranks else "no rank is there"
+            told = "no rank is there"
         self._begin(one, f"{one}: {told}")
 
     def swap(self, event: SwapRequested) -> None:
@@ -100,7 +109,7 @@ class OperatorRequests:
         what = f"swap of rank {event.rank}"
         try:
             self.admission.check_may(Rung.SWAP, event.steps)
-            self.admission.check_not_held(_AFTER_HOLD)
+            self.admission.check_not_held(_AFTER_WAIT)
             one = self.admission.swap_of(event)
         except RequestRefused as refused:
             self.replies.refuse(event.request, what, refused)
@@ -187,7 +196,8 @@ class OperatorRequests:
     def advance(self, at_ms: int) -> bool:
         """Advance all requests; return whether a pause may be due because of it. Called after every event."""
         world, snapshots = self.world, self.recovery.snapshots
-        now = (self.rack.edition, world.generation, world.phase, world.elastic, len(snapshots.told))
+        holds = self.recovery.hold.holds
+        now = (self.rack.edition, world.generation, world.phase, world.elastic, len(snapshots.told), holds)
         nothing_new = now == self._looked and self._awaits.keys() <= snapshots.behind.keys()
         if nothing_new or not self.under_way:
             return False
@@ -270,18 +280,38 @@ class OperatorRequests:
                 one, RequestRefused("taken", f"{one.to} is not ready any more", "name another spare, or none.")
             )
 
+    def _is_needed_by_wait(self, one: PendingDrain) -> bool:
+        """Return whether all ranks wait, not in a hold, and the next decision would call the drain off."""
+        world, holds = self.world, self.recovery.hold.holds
+        if not one.added or holds or world.phase is not Phase.PARKING or not self.recovery.waits:
+            return False
+        enough = len(self.rack.ready_spares()) >= len(world.lost())
+        return self.recovery.view_builder.falls_short(enough=enough)
+
     def _look_at_drain(self, one: PendingDrain, at_ms: int) -> None:
+        if self.recovery.hold.holds and not one.departing and not one.ranks(self.world):
+            self._clear(one)
+            self._end_if_empty(one)
+            return
         plain = one.departing and self.world.phase in (Phase.SETUP, Phase.FORMING) and not self.world.elastic
         if not plain and (self.world.phase is not Phase.TRAINING or one.ranks(self.world)):
             one.empty = False
             return
+        self._clear(one)
+        if not one.empty:
+            one.empty = True
+            self.out.emit(SetTimer(timer=CopiesOver(one.request), at_ms=at_ms + COPIES_MS))
+        self._end_if_empty(one, plain=plain)
+
+    def _clear(self, one: PendingDrain) -> None:
+        """End the spares in the drained slots."""
         for slot in one.slots:
             record = self.rack.occupants.get(slot)
             if record is not None and record.alive and record.rank is None:
                 self.out.emit(self.rack.fence(record, one.why))
-        if not one.empty:
-            one.empty = True
-            self.out.emit(SetTimer(timer=CopiesOver(one.request), at_ms=at_ms + COPIES_MS))
+
+    def _end_if_empty(self, one: PendingDrain, *, plain: bool = False) -> None:
+        """End a drain if no worker is there, and nobody needs what the tray keeps (``plain``: or nobody may)."""
         if plain or not (any(slot in self.rack.occupants for slot in one.slots) or self._is_needed(one)):
             self._end(one)
             self.replies.say(one.request, "done", f"{one.target} is empty")
@@ -348,7 +378,7 @@ class OperatorRequests:
         them, as a drain can."""
         moves = f"{named(ranks)} would have to move"
         if self.recovery.hold.holds:
-            return RequestRefused("taken", f"{moves}, but {HELD}", _AFTER_HOLD)
+            return RequestRefused("taken", f"{moves}, but {HELD}", _AFTER_WAIT)
         fit, lost = self._fit(), self.world.lost()
         there = (
             f"{len(fit)} {'spare is' if len(fit) == 1 else 'spares are'} left ({', '.join(fit[:4])})"

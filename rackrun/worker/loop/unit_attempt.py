@@ -77,6 +77,7 @@ class UnitAttempt:
         parts.post_gate.begin_unit()
         parts.multi_part.begin_unit()
         self._world.begin_unit(phase=bool(step._at.phase))
+        self._world.begun = step._at
         batch = parts.batches.of(step._at.step)
         work = self._begin_batch(batch)
         self._world.stages.reached("noted")

@@ -91,6 +91,8 @@ class WorkerMembership:
         """Called with the result of every collective that breaks after the gate of its unit has passed."""
         self.rejoin: Callable[[], None] = lambda: None
         """Called in the script's own code after the loop, to take part in the newest generation."""
+        self.begun = BEGIN
+        """The unit that was begun last, whatever became of it."""
         self.good: Position | None = None
         """The last unit after which all replicas are known to have been equal; None when they are not compared, or this
         process has just joined."""
@@ -555,6 +557,7 @@ class WorkerMembership:
                 generation=command.generation,
                 passed=machine.passed,
                 entered=machine.entered,
+                begun=self.begun,
                 gate=machine.gate or (),
                 snapshots=snapshots(),
                 layout=Generation(self.layout) if self._has_state else None,

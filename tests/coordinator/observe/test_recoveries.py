@@ -23,7 +23,7 @@ from rackrun.protocol.events import (
     WorkerResumed,
     WorkerStalled,
 )
-from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.protocol.policy_types import Decision, Failure, Rung
 from rackrun.protocol.wire import StateCopied
 from tests.coordinator.fakes import member, plan, unit, worker
@@ -66,8 +66,9 @@ def exited(slot: str, incarnation: int) -> WorkerExited:
     return WorkerExited(slot=SlotId(slot), incarnation=Incarnation(incarnation), signal=9)
 
 
-def parked(slot: str, incarnation: int, generation: int) -> WorkerParked:
-    return WorkerParked(slot=SlotId(slot), incarnation=Incarnation(incarnation), generation=Generation(generation))
+def parked(slot: str, incarnation: int, generation: int, begun: Position = BEGIN) -> WorkerParked:
+    who = {"slot": SlotId(slot), "incarnation": Incarnation(incarnation)}
+    return WorkerParked(**who, generation=Generation(generation), begun=begun)  # type: ignore[arg-type]
 
 
 def resumed(slot: str, incarnation: int, generation: int) -> WorkerResumed:
@@ -129,6 +130,51 @@ def test_a_rollback_names_every_step_that_is_done_again(story: Story) -> None:
     (recovery,) = story.told_of
     assert recovery.redone == (10, 11, 12)
     assert "back to the state after step 9, steps 10 to 12 done again" in recovery.line()
+
+
+@pytest.mark.parametrize(
+    ("begun", "redone"),
+    [
+        (Position(13), (10, 11, 12, 13)),
+        (Position(12), (10, 11, 12)),  # all stood between two steps
+        (Position(12, 1), (10, 11, 12)),  # a phase was broken
+    ],
+)
+def test_the_step_that_was_broken_is_done_again_after_a_rollback_too(
+    story: Story, begun: Position, redone: tuple[int, ...]
+) -> None:
+    story.hears(exited("tray-00/2", 3))
+    story.does(breaking(2))
+    story.hears(parked("tray-00/0", 1, 2, Position(12)))
+    story.hears(parked("tray-00/1", 2, 2, begun))
+    rolled = plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(12), rollback=9)
+    story.does(ResumeGeneration(plan=rolled, because=""))
+    story.commits(0, 1, 2, step=10, generation=2)
+    assert story.told_of[0].redone == redone
+    story.hears(exited("tray-00/4", 9))
+    story.does(breaking(3))
+    again = plan(3, *FIRST.members[:2], member(2, "tray-00/5", 10, fresh=True), committed=Position(10), rollback=9)
+    story.does(ResumeGeneration(plan=again, because=""))
+    story.commits(0, 1, 2, step=10, generation=3)
+    assert story.told_of[1].redone == (10,), "what was begun before the first plan is no matter of the second"
+
+
+@pytest.mark.parametrize(("step", "redone"), [(8, (6, 7, 8)), (7, (6, 7)), (-1, (6, 7))])
+def test_the_step_in_which_a_member_ended_is_done_again_after_a_restart_too(
+    story: Story, step: int, redone: tuple[int, ...]
+) -> None:
+    for done in range(8):
+        story.commits(0, 1, 2, step=done, generation=1)
+    spare = WorkerExited(slot=SlotId("tray-00/7"), incarnation=Incarnation(8), signal=9, step=Step(99))
+    story.hears(spare)
+    story.hears(WorkerExited(slot=SlotId("tray-00/2"), incarnation=Incarnation(3), signal=9, step=Step(step)))
+    again = plan(2, member(0, "tray-00/0", 4), member(1, "tray-00/1", 5), member(2, "tray-00/2", 6))
+    story.does(decided(Rung.RESTART, "restart: ...", start_s=1.0))
+    story.does(ResumeGeneration(plan=again, because="restart 1 of 3"))
+    resumes = {"slot": SlotId("tray-00/0"), "incarnation": Incarnation(4), "generation": Generation(2), "rank": Rank(0)}
+    story.copied(StateCopied(**resumes, at=Position(5), kind="resume"))  # type: ignore[arg-type]
+    story.commits(0, 1, 2, step=6, generation=2)
+    assert story.told_of[0].redone == redone
 
 
 def test_a_smaller_world_is_a_resize(story: Story) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sqlite3
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,13 +16,16 @@ from rich.console import Console
 from rackrun.coordinator.journal.journal_writer import Journal
 from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.coordinator.report.run_report import Report, read_report
-from rackrun.ctl.run_render import render_report
+from rackrun.core.policy.choice import parse_rules
+from rackrun.ctl.run_render import render_report, render_status
 from rackrun.errors import UsageError
-from rackrun.protocol.commands import Decided, ResumeGeneration
+from rackrun.protocol.commands import BreakGeneration, Decided, Notice, ResumeGeneration
 from rackrun.protocol.events import WorkerReady
 from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
+from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Decision, Failure, FailureCause, Rung
 from tests.coordinator.fakes import member, plan, unit
+from tests.core.core_harness import CoreHarness, only
 
 WORLD = (member(0, "tray-00/0", 1), member(1, "tray-00/1", 2))
 RECOVERY = RecoveryRecord(
@@ -42,6 +47,14 @@ RECOVERY = RecoveryRecord(
     predicted_gpu_s=0.6,
     measured_gpu_s=0.8,
 )
+
+STATUS = {
+    "run_id": "job-1",
+    "uptime_s": 9.0,
+    "progress": {"position": [4, 0], "steps_per_s": 1.0, "values": {}},
+    "recoveries": 0,
+    "last_recovery": "",
+}
 
 
 def ids(*numbers: int) -> bytes:
@@ -137,6 +150,45 @@ def test_a_hold_has_its_own_row_and_its_own_stage(tmp_path: Path) -> None:
     assert ["hold", "0.60", "s", "26.1%"] in rows
 
 
+def test_the_report_of_a_job_that_holds_says_what_the_status_says(tmp_path: Path) -> None:
+    """A whole core's commands, as the coordinator writes them."""
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=2, rules=parse_rules("swap,hold")))
+    files = itertools.count()
+
+    def written(*, exit_code: int | None = None) -> Report:
+        journal = Journal(tmp_path / f"journal-{next(files)}.sqlite", run_id="job-1")
+        for command in harness.answers:
+            if isinstance(command, BreakGeneration | ResumeGeneration):
+                journal.persist(command, 1)
+            else:
+                journal.command(command, 1, 1)
+        if exit_code is not None:
+            journal.fact("exit_code", exit_code)
+        return report_of(journal)
+
+    harness.join("a", 3)
+    harness.join("b", 3)
+    harness.train()
+    assert (written().waits, written().hold) == ("", "")
+    harness.tray_lost("b")
+    harness.park_all()
+    report = written()
+    assert report.waits == harness.view.waits
+    assert report.waits.startswith("ranks 2, 3 lost (b lost: lease lapsed); hold, by the order given: no deadline")
+    assert report.hold == harness.view.hold == only(Notice, harness.answers[-4:]).text
+    console = Console(width=1000, record=True, file=StringIO())
+    render_report(console, report)
+    render_status(console, STATUS | {"core": msgspec.to_builtins(harness.view)})
+    assert console.export_text().count(f"all ranks wait: {report.waits}\n  {report.hold}\n") == 2
+    harness.join("c", 1)
+    report = written()
+    assert report.hold == harness.view.hold
+    assert "The hold ends when the spare that starts is ready" in report.hold
+    assert (written(exit_code=143).waits, written(exit_code=143).hold) == ("", "")
+    harness.ready("c/0")
+    assert (written().waits, written().hold, harness.view.hold) == ("", "", "")
+
+
 def test_a_hold_in_which_the_job_ends_or_goes_on_is_counted_until_now(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
     journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
@@ -194,6 +246,32 @@ def test_steps_computed_again_after_a_rollback_are_one_execution_each(journal: J
     assert report.ledger.ok
     assert report.ledger.samples == 32
     assert report.steps_redone == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "redone", "seconds"),
+    [
+        ({}, 4, 0.4),
+        ({"rollback": None, "kind": "restart"}, 4, 0.4),
+        ({"overtaken": True}, 3, 0.3),
+        ({"generation": 4}, 3, 0.3),  # the job ended before it was done again
+    ],
+)
+def test_the_step_that_was_broken_before_a_rollback_counts_as_one_that_was_broken_without(
+    journal: Journal, changes: dict[str, Any], redone: int, seconds: float
+) -> None:
+    """Steps 6 and 7 were taken back, and step 8 was broken: its second attempt is numbered from 0 again."""
+    journal.persist(ResumeGeneration(plan=plan(3, *WORLD, committed=Position(7), rollback=5), because=""), 1500)
+    for step in (6, 7, 8):
+        for rank in (0, 1):
+            first = 4 * step + 2 * rank
+            journal.unit(unit(step, rank, generation=3, ids=ids(first, first + 1)), 1.0)
+    back = RecoveryRecord(generation=3, kind="swap", because="", fault_ms=1500.0, rollback=5, redone=(6, 7, 8))
+    journal.recovery(msgspec.structs.replace(back, **changes))
+    journal.fact("ended_ms", 9000)
+    report = report_of(journal)
+    assert (report.steps, report.steps_redone) == (9, redone)
+    assert report.goodput.redone_s == pytest.approx(seconds)
 
 
 def test_a_row_that_went_with_its_rank_before_all_went_back_is_not_missed(journal: Journal) -> None:
