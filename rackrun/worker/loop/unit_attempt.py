@@ -120,12 +120,13 @@ class UnitAttempt:
         return batches.work(batch, self._world.size)
 
     # -- what the script does
-    def begin_shard(self, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int) -> None:
+    def begin_shard(self, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int) -> None:
         """Prepare for the micro-batch ``shard``, as `UnitRunner.begin_shard` says."""
-        step, parts = self.step, self._parts
+        step, parts, machine = self.step, self._parts, self._world.machine
         self.may_be_left()
-        if self._world.broken and not self._world.unit_passed:
+        if machine.broken and not machine.unit_passed:
             raise Abandoned
+        shards = self.batch.shards
         parts.runtime.page.progress()
         self._world.own_time.begin_microbatch()
         self._world.microbatch_collectives.begin_microbatch(last=last)

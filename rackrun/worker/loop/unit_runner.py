@@ -372,13 +372,13 @@ class UnitRunner:
             self._reports.logged(values, self.passed)
 
     def begin_shard(
-        self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
+        self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int
     ) -> None:
         """Prepare for the micro-batch ``shard`` that the loader is about to yield: its weight in ``step``, its random
         numbers, gradient synchronisation.
 
         ``last``: it is this rank's last of the step. ``ids``: its sample ids. ``dp_size``: number of data-parallel
-        ranks. ``shards``: micro-batches in the global batch. Raises `Abandoned` when the world is broken.
+        ranks. Raises `Abandoned` when the world is broken.
         """
         attempt = self._in_hand
         if attempt is None or attempt.step is not step:
@@ -386,7 +386,7 @@ class UnitRunner:
                 "an iterator of the loader was kept from another step, or from another attempt at this one.",
                 remedy="begin a new `for batch in loader` in every call of the @run.step function.",
             )
-        attempt.begin_shard(shard, last=last, ids=ids, dp_size=dp_size, shards=shards)
+        attempt.begin_shard(shard, last=last, ids=ids, dp_size=dp_size)
 
     def _may_be_left(self) -> None:
         """Note a point in the current step at which an attempt that will not count may be left."""

@@ -87,7 +87,8 @@ class Step:
         equal shares, as for a mean over tokens. The loss is also added to what `loss` reports.
         """
         self._world.may_be_left()
-        if self._world.broken and not self._world.unit_passed:
+        machine = self._world.machine
+        if machine.broken and not machine.unit_passed:
             self._world.abandon()
         factor, share = self._gradient_scale, self._weight
         if weight is not None and share:
