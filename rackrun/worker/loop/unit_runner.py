@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.heartbeat_page import Activity
@@ -110,9 +111,10 @@ class UnitRunner:
         self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._hook_after = register_optimizer_step_post_hook(
-            not_compiled(lambda optimizer, *_: parts.rates.restore(optimizer))
-        )
+        self._hook_after: RemovableHandle | None = None
+        if batches.scale is not None:  # otherwise no rate is ever scaled
+            restore = not_compiled(lambda optimizer, *_: parts.rates.restore(optimizer))
+            self._hook_after = register_optimizer_step_post_hook(restore)
 
     # -- the run
     @property
@@ -244,7 +246,8 @@ class UnitRunner:
         """Release everything that belongs to this entry of ``main``, and return what the next entry takes over."""
         self._parts.settle()
         self._hook.remove()
-        self._hook_after.remove()
+        if self._hook_after is not None:
+            self._hook_after.remove()
         if self._exact is not None:
             self._exact.detach()
         self._world.let_go()
@@ -400,11 +403,12 @@ class UnitRunner:
         The world may still be broken afterwards: the code that follows the step in the loop's body runs first, because
         it may leave the loop, which a newcomer has to learn.
         """
+        machine = self._world.machine
         while True:
-            due = self._recorded.first_after(self.passed)
+            due = self._recorded.first_after(machine.passed)
             if due is None and self._owed is not None:
                 break
-            if self._world.broken:
+            if machine.broken:
                 if not self._recover():
                     return
                 continue

@@ -167,7 +167,7 @@ class UnitUndo:
         dicts, self._dicts_at_end = self._dicts_at_end, None
         structure = self._state.structure(glance=True)
         plain = self._state.encode_plain(dicts, structure)
-        of_parameters, of_buffers = structure.versions(), versions(structure.buffers)
+        of_parameters, of_buffers = structure.versions(), structure.buffer_versions()
         self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
 
     def accept(self) -> None:
@@ -192,7 +192,7 @@ class UnitUndo:
         found = structure.versions()
         if of_parameters != found:
             return "a parameter"
-        if of_buffers != versions(structure.buffers):
+        if of_buffers != structure.buffer_versions():
             return "a buffer (by a forward in training mode, perhaps)"
         dicts = self._state.state_dicts()
         now = self._state.encode_plain(dicts, structure)
@@ -224,12 +224,12 @@ class UnitUndo:
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         look = self._observe()
         self._check_made_of(look.structure)
-        if self._filled != self._state.filled or not self._state.trains(self._trained_objects):
+        if self._filled != self._state.filled or not self._trains_the_same(look):
             self._reset(look)
-        for wrapper in self._state.wrappers():
+        for wrapper in look.structure.wrappers:
             ddp.begin(wrapper)
-        fsdp.begin(look.structure.fsdp)
         if look.structure.fsdp:
+            fsdp.begin(look.structure.fsdp)
             shards = self._state.structure()
             # parameters are shards from here on
             look = look._replace(structure=shards, of_parameters=shards.versions())
@@ -246,10 +246,11 @@ class UnitUndo:
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
-        self._had_grads = list(map(is_not, map(_GRAD, parameters), repeat(None)))
-        found = compress(parameters, self._had_grads)
-        some = islice(found, _GRADS_LOOKED_AT if zero_grad.some_are_left() else 0)
-        self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
+        self._had_grads = self._have_grads(parameters)
+        self._grads_found = []
+        if zero_grad.some_are_left():
+            some = islice(compress(parameters, self._had_grads), _GRADS_LOOKED_AT)
+            self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
         self._cleared = zero_grad.cleared()
 
     def _observe(self) -> _Look:
@@ -260,6 +261,19 @@ class UnitUndo:
         structure, dicts = self._state.structure(), self._state.state_dicts()
         plain = self._state.encode_plain(dicts, structure)
         return _Look(self._state.filled, structure, dicts, plain, structure.versions())
+
+    def _trains_the_same(self, look: _Look) -> bool:
+        """Whether optimizers train what they trained when the unit before began. The plain values name it, where it is
+        not what they were made with."""
+        same = look.plain == self._saved_plain and look.structure is self._structure
+        return same or self._state.trains(self._trained_objects)
+
+    def _have_grads(self, parameters: Sequence[torch.Tensor]) -> list[bool]:
+        """Return for each of ``parameters`` whether it has a gradient. Usually none has one between two units."""
+        grads = list(map(_GRAD, parameters))
+        if grads == [None] * len(grads):  # a list compares None by identity, and ends at the first gradient
+            return [False] * len(grads)
+        return list(map(is_not, grads, repeat(None)))
 
     def _check_made_of(self, structure: ModuleStructure) -> None:
         """Raise `StepError` if a unit has changed the structure of the tracked modules."""
@@ -443,9 +457,9 @@ class UnitUndo:
         Called before the first optimizer step of a unit. The older step is the one before, or any where some make no
         optimizer step.
         """
-        if zero_grad.cleared() == self._cleared and any(
-            parameter.grad is found() for parameter, found in self._grads_found
-        ):
+        if not self._grads_found or zero_grad.cleared() != self._cleared:
+            return
+        if any(parameter.grad is found() for parameter, found in self._grads_found):
             raise StepError(
                 "gradients of an older step were not cleared, so this step adds to them, and could not be repeated.",
                 remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
@@ -671,7 +685,7 @@ class UnitUndo:
         for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
             name, _, rest = path.partition("/")
             own[f"{name}/buffer/{rest}"] = buffer
-        found = dict(zip(own, local_parts(own.values()), strict=True))
+        found = dict(zip(own, local_parts(own.values()), strict=True)) if own else own
         for name, optimizer in self._state.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
