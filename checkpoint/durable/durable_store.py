@@ -26,7 +26,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NotOurs, NoUsableCheckpoint, Unreadable, is_damage
+from rackrun.checkpoint.base.errors import (
+    CheckpointError,
+    IntegrityError,
+    NotOurs,
+    NoUsableCheckpoint,
+    Unreadable,
+    is_damage,
+)
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,

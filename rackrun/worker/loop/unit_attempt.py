@@ -21,6 +21,7 @@ from rackrun.worker.loop.entry_parts import EntryParts
 from rackrun.worker.membership.gate import complete, offered
 from rackrun.worker.membership.gate_sums import GateSums
 from rackrun.worker.membership.worker_membership import Abandoned
+from rackrun.worker.script.user_line import in_generator
 from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_audited
 from rackrun.worker.steps.step import Step
@@ -124,8 +125,8 @@ class UnitAttempt:
         """Prepare for the micro-batch ``shard``, as `UnitRunner.begin_shard` says."""
         step, parts, machine = self.step, self._parts, self._world.machine
         self.may_be_left()
-        if machine.broken and not machine.unit_passed:
-            raise Abandoned
+        if machine.broken and not machine.unit_passed and not in_generator():
+            raise Abandoned  # a generator would be over by it, and the script may have kept it: `Step.scale` raises instead
         shards = self.batch.shards
         parts.runtime.page.progress()
         self._world.own_time.begin_microbatch()

@@ -374,9 +374,7 @@ class UnitRunner:
         else:
             self._reports.logged(values, self.passed)
 
-    def begin_shard(
-        self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int
-    ) -> None:
+    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int) -> None:
         """Prepare for the micro-batch ``shard`` that the loader is about to yield: its weight in ``step``, its random
         numbers, gradient synchronisation.
 
@@ -449,6 +447,7 @@ class UnitRunner:
         self._world.let_device_return()
         if self._post_gate.any:
             self._judge_post_gate_failures(at)
+        attempt.step._discarded = not self._world.machine.unit_passed
         if self._world.machine.unit_passed:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["keeps_something", "line_at", "line_of_name", "user_frame", "user_line", "user_place"]
+__all__ = ["in_generator", "keeps_something", "line_at", "line_of_name", "user_frame", "user_line", "user_place"]
 
 _OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -45,6 +47,16 @@ def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
             of_library = of_library or at
         at = at.f_back  # type: ignore[assignment]
     return of_library
+
+
+def in_generator() -> bool:
+    """Return whether a generator of the script, or of a library, is among the current calls."""
+    at: types.FrameType | None = sys._getframe(1)
+    while at is not None:
+        if at.f_code.co_flags & _GENERATORS and not at.f_code.co_filename.startswith(_OURS):
+            return True
+        at = at.f_back
+    return False
 
 
 def keeps_something(line: str) -> bool:

@@ -48,6 +48,8 @@ class Step:
         self._ask_loss: Callable[[], None] | None = None
         """Called when `loss` is read before any ``optimizer.step()`` once all micro-batches are complete; makes the
         loss known."""
+        self._discarded = False
+        """Whether the attempt is over, and did not count."""
         self._loss_is_old = False
         """Whether a closure is being called again, with other weights than those of the known loss."""
         self._world = world
