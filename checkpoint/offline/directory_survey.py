@@ -227,7 +227,11 @@ def _trash(store: DurableStore, name: str) -> Leftover | None:
 
 
 def _replaced(store: DurableStore, path: Path, number: int) -> Leftover | None:
-    return _leftover(store, "replaced" if _is_there(store, number) else "unnamed", path, number, -1)
+    formers = [other for other, of in store.replaced().items() if of == number]
+    with contextlib.suppress(OSError):  # otherwise nobody can tell which of several it is
+        if store.former_without_name(number, formers) != path:
+            return _leftover(store, "replaced", path, number, -1)
+    return _leftover(store, "unnamed", path, number, -1)
 
 
 def _is_there(store: DurableStore, number: int) -> bool:

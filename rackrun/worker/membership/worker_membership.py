@@ -184,7 +184,7 @@ class WorkerMembership:
 
     @property
     def rank(self) -> int:
-        return self.groups[0].rank()
+        return self.groups[0].group_rank
 
     @property
     def size(self) -> int:
@@ -215,8 +215,8 @@ class WorkerMembership:
         self._refuse_capture(group, name)
         self.progress.enter()
         self.own_time.main_thread_resumed()
-        size = group.size()
-        if size == self.size:
+        size = len(group.ranks)
+        if size == len(self.groups[0].ranks):
             self.order.add_collective(name, result)
         if self.after_update is not None:
             self.after_update(name, result)

@@ -295,8 +295,14 @@ class DurableCheckpoints:
                 self._buffers.release(memory)
 
         thread = threading.Thread(target=flush, name=f"rackrun-checkpoint-{step}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # this process may have no more threads
+            copy.drop()
+            self._buffers.release(memory)
+            self._failed(step, f"failed: {error}")
+            return
         self._flushes = [flush for flush in self._flushes if flush.thread.is_alive()] + [_Flush(copied, thread)]
-        thread.start()
 
     @property
     def writing(self) -> bool:

@@ -10,7 +10,7 @@ pickled; everything else travels as msgpack.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.checkpoint.image.plain_values import flatten, leaves, like, with_tensors, without_tensors
 from rackrun.errors import StepError
-from rackrun.worker.state.objects.module_structure import ModuleStructure
+from rackrun.worker.state.objects.module_structure import ModuleStructure, wrappers_among
 from rackrun.worker.state.objects.optimizer_groups import OptimizerGroups
 from rackrun.worker.state.objects.optimizer_state import (
     held_tensors,
@@ -55,6 +55,10 @@ class TrackedState:
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self._scripts: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
+        """``others`` in two parts: the script's objects and rackrun's own."""
+        self._scalers: list[ScalerState] = []
         self._groups: dict[str, OptimizerGroups] = {}
         self._structure = ModuleStructure({})
         self.lineage = Lineage()
@@ -80,6 +84,9 @@ class TrackedState:
             self._groups[name] = OptimizerGroups(thing)
         elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
             self.others[name] = thing
+            (self._own if name.startswith("rackrun.") else self._scripts)[name] = thing
+            if isinstance(thing, ScalerState):
+                self._scalers.append(thing)
         else:
             raise StepError(
                 f"run.track was given {name!r}, a {type(thing).__name__} without state_dict and load_state_dict.",
@@ -87,7 +94,7 @@ class TrackedState:
             )
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.optimizers or any(not name.startswith("rackrun.") for name in self.others))
+        return bool(self.modules or self.optimizers or self._scripts)
 
     def check_complete(self) -> None:
         """Check, at ``run.steps``, that all is tracked. Raises `StepError` when a tracked optimizer trains a parameter
@@ -120,9 +127,11 @@ class TrackedState:
     def synchronise_gradients(self, last: bool) -> None:
         """Let the backward pass communicate gradients only in the last micro-batch of a step (gradient
         accumulation)."""
-        for wrapper in self.wrappers():
+        known = self._structure  # it is current: the unit's beginning has read it
+        for wrapper in known.wrappers:
             ddp.synchronise_gradients(wrapper, last)
-        fsdp.synchronise_gradients(self._structure.fsdp, last)
+        if known.fsdp:
+            fsdp.synchronise_gradients(known.fsdp, last)
 
     # -- tensors
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -441,12 +450,9 @@ class TrackedState:
         """The device of the first parameter; the CPU when there is none."""
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
-    def wrappers(self) -> Iterator[DistributedDataParallel]:
-        """Yield the tracked DDP modules, also those inside what torch.compile returns."""
-        for module in self.modules.values():
-            inner = getattr(module, "_orig_mod", module)
-            if isinstance(inner, DistributedDataParallel):
-                yield inner
+    def wrappers(self) -> Sequence[DistributedDataParallel]:
+        """Return the tracked DDP modules, also those inside what torch.compile returns."""
+        return wrappers_among(self.modules)
 
     def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
         """Create this rank's tensor for ``info``, store it in its optimizer, if it has one, and return the part to
@@ -484,11 +490,12 @@ class TrackedState:
     def state_dicts(self, *, own: bool = False) -> dict[str, Any]:
         """Return the ``state_dict`` of each tracked object that is neither module nor optimizer. ``own``: of rackrun's
         own objects instead of the script's."""
-        return {name: other.state_dict() for name, other in self.others.items() if name.startswith("rackrun.") is own}
+        held = self._own if own else self._scripts
+        return {name: other.state_dict() for name, other in held.items()} if held else {}
 
     def scaler_marks(self) -> list[Any]:
         """Return `ScalerState.marks` of all tracked scalers."""
-        return [other.marks() for other in self.others.values() if isinstance(other, ScalerState)]
+        return [scaler.marks() for scaler in self._scalers] if self._scalers else []
 
     def encode_plain(self, given: Mapping[str, Any] | None = None, structure: ModuleStructure | None = None) -> bytes:
         """Encode everything that is not a tensor as msgpack.
@@ -503,9 +510,10 @@ class TrackedState:
             if self._groups[name].has_changed():
                 paths = dict(zip(map(id, structure.parameters), structure.parameter_paths, strict=True))
                 plain[name]["params"] = self._groups[name].changed(paths, sharded=bool(structure.fsdp))
-        dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
-        for name in self.others:
-            plain[name] = without_tensors(f"{name}/state", dicts[name])
+        if self.others:
+            dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
+            for name in self.others:
+                plain[name] = without_tensors(f"{name}/state", dicts[name])
         for name, path, module in structure.with_extra_state:
             plain.setdefault(name, {})[path] = module.get_extra_state()
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.durable.durable_manifest import replaced_name
 from rackrun.checkpoint.durable.durable_store import CheckpointWriter
 from rackrun.checkpoint.durable.retention import sweep
 from rackrun.checkpoint.durable.storage.files import FailureKind, Files
@@ -183,6 +184,48 @@ def test_a_writer_that_comes_between_the_two_renames_of_another_does_not_fail(tm
     assert (first.replaced, second.replaced) == (False, True)
     assert tokens(tmp_path) == [(1, 2)]
     assert os.listdir(tmp_path / JOB) == ["gen-000000000001"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_two_former_checkpoints_without_their_name_the_newest_whole_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turned: bool, damaged: bool
+) -> None:
+    """A start replaced the first and died before it was trash; the next one died while it replaced the second."""
+    former = []
+    for token in (1, 2):
+        assert save(store_at(tmp_path), 1, fencing_token=token)
+        former.append(tmp_path / JOB / replaced_name(1))
+        (tmp_path / JOB / "gen-000000000001").rename(former[-1])
+    if damaged:
+        next(former[1].glob("*.safetensors")).unlink()
+    store = store_at(tmp_path)
+    listed = store.files.listdir
+    monkeypatch.setattr(store.files, "listdir", lambda path: sorted(listed(path), reverse=turned))
+    names = sorted(former, reverse=turned)
+    assert list(store.replaced()) == names
+    assert store.put_back() == [1]
+    assert tokens(tmp_path) == [(1, 1 if damaged else 2)]
+    assert store_at(tmp_path).verify(1).ok
+    assert store.replaced() == {}, "the other one is trash"
+
+
+def test_of_two_former_checkpoints_none_gets_the_name_while_one_cannot_be_read(tmp_path: Path) -> None:
+    class Deaf(Hooked):
+        def open(self, path: Path, flags: int) -> int:
+            if path.parent == former[1]:
+                raise OSError(errno.EIO, "not now")
+            return super().open(path, flags)
+
+    former = []
+    for token in (1, 2):
+        assert save(store_at(tmp_path), 1, fencing_token=token)
+        former.append(tmp_path / JOB / replaced_name(1))
+        (tmp_path / JOB / "gen-000000000001").rename(former[-1])
+    assert store_at(tmp_path, Deaf()).put_back() == []
+    assert sorted(store_at(tmp_path).replaced()) == sorted(former), "nothing is lost"
+    assert store_at(tmp_path).put_back() == [1]
+    assert tokens(tmp_path) == [(1, 2)]
 
 
 def test_what_was_set_aside_has_its_name_again_when_the_new_one_cannot_take_it(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from rackrun.errors import StepError
 from rackrun.worker.state.objects.module_structure import ModuleStructure
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.tensors.tensor_lists import versions
 
 __all__ = ["BetweenUnits", "Look", "changed_between"]
 
@@ -45,7 +44,7 @@ class BetweenUnits:
         dicts, self.dicts_at_end = self.dicts_at_end, None
         structure = self._state.structure(glance=True)
         plain = self._state.encode_plain(dicts, structure)
-        of_parameters, of_buffers = structure.versions(), versions(structure.buffers)
+        of_parameters, of_buffers = structure.versions(), structure.buffer_versions()
         self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
 
     def changed_since(self, *, glance: bool = False) -> str:
@@ -59,7 +58,7 @@ class BetweenUnits:
         found = structure.versions()
         if of_parameters != found:
             return "a parameter"
-        if of_buffers != versions(structure.buffers):
+        if of_buffers != structure.buffer_versions():
             return "a buffer (by a forward in training mode, perhaps)"
         dicts = self._state.state_dicts()
         now = self._state.encode_plain(dicts, structure)

@@ -34,10 +34,11 @@ class GradientsAtBegin:
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """Record the gradients of ``parameters``, which are all, as a unit begins."""
         self._parameters, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
-        self._had_grads = list(map(is_not, map(_GRAD, parameters), repeat(None)))
-        found = compress(parameters, self._had_grads)
-        some = islice(found, _LOOKED_AT if zero_grad.some_are_left() else 0)
-        self._found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
+        self._had_grads = _have_grads(parameters)
+        self._found = []
+        if zero_grad.some_are_left():
+            some = islice(compress(parameters, self._had_grads), _LOOKED_AT)
+            self._found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
         self._cleared = zero_grad.cleared()
 
     def check_cleared(self) -> None:
@@ -47,9 +48,9 @@ class GradientsAtBegin:
         Called before the first optimizer step of a unit. The older step is the one before, or any where some make no
         optimizer step.
         """
-        if zero_grad.cleared() == self._cleared and any(
-            parameter.grad is not None and parameter.grad is found() for parameter, found in self._found
-        ):
+        if not self._found or zero_grad.cleared() != self._cleared:
+            return
+        if any(parameter.grad is not None and parameter.grad is found() for parameter, found in self._found):
             raise StepError(
                 "gradients of an older step were not cleared, so this step adds to them, and could not be repeated.",
                 remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
@@ -72,3 +73,11 @@ class GradientsAtBegin:
                 else:
                     parameter.grad = None
         zero_grad.nothing_is_left()
+
+
+def _have_grads(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each of ``parameters`` whether it has a gradient. Usually none has one between two units."""
+    grads = list(map(_GRAD, parameters))
+    if grads == [None] * len(grads):  # a list compares None by identity, and ends at the first gradient
+        return [False] * len(grads)
+    return list(map(is_not, grads, repeat(None)))

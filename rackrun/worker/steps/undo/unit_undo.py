@@ -167,12 +167,12 @@ class UnitUndo:
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         look = self._between.look()
         self._check_made_of(look.structure)
-        if self._filled != self._state.filled or not self._state.trains(self._trained_objects):
+        if self._filled != self._state.filled or not self._trains_the_same(look):
             self._reset(look)
-        for wrapper in self._state.wrappers():
+        for wrapper in look.structure.wrappers:
             ddp.begin(wrapper)
-        fsdp.begin(look.structure.fsdp)
         if look.structure.fsdp:
+            fsdp.begin(look.structure.fsdp)
             shards = self._state.structure()
             # parameters are shards from here on
             look = look._replace(structure=shards, of_parameters=shards.versions())
@@ -188,6 +188,12 @@ class UnitUndo:
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
         self._gradients.begin(look.structure.parameters)
+
+    def _trains_the_same(self, look: Look) -> bool:
+        """Whether optimizers train what they trained when the unit before began. The plain values name it, where it is
+        not what they were made with."""
+        same = look.plain == self._saved_plain and look.structure is self._structure
+        return same or self._state.trains(self._trained_objects)
 
     def _check_made_of(self, structure: ModuleStructure) -> None:
         """Raise `StepError` if a unit has changed the structure of the tracked modules."""
@@ -575,7 +581,7 @@ class UnitUndo:
         for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
             name, _, rest = path.partition("/")
             own[f"{name}/buffer/{rest}"] = buffer
-        found = dict(zip(own, local_parts(own.values()), strict=True))
+        found = dict(zip(own, local_parts(own.values()), strict=True)) if own else own
         for name, optimizer in self._state.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
