@@ -389,7 +389,8 @@ def test_clearing_gradients_at_the_begin_of_a_step_is_as_good(train: Train) -> N
 
 def test_gradients_may_be_cleared_by_hand_where_a_step_does_not_compute_all_of_them(train: Train) -> None:
     def main(run: Run) -> None:
-        model = nn.ModuleDict({"in even steps": nn.Linear(2, 2), "always": net()})
+        in_even_steps, always = nn.Linear(2, 2), net()
+        model = nn.ModuleList([in_even_steps, always])
         optimizer = adam(model)
         run.track(model=model, optimizer=optimizer)
         data = run.loader(Samples())
@@ -399,8 +400,8 @@ def test_gradients_may_be_cleared_by_hand_where_a_step_does_not_compute_all_of_t
             for parameter in model.parameters():
                 parameter.grad = None
             for batch in data:
-                loss = loss_of(model["always"], batch)
-                step.backward(loss if int(step) % 2 else loss + model["in even steps"].weight.sum())
+                loss = loss_of(always, batch)
+                step.backward(loss if int(step) % 2 else loss + in_even_steps.weight.sum())
             optimizer.step()
 
         for number in run.steps(STEPS):
