@@ -85,7 +85,7 @@ class Reads:
     """What a step under rackrun reads of a model and its optimizer to notice what would be lost when it is done again, and nothing else."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        from rackrun.worker.state.module_structure import ModuleStructure
+        from rackrun.worker.state.objects.module_structure import ModuleStructure
         from rackrun.worker.tensors.tensor_lists import versions
 
         self._all_versions = versions

@@ -149,7 +149,7 @@ def test_a_link_leads_to_its_place_on_the_site(target: str, page: str, place: st
 
 
 def test_what_does_not_exist_is_found() -> None:
-    assert path_exists("worker/membership/gate.py")
+    assert path_exists("worker/membership/decisions/gate.py")
     assert not path_exists("worker/membership/gates.py")
     assert name_exists("rackrun.core.machine.control_plane.ControlPlane")
     assert not name_exists("rackrun.core.machine.control_plane.ControlPlanes")

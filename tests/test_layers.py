@@ -53,7 +53,7 @@ FLOORS = {
     "rackrun.topology": [f"{TOP} model", "gpu_driver placement", "drawing health sources"],
     "rackrun.checkpoint": [
         "base",
-        "commit host_memory redundancy",
+        "commit durable.storage host_memory redundancy",
         "image",
         "arena durable",
         "dcp manager",
@@ -72,10 +72,12 @@ FLOORS = {
     "rackrun.agent": ["host", "gpus worker_start workers", "fillers snapshots", "tray", TOP],
     "rackrun.worker": [
         f"{TOP} batch device tensors",
-        "communicators torch_compat.data_parallel",
+        "communicators membership.decisions torch_compat.data_parallel",
         "torch_compat",
+        "state.objects",
         "membership state",
-        "restore steps",
+        "restore steps.undo",
+        "steps",
         "data",
         "process",
         "exact script snapshots",

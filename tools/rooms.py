@@ -40,7 +40,7 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 | if you look for | begin with |
 |---|---|
 | what a step does in a worker | `rackrun.worker.loop.unit_attempt`, then `rackrun.worker.loop.unit_runner` |
-| the gate, and what is committed | `rackrun.worker.membership.gate`, `rackrun.worker.membership.membership_machine`, `rackrun.core.generation.restore_plan` |
+| the gate, and what is committed | `rackrun.worker.membership.decisions.gate`, `rackrun.worker.membership.decisions.membership_machine`, `rackrun.core.generation.restore_plan` |
 | what happens after a loss | `rackrun.core.recovery.recovery`, `rackrun.worker.loop.join_generation` |
 | who takes a lost rank | `rackrun.core.policy.choice`, `rackrun.core.placement.seating` |
 | how an exit is noticed | `rackrun.agent.workers.worker_handle`, `rackrun.agent.tray.tray` (`check_end`) |
@@ -54,7 +54,7 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 | checkpoints on disk | `rackrun.worker.snapshots.durable_checkpoints`, `rackrun.checkpoint.durable.durable_store` |
 | what an event does, and who acts on it | `rackrun.core.machine.apply`, `rackrun.core.machine.rules` |
 | every message | `rackrun.protocol.events`, `rackrun.protocol.commands` |
-| what is stale, and where it is ignored | `rackrun.core.machine.apply` (events), `rackrun.worker.membership.membership_machine` (plans, breaks), `rackrun.agent.snapshots.snapshot_service` (snapshots), `rackrun.coordinator.journal.committed_units` (units) |
+| what is stale, and where it is ignored | `rackrun.core.machine.apply` (events), `rackrun.worker.membership.decisions.membership_machine` (plans, breaks), `rackrun.agent.snapshots.snapshot_service` (snapshots), `rackrun.coordinator.journal.committed_units` (units) |
 | options of the launcher | `rackrun.launch.options.arguments` |
 | a fault of the chaos suite | `rackrun.chaos.faults.table.fault_table`, `rackrun.chaos.injectors` |
 | what proves that nothing was lost | `rackrun.chaos.oracles`, and [which test holds which promise](proofs.md) |

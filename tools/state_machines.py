@@ -17,7 +17,7 @@ from rackrun.core.generation import world, world_pause  # noqa: E402
 from rackrun.core.members import workers  # noqa: E402
 from rackrun.core.requests import pending_requests  # noqa: E402
 from rackrun.core.resize import rented_rack  # noqa: E402
-from rackrun.worker.membership import membership_states  # noqa: E402
+from rackrun.worker.membership.decisions import membership_states  # noqa: E402
 
 PAGE = ROOT / "docs" / "state_machines.md"
 LEGEND = {
@@ -139,11 +139,11 @@ def page() -> str:
         LEGEND["process"],
         _diagram(processes, "waiting", ["gone"]),
         "## A worker, as it sees itself",
-        "`MEMBERSHIP_TRANSITIONS` in `rackrun.worker.membership.membership_states`.",
+        "`MEMBERSHIP_TRANSITIONS` in `rackrun.worker.membership.decisions.membership_states`.",
         LEGEND["membership"],
         _diagram(memberships, "waiting", []),
         "## A unit, as a worker sees it",
-        "`UNIT_TRANSITIONS` in `rackrun.worker.membership.membership_states`.",
+        "`UNIT_TRANSITIONS` in `rackrun.worker.membership.decisions.membership_states`.",
         LEGEND["unit"],
         _diagram(units, "open", []),
         "## Without a table",

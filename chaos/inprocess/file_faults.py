@@ -1,7 +1,7 @@
 """Make the file calls of checkpoints fail, in the process that makes them.
 
 ``storage/NUMBER.json`` says which call fails and how, for all processes alike, for as long as the file exists. All
-calls of durable checkpoints go through `rackrun.checkpoint.durable.files.Files`; files that a script writes itself are
+calls of durable checkpoints go through `rackrun.checkpoint.durable.storage.files.Files`; files that a script writes itself are
 not affected. The hooks are installed by `rackrun.chaos.inprocess.inprocess_faults`.
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rackrun.chaos.faults.storage.disk_failure import DiskFails
-from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.storage.files import Files
 
 if TYPE_CHECKING:
     from rackrun.chaos.inprocess.inprocess_faults import FaultOrder, _Hooks

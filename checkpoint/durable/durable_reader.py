@@ -30,7 +30,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
     shard_name,
     unseal,
 )
-from rackrun.checkpoint.durable.files import Files, read_small
+from rackrun.checkpoint.durable.storage.files import Files, read_small
 
 __all__ = ["CheckpointReader", "ShardReader", "fill"]
 

@@ -22,11 +22,18 @@ import contextlib
 import errno
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NotOurs, NoUsableCheckpoint, Unreadable
+from rackrun.checkpoint.base.errors import (
+    CheckpointError,
+    IntegrityError,
+    NotOurs,
+    NoUsableCheckpoint,
+    Unreadable,
+    is_damage,
+)
 from rackrun.checkpoint.base.location import parse_location
 from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,
@@ -51,9 +58,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
 )
 from rackrun.checkpoint.durable.durable_reader import CheckpointReader, ShardReader
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
-from rackrun.checkpoint.durable.files import Files, Unsynced, read_small, set_aside, sync_directory
-from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.object_writer import ObjectWriter
+from rackrun.checkpoint.durable.storage.files import Files, Unsynced, read_small, set_aside, sync_directory
+from rackrun.checkpoint.durable.storage.object_store import files_at
 
 __all__ = ["Damage", "DurableStore", "CheckpointInfo", "CheckpointWriter", "UnpublishedCheckpoint", "Verification"]
 
@@ -281,20 +288,48 @@ class DurableStore:
         """
         done = []
         with contextlib.suppress(OSError):
-            for former, number in self.replaced().items():
+            replaced = self.replaced()
+            for number in dict.fromkeys(replaced.values()):
                 with contextlib.suppress(OSError):
-                    if self._put_one_back(former, self.path(number)):
+                    if self._put_one_back(number, [path for path, of in replaced.items() if of == number]):
                         done.append(number)
         return done
 
-    def _put_one_back(self, former: Path, name: Path) -> bool:
+    def _put_one_back(self, number: int, formers: Sequence[Path]) -> bool:
+        nameless = self.former_without_name(number, formers)
+        if nameless is not None:
+            self.files.rename(nameless, self.path(number))
+        for former in formers:
+            if former != nameless:  # another has its place
+                with contextlib.suppress(OSError):
+                    set_aside(self.files, former)
+        return nameless is not None
+
+    def former_without_name(self, number: int, formers: Sequence[Path]) -> Path | None:
+        """Return which of ``formers``, folders of `replaced` with this number, `put_back` gives its name; None where the
+        name is taken.
+
+        There are several when a writer has died between its renames, and what it was replacing had itself just replaced
+        another. The newest whole one is it. Raises OSError when one of several cannot be read, and nothing may be
+        concluded.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self.files.stat(self.path(number))
+            return None
+        return formers[0] if len(formers) == 1 else max(formers, key=self._standing)
+
+    def _standing(self, former: Path) -> tuple[bool, int, int, str]:
+        """Return whether the checkpoint in this folder is whole, then its fencing token, its step and its name."""
         try:
-            self.files.stat(name)
-        except FileNotFoundError:
-            self.files.rename(former, name)
-            return True
-        set_aside(self.files, former)  # the new one has its place
-        return False
+            manifest, _ = unseal(read_small(self.files, former / MANIFEST, MANIFEST_BYTES_MAX), Manifest, former)
+            self._check_sizes(manifest, former)
+        except (FileNotFoundError, NotADirectoryError):
+            return False, -1, -1, former.name
+        except CheckpointError as error:
+            if not is_damage(error):  # another release wrote it
+                raise OSError(error.what) from error
+            return False, -1, -1, former.name
+        return True, manifest.fencing_token, manifest.step, former.name
 
     def _finish(self, number: int, attempt: str) -> bool:
         """Publish the attempt of this name if all its shards are there. Return whether it is published."""
@@ -313,19 +348,24 @@ class DurableStore:
     def whole(self, number: int) -> tuple[Manifest, str]:
         """Return the manifest and its digest, after checking the sizes of all files. Raises as `open` does."""
         manifest, digest = self.manifest(number)
-        path, wanted = self.data(manifest), dict[str, int]()
+        with _typed(number):
+            self._check_sizes(manifest, self.data(manifest))
+        return manifest, digest
+
+    def _check_sizes(self, manifest: Manifest, path: Path) -> None:
+        """Raise `IntegrityError` if a file of ``manifest`` in ``path`` has another size, and OSError if one cannot be
+        looked at."""
+        wanted = dict[str, int]()
         for shard in manifest.shards:
             wanted[shard_name(shard.rank, manifest.world_size)] = shard.size
             wanted[fragment_name(shard.rank, manifest.world_size)] = shard.fragment_bytes
-        with _typed(number):
-            sizes = self.files.sizes(path, list(wanted))
+        sizes = self.files.sizes(path, list(wanted))
         for name, size in wanted.items():
             found = sizes[name]
             if found.st_size != size or not stat.S_ISREG(found.st_mode):
                 raise IntegrityError(
                     f"{path / name} is not a file of {size} bytes ({found.st_size}).", remedy="use another checkpoint."
                 )
-        return manifest, digest
 
     def is_foreign(self, number: int) -> bool:
         """Return whether what has a checkpoint's name is not rackrun's. Raises OSError."""

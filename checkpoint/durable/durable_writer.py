@@ -5,8 +5,7 @@ manifest, the directory, the directory's name. `rackrun.checkpoint.durable.durab
 
 A file or directory whose fsync failed is not synced again: a file is written anew, a temporary directory is set aside.
 When the sync of the parent fails after the rename, the checkpoint is whole but its name may be lost in a power failure.
-`finish` returns False then, and retention, which syncs the same directory first, deletes nothing on its account. The
-payload may be overwritten while it is read, so each chunk is copied first, and the copy is checked and written.
+`finish` returns False then, and retention, which syncs the same directory first, deletes nothing on its account.
 """
 
 from __future__ import annotations
@@ -15,50 +14,46 @@ import contextlib
 import errno
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from rackrun.checkpoint.base.digest import CHUNK_BYTES, crc
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NotOurs, NoUsableCheckpoint, is_damage
+from rackrun.checkpoint.base.digest import CHUNK_BYTES
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.durable.durable_manifest import (
     FRAGMENT_BYTES_MAX,
     MANIFEST,
-    MANIFEST_BYTES_MAX,
     Fragment,
     Manifest,
     ManifestEntry,
     fragment_name,
-    kept_name,
-    replaced_name,
-    replaced_number,
     seal,
     shard_name,
     unseal,
 )
-from rackrun.checkpoint.durable.durable_reader import fill
-from rackrun.checkpoint.durable.files import (
+from rackrun.checkpoint.durable.replacement import Replacement
+from rackrun.checkpoint.durable.shard_bytes import SealedPayload, SliceReadable, checked_chunks, read_back
+from rackrun.checkpoint.durable.storage.files import (
     FailureKind,
     FileFailure,
     FileRefused,
     Unsynced,
     delete_tree,
     failure_of,
-    opened,
     put_name,
     read_small,
     set_aside,
     sync_directory,
     write_new,
 )
-from rackrun.checkpoint.durable.partial_files import partial_path
+from rackrun.checkpoint.durable.storage.partial_files import partial_path
 from rackrun.protocol.crash_points import crash_point, register
 
 if TYPE_CHECKING:
     from rackrun.checkpoint.durable.durable_store import DurableStore
 
-__all__ = ["CheckpointWriter", "SealedPayload", "SliceReadable"]
+__all__ = ["CheckpointWriter"]
 
 register(
     "durable.directory",
@@ -74,21 +69,6 @@ register(
     "durable.renamed",
     "durable.parent_synced",
 )
-
-
-class SliceReadable(Protocol):
-    """Bytes that are read by slices."""
-
-    nbytes: int
-
-    def __getitem__(self, wanted: slice, /) -> memoryview: ...
-
-
-class SealedPayload(Protocol):
-    """The part of an arena's reader that a writer uses."""
-
-    @property
-    def payload(self) -> memoryview | SliceReadable: ...
 
 
 class CheckpointWriter:
@@ -118,14 +98,15 @@ class CheckpointWriter:
         self.number, self.step, self.fencing_token, self.world_size = number, step, fencing_token, world_size
         self.failure: FileFailure | None = None
         """Why the last call returned False. None: fragments of other ranks are not there yet."""
-        self.replaced = False
-        """Whether this writer has put its checkpoint in the place of one that had its name."""
-        self._replaces = replaces
-        self._former: Path | None = None
-        """Where the checkpoint is that gave way, until the new one's name is on disk."""
+        self._replacement = Replacement(store, number, step, fencing_token, allowed=replaces)
         self._store, self._files = store, store.files
         self._final = store.path(number)
         self._temporary = store.attempt(number, step, fencing_token, world_size)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether this writer has put its checkpoint in the place of one that had its name."""
+        return self._replacement.done
 
     def write_shard(
         self,
@@ -182,7 +163,7 @@ class CheckpointWriter:
                 raise FileRefused(
                     FailureKind.VANISHED, f"{self._final} was published, and has been deleted, moved or damaged since"
                 )
-            self._delete_former()  # not before the name of the new one is on disk
+            self._replacement.delete_former()  # not before the name of the new one is on disk
         except (OSError, FileRefused, CheckpointError) as error:
             self.failure = failure_of(error)
         return self.failure is None
@@ -220,7 +201,7 @@ class CheckpointWriter:
         sealed, digest = seal(fragment)
         with contextlib.suppress(CheckpointError):
             found, _ = self._store.whole(self.number)
-            if not self._passed_over(found):
+            if not self._replacement.passed_over(found):
                 if [shard.fragment for shard in found.shards[fragment.rank : fragment.rank + 1]] != [digest]:
                     raise FileRefused(FailureKind.DISAGREES, f"{self._final} has another shard of rank {fragment.rank}")
                 return True
@@ -238,11 +219,11 @@ class CheckpointWriter:
         self._make_directories()
         crash_point("durable.directory")
         name = shard_name(fragment.rank, self.world_size)
-        with self._new_file(name, _checked_chunks(data, fragment)) as part:
+        with self._new_file(name, checked_chunks(data, fragment)) as part:
             crash_point("durable.data_synced")
             put_name(self._files, part, self._temporary / name)
         crash_point("durable.data_named")
-        self._read_back(self._temporary / name, fragment)
+        read_back(self._files, self._temporary / name, fragment)
         crash_point("durable.read_back")
         name = fragment_name(fragment.rank, self.world_size)
         with self._new_file(name, [memoryview(seal(fragment)[0])]) as part:
@@ -274,26 +255,6 @@ class CheckpointWriter:
         for path in (self._store.directory, self._temporary):
             with contextlib.suppress(FileExistsError):
                 self._files.mkdir(path)
-
-    def _read_back(self, name: Path, fragment: Fragment) -> None:
-        """Read a shard's file from the disk and compare every chunk, before its fragment is written.
-
-        Another writer or an earlier attempt may have written the file first; that is fine if the bytes are the same.
-        Raises FileRefused when they are not.
-        """
-        with opened(self._files, name) as fd:
-            self._files.forget(fd)
-            if self._files.fstat(fd).st_size == fragment.size:
-                buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
-                for index, wanted in enumerate(fragment.chunk_crcs()):
-                    start = index * fragment.chunk_bytes
-                    chunk = buffer[: min(fragment.chunk_bytes, fragment.size - start)]
-                    fill(self._files, fd, chunk, start, name)
-                    if crc(chunk) != int(wanted):
-                        break
-                else:
-                    return
-        raise FileRefused(FailureKind.DISAGREES, f"{name} has other bytes than this rank has written")
 
     def _failed(self, error: Exception, fragment: Fragment | None) -> bool:
         """Record an error. Return True if another writer has written the shard meanwhile."""
@@ -364,11 +325,12 @@ class CheckpointWriter:
             except OSError as error:
                 if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
                     raise
+                replaced = False
                 if not self._is_published(manifest):
-                    if not self._gives_way():
+                    if not self._replacement.gives_way():
                         raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
-                    self._take_place(manifest)
-                else:
+                    replaced = self._replacement.take_place(self._temporary, manifest)
+                if not replaced:
                     self._discard()
             crash_point("durable.renamed")
         except FileNotFoundError:  # another writer was faster
@@ -384,7 +346,7 @@ class CheckpointWriter:
             found, _ = self._store.whole(self.number)
         except (NoUsableCheckpoint, IntegrityError):
             return False
-        if self._passed_over(found):
+        if self._replacement.passed_over(found):
             return False
         same = (
             found.same_content(manifest) if manifest else (found.step, found.world_size) == (self.step, self.world_size)
@@ -392,76 +354,6 @@ class CheckpointWriter:
         if not same:
             raise FileRefused(FailureKind.DISAGREES, f"{self._final} exists with other content")
         return True
-
-    def _passed_over(self, found: Manifest) -> bool:
-        """Whether a published checkpoint of this number may be replaced: it is of an earlier fencing token, and of no
-        later step. A job that began anew under the same name has not come so far."""
-        return self._replaces and found.fencing_token < self.fencing_token and found.step <= self.step
-
-    def _gives_way(self) -> bool:
-        """Whether what has this checkpoint's name may be replaced: it is of an earlier fencing token, or not whole."""
-        try:
-            return self._passed_over(self._store.manifest(self.number)[0])
-        except NoUsableCheckpoint:
-            return self._replaces  # another writer is replacing it just now
-        except NotOurs:
-            return self._replaces and not self._files.objects  # there its manifest could not be kept
-        except CheckpointError as error:
-            return self._replaces and is_damage(error)
-
-    def _take_place(self, manifest: Manifest) -> None:
-        """Replace what has this checkpoint's name and gives way. What is no checkpoint is kept, under another name.
-
-        Between the two renames the former checkpoint has a name that no process deletes. If this one dies there,
-        `DurableStore.complete` gives the former its name back.
-        """
-        aside = self._set_aside()
-        if aside is not None and self._is_own(aside, manifest):  # another writer was faster
-            self._files.rename(aside, self._final)
-            self._discard()
-            return
-        if aside is not None and replaced_number(aside.name) is not None:
-            self._former = aside
-        try:
-            self._files.rename(self._temporary, self._final)
-        except FileNotFoundError:
-            raise  # another writer was faster
-        except OSError:
-            self._former = None
-            if aside is not None:
-                with contextlib.suppress(OSError):
-                    self._files.rename(aside, self._final)
-            raise
-        self.replaced = True
-
-    def _set_aside(self) -> Path | None:
-        """Rename what has this checkpoint's name. Return its new name; None when another writer has done it."""
-        name = replaced_name(self.number)
-        try:
-            self._store.manifest(self.number)
-        except NotOurs:
-            name = kept_name(self.number)
-        except CheckpointError:
-            pass
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rename(self._final, self._final.with_name(name))
-            return self._final.with_name(name)
-        return None
-
-    def _delete_former(self) -> None:
-        """Delete the checkpoint that gave way. Best effort: the next start makes the rest trash."""
-        former, self._former = self._former, None
-        if former is not None:
-            with contextlib.suppress(OSError):
-                if (trash := set_aside(self._files, former)) is not None:
-                    for _ in delete_tree(self._files, trash, first=MANIFEST):
-                        pass
-
-    def _is_own(self, directory: Path, manifest: Manifest) -> bool:
-        with contextlib.suppress(OSError, CheckpointError):
-            data = read_small(self._files, directory / MANIFEST, MANIFEST_BYTES_MAX)
-            return unseal(data, Manifest, directory)[0] == manifest
-        return False
 
     def _sync_name(self) -> None:
         """Sync the directory that lists the checkpoint.
@@ -503,21 +395,3 @@ class CheckpointWriter:
             if (trash := set_aside(self._files, self._temporary)) is not None:
                 for _ in delete_tree(self._files, trash):
                     pass
-
-
-def _checked_chunks(data: memoryview | SliceReadable, fragment: Fragment) -> Iterator[memoryview]:
-    """Yield a private copy of each chunk, after comparing it with its sealed CRC32C.
-
-    Raises FileRefused for a difference.
-    """
-    buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
-    for index, wanted in enumerate(fragment.chunk_crcs()):
-        start = index * fragment.chunk_bytes
-        chunk = buffer[: min(fragment.chunk_bytes, fragment.size - start)]
-        chunk[:] = data[start : start + len(chunk)]
-        if crc(chunk) != int(wanted):
-            raise FileRefused(
-                FailureKind.SOURCE, f"chunk {index} of the payload of rank {fragment.rank} does not match its CRC32C"
-            )
-        yield chunk
-        crash_point("durable.chunk")

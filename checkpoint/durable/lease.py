@@ -26,8 +26,8 @@ import msgspec
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.base.process_identity import ProcessIdentity, begin_session, boot_id, end_session, namespace
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import read_small
-from rackrun.checkpoint.durable.partial_files import partial_path
+from rackrun.checkpoint.durable.storage.files import read_small
+from rackrun.checkpoint.durable.storage.partial_files import partial_path
 from rackrun.errors import UsageError
 
 __all__ = ["EXPIRY_S", "InUse", "Lease", "living_fencing_token"]

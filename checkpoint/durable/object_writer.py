@@ -19,9 +19,10 @@ import contextlib
 import errno
 
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name
-from rackrun.checkpoint.durable.durable_writer import CheckpointWriter, SliceReadable, _checked_chunks
-from rackrun.checkpoint.durable.files import FailureKind, FileRefused, delete_tree, write_new
-from rackrun.checkpoint.durable.object_store import ObjectFiles
+from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
+from rackrun.checkpoint.durable.shard_bytes import SliceReadable, checked_chunks, read_back
+from rackrun.checkpoint.durable.storage.files import FailureKind, FileRefused, delete_tree, write_new
+from rackrun.checkpoint.durable.storage.object_store import ObjectFiles
 from rackrun.protocol.crash_points import crash_point
 
 __all__ = ["ObjectWriter"]
@@ -34,9 +35,9 @@ class ObjectWriter(CheckpointWriter):
 
     def _write(self, fragment: Fragment, data: memoryview | SliceReadable) -> None:
         name = self._temporary / shard_name(fragment.rank, self.world_size)
-        write_new(self._files, name, _checked_chunks(data, fragment))
+        write_new(self._files, name, checked_chunks(data, fragment))
         crash_point("durable.data_named")
-        self._read_back(name, fragment)
+        read_back(self._files, name, fragment)
         crash_point("durable.read_back")
         self._files.replace(self._temporary / fragment_name(fragment.rank, self.world_size), seal(fragment)[0])
         crash_point("durable.fragment_named")
@@ -62,12 +63,12 @@ class ObjectWriter(CheckpointWriter):
             self._files.create(path, data)
             return True
         except FileExistsError:
-            if not self._gives_way():
+            if not self._replacement.gives_way():
                 return False
         assert isinstance(self._files, ObjectFiles)
         try:
             version = self._files.version(path)
-            if not self._gives_way():  # it is judged after its version was read
+            if not self._replacement.gives_way():  # it is judged after its version was read
                 return False
             self._files.replace_version(path, data, version)
         except (FileExistsError, FileNotFoundError):
@@ -79,7 +80,7 @@ class ObjectWriter(CheckpointWriter):
             raise FileRefused(
                 FailureKind.DISAGREES, f"{why}; to have the step saved anew, delete {MANIFEST} there"
             ) from error
-        self.replaced = True
+        self._replacement.done = True
         return True
 
     def _sync_name(self) -> None:

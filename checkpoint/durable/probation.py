@@ -17,8 +17,8 @@ from pathlib import Path
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.commit.checkpoint_choice import ATTEMPTS_MAX
 from rackrun.checkpoint.commit.commit_records import NUMBER_MAX
-from rackrun.checkpoint.durable.files import Files, read_small
-from rackrun.checkpoint.durable.object_store import files_at
+from rackrun.checkpoint.durable.storage.files import Files, read_small
+from rackrun.checkpoint.durable.storage.object_store import files_at
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["Probation"]

@@ -14,7 +14,7 @@ renaming and deleting; otherwise a power loss could bring back the name of a hal
 that replaced the others. Retention must work on a full disk, so writing down the decision may fail. Temporary
 directories belong to a living job as long as its run lasts, and clocks of hosts differ: they are deleted only when that
 run is over (a newer fencing token is in use) and they are older than a limit. A partial file is deleted once its writer
-is dead (`rackrun.checkpoint.durable.partial_files`).
+is dead (`rackrun.checkpoint.durable.storage.partial_files`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import msgspec
 from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, checkpoint_number
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
-from rackrun.checkpoint.durable.files import FileFailure, delete_tree, failure_of, set_aside
-from rackrun.checkpoint.durable.partial_files import left_files
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import FileFailure, delete_tree, failure_of, set_aside
+from rackrun.checkpoint.durable.storage.partial_files import left_files
 from rackrun.protocol.crash_points import crash_point, register
 
 __all__ = ["RetentionChoice", "Collected", "Retention", "all_left_files", "choose", "collect", "sweep"]

@@ -23,9 +23,9 @@ from rackrun.checkpoint.durable.durable_manifest import (
     replaced_number,
 )
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo, DurableStore, UnpublishedCheckpoint
-from rackrun.checkpoint.durable.files import Files
-from rackrun.checkpoint.durable.object_store import files_at
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import Files
+from rackrun.checkpoint.durable.storage.object_store import files_at
 from rackrun.errors import UsageError
 
 __all__ = [
@@ -227,7 +227,11 @@ def _trash(store: DurableStore, name: str) -> Leftover | None:
 
 
 def _replaced(store: DurableStore, path: Path, number: int) -> Leftover | None:
-    return _leftover(store, "replaced" if _is_there(store, number) else "unnamed", path, number, -1)
+    formers = [other for other, of in store.replaced().items() if of == number]
+    with contextlib.suppress(OSError):  # otherwise nobody can tell which of several it is
+        if store.former_without_name(number, formers) != path:
+            return _leftover(store, "replaced", path, number, -1)
+    return _leftover(store, "unnamed", path, number, -1)
 
 
 def _is_there(store: DurableStore, number: int) -> bool:

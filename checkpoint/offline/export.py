@@ -23,7 +23,7 @@ import numpy as np
 
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, LayoutMismatch
 from rackrun.checkpoint.durable.durable_reader import CheckpointReader
-from rackrun.checkpoint.durable.files import Files, delete_tree, sync_directory, write_new
+from rackrun.checkpoint.durable.storage.files import Files, delete_tree, sync_directory, write_new
 from rackrun.checkpoint.image.boxes import Box, cover
 from rackrun.checkpoint.image.image_layout import ImageLayout, parse_image
 from rackrun.protocol.crash_points import crash_point, register

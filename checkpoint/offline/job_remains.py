@@ -30,7 +30,7 @@ from rackrun.checkpoint.durable.durable_manifest import (
 )
 from rackrun.checkpoint.durable.durable_reader import ShardReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import read_small
+from rackrun.checkpoint.durable.storage.files import read_small
 from rackrun.checkpoint.manager.checkpoint_sources import identity_of, newest_records
 
 __all__ = ["VerifiedShard", "Remains", "CommittedCheckpoint", "identities"]

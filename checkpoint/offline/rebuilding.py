@@ -22,8 +22,8 @@ from rackrun.checkpoint.durable.durable_manifest import kept_name, shard_name
 from rackrun.checkpoint.durable.durable_reader import ShardReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
-from rackrun.checkpoint.durable.files import delete_tree, set_aside
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import delete_tree, set_aside
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, layout_in
 from rackrun.checkpoint.manager.replica_writers import Share, SharedTensors, assign, held_in
 from rackrun.checkpoint.offline.job_remains import CommittedCheckpoint, Remains, VerifiedShard, identities

@@ -10,7 +10,7 @@ from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.durable.durable_manifest import Manifest, shard_name
 from rackrun.checkpoint.durable.durable_reader import ShardReader, fill
 from rackrun.checkpoint.durable.durable_store import Damage, DurableStore
-from rackrun.checkpoint.durable.files import opened
+from rackrun.checkpoint.durable.storage.files import opened
 from rackrun.checkpoint.image.image_layout import ImageLayout, header_bytes, parse_image
 
 __all__ = ["HEADER", "suspects"]

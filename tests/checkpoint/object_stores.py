@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from rackrun.checkpoint.base.location import RemotePath, parse_location
-from rackrun.checkpoint.durable.object_store import ObjectFiles
+from rackrun.checkpoint.durable.storage.object_store import ObjectFiles
 
 __all__ = ["BOTH", "end_connections", "kept", "remote", "s3_server"]
 

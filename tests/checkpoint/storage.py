@@ -21,7 +21,7 @@ from typing import Any
 from rackrun.checkpoint.base.digest import chunk_crcs
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
-from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.protocol import crash_points
 
 CHUNK = 64

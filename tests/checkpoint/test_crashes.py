@@ -13,7 +13,6 @@ from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.commit.commit_protocol import Committer
 from rackrun.checkpoint.durable import durable_writer
 from rackrun.checkpoint.durable.durable_manifest import Fragment
-from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.checkpoint.manager import restoring
 from rackrun.protocol import crash_points
@@ -71,8 +70,8 @@ def manifest_before_the_data(patch: pytest.MonkeyPatch) -> None:
     def chunks(data: memoryview, fragment: Fragment) -> Iterator[memoryview]:
         yield memoryview(bytes(len(data)))  # of the right size, and nothing of it is there yet
 
-    patch.setattr(durable_writer, "_checked_chunks", chunks)
-    patch.setattr(CheckpointWriter, "_read_back", lambda *_: None)  # it alone would find that
+    patch.setattr(durable_writer, "checked_chunks", chunks)
+    patch.setattr(durable_writer, "read_back", lambda *_: None)  # it alone would find that
 
 
 def verification_left_out(patch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Manifest, replaced_name, seal, unseal
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import set_aside
 from rackrun.checkpoint.durable.lease import Lease
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import set_aside
 from rackrun.checkpoint.offline.directory_survey import stores_in
 from tests.ctl.saved import CHUNK, WORLD, flip, image, save, shard_path, state
 

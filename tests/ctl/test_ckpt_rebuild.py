@@ -23,8 +23,8 @@ from rackrun.checkpoint.base.process_identity import begin_session
 from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, VERIFIED
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry, parse_image, plan_image
 from rackrun.checkpoint.image.plain_part import Plain, pack_plain
 from rackrun.checkpoint.image.safetensors_image import write_image

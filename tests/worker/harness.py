@@ -96,7 +96,8 @@ from rackrun.worker.loop import elastic as _elastic  # noqa: F401 - here, not in
 from rackrun.worker.loop import main_entry as _main_entry  # noqa: F401
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
-from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
+from rackrun.worker.membership.decisions.script_scope import Scope
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.script.syntax_tree import syntax_tree
 from rackrun.worker.state.tracked_state import TrackedState
 from tests.worker.nccl_double import install

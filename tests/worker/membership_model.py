@@ -11,9 +11,9 @@ from functools import partial
 from rackrun.core.generation.restore_plan import ParkReport, committed
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank
-from rackrun.worker.membership.gate_sums import GateSums
-from rackrun.worker.membership.membership_machine import MembershipMachine
-from rackrun.worker.membership.membership_states import MembershipState
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.membership_machine import MembershipMachine
+from rackrun.worker.membership.decisions.membership_states import MembershipState
 
 Gate = tuple[int, int, int]
 """One all-reduce: generation, step, and how often the step was refused in this generation."""

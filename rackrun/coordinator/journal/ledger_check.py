@@ -362,7 +362,7 @@ def samples_in(gate: bytes | None) -> float | None:
 
 
 _SAMPLES_IN_GATE = 1
-"""Index in the gate's values, as in `rackrun.worker.membership.gate.GateSums`."""
+"""Index in the gate's values, as in `rackrun.worker.membership.decisions.gate.GateSums`."""
 
 
 def _mixed(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bytes:

@@ -429,7 +429,8 @@ def _would_collect(
         and (over(left.fencing_token) or (left.fencing_token < newest and left.touched_s < before_s))
     ]
     waste = sum(left.kind == "trash" or (left.kind == "replaced" and not at_work) for left in found.leftovers)
-    put_back = [left.number for left in found.leftovers if left.kind == "unnamed" and not at_work]
+    nameless = [left.number for left in found.leftovers if left.kind == "unnamed" and not at_work]
+    put_back = list(dict.fromkeys(nameless))
     if as_json:
         print_json(
             {

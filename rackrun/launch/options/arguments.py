@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
 from rackrun.checkpoint.base.location import RemotePath, absolute, local_path
-from rackrun.checkpoint.durable.object_store import files_at
+from rackrun.checkpoint.durable.storage.object_store import files_at
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.coordinator.journal.journal_writer import LedgerMode
 from rackrun.errors import UsageError

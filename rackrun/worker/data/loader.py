@@ -205,6 +205,8 @@ class Loader:
         begins = self._begins(number)
         reading = self._run._checks.begin_iteration(len(shards))
         for turn, shard in enumerate(shards):
+            if step._discarded:
+                return  # a generator of the script goes on, and begins a new iteration in the attempt that there is now
             ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:
                 batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))

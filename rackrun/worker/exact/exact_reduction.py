@@ -37,7 +37,8 @@ from rackrun.worker.exact.exactly_once import ExactlyOnce, ParameterSum
 from rackrun.worker.exact.fixed_point import FixedPoint, fixed_point
 from rackrun.worker.exact.fixed_point_scales import BitBudget, Scales, fit
 from rackrun.worker.exact.parameter_segments import Factors, Segments
-from rackrun.worker.membership.worker_membership import Abandoned, WorkerMembership
+from rackrun.worker.membership.decisions.interruptions import Abandoned
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step

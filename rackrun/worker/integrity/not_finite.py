@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from rackrun.protocol.ids import Position
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.steps.step import Step

@@ -26,7 +26,8 @@ import torch
 from rackrun.core.faults.divergence import culprits
 from rackrun.protocol.ids import Position, Rank
 from rackrun.worker.integrity.replicas import ReplicaCheck
-from rackrun.worker.membership.worker_membership import Abandoned, WorkerMembership
+from rackrun.worker.membership.decisions.interruptions import Abandoned
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
 from rackrun.worker.state.tracked_state import TrackedState

@@ -23,7 +23,7 @@ from rackrun.worker.steps.hang_deadlines import HangDeadlines
 from rackrun.worker.steps.multi_part_steps import MultiPartWatch
 from rackrun.worker.steps.post_gate import PostGateFailures
 from rackrun.worker.steps.recorded_units import RecordedUnits
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 
 __all__ = ["EntryParts", "MainHandover"]
 

@@ -27,7 +27,7 @@ from rackrun.worker.device.numerics import unlike
 from rackrun.worker.device.rank_exit import leave
 from rackrun.worker.integrity.replicas import ReplicaCheck
 from rackrun.worker.loop.resize_support import fixed_because
-from rackrun.worker.membership.worker_membership import Reenter, Superseded
+from rackrun.worker.membership.decisions.interruptions import Reenter, Superseded
 from rackrun.worker.process.reports import Reports, say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.restore.live_restore import RestoreCallbacks, run_restores, settle_restores

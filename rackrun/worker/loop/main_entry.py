@@ -17,7 +17,7 @@ from rackrun.link.heartbeat_page import Activity
 from rackrun.worker.device.rank_exit import leave
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.worker_membership import Superseded
+from rackrun.worker.membership.decisions.interruptions import Superseded
 from rackrun.worker.process.runtime import Runtime
 
 __all__ = ["run_main"]

@@ -26,7 +26,8 @@ from rackrun.worker.exact.fixed_point_scales import width_of
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.loop_exit import all_leave
 from rackrun.worker.loop.unit_runner import UnitRunner
-from rackrun.worker.membership.worker_membership import Reenter, Scope
+from rackrun.worker.membership.decisions.interruptions import Reenter
+from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.process.log_values import log_values
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
@@ -110,7 +111,7 @@ class Run:
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.microbatch_collectives = MicrobatchCollectives(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
-        self._places = RankChangeHooks(lambda: (self.rank, self.world_size))
+        self._places = RankChangeHooks(lambda: (self._world.rank, self._world.size))
         self._checks = ScriptChecks(
             runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
         )
@@ -132,12 +133,12 @@ class Run:
     @property
     def rank(self) -> int:
         """This process's current rank, from 0. A spare has a provisional rank until it takes a place."""
-        return self._world.rank
+        return self._world.groups[0].rank()
 
     @property
     def world_size(self) -> int:
         """The current number of ranks in the world. Spares are not counted."""
-        return self._world.size
+        return self._world.groups[0].size()
 
     @property
     def is_main(self) -> bool:
@@ -421,15 +422,14 @@ class Run:
         return self._batch.shards_of(dp_rank, dp_size, self._batch_of(number).shards)
 
     def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
-        shards = self._batch_of(int(step)).shards
-        self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=shards)
+        self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1])
 
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:
         """Return this rank's index among the data-parallel ranks, and their number. Ranks along the other axes share
         its data."""
         if not self._axes or (len(self._axes) == 1 and self._axes[0][0] in DATA_AXES):
-            return self.rank, self.world_size
+            return self._world.rank, self._world.size
         mesh = self.mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "a mesh over the whole world holds every rank"

@@ -18,13 +18,14 @@ from rackrun.worker.data.global_batch import StepBatch
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.loop.entry_parts import EntryParts
-from rackrun.worker.membership.gate import complete, offered
-from rackrun.worker.membership.gate_sums import GateSums
-from rackrun.worker.membership.worker_membership import Abandoned
+from rackrun.worker.membership.decisions.gate import complete, offered
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.interruptions import Abandoned
+from rackrun.worker.script.user_line import in_generator
 from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_audited
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import changed_between
+from rackrun.worker.steps.undo.between_units import changed_between
 from rackrun.worker.tensors.readback import Readback
 
 __all__ = ["UnitAttempt"]
@@ -121,12 +122,13 @@ class UnitAttempt:
         return batches.work(batch, self._world.size)
 
     # -- what the script does
-    def begin_shard(self, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int) -> None:
+    def begin_shard(self, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int) -> None:
         """Prepare for the micro-batch ``shard``, as `UnitRunner.begin_shard` says."""
-        step, parts = self.step, self._parts
+        step, parts, machine = self.step, self._parts, self._world.machine
         self.may_be_left()
-        if self._world.broken and not self._world.unit_passed:
-            raise Abandoned
+        if machine.broken and not machine.unit_passed and not in_generator():
+            raise Abandoned  # a generator would be over by it, and the script may have kept it: `Step.scale` raises instead
+        shards = self.batch.shards
         parts.runtime.page.progress()
         self._world.own_time.begin_microbatch()
         self._world.microbatch_collectives.begin_microbatch(last=last)

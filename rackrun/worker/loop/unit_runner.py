@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.heartbeat_page import Activity
@@ -32,8 +33,9 @@ from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
 from rackrun.worker.loop.unit_attempt import UnitAttempt
-from rackrun.worker.membership.gate_sums import GateSums
-from rackrun.worker.membership.worker_membership import Abandoned, Scope
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.interruptions import Abandoned
+from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.script.second_loop import ONE_LOOP
@@ -110,9 +112,10 @@ class UnitRunner:
         self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._hook_after = register_optimizer_step_post_hook(
-            not_compiled(lambda optimizer, *_: parts.rates.restore(optimizer))
-        )
+        self._hook_after: RemovableHandle | None = None
+        if batches.scale is not None:  # otherwise no rate is ever scaled
+            restore = not_compiled(lambda optimizer, *_: parts.rates.restore(optimizer))
+            self._hook_after = register_optimizer_step_post_hook(restore)
 
     # -- the run
     @property
@@ -244,7 +247,8 @@ class UnitRunner:
         """Release everything that belongs to this entry of ``main``, and return what the next entry takes over."""
         self._parts.settle()
         self._hook.remove()
-        self._hook_after.remove()
+        if self._hook_after is not None:
+            self._hook_after.remove()
         if self._exact is not None:
             self._exact.detach()
         self._world.let_go()
@@ -371,14 +375,12 @@ class UnitRunner:
         else:
             self._reports.logged(values, self.passed)
 
-    def begin_shard(
-        self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
-    ) -> None:
+    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int) -> None:
         """Prepare for the micro-batch ``shard`` that the loader is about to yield: its weight in ``step``, its random
         numbers, gradient synchronisation.
 
         ``last``: it is this rank's last of the step. ``ids``: its sample ids. ``dp_size``: number of data-parallel
-        ranks. ``shards``: micro-batches in the global batch. Raises `Abandoned` when the world is broken.
+        ranks. Raises `Abandoned` when the world is broken.
         """
         attempt = self._in_hand
         if attempt is None or attempt.step is not step:
@@ -386,7 +388,7 @@ class UnitRunner:
                 "an iterator of the loader was kept from another step, or from another attempt at this one.",
                 remedy="begin a new `for batch in loader` in every call of the @run.step function.",
             )
-        attempt.begin_shard(shard, last=last, ids=ids, dp_size=dp_size, shards=shards)
+        attempt.begin_shard(shard, last=last, ids=ids, dp_size=dp_size)
 
     def _may_be_left(self) -> None:
         """Note a point in the current step at which an attempt that will not count may be left."""
@@ -400,11 +402,12 @@ class UnitRunner:
         The world may still be broken afterwards: the code that follows the step in the loop's body runs first, because
         it may leave the loop, which a newcomer has to learn.
         """
+        machine = self._world.machine
         while True:
-            due = self._recorded.first_after(self.passed)
+            due = self._recorded.first_after(machine.passed)
             if due is None and self._owed is not None:
                 break
-            if self._world.broken:
+            if machine.broken:
                 if not self._recover():
                     return
                 continue
@@ -445,6 +448,7 @@ class UnitRunner:
         self._world.let_device_return()
         if self._post_gate.any:
             self._judge_post_gate_failures(at)
+        attempt.step._discarded = not self._world.machine.unit_passed
         if self._world.machine.unit_passed:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rackrun.worker.communicators.gate_tree import GATE_MAX, GATE_SUM, WithGateTree
-from rackrun.worker.membership.gate import elements
+from rackrun.worker.membership.decisions.gate import elements
 
 if TYPE_CHECKING:
     from rackrun.link.heartbeat_page import HeartbeatPage

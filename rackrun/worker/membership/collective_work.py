@@ -29,13 +29,20 @@ class CompletedWork(dist.Work):
 
     def __init__(self, result: Any) -> None:
         super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=_devices(result))
-        self._future.set_result(result)
+        self._result = result
+        self._future: torch.futures.Future[Any] | None = None
+        """Made when it is asked for, because torch pickles the result to find the tensors in it; on a device at once,
+        because it holds the streams' places."""
+        if _devices(result):
+            self.get_future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            self._future = torch.futures.Future(devices=_devices(self._result))
+            self._future.set_result(self._result)
         return self._future
 
     def is_completed(self) -> bool:
@@ -45,7 +52,7 @@ class CompletedWork(dist.Work):
         return True
 
     def result(self) -> Any:
-        return self._future.value()
+        return self._result
 
 
 class GuardedWork(dist.Work):

@@ -56,7 +56,9 @@ class ElasticGroup(dist.ProcessGroup):
         """A name that is the same on every member, unlike torch's group name; the keys in a generation's store begin
         with it."""
         self.communicator: Communicator | None = None
-        self._group_rank = group_rank
+        self.group_rank = group_rank
+        """This process's rank in the group. rackrun's own code reads this and ``ranks``; torch and scripts call `rank` and
+        `size`, whose callers dynamo may trace."""
         self._asks_nobody = False
         self._name = name
         self._desc = desc
@@ -67,7 +69,7 @@ class ElasticGroup(dist.ProcessGroup):
     def rank(self) -> int:
         """Return this process's rank in the group, which may change with the generation."""
         _COMPILED.read()
-        return self._group_rank
+        return self.group_rank
 
     def size(self) -> int:
         """Return the number of ranks in the group."""
@@ -127,10 +129,10 @@ class ElasticGroup(dist.ProcessGroup):
 
     def become(self, ranks: Sequence[int], group_rank: int) -> None:
         """Change the group's ranks and this process's place among them, when a promoted spare takes another place."""
-        if (tuple(ranks), group_rank) == (self.ranks, self._group_rank):
+        if (tuple(ranks), group_rank) == (self.ranks, self.group_rank):
             return
         self.ranks = tuple(ranks)
-        self._group_rank = group_rank
+        self.group_rank = group_rank
         # A DeviceMesh hands its coordinates to dynamo without asking the group.
         _COMPILED.changed(read=self.key != "world")
 
@@ -265,7 +267,7 @@ class ElasticGroup(dist.ProcessGroup):
     def _garbage(self, name: str, result: Any, args: Sequence[Any]) -> Any:
         """Return the part of a broken collective's result that is garbage and that no loopback writes anew: everything
         for operations in place."""
-        in_place = name in _IN_PLACE or (name == "broadcast" and args[-1].rootRank != self.rank())
+        in_place = name in _IN_PLACE or (name == "broadcast" and args[-1].rootRank != self.group_rank)
         return result if in_place else ()
 
     def _is_of_device(self, first: torch.Tensor | None) -> bool:
@@ -279,7 +281,7 @@ class ElasticGroup(dist.ProcessGroup):
         self._run(
             on_hosts(self.communicator),
             [values],
-            lambda: _sum_of_equals([values], opts, self.size()),
+            lambda: _sum_of_equals([values], opts, len(self.ranks)),
             [values],
             opts,
             on_host=True,
@@ -291,9 +293,9 @@ class ElasticGroup(dist.ProcessGroup):
 
         Where there is a gate tree it is used, so that only the result takes memory in proportion to the group's size.
         """
-        rows = torch.zeros(self.size(), len(row), dtype=row.dtype)
+        rows = torch.zeros(len(self.ranks), len(row), dtype=row.dtype)
         if isinstance(self.communicator, WithGateTree):
-            rows[self.rank()] = row  # zeros elsewhere, where the others put theirs: the sum holds all rows
+            rows[self.group_rank] = row  # zeros elsewhere, where the others put theirs: the sum holds all rows
             everything, opts = rows.view(-1), dist.AllreduceOptions()
 
             def loopback() -> None:
@@ -324,7 +326,7 @@ class ElasticGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce in place over all ranks. Alone or broken, every peer counts as equal to this rank."""
         opts = opts or dist.AllreduceOptions()
-        return self._run("allreduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
+        return self._run("allreduce", tensors, lambda: _sum_of_equals(tensors, opts, len(self.ranks)), tensors, opts)
 
     @not_compiled
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -334,7 +336,7 @@ class ElasticGroup(dist.ProcessGroup):
         plain.reduceOp = opts.reduceOp
         if len({tensor.dtype for tensor in tensors}) == 1 and len(tensors) > 0 and tensors[0].device.type == "cpu":
             return self._run(
-                "allreduce_coalesced", tensors, lambda: _sum_of_equals(tensors, plain, self.size()), tensors, opts
+                "allreduce_coalesced", tensors, lambda: _sum_of_equals(tensors, plain, len(self.ranks)), tensors, opts
             )
         for tensor in tensors:
             self.allreduce([tensor], plain).wait()
@@ -345,11 +347,11 @@ class ElasticGroup(dist.ProcessGroup):
         """Broadcast in place. During set-up, newcomers receive what the root published when the job began."""
         opts = opts or dist.BroadcastOptions()
         loopback = _nothing
-        if self.world.in_setup and self.size() > 1 and not self._asks_nobody:
+        if self.world.in_setup and len(self.ranks) > 1 and not self._asks_nobody:
             turn = self.world.broadcasts.next_key(self.key)
-            if self.world.generation and opts.rootRank == self.rank():
+            if self.world.generation and opts.rootRank == self.group_rank:
                 self.world.broadcasts.publish(turn, tensors)
-            elif not self.world.generation and opts.rootRank != self.rank():
+            elif not self.world.generation and opts.rootRank != self.group_rank:
 
                 def loopback() -> None:
                     self.world.broadcasts.receive(turn, tensors)
@@ -360,7 +362,7 @@ class ElasticGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce to the root, in place; the contents on other ranks are undefined afterwards."""
         opts = opts or dist.ReduceOptions()
-        return self._run("reduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
+        return self._run("reduce", tensors, lambda: _sum_of_equals(tensors, opts, len(self.ranks)), tensors, opts)
 
     @not_compiled
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -384,7 +386,7 @@ class ElasticGroup(dist.ProcessGroup):
     @not_compiled
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         def loopback() -> None:
-            output.view(self.size(), -1).copy_(input.clone().reshape(1, -1))  # FSDP gathers in place
+            output.view(len(self.ranks), -1).copy_(input.clone().reshape(1, -1))  # FSDP gathers in place
 
         return self._run("_allgather_base", output, loopback, output, input, opts or AllgatherOptions())
 
@@ -406,8 +408,8 @@ class ElasticGroup(dist.ProcessGroup):
 
         def loopback() -> None:
             for output, row in zip(outputs, inputs, strict=True):
-                output.copy_(row[self.rank()])
-            _sum_of_equals(outputs, opts, self.size())
+                output.copy_(row[self.group_rank])
+            _sum_of_equals(outputs, opts, len(self.ranks))
 
         return self._run("reduce_scatter", outputs, loopback, outputs, inputs, opts)
 
@@ -417,8 +419,8 @@ class ElasticGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
 
         def loopback() -> None:
-            output.copy_(input.reshape(self.size(), -1)[self.rank()].view_as(output))
-            _sum_of_equals([output], opts, self.size())
+            output.copy_(input.reshape(len(self.ranks), -1)[self.group_rank].view_as(output))
+            _sum_of_equals([output], opts, len(self.ranks))
 
         if input.device.type != "cpu":
             return self._run("_reduce_scatter_base", output, loopback, output, input, opts)
@@ -427,7 +429,7 @@ class ElasticGroup(dist.ProcessGroup):
         sums.reduceOp = opts.reduceOp
 
         def take_part() -> None:
-            output.copy_(whole.reshape(self.size(), -1)[self.rank()].view_as(output))
+            output.copy_(whole.reshape(len(self.ranks), -1)[self.group_rank].view_as(output))
 
         return self._run("allreduce", output, loopback, [whole], sums, then=take_part)
 
@@ -465,7 +467,7 @@ class ElasticGroup(dist.ProcessGroup):
     @not_compiled
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         def loopback() -> None:
-            mine = inputs[self.rank()]
+            mine = inputs[self.group_rank]
             for output in outputs:
                 output.copy_(mine) if output.shape == mine.shape else output.zero_()
 
@@ -484,7 +486,7 @@ class ElasticGroup(dist.ProcessGroup):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         def loopback() -> None:
             for index, output in enumerate(outputs):
-                output.copy_(inputs[index][self.rank()]) if len(inputs) > index else output.zero_()
+                output.copy_(inputs[index][self.group_rank]) if len(inputs) > index else output.zero_()
 
         return self._run("scatter", outputs, loopback, outputs, inputs, opts or dist.ScatterOptions())
 

@@ -2,18 +2,16 @@
 
 Two threads use it. The *main thread* runs the user's script: collectives, gates, recoveries. The *control thread*
 (`rackrun.worker.process.control_thread`) brings messages of the coordinator: a generation is broken, a plan has come.
-What is decided here, `rackrun.worker.membership.membership_machine` decides: whether the generation is whole, and
+What is decided here, `rackrun.worker.membership.decisions.membership_machine` decides: whether the generation is whole, and
 whether a unit counts. This module calls it under one lock, and has the threads, communicators and messages. So the
 report that the control thread sends is final the moment it is sent, even while the main thread still computes.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,60 +19,44 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.host_memory.device_threads import use_device
 from rackrun.errors import CollectiveBroken, StepError
-from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.protocol.commands import BreakGeneration, DealShards, GenerationPlan, Member
 from rackrun.protocol.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
 from rackrun.worker.batch.share_changes import ShareChanges
-from rackrun.worker.communicators.communicator import OWN_FAULTS
-from rackrun.worker.communicators.handshakes import Handshakes
+from rackrun.worker.communicators.setup_broadcasts import Broadcasts
 from rackrun.worker.device.device_queue import StreamEvent, Waits, queue_of, wait_until
 from rackrun.worker.device.device_return import DeviceReturn
 from rackrun.worker.device.own_time import OwnTimeMeter
 from rackrun.worker.membership.blocked_collective import BlockedCollective
 from rackrun.worker.membership.collective_progress import CollectiveProgress, Entered
-from rackrun.worker.membership.communicator_builder import Builder
+from rackrun.worker.membership.decisions.gate import CollectiveOrder, Offer, agreed, elements
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.interruptions import Abandoned, Superseded
+from rackrun.worker.membership.decisions.membership_machine import MembershipMachine
+from rackrun.worker.membership.decisions.script_scope import (
+    Scope,
+    called_in_capture,
+    called_outside,
+    lost_after_loop,
+    refuse_thread,
+    script_threads,
+)
 from rackrun.worker.membership.elastic_group import ElasticGroup
-from rackrun.worker.membership.gate import CollectiveOrder, Offer, agreed, elements
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.generation_build import GenerationBuild
 from rackrun.worker.membership.group_registry import GroupRegistry
 from rackrun.worker.membership.inflight import InflightCollectives
-from rackrun.worker.membership.membership_machine import MembershipMachine
 from rackrun.worker.membership.recovery_stages import RecoveryStages
-from rackrun.worker.membership.setup_broadcasts import Broadcasts
 from rackrun.worker.torch_compat import c10d
 
 if TYPE_CHECKING:
     from rackrun.link.heartbeat_page import HeartbeatPage
     from rackrun.worker.communicators.communicator import Communicator
 
-__all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "WorkerMembership", "lost_after_loop"]
+__all__ = ["WorkerMembership"]
 
 
 T = TypeVar("T")
-
-
-class Abandoned(BaseException):
-    """The current unit will not count: leave it, discard its changes, recover. Never raised inside autograd."""
-
-
-class Superseded(Exception):
-    """A newer generation was announced while this one was being joined."""
-
-
-class Reenter(BaseException):
-    """The world will have other ranks, for which the script must build everything anew: leave ``main``, and enter it
-    again."""
-
-
-class Scope(Enum):
-    """The part of the script that runs now, which decides what a collective may do."""
-
-    SETUP = "before run.steps()"
-    UNIT = "in a step or phase"
-    OUTSIDE = "outside steps and phases"
-    AFTER = "after the loop over run.steps()"
 
 
 class WorkerMembership:
@@ -126,14 +108,13 @@ class WorkerMembership:
         self.microbatch_collectives = MicrobatchCollectives()
         self.share_changes = ShareChanges()
         self.broadcasts = Broadcasts(None)
-        self.handshakes = Handshakes()
 
-        self._slot, self._incarnation, self._token = slot, incarnation, token
+        self._slot, self._incarnation = slot, incarnation
         self._lock = threading.RLock()
         """The lock under which the machine changes."""
         self._changed = threading.Condition(self._lock)
         """Notified when the machine has changed in a way that somebody may wait for."""
-        self._unbuilt: WorkerUnbuilt | None = None
+        self._build = GenerationBuild(slot, incarnation, token, device, self.queue, self.machine, self._changed)
         self.joined: GenerationPlan | None = None
         """The plan of this generation."""
         self._has_state = True
@@ -143,7 +124,6 @@ class WorkerMembership:
         if none (see `rackrun.protocol.events.WorkerParked.resumed`)."""
         self._seated: tuple[Member, ...] = ()
         """The members of the world by rank, as this worker and its groups count ranks now."""
-        self._builder: Builder | None = None
         self._in_gate = False
         self._after_in: int | None = None
         """The generation in which the script has called its first collective after the loop; None if it has called
@@ -193,14 +173,8 @@ class WorkerMembership:
         if self._fixed is not None and len(ranks) > 1:
             group.communicator = self._fixed(group.key, group.rank(), group.size())
         elif self.generation and plan is not None:
-            builder = self._new_builder(plan, [group], patient=True)
-            builder.start()
-            try:
-                self._wait_built(plan, builder)
-            except Superseded:
-                builder.abandon()
-                raise
-            group.communicator = builder.communicators.get(group)
+            group.communicator = self._build.build_group(plan, group, self.rank)
+            self.stages.reached("built")
         return group
 
     @property
@@ -210,7 +184,7 @@ class WorkerMembership:
 
     @property
     def rank(self) -> int:
-        return self.groups[0].rank()
+        return self.groups[0].group_rank
 
     @property
     def size(self) -> int:
@@ -229,22 +203,20 @@ class WorkerMembership:
 
         Raises `StepError` where collectives are not allowed.
         """
-        if threading.get_ident() != threading.main_thread().ident:
-            self._refuse_thread(name)
         machine, scope = self.machine, self.scope
+        if threading.get_ident() != threading.main_thread().ident:
+            in_or_between_units = scope in {Scope.UNIT, Scope.OUTSIDE} and not self.in_phase
+            if in_or_between_units and self.size > 1:
+                refuse_thread(name)
         if scope is Scope.OUTSIDE and self.size > 1:
-            raise StepError(
-                "a collective was called outside steps and phases, where a lost peer could not be replaced.",
-                remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end. After a "
-                "`break`, let go of what still iterates over run.steps(), such as a progress bar: it may yet go on.",
-            )
+            raise called_outside()
         if scope is Scope.AFTER and self.size > 1:
             self._check_after()
         self._refuse_capture(group, name)
         self.progress.enter()
         self.own_time.main_thread_resumed()
-        size = group.size()
-        if size == self.size:
+        size = len(group.ranks)
+        if size == len(self.groups[0].ranks):
             self.order.add_collective(name, result)
         if self.after_update is not None:
             self.after_update(name, result)
@@ -261,25 +233,6 @@ class WorkerMembership:
             self.on_post_gate_failure(result)
         self.leave_phase()
         return None
-
-    def _refuse_thread(self, name: str) -> None:
-        """Raise `StepError` if a thread of the script calls a collective in a step or between two units.
-
-        Whether such a call comes before or after a gate depends on timing and differs between ranks, and a process that
-        takes over a rank has no such thread. A phase may wait for its threads (an asynchronous checkpoint). Threads of
-        autograd, and those that call back when a collective is over, are not Python's threads and are allowed.
-        """
-        if self.size == 1 or self.in_phase or self.scope not in {Scope.UNIT, Scope.OUTSIDE}:
-            return
-        thread = threading.current_thread()
-        if isinstance(thread, threading._DummyThread) or thread.name.startswith("rackrun-"):
-            return
-        raise StepError(
-            f"a collective ({name}) was called by a thread of the script's own ({thread.name}), and no phase was waiting for it: when a rank is "
-            "lost, it could not be called again.",
-            remedy="call it in the main thread. A function of run.every or run.at_end may use a thread if it waits for it, as in "
-            "torch.distributed.checkpoint.async_save(...).result(). Checkpoints beside training: rackrun --checkpoint-dir.",
-        )
 
     def _check_whole(self) -> None:
         """Raise `CollectiveBroken` if the world broke before ``run.steps()``, where a loopback's values would be
@@ -311,14 +264,9 @@ class WorkerMembership:
         return self.scope is not Scope.SETUP and self._after_in is not None
 
     def _refuse_capture(self, group: ElasticGroup, name: str) -> None:
-        """Raise `StepError` if a CUDA graph is being captured: it would keep using this generation's communicator,
-        which the next one frees, or a loopback, in which no other rank takes part."""
+        """Raise `StepError` if a CUDA graph is being captured, unless nobody will ever change the world of one rank."""
         if self.queue.is_capturing() and (group.size() > 1 or self.machine.plan is not None):
-            raise StepError(
-                f"a collective ({name}) was called while a CUDA graph is captured: after a failure it would be replayed on a "
-                "communicator that is gone.",
-                remedy="capture compute only: end the capture before the collective, and begin another behind it.",
-            )
+            raise called_in_capture(name)
 
     def enqueued(self, entered: Entered, communicator: Communicator, work: dist.Work | None) -> None:
         """Record a collective that the device runs. ``work`` None: it is on this thread's current stream, which waits
@@ -336,7 +284,7 @@ class WorkerMembership:
         part of a deadlock."""
         in_unit = self.scope is Scope.UNIT and self.machine.is_whole(generation)
         nobody_else = threading.get_ident() == threading.main_thread().ident and not (
-            self.in_phase and _script_threads()
+            self.in_phase and script_threads()
         )
         if in_unit and self.queue.is_host and nobody_else:
             self.blocked.report(entered.call, generation, self.groups)
@@ -422,8 +370,7 @@ class WorkerMembership:
         """Return the report to send when nobody else knows that this generation is broken or cannot be built; else
         None. The control thread calls this at intervals."""
         with self._lock:
-            unbuilt, self._unbuilt = self._unbuilt, None
-            if unbuilt is not None and not self.machine.is_superseded(unbuilt.generation):
+            if (unbuilt := self._build.take_failure()) is not None:
                 return unbuilt
             because = self.machine.take_unreported_failure(time.monotonic())
             generation = Generation(self.generation)
@@ -619,7 +566,7 @@ class WorkerMembership:
                 good=self.good,
             )
             communicators = [group.communicator for group in self.groups if group.communicator]
-            builder = self._builder
+            builder = self._build.builder
             self._changed.notify_all()
         for communicator in communicators:
             communicator.break_()
@@ -637,7 +584,7 @@ class WorkerMembership:
         """
         self.progress.update_page()
         self.returns.check()
-        if self.handshakes.are_under_way:
+        if self._build.handshakes.are_under_way:
             self.page.progress()  # handshakes have a limit of their own
 
     def let_device_return(self) -> None:
@@ -672,7 +619,7 @@ class WorkerMembership:
                 self.stages.begin()
             self.stages.reached("planned")
             if not mine.fresh and plan.reshard is None and self.counts_as(plan, mine):
-                self._start_build(plan)
+                self._build.start(plan, self.groups)
             self._changed.notify_all()
 
     def on_pause(self, generation: Generation) -> None:
@@ -716,15 +663,16 @@ class WorkerMembership:
         with self._lock:
             if self.machine.is_superseded(plan.generation):
                 raise Superseded
-            self._start_build(plan)
+            self._build.start(plan, self.groups)
 
     def join(self, plan: GenerationPlan) -> None:
         """Wait for the communicators of ``plan`` and adopt them; raises `Superseded` when a newer generation was
         announced meanwhile."""
-        builder = self._builder
+        builder = self._build.builder
         assert builder is not None, "a plan without a build"
         self.returns.wait()
-        self._wait_built(plan, builder)
+        self._build.wait(plan, builder, self.rank)
+        self.stages.reached("built")
         with self._lock:
             if self.machine.is_superseded(plan.generation):
                 raise Superseded
@@ -773,9 +721,7 @@ class WorkerMembership:
             if self.machine.is_superseded(plan.generation):
                 raise Superseded
             dropped = [group.communicator for group in self.groups]
-            if self._builder is not None:
-                self._builder.abandon()
-            self._builder = None
+            self._build.drop()
             for group in self.groups:
                 group.communicator = None
             self.groups.clear()
@@ -869,72 +815,9 @@ class WorkerMembership:
         """Whether a generation other than ``generation`` was announced last."""
         return self.machine.is_superseded(generation)
 
-    def _start_build(self, plan: GenerationPlan) -> None:
-        if self._builder is not None:
-            self._builder.abandon()
-        enters = plan.reshard is not None or plan.layout > 0  # ranks that enter main arrive as late as at the start
-        patient = plan.generation == 1 or enters or (not plan.restores and plan.committed == BEGIN)
-        self._builder = self._new_builder(plan, list(self.groups), patient=patient)
-        self._builder.start()
-
-    def _new_builder(self, plan: GenerationPlan, groups: Sequence[ElasticGroup], *, patient: bool) -> Builder:
-        return Builder(
-            plan,
-            groups,
-            self.device,
-            self._token,
-            patient=patient,
-            done=self._wake,
-            queue=self.queue,
-            handshakes=self.handshakes,
-        )
-
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _wait_built(self, plan: GenerationPlan, builder: Builder) -> None:
-        """Wait until ``builder`` is done. A failed build is reported; raises `Superseded` when a newer generation is
-        announced, and errors that are this process's own fault."""
-        with self._changed:
-            self._changed.wait_for(lambda: builder.over or self.machine.is_superseded(plan.generation))
-            if self.machine.is_superseded(plan.generation):
-                raise Superseded
-        self.stages.reached("built")
-        if isinstance(builder.error, OWN_FAULTS):
-            raise builder.error
-        if builder.error is not None:
-            print(
-                f"rackrun: rank {self.rank} could not build generation {plan.generation}: {builder.error}",
-                file=sys.stderr,
-                flush=True,
-            )
-            with self._changed:  # a peer did not come or cannot be reached; the next generation leaves it out
-                self._unbuilt = WorkerUnbuilt(
-                    slot=self._slot,
-                    incarnation=self._incarnation,
-                    generation=plan.generation,
-                    cut_off=isinstance(builder.error, ExchangeUnreachable),
-                    because=str(builder.error)[:300],
-                )
-                self._changed.wait_for(lambda: self.machine.is_superseded(plan.generation))
-            raise Superseded
-
-
-def lost_after_loop(what_keeps: str = "") -> CollectiveBroken:
-    """Return the error that ends a rank in the script's own code after the loop. ``what_keeps``: a sentence that says
-    what keeps the rank from going on, or ""."""
-    return CollectiveBroken(
-        f"a peer was lost in the code after the loop over run.steps(), which only a new start can run again.{what_keeps}",
-        remedy="give what needs collectives, or changes tracked state, to run.at_end(...), which is done again where it broke; or --checkpoint-dir, "
-        "so that a new start goes on from the last step.",
-    )
-
-
-def _script_threads() -> bool:
-    """Whether threads of the script are running, which in a phase may call collectives."""
-    main = threading.main_thread()
-    return any(one is not main and not one.name.startswith("rackrun-") for one in threading.enumerate())
 
 
 def _drop(communicators: list[Communicator | None], device: torch.device) -> None:

@@ -28,9 +28,9 @@ from rackrun.protocol.ids import BEGIN, Incarnation, SlotId, Step, step_in
 from rackrun.worker import torch_compat
 from rackrun.worker.communicators.communicator import Communicator
 from rackrun.worker.communicators.nccl_environment import prepare_environment
+from rackrun.worker.communicators.setup_broadcasts import Broadcasts
 from rackrun.worker.membership.communicator_builder import build_communicator
 from rackrun.worker.membership.elastic_group import BACKEND
-from rackrun.worker.membership.setup_broadcasts import Broadcasts
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.control_thread import ControlThread
 from rackrun.worker.steps.unit_times import UNKNOWN, Allowance, UnitTimes

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from rackrun.errors import StepError
-from rackrun.worker.membership.worker_membership import lost_after_loop
+from rackrun.worker.membership.decisions.script_scope import lost_after_loop
 from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.tensors.freed_tensors import refuse_freed

@@ -21,11 +21,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import StepError
-from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
+from rackrun.worker.membership.decisions.script_scope import Scope
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.script.loop_only_names import unbound_without_a_turn
 from rackrun.worker.script.untracked_changes import UntrackedChanges, is_kept
-from rackrun.worker.script.user_line import line_of_name, user_frame, user_line
+from rackrun.worker.script.user_line import line_at, line_of_name, user_frame, user_line, user_place
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.torch_compat import unhooked_calls, zero_grad
@@ -43,13 +44,18 @@ _GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 @dataclass
 class LoaderPass:
-    """One iteration over a loader: how many micro-batches it has, the script's line, how many were taken, and whether
+    """One iteration over a loader: how many micro-batches it has, the script's place, how many were taken, and whether
     it is over."""
 
     micro_batches: int
-    line: str
+    place: tuple[str, int] | None
     taken: int = 0
     over: bool = False
+
+    @property
+    def line(self) -> str:
+        """The script's line, as `user_line` returns it."""
+        return line_at(self.place)
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class ScriptChecks:
 
     def begin_iteration(self, micro_batches: int) -> LoaderPass:
         """Begin an iteration over a loader with this many micro-batches."""
-        reading = LoaderPass(micro_batches, user_line())
+        reading = LoaderPass(micro_batches, user_place())
         if self._step is not None:
             self._readings.append(reading)
         return reading

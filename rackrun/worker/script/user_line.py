@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -10,17 +11,28 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["keeps_something", "line_of_name", "user_frame", "user_line"]
+__all__ = ["in_generator", "keeps_something", "line_at", "line_of_name", "user_frame", "user_line", "user_place"]
 
 _OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def user_line(frame: types.FrameType | None = None) -> str:
     """Return text like ``train.py:31``: the innermost line in the current calls that belongs to no library, or else to
     neither rackrun nor torch; "" if there is none."""
+    return line_at(user_place(frame or sys._getframe(1)))
+
+
+def user_place(frame: types.FrameType | None = None) -> tuple[str, int] | None:
+    """Return file and line for `line_at`, which costs more and is rarely needed; None if there is none."""
     at = user_frame(frame or sys._getframe(1))
-    return _told(at.f_code.co_filename, at.f_lineno) if at is not None else ""
+    return (at.f_code.co_filename, at.f_lineno) if at is not None else None
+
+
+def line_at(place: tuple[str, int] | None) -> str:
+    """Return what `user_line` returned at ``place``, a result of `user_place`."""
+    return _told(*place) if place is not None else ""
 
 
 def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
@@ -35,6 +47,16 @@ def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
             of_library = of_library or at
         at = at.f_back  # type: ignore[assignment]
     return of_library
+
+
+def in_generator() -> bool:
+    """Return whether a generator of the script, or of a library, is among the current calls."""
+    at: types.FrameType | None = sys._getframe(1)
+    while at is not None:
+        if at.f_code.co_flags & _GENERATORS and not at.f_code.co_filename.startswith(_OURS):
+            return True
+        at = at.f_back
+    return False
 
 
 def keeps_something(line: str) -> bool:

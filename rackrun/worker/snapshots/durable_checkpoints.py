@@ -27,7 +27,7 @@ from rackrun.checkpoint.durable.retention import Retention, collect, sweep
 from rackrun.checkpoint.image.host_copies import ImageCopy, copies_from
 from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.ids import Position
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.process.reports import Reports
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.checkpoint_buffer import CheckpointBuffers
@@ -295,8 +295,14 @@ class DurableCheckpoints:
                 self._buffers.release(memory)
 
         thread = threading.Thread(target=flush, name=f"rackrun-checkpoint-{step}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # this process may have no more threads
+            copy.drop()
+            self._buffers.release(memory)
+            self._failed(step, f"failed: {error}")
+            return
         self._flushes = [flush for flush in self._flushes if flush.thread.is_alive()] + [_Flush(copied, thread)]
-        thread.start()
 
     @property
     def writing(self) -> bool:

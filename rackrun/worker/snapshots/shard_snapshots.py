@@ -36,7 +36,7 @@ from rackrun.checkpoint.image.image_layout import ImageLayout
 from rackrun.protocol.boot import SNAPSHOT_JOB
 from rackrun.protocol.commands import Restore
 from rackrun.protocol.ids import Position, Step, snapshot_id, step_in
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.restore.snapshot_fetch import CorruptSnapshot, fetch_snapshot
@@ -179,7 +179,7 @@ class Snapshots:
 
         Not begun once this rank has reported for the next plan what it holds (``unless``, by default
         `WorkerMembership.unless_broken`). ``mirror``: other trays are to get a copy or its parity. ``besides``: the id of a
-        snapshot that stays in any case. Raises `MemoryPlanError`.
+        snapshot that stays in any case. Raises `MemoryPlanError`, and `RuntimeError` when no thread can be started.
         """
         self.settle()
         began = time.monotonic()
@@ -202,8 +202,13 @@ class Snapshots:
         copying.thread = threading.Thread(
             target=self._copy, args=[copying, shard.layout, writer], name=f"rackrun-snapshot-{step}", daemon=True
         )
+        try:
+            copying.thread.start()
+        except RuntimeError:  # this process may have no more threads; the next step may take one
+            copy.drop()
+            writer.abandon()
+            raise
         self._copying = copying
-        copying.thread.start()
         self.cost_s = described + time.monotonic() - began
 
     def hold(self, step: int) -> None:

@@ -141,7 +141,10 @@ class SnapshotMemory:
                 making.error = error
 
         making.thread = threading.Thread(target=make, name=f"rackrun-snapshot-memory-{slot}", daemon=True)
-        making.thread.start()
+        try:
+            making.thread.start()
+        except RuntimeError as error:  # this process may have no more threads
+            making.error = error
         return making
 
     def _made(self, slot: int, size: int, making: _Making, rank: int, fencing_token: int) -> Arena:

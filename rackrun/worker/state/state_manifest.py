@@ -59,7 +59,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChangedTensors(msgspec.Struct, frozen=True):
-    """What the script was seen to change and when: paths of tensors (`rackrun.worker.steps.unit_undo`)."""
+    """What the script was seen to change and when: paths of tensors (`rackrun.worker.steps.undo.unit_undo`)."""
 
     early: tuple[str, ...] = ()
     """Tensors that an optimizer trains or holds and that changed before the gate of a step."""

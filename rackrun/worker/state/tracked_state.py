@@ -9,9 +9,8 @@ pickled; everything else travels as msgpack.
 
 from __future__ import annotations
 
-import gc
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -19,28 +18,33 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, like, with_tensors, without_tensors
+from rackrun.checkpoint.image.plain_values import flatten, leaves, like, with_tensors, without_tensors
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import ModuleStructure
-from rackrun.worker.state.optimizer_groups import OptimizerGroups
-from rackrun.worker.state.scaler_state import ScalerState, scaler_as_tracked
+from rackrun.worker.state.objects.module_structure import ModuleStructure, wrappers_among
+from rackrun.worker.state.objects.optimizer_groups import OptimizerGroups
+from rackrun.worker.state.objects.optimizer_state import (
+    held_tensors,
+    key_order,
+    optimizer_state,
+    plain_groups,
+    plain_state,
+    put_in_order,
+)
+from rackrun.worker.state.objects.scaler_state import ScalerState, scaler_as_tracked
+from rackrun.worker.state.objects.trackable import refuse_untrackable
+from rackrun.worker.state.objects.tracked_generators import as_tracked
 from rackrun.worker.state.shardings import part_like, take_part
-from rackrun.worker.state.state_manifest import Lineage, ModelModes, StateManifest, TensorInfo
+from rackrun.worker.state.state_manifest import Lineage, StateManifest, TensorInfo
+from rackrun.worker.state.switched_modes import SwitchedModes
 from rackrun.worker.state.tensor_infos import TensorInfos
-from rackrun.worker.state.tracked_generators import as_tracked
-from rackrun.worker.tensors import module_walk
 from rackrun.worker.tensors.tensor_bytes import digests_by_path, local_part
-from rackrun.worker.tensors.tensor_lists import are_plain, local_parts
-from rackrun.worker.torch_compat import require
+from rackrun.worker.tensors.tensor_lists import local_parts
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
 __all__ = ["TrackedState"]
-
-_NEEDS = (DistributedDataParallel, "ddp"), (FSDPModule, "fsdp", "fsdp place")
 
 
 class TrackedState:
@@ -51,6 +55,10 @@ class TrackedState:
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self._scripts: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
+        """``others`` in two parts: the script's objects and rackrun's own."""
+        self._scalers: list[ScalerState] = []
         self._groups: dict[str, OptimizerGroups] = {}
         self._structure = ModuleStructure({})
         self.lineage = Lineage()
@@ -60,15 +68,14 @@ class TrackedState:
         self.filled = 0
         """How often the state was filled from outside. Such writes do not change tensors' versions."""
         self._infos = TensorInfos()
-        self._modes_of_main, self._modes_filled = ModelModes(), ModelModes()
-        """The modules' modes at ``run.steps``, and the modes in the manifest that this state was filled from last."""
+        self._modes = SwitchedModes()
 
     def track(self, name: str, thing: Any) -> None:
         """Add ``thing`` under ``name``. Raises `StepError` for a name in use and for an object that cannot be
         tracked."""
         if name in self.modules or name in self.optimizers or name in self.others:
             raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
-        _refuse(name, thing)
+        refuse_untrackable(name, thing)
         thing = scaler_as_tracked(as_tracked(thing))
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
@@ -77,6 +84,9 @@ class TrackedState:
             self._groups[name] = OptimizerGroups(thing)
         elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
             self.others[name] = thing
+            (self._own if name.startswith("rackrun.") else self._scripts)[name] = thing
+            if isinstance(thing, ScalerState):
+                self._scalers.append(thing)
         else:
             raise StepError(
                 f"run.track was given {name!r}, a {type(thing).__name__} without state_dict and load_state_dict.",
@@ -84,12 +94,12 @@ class TrackedState:
             )
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.optimizers or any(not name.startswith("rackrun.") for name in self.others))
+        return bool(self.modules or self.optimizers or self._scripts)
 
     def check_complete(self) -> None:
         """Check, at ``run.steps``, that all is tracked. Raises `StepError` when a tracked optimizer trains a parameter
         of a module that is not."""
-        self._modes_of_main = self._modes_now()
+        self._modes.begin(self._parameters_by_path(), self.modules)
         known = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
         for name, optimizer in self.optimizers.items():
             strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -117,9 +127,11 @@ class TrackedState:
     def synchronise_gradients(self, last: bool) -> None:
         """Let the backward pass communicate gradients only in the last micro-batch of a step (gradient
         accumulation)."""
-        for wrapper in self.wrappers():
+        known = self._structure  # it is current: the unit's beginning has read it
+        for wrapper in known.wrappers:
             ddp.synchronise_gradients(wrapper, last)
-        fsdp.synchronise_gradients(self._structure.fsdp, last)
+        if known.fsdp:
+            fsdp.synchronise_gradients(known.fsdp, last)
 
     # -- tensors
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -136,7 +148,7 @@ class TrackedState:
             name, _, rest = path.partition("/")
             found[f"{name}/buffer/{rest}"] = buffer
         for name, optimizer in self.optimizers.items():
-            found |= _held(name, optimizer)
+            found |= held_tensors(name, optimizer)
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if isinstance(value, torch.Tensor):
@@ -185,7 +197,7 @@ class TrackedState:
         return {
             f"{name}/{path}/{key}"
             for name, optimizer in self.optimizers.items()
-            for path, parameter, key, value in _optimizer_state(optimizer)
+            for path, parameter, key, value in optimizer_state(optimizer)
             if "/" not in key  # a tensor in a list is created anew with the list
             and isinstance(value, DTensor)
             and isinstance(parameter, DTensor)
@@ -199,9 +211,9 @@ class TrackedState:
             self.encode_plain(),
             replica_class,
             self.lineage,
-            modes=self._modes(),
+            modes=self._modes.switched(self._parameters_by_path(), self.modules),
             numerics=dict(self.numerics()),
-            key_orders={name: _key_order(optimizer) for name, optimizer in self.optimizers.items()},
+            key_orders={name: key_order(optimizer) for name, optimizer in self.optimizers.items()},
         )
 
     def allocate(self, manifest: StateManifest) -> dict[str, torch.Tensor]:
@@ -263,10 +275,10 @@ class TrackedState:
         """Finish filling, after the tensors: load everything that is not a tensor, and the objects that are loaded as a
         whole."""
         self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
-        self._put_modes(manifest.modes)
+        self._modes.put(manifest.modes, self._parameters_by_path(), self.modules)
         self._put_gradients({info.path for info in manifest.tensors if info.has_gradient})
         for name, optimizer in self.optimizers.items():
-            _put_in_order(optimizer, manifest.key_orders.get(name, ()))
+            put_in_order(optimizer, manifest.key_orders.get(name, ()))
         self.filled += 1
 
     def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
@@ -335,31 +347,6 @@ class TrackedState:
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers
-    def _modes_now(self) -> ModelModes:
-        return ModelModes(
-            {path: parameter.requires_grad for path, parameter in self._parameters_by_path().items()},
-            {path: module.training for path, module in self._modules_by_path()},
-        )
-
-    def _modes(self) -> ModelModes:
-        """Return the modes switched since ``run.steps``, on this rank or on the one that this state comes from."""
-        now, main, filled = self._modes_now(), self._modes_of_main, self._modes_filled
-        return ModelModes(
-            _switched(now.requires_grad, main.requires_grad, filled.requires_grad),
-            _switched(now.training, main.training, filled.training),
-        )
-
-    def _put_modes(self, modes: ModelModes) -> None:
-        self._modes_filled = modes
-        trains = {**self._modes_of_main.requires_grad, **modes.requires_grad}
-        for path, parameter in self._parameters_by_path().items():
-            wanted = trains.get(path, parameter.requires_grad)
-            if parameter.requires_grad != wanted:
-                parameter.requires_grad_(wanted)
-        training = {**self._modes_of_main.training, **modes.training}
-        for path, module in self._modules_by_path():
-            module.training = training.get(path, module.training)
-
     def _put_gradients(self, paths: Collection[str]) -> None:
         """Give the parameters at ``paths`` zero gradients, and all others None.
 
@@ -373,11 +360,6 @@ class TrackedState:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             else:
                 parameter.grad.zero_()
-
-    def _modules_by_path(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, root in self.modules.items():
-            for path, module in module_walk.modules(root):
-                yield f"{name}/{path}", module
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a readable name for ``parameter``."""
@@ -427,7 +409,7 @@ class TrackedState:
         """Return path -> this rank's part of every tensor that optimizers hold for their parameters."""
         found: dict[str, torch.Tensor] = {}
         for name, optimizer in self.optimizers.items():
-            found |= _held(name, optimizer)
+            found |= held_tensors(name, optimizer)
         return dict(zip(found, local_parts(found.values()), strict=True))
 
     def put_owned(self, path: str, value: torch.Tensor) -> None:
@@ -468,12 +450,9 @@ class TrackedState:
         """The device of the first parameter; the CPU when there is none."""
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
-    def wrappers(self) -> Iterator[DistributedDataParallel]:
-        """Yield the tracked DDP modules, also those inside what torch.compile returns."""
-        for module in self.modules.values():
-            inner = getattr(module, "_orig_mod", module)
-            if isinstance(inner, DistributedDataParallel):
-                yield inner
+    def wrappers(self) -> Sequence[DistributedDataParallel]:
+        """Return the tracked DDP modules, also those inside what torch.compile returns."""
+        return wrappers_among(self.modules)
 
     def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
         """Create this rank's tensor for ``info``, store it in its optimizer, if it has one, and return the part to
@@ -504,18 +483,19 @@ class TrackedState:
     def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Delete the optimizers' tensors that are not in ``wanted``."""
         for name, optimizer in self.optimizers.items():
-            for path, parameter, key, value in list(_optimizer_state(optimizer)):
+            for path, parameter, key, value in list(optimizer_state(optimizer)):
                 if isinstance(value, torch.Tensor) and "/" not in key and f"{name}/{path}/{key}" not in wanted:
                     del optimizer.state[parameter][key]
 
     def state_dicts(self, *, own: bool = False) -> dict[str, Any]:
         """Return the ``state_dict`` of each tracked object that is neither module nor optimizer. ``own``: of rackrun's
         own objects instead of the script's."""
-        return {name: other.state_dict() for name, other in self.others.items() if name.startswith("rackrun.") is own}
+        held = self._own if own else self._scripts
+        return {name: other.state_dict() for name, other in held.items()} if held else {}
 
     def scaler_marks(self) -> list[Any]:
         """Return `ScalerState.marks` of all tracked scalers."""
-        return [other.marks() for other in self.others.values() if isinstance(other, ScalerState)]
+        return [scaler.marks() for scaler in self._scalers] if self._scalers else []
 
     def encode_plain(self, given: Mapping[str, Any] | None = None, structure: ModuleStructure | None = None) -> bytes:
         """Encode everything that is not a tensor as msgpack.
@@ -526,13 +506,14 @@ class TrackedState:
         plain: dict[str, Any] = {}
         structure = structure or self.structure()
         for name, optimizer in self.optimizers.items():
-            plain[name] = {"groups": _plain_groups(optimizer), "state": _plain_state(name, optimizer)}
+            plain[name] = {"groups": plain_groups(optimizer), "state": plain_state(name, optimizer)}
             if self._groups[name].has_changed():
                 paths = dict(zip(map(id, structure.parameters), structure.parameter_paths, strict=True))
                 plain[name]["params"] = self._groups[name].changed(paths, sharded=bool(structure.fsdp))
-        dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
-        for name in self.others:
-            plain[name] = without_tensors(f"{name}/state", dicts[name])
+        if self.others:
+            dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
+            for name in self.others:
+                plain[name] = without_tensors(f"{name}/state", dicts[name])
         for name, path, module in structure.with_extra_state:
             plain.setdefault(name, {})[path] = module.get_extra_state()
         try:
@@ -552,7 +533,7 @@ class TrackedState:
             for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
                 for key, value in values.items():
                     group[key] = like(group.get(key), value)
-            for path, parameter, key, old in list(_optimizer_state(optimizer)):
+            for path, parameter, key, old in list(optimizer_state(optimizer)):
                 if not isinstance(old, torch.Tensor) and f"{path}/{key}" not in plain[name]["state"]:
                     del optimizer.state[parameter][key]
             for parameter in [parameter for parameter, held in optimizer.state.items() if not held]:
@@ -571,40 +552,6 @@ class TrackedState:
                 module.get_submodule(path).set_extra_state(value)
 
 
-def _refuse(name: str, thing: Any) -> None:
-    """Raise `StepError` for an object that could not be given another rank, and so not be swapped in, and raise what
-    this version of torch does not support."""
-    if isinstance(thing, nn.Module):
-        needed = {
-            need for module in thing.modules() for kind, *needs in _NEEDS if isinstance(module, kind) for need in needs
-        }
-        require(*sorted(needed))
-    if any(
-        kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(thing).__mro__
-    ):  # importing it warns, and is slow
-        raise StepError(
-            f"run.track was given {name!r}, a ZeroRedundancyOptimizer: which parameters it holds state for is fixed when it is made.",
-            remedy="use fully_shard (FSDP2), which shards optimizer state too, or a plain optimizer.",
-        )
-    if isinstance(thing, nn.Module) and ddp.exchanges_parameters(thing):
-        raise StepError(
-            f"run.track was given {name!r}, tensor parallelism in a DistributedDataParallel that was given device_mesh: torch exchanges its parameters in "
-            "each forward, so a step could not be done again, nor its state be given to another rank.",
-            remedy='use fully_shard(model, mesh=run.mesh["dp"]) (FSDP2), which knows tensor-parallel parameters, in place of DistributedDataParallel.',
-        )
-    if isinstance(thing, nn.Module) and any(isinstance(module, FullyShardedDataParallel) for module in thing.modules()):
-        raise StepError(
-            f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",
-            remedy="use fully_shard (FSDP2).",
-        )
-
-
-def _switched(now: Mapping[str, bool], main: Mapping[str, bool], filled: Mapping[str, bool]) -> dict[str, bool]:
-    """Return the modes that differ from ``main``, and those that were switched already where this state was filled from
-    and still are."""
-    return {path: value for path, value in now.items() if value != main.get(path) or filled.get(path) == value}
-
-
 def _over(present: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return ``present`` with ``tensors`` in place of its own, as DTensors where its own are."""
     return {**present, **{path: part_like(tensor, present.get(path)) for path, tensor in tensors.items()}}
@@ -621,90 +568,3 @@ def _shard_of(parameter: torch.Tensor) -> str:
         return ""
     coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
     return " ".join(f"{p}@{coordinate[axis]}" for axis, p in enumerate(parameter.placements) if not p.is_replicate())
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
-    """Yield path of the parameter, parameter, key, and value of all that the optimizer holds.
-
-    The tensors in a list (as LBFGS has) come first, each with the key ``key/0`` and so on, and then the list itself.
-    """
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            held = optimizer.state.get(parameter)
-            if not held:
-                continue
-            path = f"state/{group_index}/{index}"
-            for key in sorted(held):
-                value = held[key]
-                if not isinstance(value, torch.Tensor):
-                    for inner, tensor in flatten(key, value).items():
-                        yield path, parameter, inner, tensor
-                yield path, parameter, key, value
-
-
-def _held(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return path -> tensor for all that the optimizer holds for parameters, in lists too."""
-    found: dict[str, torch.Tensor] = {}
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            of: dict[str, Any] = optimizer.state.get(parameter) or {}
-            for key in sorted(of):
-                path = f"{name}/state/{group_index}/{index}/{key}"
-                if isinstance(of[key], torch.Tensor):
-                    found[path] = of[key]
-                elif type(of[key]) not in SCALARS:
-                    found.update(leaves(path, of[key]))
-    return found
-
-
-def _key_order(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the keys, in their order, of what the optimizer holds for the parameter with the most."""
-    orders = {tuple(held) for held in optimizer.state.values() if isinstance(held, dict)}
-    told = [order for order in orders if all(isinstance(key, str) for key in order)]
-    return max(sorted(told), key=len, default=())
-
-
-def _put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> None:
-    """Reorder the keys of what the optimizer holds for each parameter."""
-    place = {key: number for number, key in enumerate(order)}
-    for held in optimizer.state.values() if order else ():
-        if not isinstance(held, dict):
-            continue
-        keys = sorted(held, key=lambda key: place.get(key, len(place)))
-        if keys != list(held):
-            values = {key: held[key] for key in keys}
-            held.clear()
-            held.update(values)
-
-
-def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, except tensors and parameters."""
-    found = []
-    for group in optimizer.param_groups:
-        options = {}
-        for key, value in group.items():
-            if key != "params" and not isinstance(value, torch.Tensor):
-                options[key] = value  # noqa: PERF403 - a comprehension is a call of its own, and there may be a group for each parameter
-        found.append(options)
-    return found
-
-
-def _plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
-    checked at once first."""
-    held = tuple(optimizer.state.values())
-    if set(map(type, held)) <= {dict}:
-        inside = gc.get_referents(*held)  # the dictionaries' values, at once; also keys that are not strings
-        if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
-            return {}
-    found: dict[str, Any] = {}
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            of: dict[str, Any] = optimizer.state.get(parameter) or {}
-            for key in sorted(of):
-                value, path = of[key], f"state/{group_index}/{index}/{key}"
-                if type(value) in SCALARS:
-                    found[path] = value
-                elif not isinstance(value, torch.Tensor):
-                    found[path] = without_tensors(f"{name}/{path}", value)
-    return found

@@ -35,8 +35,12 @@ class HangDeadlines:
     def __init__(self, *, constant: bool = True) -> None:
         self._constant = constant
         self._seconds: deque[float] = deque(maxlen=100)
-        self._ascending: list[float] | None = None
-        """``_seconds`` in ascending order; None when it must be sorted again. It is read several times in a step."""
+        self.median_s = 0.0
+        """The median time of the recorded steps, in seconds; 0 when there are none."""
+        self.slowest_s = 0.0
+        """The longest time of the recorded steps, in seconds; 0 when there are none."""
+        self._slow_s = 0.0
+        """A time that one in a hundred of the recorded steps exceeds, in seconds; 0 when there are none."""
         self._expected_s = 0.0
         self._patience = 1.0
         self._copy_s = 0.0
@@ -70,7 +74,7 @@ class HangDeadlines:
     def took(self, seconds: float) -> None:
         """Record the time of a step that ran without disturbance."""
         self._seconds.append(seconds)
-        self._ascending = None
+        self._summarise()
 
     def new_generation(self, *, nobody_lost: bool) -> None:
         """Start the counts of a new generation. ``nobody_lost``: the recovery replaced no rank, so limits double, up to
@@ -86,7 +90,7 @@ class HangDeadlines:
         if not self._constant:
             return
         self._seconds = deque((seconds * before / after for seconds in self._seconds), maxlen=self._seconds.maxlen)
-        self._ascending = None
+        self._summarise()
         for times in self._units.values():
             times.resized(max(before / after, 1.0))
 
@@ -135,7 +139,7 @@ class HangDeadlines:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         if self._cold:
             floor = max(floor, _FIRST_UNITS_S)
-        slow = work * _quantile(self._sorted(), 0.99) if self._seconds else 0.0
+        slow = work * self._slow_s
         copies = self._copy_allowance_s(copying_bytes) if copying_bytes else 0.0
         idle_ms = math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
         if warm and not self._cold:
@@ -152,20 +156,12 @@ class HangDeadlines:
         """Return how long a recovery may go without progress, in milliseconds."""
         return math.ceil(1000 * max(5 * self.median_s, 5.0))
 
-    @property
-    def median_s(self) -> float:
-        """The median time of the recorded steps, in seconds; 0 when there are none."""
-        return _quantile(self._sorted(), 0.5) if self._seconds else 0.0
-
-    @property
-    def slowest_s(self) -> float:
-        """The longest time of the recorded steps, in seconds; 0 when there are none."""
-        return self._sorted()[-1] if self._seconds else 0.0
-
-    def _sorted(self) -> list[float]:
-        if self._ascending is None:
-            self._ascending = sorted(self._seconds)
-        return self._ascending
+    def _summarise(self) -> None:
+        """Compute what is read of the times, several times in a step."""
+        ascending = sorted(self._seconds)
+        if ascending:
+            self.median_s, self._slow_s = _quantile(ascending, 0.5), _quantile(ascending, 0.99)
+            self.slowest_s = ascending[-1]
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:

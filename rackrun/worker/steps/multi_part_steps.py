@@ -3,7 +3,7 @@
 A GAN trains its discriminator and then runs the backward pass of its generator; a reduced loss drives a scheduler. If a
 peer is lost in such a second part, a gate before the first ``optimizer.step()`` would have committed the step already,
 while the ranks hold neither the state before it nor the one after. So the gate of these steps stands at their end, and
-all that they change is copied when they begin (`rackrun.worker.steps.unit_undo`).
+all that they change is copied when they begin (`rackrun.worker.steps.undo.unit_undo`).
 
 The first step of a script, whose gate always stands at its end, shows whether the script has such steps; a later step
 may show it, too. All ranks agree on it in a gate, and it is part of the state that a newcomer is given. A collective

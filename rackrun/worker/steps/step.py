@@ -48,6 +48,8 @@ class Step:
         self._ask_loss: Callable[[], None] | None = None
         """Called when `loss` is read before any ``optimizer.step()`` once all micro-batches are complete; makes the
         loss known."""
+        self._discarded = False
+        """Whether the attempt is over, and did not count."""
         self._loss_is_old = False
         """Whether a closure is being called again, with other weights than those of the known loss."""
         self._world = world
@@ -87,7 +89,8 @@ class Step:
         equal shares, as for a mean over tokens. The loss is also added to what `loss` reports.
         """
         self._world.may_be_left()
-        if self._world.broken and not self._world.unit_passed:
+        machine = self._world.machine
+        if machine.broken and not machine.unit_passed:
             self._world.abandon()
         factor, share = self._gradient_scale, self._weight
         if weight is not None and share:

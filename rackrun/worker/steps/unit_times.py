@@ -67,19 +67,18 @@ class UnitTimes:
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=64)
+        self.longest_s = 0.0
+        """The longest recorded time, in seconds; 0 when there is none."""
 
     def took(self, seconds: float) -> None:
         """Add the duration of a unit that passed, in seconds."""
         self._seconds.append(seconds)
+        self.longest_s = max(self._seconds)
 
     def resized(self, times: float) -> None:
         """Scale the recorded times: the same work takes ``times`` as long from now on."""
         self._seconds = deque((seconds * times for seconds in self._seconds), maxlen=self._seconds.maxlen)
-
-    @property
-    def longest_s(self) -> float:
-        """The longest recorded time, in seconds; 0 when there is none."""
-        return max(self._seconds, default=0.0)
+        self.longest_s = max(self._seconds, default=0.0)
 
     @property
     def regular(self) -> bool:

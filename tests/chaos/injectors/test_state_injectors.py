@@ -49,7 +49,7 @@ from rackrun.chaos.testbed.machine.undo_log import UndoLog, Unmount, heal_all
 from rackrun.checkpoint.arena.arena import Arena
 from rackrun.checkpoint.base.errors import IntegrityError
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.errors import UsageError
 from rackrun.protocol.boot import SNAPSHOT_JOB
 from tests.checkpoint.storage import JOB, save, store_at

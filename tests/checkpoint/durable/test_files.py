@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.checkpoint.durable.files import Files, put_name
+from rackrun.checkpoint.durable.storage.files import Files, put_name
 
 
 def test_the_directory_of_all_jobs_is_made_with_those_above_it_and_may_be_there(tmp_path: Path) -> None:

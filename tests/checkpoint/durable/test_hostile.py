@@ -18,10 +18,10 @@ from rackrun.checkpoint.base.errors import CheckpointError
 from rackrun.checkpoint.commit.commit_records import decode_record
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST, fragment_name
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import read_small
 from rackrun.checkpoint.durable.lease import living_fencing_token
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.durable.storage.files import read_small
 from rackrun.checkpoint.image.image_layout import parse_image
 from rackrun.checkpoint.image.plain_part import decode_plain
 from rackrun.checkpoint.offline.directory_survey import survey

@@ -17,9 +17,9 @@ from rackrun.checkpoint.base.location import RemotePath
 from rackrun.checkpoint.base.process_identity import ProcessIdentity, kill_pending, namespace, process_of
 from rackrun.checkpoint.durable import lease
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.lease import EXPIRY_S, InUse, Lease, living_fencing_token
 from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.durable.storage.files import Files
 from tests.checkpoint.manager.test_manager import Training, manager, shm
 from tests.checkpoint.object_stores import BOTH, remote, s3_server
 from tests.checkpoint.storage import JOB, ended, in_child, save, write_shard

@@ -17,9 +17,9 @@ from rackrun.checkpoint import CheckpointManager, MemoryTier
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint
 from rackrun.checkpoint.base.location import RemotePath, local_path, parse_location
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.object_store import ObjectFiles
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.durable.storage.object_store import ObjectFiles
 from rackrun.checkpoint.offline.directory_survey import stores_in, survey
 from rackrun.ctl.ckpt.ckpt_commands import ckpt
 from rackrun.ctl.main import main
@@ -184,7 +184,7 @@ def test_a_late_writer_does_not_replace_what_a_later_start_has_put_there_meanwhi
     for writers in (late, later):
         for rank, writer in enumerate(writers):
             assert write_shard(writer, rank), writer.failure
-    gives_way, judged = late[0]._gives_way, list[bool]()
+    gives_way, judged = late[0]._replacement.gives_way, list[bool]()
 
     def slow() -> bool:
         judged.append(gives_way())
@@ -192,7 +192,7 @@ def test_a_late_writer_does_not_replace_what_a_later_start_has_put_there_meanwhi
             assert later[0].finish(), later[0].failure
         return judged[-1]
 
-    late[0]._gives_way = slow  # type: ignore[method-assign]
+    late[0]._replacement.gives_way = slow  # type: ignore[method-assign]
     assert late[0].finish(), "the bytes are the same"
     assert judged[:2] == [True, True]
     assert (late[0].replaced, later[0].replaced) == (False, True)

@@ -19,10 +19,10 @@ from rackrun.checkpoint.base.errors import IntegrityError
 from rackrun.checkpoint.base.process_identity import process_of
 from rackrun.checkpoint.durable.durable_manifest import checkpoint_number, shard_name
 from rackrun.checkpoint.durable.durable_store import CheckpointInfo
-from rackrun.checkpoint.durable.files import FailureKind, Files
-from rackrun.checkpoint.durable.partial_files import partial_path
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.durable.retention import LOG, Collected, Retention, choose, collect, sweep
+from rackrun.checkpoint.durable.storage.files import FailureKind, Files
+from rackrun.checkpoint.durable.storage.partial_files import partial_path
 from rackrun.protocol import crash_points
 from tests.checkpoint.storage import (
     JOB,

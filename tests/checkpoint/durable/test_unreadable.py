@@ -14,8 +14,8 @@ import pytest
 from rackrun.checkpoint import CheckpointManager, MemoryTier
 from rackrun.checkpoint.arena.arena_folder import commits_in
 from rackrun.checkpoint.base.errors import NoUsableCheckpoint
-from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import Files
 from tests.checkpoint.manager.test_manager import Training, arenas, crash, manager, shm, trained
 
 __all__ = ["manager", "shm"]

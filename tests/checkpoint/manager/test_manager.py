@@ -20,7 +20,7 @@ from torch import nn
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
 from rackrun.checkpoint.base.errors import CheckpointError, LayoutMismatch, MemoryPlanError, NoUsableCheckpoint
-from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.checkpoint.image.host_copies import HostCopies
 
 

@@ -19,7 +19,7 @@ from rackrun.checkpoint.base.digest import chunk_crcs
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, LayoutMismatch
 from rackrun.checkpoint.durable.durable_manifest import shard_name
 from rackrun.checkpoint.durable.durable_store import DurableStore
-from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.checkpoint.image.boxes import Box
 from rackrun.checkpoint.image.safetensors_image import TensorEntry, plan_image, write_image
 from rackrun.checkpoint.offline.export import INDEX, Exported, export

@@ -26,10 +26,11 @@ from rackrun.worker.device.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device.device_return import RETURNS_S, DeviceReturn
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership import worker_membership as world_module
-from rackrun.worker.membership.membership_machine import MembershipMachine
-from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
+from rackrun.worker.membership.decisions.membership_machine import MembershipMachine
+from rackrun.worker.membership.decisions.script_scope import Scope
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.harness import Ended, say
 from tests.worker.nccl_double import EARLY, MODES, InStream, LateWork, Queue, Stream, stream_of
 from tests.worker.scripts import Samples, adam, ddp, fit, loss_of, net
@@ -258,7 +259,7 @@ def test_a_rank_whose_own_device_cannot_build_its_groups_ends(error: type[Except
     """No peer is missed, and whoever takes its place builds them elsewhere."""
     builder, plan = SimpleNamespace(over=True, error=error("CUDA error")), SimpleNamespace(generation=0)
     with pytest.raises(error):
-        alone._wait_built(cast("Any", plan), cast("Any", builder))
+        alone._build.wait(cast("Any", plan), cast("Any", builder), rank=0)
     assert alone.unreported_failure() is None, "and nobody is told of a rift"
 
 
@@ -306,7 +307,7 @@ def test_a_rank_whose_group_is_being_built_is_on_its_way(alone: WorkerMembership
     since_ns = alone.page.since_ns
     alone.look_at_device()
     assert alone.page.since_ns == since_ns
-    with alone.handshakes.one():
+    with alone._build.handshakes.one():
         alone.look_at_device()
     assert alone.page.since_ns > since_ns
 

@@ -31,7 +31,7 @@ RARE = "not in an undisturbed step: at the start, in a recovery, or where conten
 EXACT = 'in a step with reduction="exact", which has more waits than one'
 ALLOWED = {
     "data/global_batch.py check_rule": RARE,
-    "membership/setup_broadcasts.py _bytes_of": RARE,
+    "communicators/setup_broadcasts.py _bytes_of": RARE,
     "torch_compat/data_parallel/fsdp.py promote_sharded": RARE,
     "torch_compat/feature_probe.py _going_back_of_fsdp": RARE,
     "torch_compat/feature_probe.py _local": RARE,
@@ -51,9 +51,9 @@ ALLOWED = {
     "exact/fixed_point.py _InChunks.read_segments": HOST,
     "exact/fixed_point.py FixedPoint.add_apart": EXACT,
     "exact/fixed_point_triton.py load": RARE,
-    "state/tracked_generators.py _OfNumpy.state_dict": HOST,
-    "state/tracked_generators.py _OfOldNumpy.state_dict": HOST,
-    "state/tracked_generators.py _OfTorch.load_state_dict": RARE,
+    "state/objects/tracked_generators.py _OfNumpy.state_dict": HOST,
+    "state/objects/tracked_generators.py _OfOldNumpy.state_dict": HOST,
+    "state/objects/tracked_generators.py _OfTorch.load_state_dict": RARE,
     "restore/process_vm.py PeerProcess.__init__": HOST,
     "loop/nccl_warmup.py _OneRankNccl.use": "in a thread of its own, of a spare",
     "loop/pause.py WorkerPause.hold": RARE,

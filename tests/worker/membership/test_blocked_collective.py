@@ -15,8 +15,9 @@ from rackrun.link.heartbeat_page import HeartbeatPage
 from rackrun.protocol.events import CollectiveWait
 from rackrun.protocol.ids import Generation
 from rackrun.worker.communicators.gate_tree import GATE_SUM
+from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.membership.elastic_group import ElasticGroup
-from rackrun.worker.membership.worker_membership import Scope, WorkerMembership
+from rackrun.worker.membership.worker_membership import WorkerMembership
 
 SIZE = 4
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
-from rackrun.worker.membership.gate import CollectiveOrder, agreed, complete, offered
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate import CollectiveOrder, agreed, complete, offered
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 
 AT = Position(3, 1)
 NOTHING = GateSums(*[0.0] * len(GateSums._fields))

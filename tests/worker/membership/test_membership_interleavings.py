@@ -9,8 +9,8 @@ import pytest
 
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Generation, Position
-from rackrun.worker.membership.membership_machine import MembershipMachine
-from rackrun.worker.membership.membership_states import UnitState
+from rackrun.worker.membership.decisions.membership_machine import MembershipMachine
+from rackrun.worker.membership.decisions.membership_states import UnitState
 from tests.worker.membership_model import World, Wrong, explore
 
 

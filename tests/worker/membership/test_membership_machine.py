@@ -16,9 +16,10 @@ from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import BreakGeneration, Member, Reshard
 from rackrun.protocol.events import WorkerParked
 from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId
-from rackrun.worker.membership.gate_sums import GateSums
-from rackrun.worker.membership.membership_machine import MembershipMachine
-from rackrun.worker.membership.membership_states import (
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.interruptions import Abandoned
+from rackrun.worker.membership.decisions.membership_machine import MembershipMachine
+from rackrun.worker.membership.decisions.membership_states import (
     INTACT,
     MEMBERSHIP_TRANSITIONS,
     UNIT_TRANSITIONS,
@@ -27,7 +28,7 @@ from rackrun.worker.membership.membership_states import (
     UnitState,
     UnitTrigger,
 )
-from rackrun.worker.membership.worker_membership import Abandoned, WorkerMembership
+from rackrun.worker.membership.worker_membership import WorkerMembership
 from tests.worker.membership_model import plan_of, sums_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -316,7 +317,7 @@ def test_an_impossible_transition_tells_what_led_there(machine: MembershipMachin
 
 def test_the_machine_needs_no_torch_and_no_thread() -> None:
     code = (
-        "import sys; import rackrun.worker.membership.membership_machine; "
+        "import sys; import rackrun.worker.membership.decisions.membership_machine; "
         "assert not {'torch', 'numpy', 'threading', 'time'} & (sys.modules.keys() - before), sys.modules.keys()"
     )
     subprocess.run(

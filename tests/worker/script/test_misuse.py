@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.worker.loop.run import Run
@@ -384,6 +385,30 @@ def test_clearing_gradients_at_the_begin_of_a_step_is_as_good(train: Train) -> N
     assert reference.exit_code == 0, reference
     ended = train(main, kill={1: moments(reference, 1, "carried")[0]})
     assert not ended.differences(reference), ended
+
+
+def test_gradients_may_be_cleared_by_hand_where_a_step_does_not_compute_all_of_them(train: Train) -> None:
+    def main(run: Run) -> None:
+        in_even_steps, always = nn.Linear(2, 2), net()
+        model = nn.ModuleList([in_even_steps, always])
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for parameter in model.parameters():
+                parameter.grad = None
+            for batch in data:
+                loss = loss_of(always, batch)
+                step.backward(loss if int(step) % 2 else loss + in_even_steps.weight.sum())
+            optimizer.step()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    ended = train(main, ranks=1, spares=0)
+    assert ended.exit_code == 0, ended
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -22,8 +22,8 @@ from rackrun.checkpoint.durable import lease
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
-from rackrun.checkpoint.durable.files import Files
 from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions

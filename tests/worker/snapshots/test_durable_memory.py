@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,29 @@ def test_a_checkpoint_without_memory_is_given_up_and_said_once_and_training_goes
     assert said.count("is given up, there is no memory for it") == 2, "once on each rank"
     assert "--checkpoint-every" in said
     assert [one.outcome for one in ended.copied if one.kind == "checkpoint"].count("failed") > 2
+
+
+def test_a_checkpoint_whose_thread_cannot_be_started_is_given_up_and_the_next_is_written(
+    tmp_path: Path, train: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+
+    def main(run: Run) -> None:
+        start = threading.Thread.start
+
+        def refused(self: threading.Thread) -> None:
+            if self.name == "rackrun-checkpoint-3":
+                raise RuntimeError("can't start new thread")
+            start(self)
+
+        threading.Thread.start = refused  # type: ignore[method-assign]
+        model = ddp(run)
+        fit(run, model, adam(model), steps=8)
+
+    ended = train(main, ranks=1, spares=0)
+    assert ended.exit_code == 0, ended
+    written = [one.number for one in DurableStore(tmp_path, "run").checkpoints()]
+    assert 7 in written
+    assert 3 not in written
+    assert "the checkpoint of step 3 failed: can't start new thread" in capfd.readouterr().err

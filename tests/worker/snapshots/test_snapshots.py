@@ -22,7 +22,7 @@ from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
@@ -341,26 +341,12 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over(monkeyp
 
     monkeypatch.setattr(ImageCopy, "drop", noted)
 
-    class Page:
-        mirrored = -1
-
-        def seal_snapshot(self, slot: int, named: int) -> None:
-            if named == -1:
-                rewritten.append(sorted(one for one, held in snapshots._held.items() if held != slot))
-
-        def progress(self) -> None: ...
+    def sealed(slot: int, named: int) -> None:
+        if named == -1:
+            rewritten.append(sorted(one for one, held in snapshots._held.items() if held != slot))
 
     model = nn.Linear(3, 1, bias=False)
-    state = TrackedState()
-    state.track("model", model)
-    runtime: Any = SimpleNamespace(
-        world=SimpleNamespace(
-            rank=0, layout=0, generation=1, replica_class="", has_mirrors=False, unless_broken=lambda act: act() or True
-        ),
-        boot=SimpleNamespace(snapshot_fds=[os.memfd_create("test") for _ in range(2)]),
-        device=torch.device("cpu"),
-        page=Page(),
-    )
+    runtime, state = one_rank(model, sealed)
     snapshots = Snapshots(runtime, state, every=1)
     try:
         for step in range(6):
@@ -377,11 +363,62 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over(monkeyp
             snapshots.load(newest, None)
             assert model.weight.tolist() == [[newest] * 3]
     finally:
-        for arena in snapshots._arenas._arenas:
-            assert arena is not None
-            arena.close()
-        for fd in runtime.boot.snapshot_fds:
-            os.close(fd)
+        close(snapshots, runtime)
+
+
+def test_a_snapshot_whose_thread_cannot_be_started_leaves_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name == "rackrun-snapshot-1":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    model = nn.Linear(3, 1, bias=False)
+    runtime, state = one_rank(model, lambda slot, named: None)
+    snapshots = Snapshots(runtime, state, every=1)
+    try:
+        snapshots.take(0)
+        with pytest.raises(RuntimeError, match="can't start"):
+            snapshots.take(1)
+        assert not snapshots.copying
+        snapshots.settle()
+        assert list(snapshots._held) == [0], "what was never copied is not there"
+        for step in (2, 3):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            snapshots.take(step)
+            snapshots.settle()
+        assert sorted(snapshots._held) == [2, 3]
+        snapshots.load(3, None)
+        assert model.weight.tolist() == [[3.0] * 3]
+    finally:
+        close(snapshots, runtime)
+
+
+def one_rank(model: nn.Module, sealed: Callable[[int, int], None]) -> tuple[Any, TrackedState]:
+    """A runtime with memory for two snapshots, and tracked state with ``model``. ``sealed`` is called with the slot and
+    the id of what is sealed, -1 for what will be overwritten."""
+    state = TrackedState()
+    state.track("model", model)
+    runtime = SimpleNamespace(
+        world=SimpleNamespace(
+            rank=0, layout=0, generation=1, replica_class="", has_mirrors=False, unless_broken=lambda act: act() or True
+        ),
+        boot=SimpleNamespace(snapshot_fds=[os.memfd_create("test") for _ in range(2)]),
+        device=torch.device("cpu"),
+        page=SimpleNamespace(mirrored=-1, seal_snapshot=sealed, progress=lambda: None),
+    )
+    return runtime, state
+
+
+def close(snapshots: Snapshots, runtime: Any) -> None:
+    for arena in snapshots._arenas._arenas:
+        assert arena is not None
+        arena.close()
+    for fd in runtime.boot.snapshot_fds:
+        os.close(fd)
 
 
 def test_snapshots_are_close_to_each_other_after_a_start_and_a_recovery_and_one_slow_one_changes_nothing(

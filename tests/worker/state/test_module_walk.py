@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.worker.state.module_structure import ModuleStructure
+from rackrun.worker.state.objects.module_structure import ModuleStructure
 from rackrun.worker.tensors import module_walk
 
 

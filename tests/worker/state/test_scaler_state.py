@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from rackrun.worker.state.scaler_state import ScalerState
+from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.state.test_state import carried
 
 

@@ -18,7 +18,7 @@ from rackrun.errors import StepError
 from rackrun.worker.restore.restore_layout import PIECE_BYTES_MIN, RestoreLayout
 from rackrun.worker.state.state_manifest import StateManifest, TensorInfo
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from rackrun.worker.tensors.device_digest import device_digest
 from rackrun.worker.tensors.tensor_bytes import digest
 from tests.worker import harness  # noqa: F401 - sets the number of threads before torch is imported

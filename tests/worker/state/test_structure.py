@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import ModuleStructure
+from rackrun.worker.state.objects.module_structure import ModuleStructure
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 
 
 def net() -> nn.Sequential:

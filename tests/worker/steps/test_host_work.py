@@ -24,8 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rackrun
 from rackrun.worker.loop.run import Run
-from rackrun.worker.steps import unit_undo
 from rackrun.worker.steps.step import Step
+from rackrun.worker.steps.undo import unit_undo
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import WIDTH, Samples, fully_sharded, loss_of
 

@@ -24,7 +24,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.harness import Ended, Swap, say
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
 
@@ -907,3 +907,48 @@ def test_a_loss_that_is_made_up_in_a_step_of_parts_is_computed_again(
     monkeypatch.setenv("RACKRUN_NAN_PROBATION", "1")
     reference = train(lambda run: main(run, False), ranks=2)
     assert not train(lambda run: main(run, True), ranks=2).differences(reference)
+
+
+# -- a generator of the script's own around the loader
+def endless(loader: Any) -> Any:
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize("read", [1, 3], ids=["between two micro-batches", "after the last one"])
+def test_an_endless_generator_around_the_loader_goes_on_where_a_step_is_done_again(
+    read: int, train: Train, tmp_path: Path
+) -> None:
+    """The script keeps it from step to step. An error that left the step through it would be its end."""
+
+    def main(run: Run, fault: bool) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+        batches = endless(data)
+
+        @run.step
+        def step(step: Step) -> None:
+            for number in range(len(data)):
+                step.backward(loss_of(model, next(batches)))
+                if fault and (int(step), number + 1) == (3, read):
+                    lose_rank_1(run, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    def lose_rank_1(run: Run, step: Step) -> None:
+        if run.rank == 1 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif run.rank == 0 and step.attempt == 0:
+            run._world.wait_broken()
+
+    reference = train(lambda run: main(run, False), ranks=2)
+    ended = train(lambda run: main(run, True), ranks=2)
+    assert (tmp_path / "died").exists()
+    assert ended.exit_code == 0, ended
+    assert not ended.differences(reference), ended

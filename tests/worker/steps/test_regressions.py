@@ -22,7 +22,7 @@ from rackrun.worker.data.loader import _Workers
 from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.unit_undo import UnitUndo
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import STEPS, Samples, adam, ddp, fit, fully_sharded, loss_of, net
 

@@ -82,8 +82,11 @@ def install() -> None:
 def begin(module: DistributedDataParallel) -> None:
     """Reset flags before a unit. A step that was left between two micro-batches must not decide whether this unit's
     first forward pass broadcasts buffers: a newcomer's would, and the survivors' would not."""
-    module.require_forward_param_sync = True
-    module.require_backward_grad_sync = True
+    # a module's own __setattr__ takes a hundred times as long as a comparison
+    if module.require_forward_param_sync is not True:
+        module.require_forward_param_sync = True
+    if module.require_backward_grad_sync is not True:
+        module.require_backward_grad_sync = True
 
 
 def reset(module: DistributedDataParallel) -> None:
@@ -107,7 +110,8 @@ def synchronise_gradients(module: DistributedDataParallel, last: bool) -> None:
                 remedy="leave out static_graph=True, or give each rank one micro-batch a step (micro_batch_size = global_batch_size / ranks).",
             )
         module._rackrun_knows_graph = True  # type: ignore[assignment]
-    module.require_backward_grad_sync = last
+    if module.require_backward_grad_sync is not last:
+        module.require_backward_grad_sync = last
 
 
 def hook(

@@ -18,8 +18,8 @@ from collections import deque
 from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Generation, Position
-from rackrun.worker.membership.gate_sums import GateSums
-from rackrun.worker.membership.membership_states import (
+from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.membership_states import (
     INTACT,
     MEMBERSHIP_TRANSITIONS,
     UNIT_TRANSITIONS,

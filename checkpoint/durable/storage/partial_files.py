@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rackrun.checkpoint.base.process_identity import ProcessIdentity, boot_id, namespace, process_of
 
 if TYPE_CHECKING:
-    from rackrun.checkpoint.durable.files import Files
+    from rackrun.checkpoint.durable.storage.files import Files
 
 __all__ = ["left_files", "partial_path"]
 

@@ -16,7 +16,7 @@ import torch
 
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
-from rackrun.worker.membership.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import GateSums
 
 __all__ = ["CollectiveOrder", "Offer", "agreed", "complete", "elements", "offered"]
 

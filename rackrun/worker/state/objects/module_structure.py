@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.worker.tensors import module_walk
 from rackrun.worker.tensors.tensor_lists import are_plain, same_objects, versions, versions_of_plain
 
-__all__ = ["ModuleStructure"]
+__all__ = ["ModuleStructure", "wrappers_among"]
 
 _DICTIONARIES = attrgetter("_modules", "_parameters", "_buffers")
 _NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
@@ -53,6 +54,8 @@ class ModuleStructure:
         self.with_extra_state: list[tuple[str, str, nn.Module]] = []
         """Tracked name, path and module of each module with extra state."""
         self.fsdp: list[FSDPModule] = []
+        self.wrappers = wrappers_among(roots)
+        """The roots' DDP modules."""
         for name, found in walked.items():
             seen: set[int] = set()
             for path, module in found:
@@ -109,6 +112,10 @@ class ModuleStructure:
         """Return the versions of all parameters (see `rackrun.worker.tensors.tensor_lists.versions`)."""
         return versions_of_plain(self.parameters) if self._are_plain else versions(self.parameters)
 
+    def buffer_versions(self) -> list[int]:
+        """Return the versions of all buffers, like `versions`."""
+        return versions(self.buffers) if self.buffers else []
+
     def differs(self, before: ModuleStructure) -> str:
         """Return the first difference because of which a copy of this structure's tensors would not fit into
         ``before``, for a message.
@@ -155,6 +162,12 @@ class ModuleStructure:
         if self._plain:
             return counts, gc.get_referents(*self._full)  # a dictionary's values, in their order, at once
         return counts, list(chain.from_iterable(map(_THINGS, self._full)))
+
+
+def wrappers_among(roots: Mapping[str, nn.Module]) -> list[DistributedDataParallel]:
+    """Return the DDP modules among ``roots``, also those inside what torch.compile returns."""
+    inner = [getattr(root, "_orig_mod", root) for root in roots.values()]
+    return [one for one in inner if isinstance(one, DistributedDataParallel)]
 
 
 def _shown(path: str) -> str:

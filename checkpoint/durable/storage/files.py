@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
-from rackrun.checkpoint.durable.partial_files import partial_path
+from rackrun.checkpoint.durable.storage.partial_files import partial_path
 
 __all__ = [
     "FileFailure",

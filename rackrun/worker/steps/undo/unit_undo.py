@@ -22,11 +22,9 @@ the gate, and at the end.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress, islice, repeat
-from operator import attrgetter, is_not
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 import torch
@@ -34,10 +32,13 @@ from torch import nn
 
 from rackrun.checkpoint.image.plain_values import flatten
 from rackrun.errors import StepError
-from rackrun.worker.state.module_structure import ModuleStructure
-from rackrun.worker.state.scaler_state import ScalerState
+from rackrun.worker.state.objects.module_structure import ModuleStructure
+from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
+from rackrun.worker.steps.undo.between_units import BetweenUnits, Look, changed_between
+from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
 from rackrun.worker.tensors.tensor_lists import (
@@ -50,13 +51,11 @@ from rackrun.worker.tensors.tensor_lists import (
     versions_of_plain,
 )
 from rackrun.worker.tensors.undo_copies import NoMemoryForCopies, UndoCopies, place_for
-from rackrun.worker.torch_compat import zero_grad
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
-__all__ = ["UnitUndo", "changed_between"]
+__all__ = ["UnitUndo"]
 
 _SMALL_BYTES = 2**20
-_GRADS_LOOKED_AT = 3
 _PHASE_RUNS_COPIED = 3
 """The number of runs of a phase that begin with a copy of everything. After them it is assumed to change only what it
 has changed so far."""
@@ -65,27 +64,13 @@ _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
-_TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
-
-
-class _Look(NamedTuple):
-    """The tracked state as it was found at one moment between two units."""
-
-    filled: int
-    structure: ModuleStructure
-    dicts: dict[str, Any]
-    """The objects' ``state_dict``s (see `TrackedState.state_dicts`)."""
-    plain: bytes
-    of_parameters: list[int]
-    """The versions of all parameters."""
+_TRAINING = attrgetter("training")
 
 
 class UnitUndo:
     """Remembers the state at the beginning of a unit, and restores it. ``say``: prints once what the copies cost."""
 
-    def __init__(  # noqa: PLR0915 - what there is at the start, one line each
-        self, state: TrackedState, say: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, state: TrackedState, say: Callable[[str], None] = lambda _: None) -> None:
         self._state, self._say = state, say
         self._copies = UndoCopies()
         self._filled = -1
@@ -97,18 +82,8 @@ class UnitUndo:
         self._whole = self._audits = False
         """For the current unit: whether everything that optimizers train is copied, and whether its changes are found
         by comparing content."""
-        self._suspect_at: set[int] = set()
-        """The places at which attempts were abandoned, as long as nothing has shown that those attempts left uncopied
-        tensors unchanged."""
-        self._suspect_everywhere = False
-        """Whether this rank has other micro-batches now than in those attempts, so that their places cannot be
-        compared."""
-        self._places = 0
-        """The number of places at which the current attempt could have been left so far."""
-        self._owes_comparison = False
-        """Whether the comparison is still due for the current place."""
+        self._places = AbandonedPlaces()
         self._everywhere = False
-        self._share: tuple[float, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}
         """Parameters that optimizers train, by path."""
         self._trained: list[nn.Parameter] = []
@@ -146,60 +121,28 @@ class UnitUndo:
         self._saved_plain = b""
         self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
-        self._begun_with: Sequence[torch.Tensor] = ()
-        """All parameters when the unit began; the next two lists have one element for each."""
-        self._requires_grad: list[bool] = []
-        self._had_grads: list[bool] = []
-        self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
-        """A few gradients that some older unit has left and that were not cleared since."""
-        self._cleared = 0
-        """How often gradients had been cleared when the unit began."""
-        self._stands: tuple[bytes, list[int], list[int], list[Any], int] = b"", [], [], [], -1
-        self._looked_at: _Look | None = None
-        """The state as `check_stands` found it, for the unit that begins next."""
-        self._dicts_at_end: dict[str, Any] | None = None
-        """The ``state_dict``s that `ended` read, for `committed`, which follows before any code of the script runs."""
+        self._gradients = GradientsAtBegin()
+        self._between = BetweenUnits(state)
 
     # -- between units
     def committed(self) -> None:
-        """Record the state at the end of a unit. Nothing tracked may change until the next one begins, because only
-        what units do is done again."""
-        dicts, self._dicts_at_end = self._dicts_at_end, None
-        structure = self._state.structure(glance=True)
-        plain = self._state.encode_plain(dicts, structure)
-        of_parameters, of_buffers = structure.versions(), versions(structure.buffers)
-        self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
+        """Record the state at the end of a unit (`BetweenUnits.committed`)."""
+        self._between.committed()
 
     def accept(self) -> None:
         """Accept what the script has done to tracked state since the loop ended as the current state."""
-        self.committed()
+        self._between.committed()
         self._ended.clear()
 
     def check_stands(self, *, glance: bool = False) -> None:
         """Raise `StepError` if tracked state has changed since the last unit, as far as versions tell; `begin` compares
         content in some units. ``glance``: see `TrackedState.structure`."""
-        if changed := self.changed_since(glance=glance):
+        if changed := self._between.changed_since(glance=glance):
             raise changed_between(changed)
 
     def changed_since(self, *, glance: bool = False) -> str:
-        """Return what has changed since the last unit ended, as far as versions tell, for a message; "" for nothing.
-        ``glance``: see `TrackedState.structure`."""
-        plain, of_parameters, of_buffers, of_scalers, filled = self._stands
-        self._looked_at = None
-        if filled != self._state.filled or not of_parameters:
-            return ""
-        structure = self._state.structure(glance=glance)
-        found = structure.versions()
-        if of_parameters != found:
-            return "a parameter"
-        if of_buffers != versions(structure.buffers):
-            return "a buffer (by a forward in training mode, perhaps)"
-        dicts = self._state.state_dicts()
-        now = self._state.encode_plain(dicts, structure)
-        if plain != now or of_scalers != self._state.scaler_marks():
-            return "tracked state (a scheduler, an optimizer setting, ...)"
-        self._looked_at = _Look(filled, structure, dicts, now, found)
-        return ""
+        """Return what has changed since the last unit ended (`BetweenUnits.changed_since`)."""
+        return self._between.changed_since(glance=glance)
 
     # -- a unit begins
     def begin(
@@ -218,48 +161,39 @@ class UnitUndo:
         a step. ``share``: what decides how many micro-batches this rank has. Raises `StepError` when the last unit has
         changed the structure of tracked modules.
         """
-        self._phase, self._dicts_at_end = phase, None
+        self._phase = phase
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
-        look = self._observe()
+        look = self._between.look()
         self._check_made_of(look.structure)
-        if self._filled != self._state.filled or not self._state.trains(self._trained_objects):
+        if self._filled != self._state.filled or not self._trains_the_same(look):
             self._reset(look)
-        for wrapper in self._state.wrappers():
+        for wrapper in look.structure.wrappers:
             ddp.begin(wrapper)
-        fsdp.begin(look.structure.fsdp)
         if look.structure.fsdp:
+            fsdp.begin(look.structure.fsdp)
             shards = self._state.structure()
             # parameters are shards from here on
             look = look._replace(structure=shards, of_parameters=shards.versions())
         looks = self._audits or self._whole or look.structure is not self._structure
         if self._audits or look.structure is not self._structure:
             self._find_tensors(look.structure)
-        self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
-        if share != self._share:
-            self._share, self._suspect_everywhere = share, bool(self._suspect_at)
-        self._saved_plain, parameters = look.plain, look.structure.parameters
+        self._everywhere = everywhere
+        self._places.begin(share)
+        self._saved_plain = look.plain
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
         self._take_copies(look, exactly=looks)
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
-        self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
-        self._had_grads = list(map(is_not, map(_GRAD, parameters), repeat(None)))
-        found = compress(parameters, self._had_grads)
-        some = islice(found, _GRADS_LOOKED_AT if zero_grad.some_are_left() else 0)
-        self._grads_found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
-        self._cleared = zero_grad.cleared()
+        self._gradients.begin(look.structure.parameters)
 
-    def _observe(self) -> _Look:
-        """Return the current state; uses the result of `check_stands` if that is still valid."""
-        known, self._looked_at = self._looked_at, None
-        if known is not None and known.filled == self._state.filled:
-            return known
-        structure, dicts = self._state.structure(), self._state.state_dicts()
-        plain = self._state.encode_plain(dicts, structure)
-        return _Look(self._state.filled, structure, dicts, plain, structure.versions())
+    def _trains_the_same(self, look: Look) -> bool:
+        """Whether optimizers train what they trained when the unit before began. The plain values name it, where it is
+        not what they were made with."""
+        same = look.plain == self._saved_plain and look.structure is self._structure
+        return same or self._state.trains(self._trained_objects)
 
     def _check_made_of(self, structure: ModuleStructure) -> None:
         """Raise `StepError` if a unit has changed the structure of the tracked modules."""
@@ -277,7 +211,7 @@ class UnitUndo:
                     remedy=fsdp.WRITE_INTO,
                 )
 
-    def _reset(self, look: _Look) -> None:
+    def _reset(self, look: Look) -> None:
         """Drop all that is known, because the state was filled from outside, or optimizers train other parameters than
         before."""
         self._filled, self._trained_objects = self._state.filled, self._state.trained()
@@ -296,7 +230,7 @@ class UnitUndo:
         self._are_plain = are_plain(self._trained)
         self._trained_bytes = sum(nbytes(self._trained))
 
-    def _take_copies(self, look: _Look, *, exactly: bool) -> None:
+    def _take_copies(self, look: Look, *, exactly: bool) -> None:
         """Take copies and digests of the current state. ``exactly``: query the size of every storage first, not only
         its address, to detect freed tensors."""
         began = time.perf_counter()
@@ -305,7 +239,7 @@ class UnitUndo:
         free = self._free_tensors(look.dicts, look.structure)
         self._check_between(free)
         self._copies.begin()
-        looks = self._audits or bool(self._suspect_at) or bool(self._phase)
+        looks = self._audits or bool(self._places) or bool(self._phase)
         if not (free or wanted or looks or self._whole):
             self._copies.clear()
             self._marks, self._static, self._begun, self._first, self._state_keys = {}, {}, {}, {}, {}
@@ -325,7 +259,7 @@ class UnitUndo:
         self._static = {path: self._static[path] for path in unknown if not room and path in self._static}
         self._static |= digests_by_path({path: free[path] for path in digested})
         owned: dict[str, torch.Tensor] = {}
-        if self._whole or self._audits or self._suspect_at or self._phase or wanted - free.keys():
+        if self._whole or self._audits or self._places or self._phase or wanted - free.keys():
             owned = self._owned()
         copied = {path: tensor for path, tensor in owned.items() if self._whole or path in wanted}
         size = sum(nbytes(copied.values()))
@@ -348,7 +282,7 @@ class UnitUndo:
     def digests_ahead(self) -> Mapping[str, int]:
         """Return digests by path for the beginning of the next attempt at an abandoned unit, computed while this rank
         waits for others. Empty if that attempt needs none, as after a rollback: nothing is suspect then."""
-        if not self._suspect_at or self._filled != self._state.filled:
+        if not self._places or self._filled != self._state.filled:
             return {}
         if self._ahead[0] != self._state.filled:
             self._ahead = self._state.filled, digests_by_path(self._owned())
@@ -392,14 +326,12 @@ class UnitUndo:
         compared. ``updates_next``: `before_update` follows without any code of the script between, and does the
         comparison.
         """
-        self._places += 1
+        compares = self._places.reach(updates_next=updates_next)
         if self._everywhere:
             changed = self._differing(self._first, {**self._owned(), **self._free_tensors()})
             early = {path for path in changed if self._is_owned(path)}
             self._learn(early=early, moving=changed - early)
-        suspect = self._suspect_everywhere or bool({self._places, self._places - 1} & self._suspect_at)
-        self._owes_comparison = suspect and updates_next
-        if suspect and not updates_next:
+        if compares:
             self._compare_with_the_attempt_before()
 
     def _compare_with_the_attempt_before(self) -> None:
@@ -423,8 +355,7 @@ class UnitUndo:
             early |= self._differing(self._begun, owned)
         if self._whole and self._audits:
             early |= {path for path in owned if path in self._copies and not self._copies.equals(path, owned[path])}
-        if self._owes_comparison or (self._suspect_at and self._places <= max(self._suspect_at)):
-            self._owes_comparison = False
+        if self._places.is_due_before_update():
             self._compare_with_the_attempt_before()
         self._learn(early=early)
 
@@ -437,19 +368,8 @@ class UnitUndo:
         return sorted(self._found_early)
 
     def check_gradients(self) -> None:
-        """Raise `StepError` if gradients of an older step are still in the sum, because the unit could not be repeated:
-        nobody has kept them.
-
-        Called before the first optimizer step of a unit. The older step is the one before, or any where some make no
-        optimizer step.
-        """
-        if zero_grad.cleared() == self._cleared and any(
-            parameter.grad is found() for parameter, found in self._grads_found
-        ):
-            raise StepError(
-                "gradients of an older step were not cleared, so this step adds to them, and could not be repeated.",
-                remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
-            )
+        """Raise `StepError` if gradients of an older step are still in the sum (`GradientsAtBegin.check_cleared`)."""
+        self._gradients.check_cleared()
 
     # -- it counts
     def ended(self) -> None:
@@ -457,8 +377,8 @@ class UnitUndo:
         self._nothing_is_suspect()
         if not self._marks and not self._audits and not self._phase:
             return
-        self._dicts_at_end = self._state.state_dicts()
-        free = self._free_tensors(self._dicts_at_end)
+        self._between.dicts_at_end = dicts = self._state.state_dicts()
+        free = self._free_tensors(dicts)
         moving = self._moved_of_none(free)
         owned = self._owned() if self._audits else {}
         if self._audits:
@@ -480,7 +400,7 @@ class UnitUndo:
             self._static.pop(path, None)
         if self._audits:
             self._find_tensors_at_end()  # the unit may have replaced a tensor by another
-            self._ended = digests_by_path({**self._owned(), **self._free_tensors(self._dicts_at_end)})
+            self._ended = digests_by_path({**self._owned(), **self._free_tensors(dicts)})
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
 
     def _find_tensors_at_end(self) -> None:
@@ -499,21 +419,12 @@ class UnitUndo:
         """
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
-        for parameter, requires_grad in zip(self._begun_with, self._requires_grad, strict=True):
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
+        self._gradients.require_again()
         with torch.no_grad():
             fsdp.reset(self._state.structure().fsdp)
             for wrapper in self._state.wrappers() if backward_open else ():
                 ddp.reset(wrapper)
-            had = dict(zip(map(id, self._begun_with), self._had_grads, strict=True))
-            for parameter in self._state.parameters():
-                if parameter.grad is not None:
-                    if had.get(id(parameter)):
-                        parameter.grad.zero_()
-                    else:
-                        parameter.grad = None
-        zero_grad.nothing_is_left()
+            self._gradients.clear(self._state.parameters())
         paths = self._not_restorable()
         for other in self._state.others.values():
             if isinstance(other, ScalerState):
@@ -524,7 +435,7 @@ class UnitUndo:
                 other._per_optimizer_states.clear()
         self._put_back()
         if not self._phase and not self._whole and not self._begun:
-            self._suspect_at.add(self._places)
+            self._places.leave()
         return paths
 
     def _not_restorable(self) -> list[str]:
@@ -571,8 +482,7 @@ class UnitUndo:
             self._state.put_plain(self._saved_plain, {**values, **listed})
 
     def _nothing_is_suspect(self) -> None:
-        self._suspect_at.clear()
-        self._suspect_everywhere = False
+        self._places.clear()
         self._ahead = -1, {}
 
     def may_be_left(self) -> bool:
@@ -671,7 +581,7 @@ class UnitUndo:
         for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
             name, _, rest = path.partition("/")
             own[f"{name}/buffer/{rest}"] = buffer
-        found = dict(zip(own, local_parts(own.values()), strict=True))
+        found = dict(zip(own, local_parts(own.values()), strict=True)) if own else own
         for name, optimizer in self._state.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
@@ -680,11 +590,3 @@ class UnitUndo:
         for name, held in (self._state.state_dicts() if dicts is None else dicts).items():
             found.update(flatten(f"{name}/state", held))
         return found
-
-
-def changed_between(what: str) -> StepError:
-    """Return the error for a script that has changed ``what`` between two steps."""
-    return StepError(
-        f"{what} was changed between two steps, where it is lost when a step is done again.",
-        remedy="change tracked state inside the @run.step function (scheduler.step() after optimizer.step()), or in a phase.",
-    )

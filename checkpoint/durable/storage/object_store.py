@@ -27,7 +27,7 @@ from typing import Any
 
 from rackrun.checkpoint.base.digest import content_digest
 from rackrun.checkpoint.base.location import RemotePath
-from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.errors import UsageError
 
 __all__ = ["ObjectFiles", "files_at"]

@@ -9,7 +9,7 @@ import torch
 from rackrun.link.exchange import ExchangeServer
 from rackrun.protocol.boot import Boot
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.worker.membership.setup_broadcasts import Broadcasts
+from rackrun.worker.communicators.setup_broadcasts import Broadcasts
 
 TOKEN = "the-token-of-this-test"
 

@@ -1,0 +1,104 @@
+"""What an optimizer holds: tensors and plain values for its parameters, and the options of its groups.
+
+A parameter's path is ``state/GROUP/INDEX``, by its place in the optimizer's groups.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
+from rackrun.worker.tensors.tensor_lists import are_plain
+
+__all__ = ["held_tensors", "key_order", "optimizer_state", "plain_groups", "plain_state", "put_in_order"]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+    """Yield path of the parameter, parameter, key, and value of all that the optimizer holds.
+
+    The tensors in a list (as LBFGS has) come first, each with the key ``key/0`` and so on, and then the list itself.
+    """
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            held = optimizer.state.get(parameter)
+            if not held:
+                continue
+            path = f"state/{group_index}/{index}"
+            for key in sorted(held):
+                value = held[key]
+                if not isinstance(value, torch.Tensor):
+                    for inner, tensor in flatten(key, value).items():
+                        yield path, parameter, inner, tensor
+                yield path, parameter, key, value
+
+
+def held_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return path -> tensor for all that the optimizer holds for parameters, in lists too."""
+    found: dict[str, torch.Tensor] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            of: dict[str, Any] = optimizer.state.get(parameter) or {}
+            for key in sorted(of):
+                path = f"{name}/state/{group_index}/{index}/{key}"
+                if isinstance(of[key], torch.Tensor):
+                    found[path] = of[key]
+                elif type(of[key]) not in SCALARS:
+                    found.update(leaves(path, of[key]))
+    return found
+
+
+def key_order(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the keys, in their order, of what the optimizer holds for the parameter with the most."""
+    orders = {tuple(held) for held in optimizer.state.values() if isinstance(held, dict)}
+    told = [order for order in orders if all(isinstance(key, str) for key in order)]
+    return max(sorted(told), key=len, default=())
+
+
+def put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> None:
+    """Reorder the keys of what the optimizer holds for each parameter."""
+    place = {key: number for number, key in enumerate(order)}
+    for held in optimizer.state.values() if order else ():
+        if not isinstance(held, dict):
+            continue
+        keys = sorted(held, key=lambda key: place.get(key, len(place)))
+        if keys != list(held):
+            values = {key: held[key] for key in keys}
+            held.clear()
+            held.update(values)
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group, except tensors and parameters."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {}
+        for key, value in group.items():
+            if key != "params" and not isinstance(value, torch.Tensor):
+                options[key] = value  # noqa: PERF403 - a comprehension is a call of its own, and there may be a group for each parameter
+        found.append(options)
+    return found
+
+
+def plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
+    checked at once first."""
+    held = tuple(optimizer.state.values())
+    if set(map(type, held)) <= {dict}:
+        inside = gc.get_referents(*held)  # the dictionaries' values, at once; also keys that are not strings
+        if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
+            return {}
+    found: dict[str, Any] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            of: dict[str, Any] = optimizer.state.get(parameter) or {}
+            for key in sorted(of):
+                value, path = of[key], f"state/{group_index}/{index}/{key}"
+                if type(value) in SCALARS:
+                    found[path] = value
+                elif not isinstance(value, torch.Tensor):
+                    found[path] = without_tensors(f"{name}/{path}", value)
+    return found

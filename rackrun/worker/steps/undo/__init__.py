@@ -1,0 +1,1 @@
+"""Puts back what a unit has changed that does not count."""

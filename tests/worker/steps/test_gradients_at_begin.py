@@ -1,0 +1,52 @@
+"""Gradients when a unit began: an older step's are refused, and an abandoned unit's are cleared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rackrun.errors import StepError
+from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
+from rackrun.worker.torch_compat import zero_grad
+
+
+def parameters() -> list[nn.Parameter]:
+    found = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    found[0].grad = torch.ones(2)
+    zero_grad.backward_begins()
+    return found
+
+
+def test_gradients_of_an_older_step_are_refused_while_they_are_in_the_sum() -> None:
+    held, gradients = parameters(), GradientsAtBegin()
+    gradients.begin(held)
+    with pytest.raises(StepError, match="gradients of an older step were not cleared"):
+        gradients.check_cleared()
+    held[0].grad = None
+    gradients.check_cleared()
+
+
+def test_an_abandoned_unit_leaves_zeros_where_there_were_gradients_and_none_elsewhere() -> None:
+    held, gradients = parameters(), GradientsAtBegin()
+    gradients.begin(held)
+    first = held[0].grad
+    held[0].grad.add_(1)  # type: ignore[union-attr]
+    held[1].grad = torch.ones(2)
+    with torch.no_grad():
+        gradients.clear(held)
+    assert held[0].grad is first
+    assert first is not None
+    assert not first.any()
+    assert held[1].grad is None
+    assert held[2].grad is None
+
+
+def test_parameters_require_gradients_again_as_they_did() -> None:
+    held, gradients = parameters(), GradientsAtBegin()
+    held[1].requires_grad_(False)
+    gradients.begin(held)
+    held[0].requires_grad_(False)
+    held[1].requires_grad_(True)
+    gradients.require_again()
+    assert [one.requires_grad for one in held] == [True, False, True]
