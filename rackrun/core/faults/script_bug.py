@@ -31,6 +31,7 @@ OUT_OF_MEMORY = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
 MISUSES = (
     "rackrun.errors.StepError",
     "rackrun.errors.UsageError",
+    "rackrun.errors.DirectoryRefused",
     "rackrun.checkpoint.base.errors.MemoryPlanError",
     "rackrun.checkpoint.base.errors.LayoutMismatch",
 )
@@ -104,6 +105,8 @@ class ScriptBugs:
         mark = fingerprint(event)
         if not mark:
             return ""
+        if event.failure is not None and event.failure.type == "rackrun.errors.DirectoryRefused":
+            return event.failure.message
         if event.failure is not None and event.failure.type in MISUSES:
             where, message = event.failure.where, event.failure.message
             place = message.partition(": ")[0]  # may be the same place, relative to the working directory

@@ -108,6 +108,8 @@ class Run:
             durable.become(self._state)
         elif options:
             durable = DurableCheckpoints(runtime, self._state, options)
+            if runtime.world.rank == 0:
+                durable.check_training()
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.microbatch_collectives = MicrobatchCollectives(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)

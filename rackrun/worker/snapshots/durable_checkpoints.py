@@ -31,7 +31,7 @@ from rackrun.worker.membership.gate_sums import GateSums
 from rackrun.worker.process.reports import Reports
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.checkpoint_buffer import CheckpointBuffers
-from rackrun.worker.snapshots.resumption import Resumption
+from rackrun.worker.snapshots.resumption import Resumption, refuse_other_training
 from rackrun.worker.state.state_image import StateImages
 from rackrun.worker.state.state_manifest import Lineage
 from rackrun.worker.state.tracked_state import TrackedState
@@ -99,6 +99,10 @@ class DurableCheckpoints:
         self._lease: Lease | None = None
 
     # -- at the start
+    def check_training(self) -> None:
+        """Raise `DirectoryRefused` when the directory is of another training, before the script builds anything."""
+        refuse_other_training(self._store, self._options.facts)
+
     def resume(self) -> Position | None:
         """Take the lease and resume from the newest usable checkpoint. Returns its position, or None. Collective;
         raises the errors of `rackrun.worker.snapshots.resumption.Resumption.run`."""
