@@ -69,6 +69,11 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
         {},
         ("--checkpoint-dir /proc/none/ckpt cannot be used", "no directory can be made in /proc"),
     ),
+    "checkpoints in an unknown store": (
+        ("--checkpoint-dir", "s3x://bucket/run", "train.py"),
+        {},
+        ("s3x:// is not supported", "or one of s3://, gs://, az://, abfs://.\n"),
+    ),
     "checkpoints in a file": (("--checkpoint-dir", "file", "train.py"), {}, ("it is no directory",)),
     "checkpoints below a file": (("--checkpoint-dir", "file/ckpt", "train.py"), {}, ("file is no directory",)),
     "logs by address where nothing can be made": (

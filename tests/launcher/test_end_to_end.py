@@ -358,4 +358,4 @@ Lease.take = take
     ran = run_rackrun(["--standalone", "--nproc-per-node", "2", "--checkpoint-dir", "checkpoints", "train.py"])
     assert ran.exit_code == 1, ran
     (line,) = ran.stderr.splitlines()
-    assert "checkpoints cannot be used: [Errno 28] No space left on device. Remedy: see that it has room" in line
+    assert "checkpoints cannot be used: [Errno 28] No space left on device. Remedy: look at its room" in line

@@ -498,7 +498,7 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
             raise UsageError("--checkpoint-every is given without --checkpoint-dir.", remedy="say where to.")
     elif not args.checkpoint_dir:
         raise UsageError("--checkpoint-dir names no directory.", remedy="say where to, or leave it out.")
-    directory = absolute(args.checkpoint_dir) if args.checkpoint_dir else ""
+    directory = absolute(args.checkpoint_dir, but=("memory",)) if args.checkpoint_dir else ""
     if isinstance(directory, RemotePath):
         if directory.scheme == "memory":
             raise UsageError(

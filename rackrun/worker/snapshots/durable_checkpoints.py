@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError, Unreadable
-from rackrun.checkpoint.base.location import parse_location
+from rackrun.checkpoint.base.location import is_remote, parse_location
 from rackrun.checkpoint.base.messages import SaveWarnings
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import InUse, Lease
@@ -135,9 +135,10 @@ class DurableCheckpoints:
         except (OSError, CheckpointError) as error:
             lease.leave(ended=False)
             why = error.what if isinstance(error, CheckpointError) else f"{error}."
+            look = "its bucket, address and credentials" if is_remote(self._store.root) else "its room, rights and disk"
             return (
                 f"the checkpoint directory {self._store.root} cannot be used: {why}",
-                "see that it has room and that its disk answers, or give a --checkpoint-dir that can be read and written.",
+                f"look at {look}, or give a --checkpoint-dir that can be read and written.",
             )
         self._lease = lease
         return None
