@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import traceback
@@ -83,6 +84,9 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - Python would give it the exit code of a verdict
         if hasattr(error, "format_message"):  # a ClickException, of click or of typer's own copy of it
             _refuse_usage(error)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            print("rackctl: error: there is no room for the output. Remedy: make room where it goes.", file=sys.stderr)
+            sys.exit(CRASHED)
         traceback.print_exc()
         print(
             f"rackctl: internal error: {type(error).__name__}: {error} Remedy: this is a bug of rackrun; please report it with the lines above.",
