@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
@@ -443,9 +445,10 @@ def test_a_restart_that_was_decided_before_anybody_was_broken_is_one_of_its_own(
 
 def test_a_rank_with_wrong_bits_is_taken_out_and_not_lost(story: Story) -> None:
     because = "its state differs from that of its replicas, seen in step 8"
-    teller, crashed, wrong = (
+    who: list[dict[str, Any]] = [
         {"slot": SlotId(f"tray-00/{rank}"), "incarnation": Incarnation(rank + 1)} for rank in range(3)
-    )
+    ]
+    teller, crashed, wrong = who
     story.hears(
         ReplicasDiffer(**teller, generation=Generation(1), at=Position(8), culprits=(Rank(2),), good=Position(3))
     )

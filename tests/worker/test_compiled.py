@@ -191,7 +191,7 @@ def compiled_step(run: Run, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_call(run: Run, function: Callable[..., Any]) -> Callable[..., Any]:
-    called: Any = torch.compile(run.step(function), backend="eager")
+    called: Callable[..., Any] = torch.compile(run.step(function), backend="eager")
     return called
 
 
@@ -201,7 +201,7 @@ def compiled_caller(run: Run, function: Callable[..., Any]) -> Callable[..., Any
     def turn(number: int) -> None:
         inner(number)
 
-    called: Any = torch.compile(turn, backend="eager")
+    called: Callable[..., Any] = torch.compile(turn, backend="eager")
     return called
 
 
