@@ -5,6 +5,7 @@
     RackrunError
     +-- UsageError(ValueError)       yours: an argument, a script or a file that cannot work; exit code 2 before the start
     |   +-- StepError                yours: the script breaks a rule of steps and phases
+    |   +-- DirectoryRefused         yours: the directory of checkpoints is full, another job's, or of another training
     +-- HardwareError                the hardware's: more than the job can survive; exit code 3
     |   +-- CollectiveBroken         a collective outside steps and phases lost a peer
     |   +-- StateLost                no verified copy of some shard is left
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CollectiveBroken",
+    "DirectoryRefused",
     "HardwareError",
     "InternalError",
     "InvalidTransition",
@@ -44,6 +46,11 @@ class UsageError(RackrunError, ValueError):
 
 class StepError(UsageError):
     """The script breaks a rule of steps and phases."""
+
+
+class DirectoryRefused(UsageError):
+    """This job cannot use its directory of checkpoints: it is full, in use by another job, or of another training. The
+    launcher says so in one line; the script's traceback would explain nothing."""
 
 
 class HardwareError(RackrunError):

@@ -217,7 +217,7 @@ def _explain(over: StopJob, *, hidden: bool) -> None:
     terminal."""
     if over.exit_code == 0:
         return
-    if over.failure is not None:
+    if over.failure is not None and over.failure.message != over.because:
         who = "a worker" if over.rank is None else f"rank {over.rank}"
         kind = over.failure.type.removeprefix("builtins.")
         print(f"rackrun: the script failed on {who}: {kind}: {over.failure.message}", file=sys.stderr)

@@ -12,6 +12,7 @@ from rackrun.chaos.evidence.summary import Summary
 from rackrun.chaos.report.run_text import NAMES, one_line
 from rackrun.chaos.runs.campaign import TallySums
 from rackrun.chaos.runs.soak import Soak
+from rackrun.protocol.ids import after_step
 
 __all__ = ["plain", "render", "render_soak", "render_sums"]
 
@@ -89,7 +90,7 @@ def render(console: Console, summary: Summary) -> None:
     for strike in summary.strikes:
         whom = ", ".join(strike.whom)
         console.print(
-            f"struck   after step {strike.step}: {strike.fault} of {whom}: {strike.detail}",
+            f"struck   {after_step(strike.step)}: {strike.fault} of {whom}: {strike.detail}",
             highlight=False,
             markup=False,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rackrun.chaos.evidence.run_evidence import Trace
+from rackrun.protocol.ids import after_step
 
 if TYPE_CHECKING:
     from rackrun.chaos.evidence.summary import Summary
@@ -29,7 +30,8 @@ def explain(summary: Summary) -> str:
     if summary.strikes:
         lines.append("What was done to it:")
         lines += [
-            f"  after step {one.step}: {one.fault} of {', '.join(one.whom)}" + ("" if one.took else " (without effect)")
+            f"  {after_step(one.step)}: {one.fault} of {', '.join(one.whom)}"
+            + ("" if one.took else " (without effect)")
             for one in summary.strikes
         ]
     lines += ["What became of it:", *(f"  {line}" for line in summary.recoveries)] if summary.recoveries else []

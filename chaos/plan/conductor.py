@@ -41,6 +41,7 @@ from rackrun.chaos.plan.definition import (
     Trigger,
     is_endless,
 )
+from rackrun.protocol.ids import after_step
 
 __all__ = ["TARGET_PATIENCE_S", "Conductor", "Order", "StrikeRecord", "Observation", "StrikeOrder", "TakeBack"]
 
@@ -333,7 +334,7 @@ class Conductor:
         except NoTarget as error:
             if not last:
                 return None
-            self.nobody.append(f"after step {seen.step}: {error}")
+            self.nobody.append(f"{after_step(seen.step)}: {error}")
             return ()
 
     def _within_budget(self, fault: Fault, subjects: tuple[Subject, ...]) -> bool:

@@ -32,6 +32,9 @@ from rackrun.core.policy.choice import parse_policy, parse_weights
 
 __all__ = ["plan"]
 
+_MINUTES_MAX, _FAULTS_MAX = 5_256_000, 1_000_000
+"""Ten years, and as many faults as are simulated in a minute or so."""
+
 plan = typer.Typer(
     name="plan",
     invoke_without_command=True,
@@ -279,6 +282,11 @@ def predict(
         raise PlannerError(
             f"--faults-per-minute {faults_per_minute} and --seeds {seeds} leave nothing to simulate.",
             remedy="give a rate above 0, and a seed or more.",
+        )
+    if not 0 < minutes * faults_per_minute * seeds <= _FAULTS_MAX or not minutes <= _MINUTES_MAX:
+        raise PlannerError(
+            f"--minutes {minutes} of {faults_per_minute} faults per minute, --seeds {seeds} times, cannot be simulated.",
+            remedy=f"give a time above 0, of {_MINUTES_MAX} minutes and {_FAULTS_MAX} faults in all at the most.",
         )
     found = predicted(
         read_costs(costs) if costs else PlanCosts(),

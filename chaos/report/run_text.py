@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rackrun.chaos.evidence.summary import StrikeSummary, Summary
+from rackrun.protocol.ids import after_step
 
 __all__ = ["NAMES", "duration", "markdown", "next_steps", "one_line", "sentence", "story"]
 
@@ -67,7 +68,8 @@ def story(one: StrikeSummary) -> str:
     where = f" ({', '.join(one.slots)})" if one.slots and whom not in one.slots else ""
     struck_s = one.at_s if one.struck_s is None else one.struck_s
     ordered = f" (ordered at {one.at_s:.2f} s)" if struck_s - one.at_s >= 1.0 else ""
-    parts = [f"After step {one.step}, at {struck_s:.2f} s{ordered}: {one.fault} of {whom}{where}."]
+    after = after_step(one.step)
+    parts = [f"{after[0].upper()}{after[1:]}, at {struck_s:.2f} s{ordered}: {one.fault} of {whom}{where}."]
     if one.took is False:
         return f"{parts[0]} It did not take effect: {one.detail}."
     if one.took is None:

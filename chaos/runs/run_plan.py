@@ -61,6 +61,7 @@ from rackrun.chaos.testbed.host_placement import check_hosts, hosts_needed, link
 from rackrun.chaos.testbed.job_under_test import JobObservation, JobResult, JobUnderTest, checkpoints_in
 from rackrun.chaos.testbed.network.hosts import HostSpread
 from rackrun.errors import UsageError
+from rackrun.protocol.ids import after_step
 
 __all__ = ["Performance", "StrikeSummary", "Summary", "check_run", "run_plan"]
 
@@ -235,11 +236,10 @@ class Performance:
         step = -1 if self._sight is None else self._sight.step
         words = {True: "took effect", False: "took no effect", None: "nobody knows whether it took effect"}
         struck = [
-            f"struck after step {one.step}: {name_of(one.strike.fault)} of {', '.join(map(str, one.strike.subjects))}: {words[one.took]}"
+            f"struck {after_step(one.step)}: {name_of(one.strike.fault)} of {', '.join(map(str, one.strike.subjects))}: {words[one.took]}"
             for one in self.conductor.records
         ]
-        where = f"after step {step}" if step >= 0 else "before the first step"
-        return [f"it was interrupted {where}", *(struck or ["nothing was struck"])]
+        return [f"it was interrupted {after_step(step)}", *(struck or ["nothing was struck"])]
 
     def _start(self) -> JobUnderTest:
         rack, env = driver_for(self._plan, self._command, self.folder) or (None, {})
@@ -334,7 +334,7 @@ class Performance:
         whom = [str(subject) for subject in strike.subjects]
         slots = [(p.slot, p.incarnation) for subject in strike.subjects for p in self._sight.scene.of(subject)]
         self._write("strike", strike=strike.number, fault=msgspec.to_builtins(strike.fault), whom=whom, slots=slots)
-        self._tell(f"after step {self._sight.step}: {name_of(strike.fault)} of {', '.join(whom)}")
+        self._tell(f"{after_step(self._sight.step)}: {name_of(strike.fault)} of {', '.join(whom)}")
         scene = self._sight.scene
         self.places[strike.number] = tuple(place.slot for one in strike.subjects for place in scene.of(one))
         draw = stream(self._plan.seed, "strike", strike.number)

@@ -33,6 +33,7 @@ from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import read_report
 from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
+from rackrun.protocol.ids import after_step
 
 __all__ = ["CALM_STEPS_MIN", "SOAK_FAULTS", "Soak", "LostTime", "run_soak", "waterfall"]
 
@@ -243,7 +244,7 @@ def _trouble(soaking: _Soaking, trace: Trace, exit_code: int | None, left: Seque
     found += trace.contradictions[:3]
     found += [trace.replayed.difference] if trace.replayed.difference else []
     found += [
-        f"{name_of(record.strike.fault)} after step {record.step} did not take effect: {record.detail}"
+        f"{name_of(record.strike.fault)} {after_step(record.step)} did not take effect: {record.detail}"
         for record in soaking.conductor.records
         if record.took is False
     ]

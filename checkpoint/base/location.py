@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path, PosixPath
 from urllib.parse import unquote
 
@@ -56,8 +57,11 @@ class RemotePath(PosixPath):
         return "/".join(self.parts[1:])
 
 
-def parse_location(given: Location) -> Path:
-    """Return a local path or a `RemotePath`. Raises UsageError for an unknown scheme or a place without a bucket."""
+def parse_location(given: Location, *, but: Collection[str] = ()) -> Path:
+    """Return a local path or a `RemotePath`. Raises UsageError for an unknown scheme or a place without a bucket.
+
+    ``but``: schemes that the caller does not take, so that no remedy names them.
+    """
     if isinstance(given, RemotePath):
         return given
     text = os.fspath(given)
@@ -68,10 +72,9 @@ def parse_location(given: Location) -> Path:
     if scheme == "file":
         return _of_file(text, match[2])
     if scheme not in REMOTE:
-        raise UsageError(
-            f"{text}: {match[1]}:// is not supported.",
-            remedy=f"give a directory, or one of {', '.join(f'{one}://' for one in REMOTE)}.",
-        )
+        stores = [f"{one}://" for one in REMOTE if one not in but]
+        remedy = f"give a directory, or one of {', '.join(stores)}." if stores else "give a local directory."
+        raise UsageError(f"{text}: {match[1]}:// is not supported.", remedy=remedy)
     parts = [part for part in match[2].split("/") if part]
     if not parts or any(part in (".", "..") for part in parts):
         raise UsageError(f"{text} names no place in an object store.", remedy=f"give {scheme}://BUCKET/FOLDER.")
@@ -93,15 +96,15 @@ def is_remote(path: Path) -> bool:
     return isinstance(path, RemotePath)
 
 
-def absolute(given: Location) -> Path:
+def absolute(given: Location, *, but: Collection[str] = ()) -> Path:
     """Parse like `parse_location`, and make a local path absolute, with ``~`` expanded to the home directory."""
-    path = parse_location(given)
+    path = parse_location(given, but=but)
     return path if is_remote(path) else path.expanduser().absolute()
 
 
 def local_path(given: Location, what: str) -> Path:
     """Return a local path. Raises UsageError, naming ``what``, for a place in an object store."""
-    path = parse_location(given)
+    path = parse_location(given, but=REMOTE)
     if is_remote(path):
         raise UsageError(f"{what} {path} is in an object store.", remedy="give a local directory.")
     return path

@@ -110,7 +110,7 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
 
     ``job``: only that one. Raises UsageError when ``directory`` is not a directory, and when there is no such job.
     """
-    path = absolute(directory).resolve()
+    path = absolute(directory, but=("memory",)).resolve()
     files = files_at(path)
     names = _listed(files, path)
     if checkpoint_number(path.name) is not None and MANIFEST in names:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
@@ -73,19 +74,38 @@ def main() -> None:
     """
     try:
         _refuse_remote(sys.argv[1:])
-        app()
+        code = app(prog_name="rackctl", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except RackrunError as error:
         print(f"rackctl: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else CRASHED if isinstance(error, InternalError) else 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - Python would give it the exit code of a verdict
+        if hasattr(error, "format_message"):  # a ClickException, of click or of typer's own copy of it
+            _refuse_usage(error)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            print("rackctl: error: there is no room for the output. Remedy: make room where it goes.", file=sys.stderr)
+            sys.exit(CRASHED)
         traceback.print_exc()
         print(
             f"rackctl: internal error: {type(error).__name__}: {error} Remedy: this is a bug of rackrun; please report it with the lines above.",
             file=sys.stderr,
         )
         sys.exit(CRASHED)
+
+
+def _refuse_usage(error: Any) -> NoReturn:
+    """Print what is wrong with the command line, and end with exit code 2."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "rackctl"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        what = " ".join(error.format_message().split()).replace(", unable to parse string as an integer", "")
+        what = what.replace(", unable to parse string as a number", "").rstrip(".")
+        print(f"rackctl: error: {what}. Remedy: see {command} --help.", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 def _refuse_remote(words: list[str]) -> None:

@@ -13,6 +13,7 @@ from rackrun.coordinator.observe.filler_usage import FillerUse
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.coordinator.report.run_report import LedgerCheck, OwnTime, RecoveryReport, Report
 from rackrun.launch.run.run_directory import Result
+from rackrun.protocol.ids import after_step
 
 __all__ = ["render_report", "render_result", "render_status"]
 
@@ -37,7 +38,7 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
         bold=len(status["run_id"]),
     )
     values = "  ".join(f"{name} {value}" for name, value in progress["values"].items())
-    _say(console, f"step {progress['position'][0]}  {progress['steps_per_s']:.3g} steps/s  {values}")
+    _say(console, f"{_reached(progress['position'][0])}  {progress['steps_per_s']:.3g} steps/s  {values}")
     size = core.get("world_size", "?")
     grows = f" (grows to {most})" if isinstance(size, int) and (most := core.get("most", 0)) > size else ""
     _say(
@@ -126,6 +127,10 @@ def _recoveries(failures: int, *, ended: int = 0) -> str:
     done = failures - ended
     more = f", and {ended} not completed when the job ended" if ended else ""
     return f"{done} {'recovery' if done == 1 else 'recoveries'}{more}"
+
+
+def _reached(step: int) -> str:
+    return f"step {step}" if step >= 0 else after_step(step)
 
 
 def _rescaled(steps: int) -> str:

@@ -20,6 +20,8 @@ __all__ = [
     "SlotId",
     "Step",
     "TrayId",
+    "after_step",
+    "at_step",
     "slot_id",
     "snapshot_id",
     "step_of",
@@ -52,6 +54,19 @@ class Position(msgspec.Struct, frozen=True, order=True, array_like=True, gc=Fals
 
 BEGIN = Position(-1, 0)
 """The position before the first step: nothing is committed."""
+
+
+def at_step(step: int) -> str:
+    """Return where a job was, for people: "at step 3", or "before the first step"."""
+    return f"at step {step}" if step >= 0 else _UNBEGUN
+
+
+def after_step(step: int) -> str:
+    """Return what a job had done, for people: "after step 3", or "before the first step"."""
+    return f"after step {step}" if step >= 0 else _UNBEGUN
+
+
+_UNBEGUN = "before the first step"
 
 
 def slot_id(tray: TrayId, index: int) -> SlotId:

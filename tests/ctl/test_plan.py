@@ -123,6 +123,12 @@ def test_presets_traces_and_calibrated_costs_are_taken(rackctl: Rackctl, tmp_pat
         (("--gpus", 720, "--tray-mtbf", "8000h", "--costs", "none.json"), "none.json cannot be read"),
         (("--gpus", 720, "--tray-mtbf", "8000h", "--checkpoint-every", -3), "are impossible"),
         (("predict", "--ranks", 4, "--spares", 1, "--faults-per-minute", 0), "--faults-per-minute 0"),
+        (("predict", "--ranks", 4, "--spares", 1, "--faults-per-minute", "1e99"), "cannot be simulated"),
+        (
+            ("predict", "--ranks", 4, "--spares", 1, "--faults-per-minute", 1, "--minutes", "1e99"),
+            "cannot be simulated",
+        ),
+        (("predict", "--ranks", 4, "--spares", 1, "--faults-per-minute", 1, "--minutes", "nan"), "cannot be simulated"),
         (("predict", "--ranks", 0, "--spares", 1, "--faults-per-minute", 1), "cannot be predicted"),
         (("calibrate", "none"), "none cannot be read"),
     ],

@@ -69,6 +69,18 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
         {},
         ("--checkpoint-dir /proc/none/ckpt cannot be used", "no directory can be made in /proc"),
     ),
+    "checkpoints in an unknown store": (
+        ("--checkpoint-dir", "s3x://bucket/run", "train.py"),
+        {},
+        ("s3x:// is not supported", "or one of s3://, gs://, az://, abfs://.\n"),
+    ),
+    "a script whose name is no UTF-8": (("tr\udcff.py",), {}, ("the script", "is no UTF-8", "another name")),
+    "a directory whose name is no UTF-8": (
+        ("--checkpoint-dir", "c\udcff", "train.py"),
+        {},
+        ("--checkpoint-dir", "is no UTF-8", "another name"),
+    ),
+    "an argument that is no UTF-8": (("train.py", "x\udcff"), {}, ("an argument of the script", "is no UTF-8")),
     "checkpoints in a file": (("--checkpoint-dir", "file", "train.py"), {}, ("it is no directory",)),
     "checkpoints below a file": (("--checkpoint-dir", "file/ckpt", "train.py"), {}, ("file is no directory",)),
     "logs by address where nothing can be made": (

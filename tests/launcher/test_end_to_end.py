@@ -301,3 +301,61 @@ def status_of(out_dir: Path) -> dict[str, Any]:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+RESUMES = """
+import os, torch, rackrun
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+@rackrun.elastic(global_batch_size=4, micro_batch_size=int(os.environ.get("MICRO", 1)))
+def main(run):
+    model = DDP(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader([torch.ones(2)] * 8)
+
+    @run.step
+    def step(step):
+        for batch in data:
+            step.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(3):
+        step(number)
+
+main()
+"""
+
+
+def test_a_directory_of_another_training_is_refused_in_one_line(
+    run_rackrun: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(RESUMES)
+    arguments = ["--standalone", "--nproc-per-node", "2", "--checkpoint-dir", "checkpoints", "train.py"]
+    assert run_rackrun(arguments).exit_code == 0
+    ran = run_rackrun(arguments, env={"MICRO": "2"})
+    assert ran.exit_code == 1, ran
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("rackrun: stopped (exit code 1): ")
+    assert "micro_batch_size=1" in line
+    assert "Remedy: resume with the same, or give another --checkpoint-dir" in line
+
+
+def test_a_full_directory_of_checkpoints_is_refused_in_one_line(
+    run_rackrun: Callable[..., Any], tmp_path: Path
+) -> None:
+    full = """
+import errno
+from rackrun.checkpoint.durable.lease import Lease
+
+def take(self):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+Lease.take = take
+"""
+    (tmp_path / "train.py").write_text(full + RESUMES)
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "2", "--checkpoint-dir", "checkpoints", "train.py"])
+    assert ran.exit_code == 1, ran
+    (line,) = ran.stderr.splitlines()
+    assert "checkpoints cannot be used: [Errno 28] No space left on device. Remedy: look at its room" in line

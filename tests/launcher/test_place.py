@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -193,3 +194,20 @@ def test_without_locks_a_run_that_may_be_under_way_is_not_overrun(
         RunDirectory.make("second", folder)
     ended(place, "first")
     ended(run_in(folder, "second"), "second")
+
+
+@pytest.mark.parametrize("what", ["token", "endpoint"])
+def test_a_full_disk_is_said_and_nothing_is_left(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = RunDirectory.make("run", tmp_path / "run")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises(UsageError, match=r"cannot be written: No space left on device. Remedy: make room"):
+            place.write_token("x" * 20) if what == "token" else place.announce(
+                Endpoint(url="http://x", run_id="run", pid=1)
+            )
+    place.close()
+    assert not list(tmp_path.iterdir())

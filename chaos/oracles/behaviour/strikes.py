@@ -5,6 +5,7 @@ from __future__ import annotations
 from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict
 from rackrun.chaos.faults.fault_types import name_of
 from rackrun.chaos.plan.definition import is_endless
+from rackrun.protocol.ids import after_step
 
 __all__ = ["judge"]
 
@@ -17,7 +18,7 @@ def judge(evidence: RunEvidence) -> Verdict:
             whom = ", ".join(map(str, record.strike.subjects))
             why = record.detail or "nobody knows: the job ended first"
             missing.append(
-                f"{name_of(record.strike.fault)} of {whom} after step {record.step} did not take effect: {why}"
+                f"{name_of(record.strike.fault)} of {whom} {after_step(record.step)} did not take effect: {why}"
             )
     late = [record for record in evidence.records if record.took and evidence.came_late(record)]
     if late and evidence.plan.expect == "survives" and not is_endless(evidence.plan):

@@ -28,7 +28,7 @@ from rackrun.agent.workers.standstill import main_thread_ns, read_moment, stood_
 from rackrun.agent.workers.worker_handle import WorkerHandle
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
-from rackrun.protocol.ids import Step
+from rackrun.protocol.ids import Step, after_step
 
 __all__ = ["LivenessWatch"]
 
@@ -281,7 +281,7 @@ def _busy(worker: WorkerHandle, *, awaited: bool) -> WorkerBusy:
 
 def unit_of(page: HeartbeatPage) -> str:
     """Return what the main thread is in, for people."""
-    after = f" after step {page.at.step}" if page.at.step >= 0 else " before the first step"
+    after = f" {after_step(page.at.step)}"
     match page.activity:
         case Activity.SETUP:
             return "setup" if page.at.step < 0 else f"main, entered again{after}"

@@ -247,7 +247,7 @@ def _report(error: BaseException, *, early: bool = False) -> ScriptFailure:
         rank = os.environ.get("RANK", "?")
         with contextlib.suppress(Exception):  # nobody reads stderr any more
             sys.stderr.write(f"rackrun: rank {rank} failed alike: {type(error).__qualname__} at {where}\n")
-    else:
+    elif not _launcher_says(error):
         try:
             sys.excepthook(type(error), error, trace)
         except Exception:  # noqa: BLE001 - the script's own hook may be what is wrong
@@ -260,6 +260,12 @@ def _report(error: BaseException, *, early: bool = False) -> ScriptFailure:
         traceback=bounded(text, _TRACEBACK_CHARS_MAX),
         where=bounded(where, _NAME_CHARS_MAX),
     )
+
+
+def _launcher_says(error: BaseException) -> bool:
+    """Return whether the launcher's last line says all that there is to say about ``error``."""
+    errors = sys.modules.get("rackrun.errors")
+    return errors is not None and isinstance(error, errors.DirectoryRefused)
 
 
 def _is_told(what: str) -> bool:

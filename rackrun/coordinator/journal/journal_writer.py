@@ -130,17 +130,18 @@ class Journal:
             self._synchronous.executescript(SCHEMA)
             self._telemetry = _connect(path, synchronous, mode)
             self._folding = Folding(self._telemetry, keep_rows)
+            began = {"format": FORMAT, "run_id": run_id, "protocol": PROTOCOL, "began_wall": time.time()}
+            told = [(key, clean(str(value))) for key, value in (began | dict(facts or {})).items()]
+            self._synchronous.executemany(_META, told)
         except (sqlite3.Error, OSError) as error:
             raise JournalError(
-                f"the journal {path} cannot be made: {error}.", remedy="choose another --out-dir."
+                f"the journal {path} cannot be made: {error}.", remedy="make room there, or choose another --out-dir."
             ) from error
         if shared and on_notice is not None:
             on_notice(
                 f"the journal {path} is on {shared}: it is written without a write-ahead log, which such file systems do "
                 f"not support. Persisting a generation takes longer. Remedy: choose an --out-dir on a local disk."
             )
-        began = {"format": FORMAT, "run_id": run_id, "protocol": PROTOCOL, "began_wall": time.time()}
-        self._synchronous.executemany(_META, [(k, clean(str(v))) for k, v in (began | dict(facts or {})).items()])
         self._one_writer = threading.Lock()  # instead of SQLite's busy handler, which sleeps in whole milliseconds
         self._queue: deque[_Row] = deque()
         self._queued = threading.Event()

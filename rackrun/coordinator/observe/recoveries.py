@@ -23,6 +23,7 @@ from rackrun.protocol.commands import (
 )
 from rackrun.protocol.events import (
     Event,
+    ReplicasDiffer,
     TrayJoined,
     TrayLost,
     WorkerElastic,
@@ -44,14 +45,18 @@ _GONE = "gone"
 
 
 class LostRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that was lost in a recovery."""
+    """A rank that was lost in a recovery, or whose worker was replaced on purpose."""
 
     rank: Rank
     slot: SlotId
     how: str
-    """How it was lost: ``SIGKILL``, ``exit code 1``, ``stalled for 1200 ms``, ``tray lost: ...``."""
+    """How it was lost, ``SIGKILL``, ``exit code 1``, ``stalled for 1200 ms``, ``tray lost: ...``; or why it was
+    replaced."""
     to: SlotId | None = None
     """Slot of the worker that took over; None if the world shrank."""
+    on_purpose: bool = False
+    """Whether its worker had not failed: it was taken out because its state was wrong, its GPU fails, it was slow, or
+    somebody asked for it."""
 
 
 class RecoveryRecord(msgspec.Struct, kw_only=True):
@@ -137,7 +142,7 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         again``."""
         restart = self.kind == "restart"
         who = "; ".join(
-            f"rank {one.rank} {'leaves' if self.planned else 'lost on'} {one.slot} ({one.how})"
+            f"rank {one.rank} {_left(one, planned=self.planned)} {one.slot} ({one.how})"
             + ("" if restart or self.kind == "resize" else _successor(one))
             for one in self.lost
         )
@@ -170,6 +175,12 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         return "".join(parts)
 
 
+def _left(one: LostRank, *, planned: bool) -> str:
+    if planned:
+        return "leaves"
+    return "taken out on" if one.on_purpose else "lost on"
+
+
 def _successor(one: LostRank) -> str:
     if one.to == one.slot:
         return ", started again there"
@@ -196,6 +207,8 @@ class RecoveryWatch:
         self._last_step = -1  # the newest step that a member was in when it exited
         self._in_hand = -1  # the newest step that a worker of the broken generation had begun
         self._elastic = False
+        self._wrong: set[SlotId] = set()  # ended by rackrun, because their state differs from that of their replicas
+        self._differ = False  # whether commands now answer a report that replicas differ
         self._fenced: set[SlotId] = set()  # ended by rackrun, without a fault of their own
         self._paused: set[SlotId] = set()
         self._trays: dict[str, TrayId] = {}  # by the address of their snapshots
@@ -209,7 +222,8 @@ class RecoveryWatch:
         return self._plan
 
     def on_event(self, event: Event, now_ms: float) -> None:
-        """Handle an event that arrived at ``now_ms``."""
+        """Handle an event that arrived at ``now_ms``. The commands that answer it follow before the next."""
+        self._differ = isinstance(event, ReplicasDiffer)
         match event:
             case WorkerElastic():
                 self._elastic = True
@@ -260,6 +274,8 @@ class RecoveryWatch:
                     self._fenced.add(command.slot)
                 else:
                     self._fault(command.slot, command.because, cause_ms)
+                    if self._differ:
+                        self._wrong.add(command.slot)
             case StartWorker() if command.restarts > self._restarts:  # before or after its generation's plan
                 self._restarts = command.restarts
                 if self._open is None:
@@ -386,7 +402,7 @@ class RecoveryWatch:
             if plan.rollback is not None:
                 recovery.redone = tuple(range(plan.rollback + 1, max(plan.committed.step, self._in_hand) + 1))
             if before is not None:
-                recovery.lost = self._lost(before, plan)
+                recovery.lost = self._lost(before, plan, planned=recovery.planned)
                 if recovery.kind != "restart":
                     resized = before.world_size != plan.world_size
                     if plan.world_size < before.world_size:
@@ -400,6 +416,7 @@ class RecoveryWatch:
             self._settle_restart()
         self._how.clear()
         self._fenced.clear()
+        self._wrong.clear()
         self._paused.clear()
         self._in_hand = -1
         self._fault_ms = None
@@ -418,7 +435,7 @@ class RecoveryWatch:
             self._counted = self._restarts
             self._end()
 
-    def _lost(self, before: GenerationPlan, after: GenerationPlan) -> tuple[LostRank, ...]:
+    def _lost(self, before: GenerationPlan, after: GenerationPlan, *, planned: bool) -> tuple[LostRank, ...]:
         now = {m.rank: m for m in after.members} if before.world_size == after.world_size else {}
         alive = {(m.slot, m.incarnation) for m in after.members}
         return tuple(
@@ -427,6 +444,7 @@ class RecoveryWatch:
                 slot=m.slot,
                 how=self._how.get(m.slot, _GONE),
                 to=now[m.rank].slot if m.rank in now else None,
+                on_purpose=planned or m.slot in self._wrong,
             )
             for m in before.members
             if (m.slot, m.incarnation) not in alive

@@ -359,7 +359,7 @@ class Driver:
         try:
             self._journal.persist(command, self._at_ms)
         except JournalError as error:
-            self.submit(JournalFailed(because=str(error)))
+            self.submit(JournalFailed(because=error.what))
             return False
         self.metrics.persist_s.observe((self.now_ms() - began) / 1e3)
         return True

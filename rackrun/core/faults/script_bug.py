@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rackrun.core.members.workers import why_exited
 from rackrun.protocol.events import WorkerExited
-from rackrun.protocol.ids import Incarnation, Rank, Step
+from rackrun.protocol.ids import Incarnation, Rank, Step, at_step
 
 __all__ = ["ScriptBugs", "fingerprint", "is_crash", "is_scripts", "remedy_for"]
 
@@ -31,6 +31,7 @@ OUT_OF_MEMORY = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
 MISUSES = (
     "rackrun.errors.StepError",
     "rackrun.errors.UsageError",
+    "rackrun.errors.DirectoryRefused",
     "rackrun.checkpoint.base.errors.MemoryPlanError",
     "rackrun.checkpoint.base.errors.LayoutMismatch",
 )
@@ -104,6 +105,8 @@ class ScriptBugs:
         mark = fingerprint(event)
         if not mark:
             return ""
+        if event.failure is not None and event.failure.type == "rackrun.errors.DirectoryRefused":
+            return event.failure.message
         if event.failure is not None and event.failure.type in MISUSES:
             where, message = event.failure.where, event.failure.message
             place = message.partition(": ")[0]  # may be the same place, relative to the working directory
@@ -122,7 +125,7 @@ class ScriptBugs:
             return ""
         who = f"rank {old.rank} before" if old.rank == new.rank else f"rank {old.rank}"
         if old.step == new.step:
-            return f"{new.fingerprint} on rank {new.rank} at step {new.step}, as on {who}: not the hardware's"
+            return f"{new.fingerprint} on rank {new.rank} {at_step(new.step)}, as on {who}: not the hardware's"
         if new.fingerprint not in CRASHES and new.at_ms - old.at_ms <= self.window_ms:
             return f"{new.fingerprint} on rank {new.rank} and on {who} within {self.window_ms} ms: not the hardware's"
         return ""

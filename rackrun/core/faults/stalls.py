@@ -34,7 +34,7 @@ from rackrun.core.generation.world import IN_PLACE, Phase, World
 from rackrun.core.members.workers import WorkerRecord, WorkerState
 from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.events import WorkerBusy, WorkerStalled
-from rackrun.protocol.ids import Rank
+from rackrun.protocol.ids import Rank, at_step
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.timers import LateStallsGathered, StallsGathered
 
@@ -116,7 +116,7 @@ class Stalls:
             self._compare(record.rank, event)
         elif event.silent or (record.finished and self.world.phase is Phase.TRAINING):
             place = f": {event.where}" if event.where else ""
-            self.facts.add(WorkersStall([record], f"silent for {event.for_ms} ms at step {event.step}{place}"))
+            self.facts.add(WorkersStall([record], f"silent for {event.for_ms} ms {at_step(event.step)}{place}"))
         elif self.world.phase in IN_PLACE:
             if self.window.add(record.rank, event):
                 window_ms = max(self.config.gather_ms, STALL_GATHER_MS)

@@ -9,7 +9,7 @@ from rackrun.core.generation.job_end import JobEnd
 from rackrun.core.generation.world import World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.recovery.view_builder import DecisionInputs
-from rackrun.protocol.ids import BEGIN, Position
+from rackrun.protocol.ids import Position, at_step
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import ClusterView, Decision, Failure, FailureCause, Rung
 
@@ -84,7 +84,7 @@ class FailedRecovery:
     def no_copy_left(self, told: str, committed: Position) -> str:
         """Return the reason text for a stop, or a restart, because no copy of some state is left."""
         if self.world.stateful():
-            told += " before the first step" if committed == BEGIN else f" at step {committed.step}"
+            told += f" {at_step(committed.step)}"
         if self.world.unsure:
             return f"{told}; nobody can say which state in memory is right, and no snapshot of a good one is left"
         return f"{told}, and no copy of its state is left"

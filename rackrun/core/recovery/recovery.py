@@ -232,11 +232,17 @@ class Recovery:
         self._resized = ""
 
     def _told(self) -> str:
-        """Describe what was lost since the last plan: ``ranks 2, 3 lost (SIGKILL)``."""
+        """Describe what was lost since the last plan: ``ranks 2, 3 lost (SIGKILL)``. A worker whose state is wrong is
+        not lost: it is taken out."""
         if not self._losses:
             return self._note
-        reasons = dict.fromkeys(loss.because for _, loss in sorted(self._losses.items()))
-        return f"{named(sorted(self._losses))} lost ({', '.join(reasons)})"
+        wrong = {rank: loss for rank, loss in self._losses.items() if loss.record.corrupt and loss.exit is None}
+        lost = {rank: loss for rank, loss in self._losses.items() if rank not in wrong}
+        told = []
+        for losses, what in ((lost, "lost"), (wrong, "taken out")):
+            reasons = dict.fromkeys(loss.because for _, loss in sorted(losses.items()))
+            told += [f"{named(sorted(losses))} {what} ({', '.join(reasons)})"] if losses else []
+        return "; ".join(told)
 
     # -- break and park --------------------------------------------------------------------------------------------
     def _break(self, because: str, at_ms: int) -> None:

@@ -259,6 +259,7 @@ def parse(arguments: Sequence[str] | None = None) -> LaunchOptions:
             f"one of {', '.join(flags)} cannot be read: {error}.", remedy="use 0 or 1 for flags."
         ) from error
     args = parser.parse_args(arguments)
+    _refuse_what_is_no_utf8(args)
     _refuse_unknown_choices(parser, args)
     _refuse_what_has_no_meaning(args)
     size = size_of(args)
@@ -359,6 +360,21 @@ def _of_steps(args: argparse.Namespace) -> tuple[str, ...]:
         "--filler": args.filler,
     }
     return tuple(option for option, is_given in given.items() if is_given)
+
+
+def _refuse_what_is_no_utf8(args: argparse.Namespace) -> None:
+    """Refuse texts that no message to agents and workers can hold."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    given["the script"] = given.pop("--training-script")
+    given["the working directory"] = os.getcwd()
+    for name, value in given.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
+                what = "an argument of the script" if name == "--training-script-args" else name
+                raise UsageError(
+                    f"{what} {text.encode(errors='backslashreplace').decode()} is no UTF-8.",
+                    remedy="give it another name, or make a link to it that has one.",
+                )
 
 
 def _refuse_unknown_choices(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -498,7 +514,7 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
             raise UsageError("--checkpoint-every is given without --checkpoint-dir.", remedy="say where to.")
     elif not args.checkpoint_dir:
         raise UsageError("--checkpoint-dir names no directory.", remedy="say where to, or leave it out.")
-    directory = absolute(args.checkpoint_dir) if args.checkpoint_dir else ""
+    directory = absolute(args.checkpoint_dir, but=("memory",)) if args.checkpoint_dir else ""
     if isinstance(directory, RemotePath):
         if directory.scheme == "memory":
             raise UsageError(

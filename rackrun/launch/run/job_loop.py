@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 import aiohttp
 import msgspec
 
-from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.journal.journal_writer import Journal, JournalError
 from rackrun.coordinator.server.http_server import Server
 from rackrun.coordinator.shell.driver import Driver
 from rackrun.coordinator.user_code.policy_host import PolicyHost
 from rackrun.coordinator.user_code.provider_child import Hello
 from rackrun.coordinator.user_code.provider_host import RELEASE_S, ProviderHost
 from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.errors import UsageError
 from rackrun.launch.options.arguments import LaunchOptions
 from rackrun.launch.run.local_agents import LocalAgents
 from rackrun.launch.run.missing_hosts import AGAIN_S, FIRST_S, expected_trays, who_is_missing
@@ -45,14 +46,18 @@ _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOW
 def _journal(
     options: LaunchOptions, place: RunDirectory, endpoint: Endpoint, screen: TerminalOutput, config: JobConfig
 ) -> Journal:
-    journal = Journal(
-        place.journal,
-        run_id=endpoint.run_id,
-        facts={"script": options.script.path, "arguments": " ".join(options.script.args)},
-        ledger=options.ledger,
-        on_trouble=screen.say,
-        on_notice=screen.say,
-    )
+    """Create the journal. Raises UsageError if that is impossible: nothing was started."""
+    try:
+        journal = Journal(
+            place.journal,
+            run_id=endpoint.run_id,
+            facts={"script": options.script.path, "arguments": " ".join(options.script.args)},
+            ledger=options.ledger,
+            on_trouble=screen.say,
+            on_notice=screen.say,
+        )
+    except JournalError as error:
+        raise UsageError(error.what, remedy=error.remedy) from error
     journal.fact("config", msgspec.json.encode(config).decode())
     return journal
 
@@ -79,7 +84,7 @@ async def host(
     endpoint: Endpoint,
     token: str,
 ) -> StopJob:
-    """Run the job to its end, with the coordinator in this process. Raises JournalError if the journal cannot be
+    """Run the job to its end, with the coordinator in this process. Raises UsageError if the journal cannot be
     created."""
     began = time.monotonic()
     screen = TerminalOutput(quiet=options.quiet)

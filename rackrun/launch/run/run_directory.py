@@ -107,7 +107,7 @@ class RunDirectory:
             place.close()
             raise UsageError(
                 f"the files of the run before, in {directory}, cannot be put aside: {error.strerror}.",
-                remedy="choose another --out-dir.",
+                remedy="make room there, or choose another --out-dir.",
             ) from error
         return place
 
@@ -133,12 +133,13 @@ class RunDirectory:
         _remove((self._aside, self._aside.parent))
 
     def write_token(self, token: str) -> None:
-        _write(self.directory / "token", token.encode())
+        """Write the job's secret. Raises UsageError, as when the disk is full."""
+        _write_first(self.directory / "token", token.encode())
 
     def announce(self, endpoint: Endpoint) -> None:
-        """Write the endpoint, so that `rackctl` can talk to the run."""
+        """Write the endpoint, so that `rackctl` can talk to the run. Raises UsageError, as when the disk is full."""
+        _write_first(self.directory / "endpoint.json", msgspec.json.encode(endpoint) + b"\n")
         self._started = True
-        _write(self.directory / "endpoint.json", msgspec.json.encode(endpoint) + b"\n")
 
     def finish(self, result: Result) -> None:
         data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
@@ -299,10 +300,24 @@ def _remove(made: tuple[Path, ...]) -> None:
             return  # somebody else uses it by now
 
 
+def _write_first(path: Path, data: bytes) -> None:
+    try:
+        _write(path, data)
+    except OSError as error:
+        raise UsageError(
+            f"the output directory {path.parent} cannot be written: {error.strerror}.",
+            remedy="make room there, or choose another --out-dir.",
+        ) from error
+
+
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all, for the owner's eyes only."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-    partial.replace(path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

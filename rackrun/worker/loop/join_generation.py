@@ -20,7 +20,7 @@ from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.errors import StateLost
 from rackrun.link.heartbeat_page import Activity
 from rackrun.protocol.commands import GenerationPlan, Member, Restore
-from rackrun.protocol.ids import Generation, Position, Step, snapshot_id
+from rackrun.protocol.ids import Generation, Position, Step, after_step, snapshot_id
 from rackrun.worker.communicators.communicator import OWN_FAULTS, Communicator
 from rackrun.worker.communicators.gate_tree import on_hosts
 from rackrun.worker.device.numerics import unlike
@@ -124,7 +124,7 @@ class Rejoin:
                 if plan.rollback is not None and self._end_of(plan.rollback) < came_in:
                     leave(
                         world.rank,
-                        f"took over after step {came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place.",
+                        f"took over {after_step(came_in.step)}, and cannot do the steps after {plan.rollback} again; another takes its place.",
                     )
                 self._restore(plan, fresh=mine.fresh)
                 if not self._agree_after_loop(plan, left_after, size):

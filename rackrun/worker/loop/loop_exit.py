@@ -10,6 +10,7 @@ import time
 
 from rackrun.link.exchange import Exchange, ExchangeTimeout, ExchangeUnreachable
 from rackrun.protocol.boot import Boot
+from rackrun.protocol.ids import after_step
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 
@@ -43,7 +44,7 @@ def all_leave(world: WorkerMembership, boot: Boot | None, step: int) -> None:
                     told = True
                     others = [rank for rank in range(world.size) if not room.check([str(rank)])]
                     say(
-                        f"rank {world.rank} has left the loop over run.steps() after step {step}, and waits: rank "
+                        f"rank {world.rank} has left the loop over run.steps() {after_step(step)}, and waits: rank "
                         f"{', '.join(map(str, others[:8]))}{' and others' if len(others) > 8 else ''} has not. All ranks have to leave it after "
                         "the same step. Remedy: decide by what is the same on all ranks, such as step.loss."
                     )

@@ -38,6 +38,7 @@ from rackrun.worker.script.user_line import user_line
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
+from rackrun.worker.torch_compat.not_compiled import is_compiled, read_eagerly, refuse_compiled_step
 
 __all__ = ["Run", "Steps"]
 
@@ -108,6 +109,8 @@ class Run:
             durable.become(self._state)
         elif options:
             durable = DurableCheckpoints(runtime, self._state, options)
+            if runtime.world.rank == 0:
+                durable.check_training()
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.microbatch_collectives = MicrobatchCollectives(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
@@ -131,16 +134,19 @@ class Run:
 
     # -- who and where
     @property
+    @read_eagerly
     def rank(self) -> int:
         """This process's current rank, from 0. A spare has a provisional rank until it takes a place."""
         return self._world.groups[0].rank()
 
     @property
+    @read_eagerly
     def world_size(self) -> int:
         """The current number of ranks in the world. Spares are not counted."""
         return self._world.groups[0].size()
 
     @property
+    @read_eagerly
     def is_main(self) -> bool:
         """Whether this process is rank 0 of the world now, and not a spare. For an object that exactly one process must
         own and keep, use `main_only`."""
@@ -150,6 +156,7 @@ class Run:
         return is_main
 
     @property
+    @read_eagerly
     def global_batch_size(self) -> int:
         """Samples in the global batch of the current step, or of the next one between two steps.
 
@@ -161,12 +168,14 @@ class Run:
         )
 
     @property
+    @read_eagerly
     def generation(self) -> int:
         """The number of the current membership of the world, which is how many there have been, this one included; 0 on
         a spare without a place."""
         return self._world.generation
 
     @property
+    @read_eagerly
     def mesh(self) -> DeviceMesh:
         """The device mesh asked for with ``@rackrun.elastic(mesh=...)`` or ``rackrun --mesh``; by default one axis
         ``dp`` over all ranks."""
@@ -235,12 +244,17 @@ class Run:
 
         A script calls it with the step number that ``run.steps`` yields; the function receives a `Step` instead, and
         all further arguments unchanged. The call returns the function's result once the step is committed. Raises
-        `StepError` outside the loop over ``run.steps`` and at a second call in one turn of it.
+        `StepError` outside the loop over ``run.steps``, at a second call in one turn of it, and when ``torch.compile``
+        compiles the function or what calls it.
         """
+        if is_compiled(function):
+            refuse_compiled_step(function.__name__)
         self._step_functions.append(function)
 
         @functools.wraps(function)
         def committed(*args: Any, **kwargs: Any) -> T:
+            if torch.compiler.is_dynamo_compiling():
+                refuse_compiled_step(function.__name__)
             if self._looping is None:
                 raise StepError(
                     f"{function.__name__} was called outside the loop over run.steps(), or twice in one turn of it.",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest
 from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError, Unreadable
-from rackrun.checkpoint.base.location import parse_location
+from rackrun.checkpoint.base.location import is_remote, parse_location
 from rackrun.checkpoint.base.messages import SaveWarnings
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.lease import InUse, Lease
@@ -31,7 +31,7 @@ from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.process.reports import Reports
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.checkpoint_buffer import CheckpointBuffers
-from rackrun.worker.snapshots.resumption import Resumption
+from rackrun.worker.snapshots.resumption import Resumption, refuse_other_training
 from rackrun.worker.state.state_image import StateImages
 from rackrun.worker.state.state_manifest import Lineage
 from rackrun.worker.state.tracked_state import TrackedState
@@ -99,6 +99,10 @@ class DurableCheckpoints:
         self._lease: Lease | None = None
 
     # -- at the start
+    def check_training(self) -> None:
+        """Raise `DirectoryRefused` when the directory is of another training, before the script builds anything."""
+        refuse_other_training(self._store, self._options.facts)
+
     def resume(self) -> Position | None:
         """Take the lease and resume from the newest usable checkpoint. Returns its position, or None. Collective;
         raises the errors of `rackrun.worker.snapshots.resumption.Resumption.run`."""
@@ -131,9 +135,10 @@ class DurableCheckpoints:
         except (OSError, CheckpointError) as error:
             lease.leave(ended=False)
             why = error.what if isinstance(error, CheckpointError) else f"{error}."
+            look = "its bucket, address and credentials" if is_remote(self._store.root) else "its room, rights and disk"
             return (
                 f"the checkpoint directory {self._store.root} cannot be used: {why}",
-                "see that it has room and that its disk answers, or give a --checkpoint-dir that can be read and written.",
+                f"look at {look}, or give a --checkpoint-dir that can be read and written.",
             )
         self._lease = lease
         return None

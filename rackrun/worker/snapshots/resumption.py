@@ -8,27 +8,35 @@ newer one finished since, may itself be what ends the job. It is passed over, li
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import msgspec
 import torch
 
-from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableCheckpoint, is_damage
+from rackrun.checkpoint.base.errors import (
+    CheckpointError,
+    IntegrityError,
+    LayoutMismatch,
+    NoUsableCheckpoint,
+    is_damage,
+)
 from rackrun.checkpoint.durable.durable_reader import CheckpointReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.probation import Probation
 from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, read_layout
-from rackrun.errors import StateLost, UsageError
+from rackrun.errors import DirectoryRefused, StateLost
 from rackrun.protocol.ids import Position
 from rackrun.worker.device.numerics import unlike
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.restore.refill import Refill, check_alike
 from rackrun.worker.state.state_image import manifest_in
+from rackrun.worker.state.state_manifest import StateManifest
 from rackrun.worker.state.tracked_state import TrackedState
 
-__all__ = ["Resumption", "say"]
+__all__ = ["Resumption", "refuse_other_training", "say"]
 
 
 class Resumption:
@@ -39,6 +47,8 @@ class Resumption:
         self._probation = Probation(store.directory, store.files)
         self.not_used: list[int] = []
         """Checkpoints that are newer than the one that was used."""
+        self._unfit: dict[int, tuple[str, str]] = {}
+        """Checkpoints that do not fit what this script tracks: why, and what to do."""
         self._unusable: dict[int, tuple[str, bool]] = {}
         """Checkpoints that exist but that some rank could not open: why, and whether they are damaged."""
 
@@ -48,11 +58,11 @@ class Resumption:
 
         Returns its position, None if there is no checkpoint yet, and a number that is larger at every start.
         ``refused``: why this rank may not use the directory, and what to do; it counts for all ranks. Raises
-        `StateLost` when there are checkpoints and none can be used, and `UsageError` when the directory is refused, is
-        of another run, or is not shared by all ranks.
+        `StateLost` when there are checkpoints and none can be used, and `DirectoryRefused` when the directory is
+        refused, is of another training, or is not shared by all ranks.
         """
         if refusal := next((why for why in self._gather(refused) if why), None):
-            raise UsageError(refusal[0], remedy=refusal[1])
+            raise DirectoryRefused(refusal[0], remedy=refusal[1])
         mine, unusable, used = (
             self._list_usable()
         )  # only once the directory is this job's: another may have been writing
@@ -68,12 +78,18 @@ class Resumption:
         for *_, theirs in everyone:
             self._unusable = {number: tuple(why) for number, why in theirs.items()} | self._unusable
         if not common and any(seen) and not any(theirs for *_, theirs in everyone):
-            raise UsageError(
+            raise DirectoryRefused(
                 f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
                 remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
             )
         there = sorted({*common, *self._unusable}, reverse=True)
         position = self._first_usable(there, barred)
+        if there and position is None and self._unfit.keys() >= {*there} - barred.keys():
+            what, remedy = self._unfit[max(self._unfit)]
+            raise DirectoryRefused(
+                f"no checkpoint in {self._store.directory} fits what this script tracks: {what}",
+                remedy=f"{remedy.rstrip('.')}; or give another --checkpoint-dir to begin anew.",
+            )
         if there and position is None:
             raise StateLost(
                 f"none of {len(there)} checkpoints in {self._store.directory} can be {_story(barred, there)}.",
@@ -91,7 +107,7 @@ class Resumption:
             self._store.complete()
             whole, left_out = self._store.look()
         except (OSError, CheckpointError) as error:
-            raise UsageError(
+            raise DirectoryRefused(
                 f"the checkpoint directory {self._store.root} cannot be used: {error}.",
                 remedy="give one that all ranks can read and write.",
             ) from error
@@ -131,16 +147,19 @@ class Resumption:
     def _try(self, number: int) -> Position | None:
         """Fill the state from the checkpoint ``number``, and return its position; None if some rank could not read
         it."""
-        problem, damaged, step, world_size, different = "", False, -1, 0, ""
+        problem, damaged, unfit, step, world_size, different = "", False, ("", ""), -1, 0, ""
         try:
             with self._store.open(number) as reader:
                 step, world_size = reader.step, reader.world_size
                 different = self._fill_from(reader)
         except CheckpointError as error:
             problem, damaged = _told(error), is_damage(error)
-        told = self._gather((problem, damaged, different))
+            unfit = (error.what, error.remedy) if isinstance(error, LayoutMismatch) else unfit
+        told = self._gather((problem, damaged, different, unfit))
         said = [one for one in told if one[0]]
         if said:
+            if all(one[3][0] for one in said):
+                self._unfit[number] = tuple(said[0][3])
             self._pass_over(number, said[0][0], any(one[1] for one in said))
             return None
         if self._world.rank == 0:
@@ -169,16 +188,12 @@ class Resumption:
 
     def _fill_from(self, reader: CheckpointReader) -> str:
         """Fill the state from ``reader``, and return how the numerics there differ from this rank's
-        (`rackrun.worker.device.numerics.unlike`). Raises `UsageError` for other ``facts``."""
+        (`rackrun.worker.device.numerics.unlike`). Raises `DirectoryRefused` for other ``facts``."""
         layouts = [read_layout(shard.read, shard.size) for shard in map(reader.reader, range(reader.world_size))]
         rank, same = self._world.rank, reader.world_size == self._world.size
         own = rank if same else 0
         manifest = manifest_in(_plain_in(reader, own, layouts[own]))
-        if manifest.lineage.facts != self._facts:
-            raise UsageError(
-                f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._facts}.",
-                remedy="resume with the same, or give another --checkpoint-dir.",
-            )
+        _check_facts(manifest, self._facts, reader)
         holders = manifest.lineage.kin or (own,)  # other tensors are held by its replicas
         if not same:
             holders = tuple(range(reader.world_size))
@@ -204,6 +219,28 @@ class Resumption:
 
     def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
         return self._world.groups[0].gather_on_host(mine)
+
+
+def refuse_other_training(store: DurableStore, facts: str) -> None:
+    """Raise `DirectoryRefused` when the newest checkpoint is of a run with other ``facts``. One that cannot be read says
+    nothing here: all ranks look at it together when they resume."""
+    with contextlib.suppress(OSError, CheckpointError):
+        barred = Probation(store.directory, store.files).barred()
+        usable = [info.number for info in store.look()[0] if info.number not in barred]
+        if not usable:
+            return
+        with store.open(max(usable)) as reader:
+            shard = reader.reader(0)
+            manifest = manifest_in(_plain_in(reader, 0, read_layout(shard.read, shard.size)))
+            _check_facts(manifest, facts, reader)
+
+
+def _check_facts(manifest: StateManifest, facts: str, reader: CheckpointReader) -> None:
+    if manifest.lineage.facts != facts:
+        raise DirectoryRefused(
+            f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {facts}.",
+            remedy="resume with the same, or give another --checkpoint-dir to begin anew.",
+        )
 
 
 def _plain_in(reader: CheckpointReader, rank: int, layout: ImageLayout) -> bytes:

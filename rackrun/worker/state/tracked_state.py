@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from rackrun.checkpoint.base.errors import LayoutMismatch
 from rackrun.checkpoint.image.plain_values import flatten, leaves, like, with_tensors, without_tensors
 from rackrun.errors import StepError
 from rackrun.worker.state.objects.module_structure import ModuleStructure, wrappers_among
@@ -254,7 +255,13 @@ class TrackedState:
 
     def fitted(self, manifest: StateManifest) -> StateManifest:
         """Return the ``manifest`` of a rank with other shards with the shapes that this rank has to allocate."""
-        self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
+        plain = msgspec.msgpack.decode(manifest.plain, strict=False)
+        if missing := [name for name in (*self.optimizers, *self.others) if name not in plain]:
+            raise LayoutMismatch(
+                f"nothing is saved under the name{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}.",
+                remedy="give run.track the same names as the run that has saved it.",
+            )
+        self._put_groups(plain)
         shapes = {path: tuple(tensor.shape) for path, tensor in self.tensors().items()}
         for name, optimizer in self.optimizers.items():
             for group, of in enumerate(optimizer.param_groups):

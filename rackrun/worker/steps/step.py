@@ -9,6 +9,7 @@ import torch
 
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
+from rackrun.worker.torch_compat.not_compiled import read_eagerly
 from rackrun.worker.torch_compat.unhooked_calls import mark_weighted
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Step:
         self.scale(loss, weight).backward()
 
     @property
+    @read_eagerly
     def loss(self) -> float:
         """The mean loss over the global batch, the same on every rank.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
@@ -15,6 +17,7 @@ from rackrun.protocol.commands import (
     StopJob,
 )
 from rackrun.protocol.events import (
+    ReplicasDiffer,
     TrayLost,
     WorkerElastic,
     WorkerExited,
@@ -318,6 +321,7 @@ def test_a_planned_swap_is_told_as_one_and_not_as_a_loss(on_gpus: bool) -> None:
     story.finish()
     (recovery,) = story.told_of
     assert recovery.planned
+    assert [one.on_purpose for one in recovery.lost] == [True]
     assert recovery.line().startswith(f"rank 2 leaves tray-00/2 ({because}) -> tray-00/4")
 
 
@@ -483,3 +487,31 @@ def test_a_restart_that_was_decided_before_anybody_was_broken_is_one_of_its_own(
     restart.measure(None)
     assert restart.predicted_gpu_s == 3.0
     assert restart.measured_gpu_s is not None
+
+
+def test_a_rank_with_wrong_bits_is_taken_out_and_not_lost(story: Story) -> None:
+    because = "its state differs from that of its replicas, seen in step 8"
+    who: list[dict[str, Any]] = [
+        {"slot": SlotId(f"tray-00/{rank}"), "incarnation": Incarnation(rank + 1)} for rank in range(3)
+    ]
+    teller, crashed, wrong = who
+    story.hears(
+        ReplicasDiffer(**teller, generation=Generation(1), at=Position(8), culprits=(Rank(2),), good=Position(3))
+    )
+    story.does(FenceWorker(**wrong, because=because))
+    story.does(breaking(2))
+    story.hears(WorkerExited(**wrong, signal=9))
+    story.hears(WorkerExited(**crashed, signal=11))
+    story.does(
+        ResumeGeneration(
+            plan=plan(
+                2, FIRST.members[0], member(1, "tray-00/4", 8, fresh=True), member(2, "tray-00/5", 9, fresh=True)
+            ),
+            because="",
+        )
+    )
+    story.finish()
+    (recovery,) = story.told_of
+    assert [(one.rank, one.on_purpose) for one in recovery.lost] == [(1, False), (2, True)]
+    assert "rank 1 lost on tray-00/1 (SIGSEGV)" in recovery.line()
+    assert f"rank 2 taken out on tray-00/2 ({because}) -> tray-00/5" in recovery.line()

@@ -681,6 +681,14 @@ def test_an_error_of_rackruns_own_has_one_remedy_and_it_is_that_of_the_error(tra
     assert (stop.because.count("Remedy"), stop.remedy) == (1, "")
 
 
+def test_a_refused_directory_is_told_without_a_line_of_the_script(training: CoreHarness) -> None:
+    message = "/c/run is in use by another job. Remedy: end it."
+    failure = ScriptFailure(type="rackrun.errors.DirectoryRefused", message=message, traceback="", where="train.py:1")
+    event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(-1))
+    stop = only(StopJob, training.tell(event))
+    assert (stop.exit_code, stop.because, stop.remedy) == (1, message, "")
+
+
 # -- whose error -------------------------------------------------------------------------------------------------------
 def test_the_first_error_of_a_script_is_taken_for_the_hardwares(training: CoreHarness) -> None:
     assert every(BreakGeneration, training.exits("a/1", code=1, bug="train.py:7"))
@@ -697,6 +705,15 @@ def test_the_same_error_at_the_same_step_elsewhere_is_the_scripts(training: Core
     assert (
         stop.because == "builtins.ValueError at train.py:7 on rank 1 at step 5, as on rank 1 before: not the hardware's"
     )
+
+
+def test_the_same_error_before_the_first_step_is_not_at_step_minus_1(training: CoreHarness) -> None:
+    training.exits("a/1", code=1, bug="train.py:7", step=-1)
+    training.now = 1000
+    training.park_all()
+    training.resume_all()
+    stop = stop_in(training.exits("a/2", code=1, bug="train.py:7", step=-1))
+    assert "on rank 1 before the first step, as on rank 1 before" in stop.because
 
 
 def test_a_process_that_aborts_itself_twice_is_told_what_gloo_does(training: CoreHarness) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.checkpoint.durable import lease
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
@@ -27,6 +28,7 @@ from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
+from rackrun.worker.snapshots.resumption import refuse_other_training
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
@@ -348,6 +350,57 @@ def test_another_batch_is_refused(folder: Path, train: Train) -> None:
     assert "global_batch_size=12" in str(ended)
 
 
+def test_another_batch_is_refused_before_the_script_builds_anything(folder: Path, train: Train) -> None:
+    train(trained(ddp, 5))
+
+    def main(run: Run) -> None:
+        if run.rank == 0:
+            say(built=True)
+        trained(ddp, 6)(run)
+
+    ended = train(main, batch=(6, 2))
+    assert ended.failure is not None, ended
+    assert ended.failure.type == "rackrun.errors.DirectoryRefused"
+    assert not any("built" in one for one in ended.said.values()), ended
+
+
+def test_another_batch_is_not_refused_before_the_start_for_a_checkpoint_that_is_quarantined(
+    folder: Path, train: Train
+) -> None:
+    train(trained(ddp, 5))
+    store = DurableStore(folder, "run")
+    for number in numbers(folder):
+        Probation(store.directory, store.files).quarantine(number, "by hand")
+    refuse_other_training(store, "global_batch_size=12, micro_batch_size=2, seed=1234")
+
+
+def renamed(run: Run) -> None:
+    model = ddp(run)
+    run.track(model=model, optim=adam(model))
+    for _ in run.steps(6):
+        pass
+
+
+def reshaped(run: Run) -> None:
+    model = DDP(net(hidden=13))
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    for _ in run.steps(6):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("script", "why"), [(renamed, "nothing is saved under the name 'optim'"), (reshaped, "is wanted")]
+)
+def test_another_script_is_refused_with_what_does_not_fit(script: Script, why: str, folder: Path, train: Train) -> None:
+    train(trained(ddp, 5))
+    ended = train(script)
+    assert ended.failure is not None, ended
+    assert ended.failure.type == "rackrun.errors.DirectoryRefused"
+    assert "fits what this script tracks" in ended.failure.message
+    assert why in ended.failure.message
+
+
 def test_storage_that_fails_stops_nobody(folder: Path, train: Train, capfd: Any) -> None:
     def main(run: Run) -> None:
         def break_it() -> None:
@@ -431,7 +484,8 @@ def test_what_differs_between_ranks_is_not_given_to_another_number_of_them(folde
     train(fitted(two_of_a_kind, 3))
     ended = train(fitted(two_of_a_kind, 5), ranks=2, max_restarts=0)
     assert ended.exit_code != 0
-    assert "can be read" in str(ended)
+    assert "is not the same on all of the" in str(ended)
+    assert "go on with as many ranks" in str(ended)
 
 
 @pytest.mark.stories

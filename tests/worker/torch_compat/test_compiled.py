@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import signal
@@ -141,3 +142,86 @@ def test_compiled_ranks_compute_as_those_that_are_not_when_the_world_shrinks(tra
     assert [plan.world_size for plan in ended.plans] == [3]
     assert not ended.restarted
     assert not ended.differences(reference), ended
+
+
+def by_size(*, fullgraph: bool = False) -> Script:
+    """A compiled function reads rackrun's own size of the world, and its rank."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @functools.partial(torch.compile, backend="eager", fullgraph=fullgraph)
+        def scaled(loss: torch.Tensor) -> torch.Tensor:
+            return loss * (1 + run.rank) / run.world_size
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(scaled(loss_of(model, batch)))
+            if (int(step), run.rank, run.generation) == (4, 1, 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    return main
+
+
+@pytest.mark.stories
+def test_a_compiled_function_reads_the_size_of_the_world_as_it_is(train: Train) -> None:
+    ended = train(by_size(), **SHRINK)
+    assert [plan.world_size for plan in ended.plans] == [3]
+    assert ended.exit_code == 0, ended
+
+
+def test_a_whole_graph_that_reads_the_rank_says_what_to_do(train: Train) -> None:
+    ended = train(by_size(fullgraph=True), ranks=2, max_restarts=0)
+    assert ended.failure is not None, ended
+    assert "Remedy: read it before the compiled function is called" in ended.failure.message
+
+
+def compiled_step(run: Run, function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Any = torch.compile(function, backend="eager")
+    return run.step(compiled)
+
+
+def compiled_call(run: Run, function: Callable[..., Any]) -> Callable[..., Any]:
+    called: Callable[..., Any] = torch.compile(run.step(function), backend="eager")
+    return called
+
+
+def compiled_caller(run: Run, function: Callable[..., Any]) -> Callable[..., Any]:
+    inner = run.step(function)
+
+    def turn(number: int) -> None:
+        inner(number)
+
+    called: Callable[..., Any] = torch.compile(turn, backend="eager")
+    return called
+
+
+@pytest.mark.parametrize("way", [compiled_step, compiled_call, compiled_caller])
+def test_a_compiled_step_function_is_refused_with_a_remedy(train: Train, way: Callable[..., Any]) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+
+        def train_step(step: Step) -> None:
+            step.backward(loss_of(model, torch.ones(2, 14)))
+            optimizer.step()
+
+        called = way(run, train_step)
+        for number in run.steps(STEPS):
+            called(number)
+
+    ended = train(main, ranks=2, max_restarts=0)
+    assert ended.failure is not None, ended
+    assert ended.failure.type == "rackrun.errors.StepError"
+    assert "train_step is compiled" in ended.failure.message
+    assert "Remedy: compile the model" in ended.failure.message

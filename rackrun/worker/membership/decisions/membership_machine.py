@@ -17,7 +17,7 @@ from collections import deque
 
 from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import GenerationPlan
-from rackrun.protocol.ids import BEGIN, Generation, Position
+from rackrun.protocol.ids import BEGIN, Generation, Position, after_step
 from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.membership.decisions.membership_states import (
     INTACT,
@@ -243,6 +243,6 @@ class MembershipMachine:
         """Make one transition of the unit. Raises `InvalidTransition`, and changes nothing, if there is none."""
         state = UNIT_TRANSITIONS[self.unit].get(trigger)
         if state is None:
-            who = f"the unit after step {self.passed.step}, phase {self.passed.phase},"
+            who = f"the unit {after_step(self.passed.step)}, phase {self.passed.phase},"
             raise InvalidTransition(who, self.unit, trigger, self._story)
         self.unit = state
