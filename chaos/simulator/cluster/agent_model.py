@@ -332,8 +332,8 @@ class Agent:
             case t.ReportExit(worker=worker, exit_code=code, signal=signal, failure=failure):
                 last = self._processes[worker].last_words
                 self.say(msgspec.structs.replace(last, exit_code=code, signal=signal, failure=failure))
-            case t.BuryWorker():
-                pass  # it has no descriptors
+            case t.BuryWorker(worker=worker):
+                self._processes[worker].dies()  # if it was fenced before it started
             case t.TerminateWorker():
                 raise AssertionError("the model's agents end at once")
             case _:

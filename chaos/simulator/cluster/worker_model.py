@@ -86,8 +86,8 @@ class SimulatedWorker:
         self.progress_ns = self.silent_ns = agent.sim.engine.now_ns
         self.saved = -1
         """The last unit after which it began to write a checkpoint."""
-        self.last_words: WorkerExited
-        """What its page and its script say at its end, from then on."""
+        self.last_words = WorkerExited(slot=self.slot, incarnation=self.worker.incarnation)
+        """What its page and its script say at its end, from then on; nothing of one that is ended before it starts."""
         self.damaged: set[int] = set()
         """Its own snapshots that it has found damaged."""
         self._told_to_pause = self._told_to_drain = -1

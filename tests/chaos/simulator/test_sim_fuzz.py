@@ -94,6 +94,7 @@ def test_a_seed_that_fails_is_told_with_all_that_is_needed_to_play_it_again(monk
         94882,  # a rank that was found wrong went back to a snapshot of its own
         31361,  # all replicas took over a wrong bit, and computing again convicted another rank when they were equal
         73479,  # a rank took over a wrong bit, and with its source it outvoted a rank that took its state before
+        40535,  # a worker was fenced before its process began
         61134,  # a step was done again, and the report that its snapshot was copied was lost
     ],
 )

@@ -101,7 +101,8 @@ class ByRank(nn.Module):
 
 
 def by_rank(*, compiled: bool = True, dies: int | None = None, spares: bool = True) -> Script:
-    """``dies``: the rank that is lost in step 4."""
+    """``dies``: the rank that is lost, in step 4; without spares in the last step, before anybody can join again."""
+    at = 4 if spares else STEPS - 1
 
     def main(run: Run) -> None:
         model = ddp(run, ByRank())
@@ -114,7 +115,7 @@ def by_rank(*, compiled: bool = True, dies: int | None = None, spares: bool = Tr
         def step(step: Step) -> None:
             for batch in data:
                 step.backward(loss_of(called, batch))
-            if (int(step), run.rank, run.generation) == (4, dies, 1):
+            if (int(step), run.rank, run.generation) == (at, dies, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             optimizer.zero_grad()
@@ -161,7 +162,7 @@ def by_size(*, fullgraph: bool = False) -> Script:
         def step(step: Step) -> None:
             for batch in data:
                 step.backward(scaled(loss_of(model, batch)))
-            if (int(step), run.rank, run.generation) == (4, 1, 1):
+            if (int(step), run.rank, run.generation) == (STEPS - 1, 1, 1):  # before anybody can join again
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             optimizer.zero_grad()
