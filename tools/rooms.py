@@ -45,6 +45,7 @@ which they may import: each from those above it, and `coordinator`, `agent` and 
 | who takes a lost rank | `rackrun.core.policy.choice`, `rackrun.core.placement.seating` |
 | how an exit is noticed | `rackrun.agent.workers.worker_handle`, `rackrun.agent.tray.tray` (`check_end`) |
 | how a hang is noticed | `rackrun.agent.tray.worker_liveness`, `rackrun.agent.workers.hang_detector` |
+| a pause of all ranks: who begins it, and how a rank learns of it | `rackrun.core.requests.planned_swap`, `rackrun.core.generation.world_pause` (its states), `rackrun.worker.membership.decisions.membership_machine` (`ask_pause`), `rackrun.worker.loop.pause` |
 | how a GPU is watched and judged | `rackrun.agent.gpus.gpu_monitor`, `rackrun.topology.health.tray_health` |
 | slow ranks | `rackrun.core.stragglers.straggler_detection` |
 | how replicas are compared, and which rank is blamed | `rackrun.worker.integrity.silent_corruption`, `rackrun.core.faults.divergence`, `rackrun.core.faults.corruption` |

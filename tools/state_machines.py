@@ -21,41 +21,48 @@ from rackrun.worker.membership.decisions import membership_states  # noqa: E402
 
 PAGE = ROOT / "docs" / "state_machines.md"
 LEGEND = {
-    "job": """Forming: trays join. Setup: members start and run to their first step; a plain script stays here. Parking: a
-generation is broken, survivors answer, and the next is not decided. Resuming: its plan is sent. Restarting: all
-workers are ended, and the world begins again. Ending: all ranks have returned.""",
-    "worker": """Starting: it runs up to its first step. Ready: a spare, or a member before training. Breaking: it was told
-that its generation is broken. Parked: it has answered. Resuming: it has the plan. Released: the job is done, and it may
-exit. A loss while others resume breaks the generation again (resuming, breaking).""",
-    "pause": """None: no pause, as always while not all train. Pausing: all ranks were told to pause after the same step.
-Paused: all have, so no step is repeated by the change that follows. Overdue (`expire`): the change is made although
-some have not. `end`: the training phase ends, by that change or by a loss.""",
-    "request": """A request to drain, swap, shrink or grow, or the departure of a tray. Asked: it is checked. Begun: it is
-carried out at a step boundary. Empty, of a drain: no rank is in its slots any more; spares there are ended, and copies
-are made elsewhere. `interrupt`: not all train, and it is looked at again when they do. Done, refused: its last answer
-is given. A refusal after `begin` says that it is called off.""",
-    "window": """The reports of one generation that ranks make no progress. Empty: no rank reports. Gathering: the first
-report has come. Gathered: the first wait is over, and reports of all members are enough for a judgement. Due: so is the
-second wait (`expire`), or some ranks hang by the times of the others (`compare`); the reports at hand are enough.
-Deadlock: so they are, because all ranks wait for each other (`lock`). `clear`: the last report was withdrawn. A rank
-that is alone in its report and repeats it begins the first wait again (due, gathered).""",
+    "job": """Forming: trays join. Setup: members start and run to their first step; a plain script stays in this
+phase. Training: all ranks train. Parking: the generation is broken, survivors report, and the next plan is not
+decided yet. Resuming: the next plan was sent, and ranks restore their state. Restarting: all workers are ended,
+and the world begins again. Ending: all ranks have returned from `main`.""",
+    "worker": """Starting: it runs up to its first step. Ready: a spare, or a member before training. Breaking: it
+was told that its generation is broken. Parked: it has reported what it holds. Resuming: the next plan was sent
+to it. Released: the job is done, and the worker may exit. If a rank is lost while others resume, the generation
+is broken again: resuming leads to breaking.""",
+    "pause": """None: no pause is in progress; there is none outside the training phase. Pausing: all ranks were told
+to pause after the same step. Paused: all ranks have paused, so the change that follows repeats no step. Overdue:
+the time limit has expired (`expire`), and the change is made although some ranks have not paused. `end`: the
+training phase ends, because of that change or of a loss.""",
+    "request": """A request to drain, swap, shrink or grow, or the departure of a tray. Asked: it is checked. Begun:
+it is carried out at a step boundary. Empty (only a drain): no rank is left in its slots; spares there are ended,
+and other trays take over the copies. `interrupt`: not all ranks train; the drain is checked again when they do.
+Done and refused: the last answer was given. A refusal after `begin` means that the request was called off.""",
+    "window": """The window gathers reports of ranks without progress in one generation. Empty: no rank reports.
+Gathering: the first report has come, and the first wait runs. Gathered: the first wait is over; from now on the
+reports of all members are enough for a judgement. Due: the second wait is over too (`expire`), or a comparison
+with the times of other ranks shows that some ranks hang (`compare`); the reports so far are enough. Deadlock:
+all ranks wait for each other (`lock`), so the reports so far are enough. `clear`: the last report was withdrawn.
+If only one rank reports, and it reports again, the first wait begins again: due leads to gathered.""",
     "rack": """Asked: the provider has the request. Delivered: the provider says that it is there. Joined: its trays have
 joined. Serving: one of its workers is ready. Leaving: its ranks leave it, and it is given back.""",
-    "process": """Waiting: the slot's former process is not gone. Starting (after `cleared`): what it needs is being found.
-Forking (after `found`): the fork server was asked. Running (after `born`): the process exists. Fencing: it is killed.
-Ending: its exit was reported. Gone (after `reap`): the kernel has reaped it. `fail`: there will be no process.""",
-    "membership": """Waiting: it is in no generation, and none is announced. Called: a plan has come, and nothing of this worker
-was broken before, as on a spare. Whole: it is in the newest generation that it knows. Failed: a collective has failed,
-and no break is announced. Broken: a break is announced, and the worker has reported what it holds. Planned: the plan
-has come. No gate passes in the last three. `leave`: it leaves `main` as a newcomer. `reenter`: it leaves `main` for a
-world of another size. `start`: there is no coordinator.""",
+    "process": """Waiting: the slot's former process is not gone yet. Starting (after `cleared`): the agent looks for
+what the process needs. Forking (after `found`): the agent has asked the fork server for the process. Running
+(after `born`): the process exists. Fencing: the agent kills it. Ending: its exit was reported to the
+coordinator, and it is not reaped yet. Gone (after `reap`): the kernel has reaped it. `fail`: there will be no
+process.""",
+    "membership": """Waiting: it is in no generation, and none is announced. Called: a plan has come, and nothing of
+this worker was broken before, as on a spare. Whole: it is in the newest generation that it knows. Failed: a
+collective has failed, and no break is announced. Broken: a break is announced, and the worker has reported what
+it holds. Planned: the plan has come. No gate passes in failed, broken and planned. `leave`: a newcomer leaves
+`main` before it has joined a generation. `reenter`: it leaves `main` for a world of another size. `start`: it
+trains without a coordinator.""",
     "unit": """Open: its gate is not entered, or the unit is to be done again. Entered: the sums or a plan will say whether it
 counts. Counted: it cannot be undone. `refuse`: all ranks conclude from the sums that it is to be done again. `count`,
 `discard`: a plan says so. `place`: the committed position is set, for a newcomer or after a rollback.""",
 }
-PLAIN = """A hold has two states, and both are facts of others: all ranks hold while the phase is parking and the latest
-decision is to hold. A request to stop, a question to a policy function, and a condemned worker that is not killed yet
-are each there or not."""
+PLAIN = """A hold has no state of its own: all ranks hold while the phase is parking and the latest decision is to
+hold. A request to stop, a question to a policy function, and a condemned worker that is not killed yet each either
+exist or do not."""
 HEAD = """# State machines
 
 Each state machine has a transition table in the code. These diagrams are drawn from the tables by

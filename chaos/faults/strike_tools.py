@@ -127,7 +127,8 @@ class StrikeTools(Protocol):
         """Change bytes and connections between the agents and the coordinator, by the proxy between them."""
 
     def both(self, *parts: Injected) -> Injected:
-        """Return one handle for several: it has taken effect when all have."""
+        """Combine several strikes into one. It has taken effect when all of them have, and is taken back by taking back
+        each of them."""
 
     def fill_disk(self) -> Injected:
         """Leave no room in the file system of the checkpoints."""

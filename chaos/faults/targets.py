@@ -76,13 +76,13 @@ class Several(_Target, frozen=True, tag="several"):
 
 
 class Minority(_Target, frozen=True, tag="minority"):
-    """The largest number of subjects that is fewer than half of this kind, drawn at random."""
+    """As many subjects of this kind as possible, but fewer than half of them; which ones is drawn at random."""
 
     of: Subjects
 
 
 class Majority(_Target, frozen=True, tag="majority"):
-    """The smallest number of subjects that is more than half of this kind, drawn at random."""
+    """As few subjects of this kind as possible, but more than half of them; which ones is drawn at random."""
 
     of: Subjects
 

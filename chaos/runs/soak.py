@@ -320,9 +320,12 @@ def waterfall(
     calm_ms: Sequence[tuple[float, float]],
     step_s: float | None,
 ) -> LostTime:
-    """Return where the time between the first and the last commit went, beyond what steps of ``step_s`` seconds need.
+    """Divide the time that was lost between the first and the last commit among its causes.
 
-    All times are in milliseconds on the coordinator's clock, in order.
+    Lost is the time beyond ``step_s`` seconds for each step. ``struck_ms``: when faults took effect. ``commits_ms``:
+    when steps were committed. ``grouped_ms``: when a rank had built its groups. ``calm_ms``: begin and end of the
+    stretches without faults. Times are in milliseconds on the coordinator's clock, in ascending order. All causes are 0
+    if ``step_s`` is None or there are fewer than two commits.
     """
     if step_s is None or len(commits_ms) < 2:
         return LostTime()

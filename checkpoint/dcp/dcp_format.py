@@ -68,7 +68,7 @@ class _Plain(msgspec.Struct, frozen=True):
 
 
 def packed(items: dict[str, bytes], paths: Paths | None) -> bytes:
-    """Return a rank's plain part as bytes."""
+    """Encode a rank's plain part: the items that torch has pickled, by name, and this rank's share of ``paths``."""
     return MAGIC + msgspec.msgpack.encode(_Plain(items, paths))
 
 

@@ -60,11 +60,14 @@ class Replacement:
             return self._allowed and is_damage(error)
 
     def take_place(self, new: Path, manifest: Manifest) -> bool:
-        """Give the directory ``new`` the name of what gives way. What is no checkpoint is kept, under another name.
+        """Rename the directory ``new`` to this checkpoint's final name, after what has that name now was renamed.
+
+        A directory that is not a checkpoint of this store is kept under another name. A former checkpoint is deleted
+        later, by `delete_former`.
 
         Returns False when another writer has published the checkpoint of ``manifest`` meanwhile; ``new`` is left as it
-        is then. Between the two renames the former checkpoint has a name that no process deletes. If this one dies
-        there, `DurableStore.complete` gives the former its name back. Raises OSError.
+        is then. Between the two renames no process deletes the former checkpoint. If this process dies between
+        them, `DurableStore.complete` gives the former checkpoint its name back. Raises OSError.
         """
         aside = self._set_aside()
         if aside is not None and self._is_own(aside, manifest):  # another writer was faster

@@ -60,7 +60,7 @@ def decode_plain(part: bytes) -> Plain:
 
 
 def with_elsewhere(part: bytes, elsewhere: Mapping[str, int]) -> bytes:
-    """Return the encoded plain part with another ``elsewhere``.
+    """Return the encoded plain part ``part`` with its field `Plain.elsewhere` replaced by ``elsewhere``.
 
     Raises `IntegrityError` for bytes that are no plain part.
     """

@@ -250,12 +250,12 @@ def check_local(entry: TensorEntry, tensor: torch.Tensor) -> None:
     if not plainly or hasattr(type(tensor), "__tensor_flatten__"):
         raise LayoutMismatch(
             f"tensor {entry.name!r:.200} is a {type(tensor).__name__} ({tensor.layout}, {tensor.device}), not plain memory.",
-            remedy="give its local parts (of a DTensor: locals_of), each as a tensor of its own.",
+            remedy="pass a plain dense tensor instead; for a DTensor, pass the local tensors that `locals_of` returns.",
         )
     if dtype != entry.dtype or tuple(tensor.shape) != entry.box.sizes:
         raise LayoutMismatch(
             f"tensor {entry.name!r:.200} was planned as {entry.dtype}{list(entry.box.sizes)} and is {dtype}{list(tensor.shape)}.",
-            remedy="the structure has changed: plan again.",
+            remedy="the tensor has changed since the layout was planned: plan the image again.",
         )
 
 

@@ -156,8 +156,9 @@ class Saver:
         """Begin the next checkpoint and return its handle.
 
         ``settled``: the tensors of ``image`` that neither forward nor backward changes.
-        ``due``: it is written to disk too. ``asked``: it is written even when an older one is still being written.
-        Where memory then has no free slot, this call waits, and so does the next save.
+        ``due``: it is to be written to disk too. ``asked``: it is written to disk even if the write of an older one is
+        still in progress. If the arena then has no free slot, this call waits until an older write has ended. So does
+        the next save.
         """
         writing = self._alive()
         held = len(writing) + (self.newest is not None and self.newest.number != self._flushed)

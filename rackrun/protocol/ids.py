@@ -92,7 +92,8 @@ def step_in(layout: Generation, snapshot: Step) -> Step | None:
 
 
 def step_of(snapshot: Step) -> Step:
-    """Return the step of a snapshot id, in whatever layout, for messages to people."""
+    """Return the step that a snapshot id contains, and ignore its layout. Only for messages to people: snapshots of one
+    step in two layouts differ."""
     return Step(snapshot & ((1 << _STEP_BITS) - 1))
 
 

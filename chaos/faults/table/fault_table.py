@@ -1,4 +1,5 @@
-"""The table of all faults. A new fault is one module with a row, and one line here."""
+"""The table of all faults. A new fault is a module with a ``ROW``, its import and its line in ``_ROWS`` here, and its
+export in ``chaos/__init__.py``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _PROBE_BYTES = 1 << 16
 def checkpoints_of(job: JobUnderTest) -> Path:
     """Return the job's checkpoint directory. Raises `Missed` if the job is over or writes no checkpoints."""
     if job.over or job.checkpoints is None:
-        raise Missed("there is no job that writes checkpoints")
+        raise Missed("the job is over, or it writes no checkpoints")
     return job.checkpoints
 
 

@@ -130,7 +130,7 @@ class CheckpointStorage:
             self._sim.marks.sometimes("an old checkpoint was removed")
 
     def distrust(self, good: int, newest: int) -> None:
-        """Stop trusting the checkpoints of units after ``good``, up to ``newest``, which may still be being written."""
+        """Treat checkpoints of steps after ``good`` as damaged: all that exist or are being written, and ``newest``."""
         for step in [step for step, _, _ in self._begun if step > good] + [newest] * (newest > good):
             if step not in self._damaged:
                 self._damaged[step] = None

@@ -204,7 +204,9 @@ class Server:
         self._check_token(request)
         answer = await self._driver.requests.last(request.query.get("request", ""))
         if answer is None:
-            raise web.HTTPNotFound(text="nobody has asked that, or it was long ago.")
+            raise web.HTTPNotFound(
+                text="no request with this id is known: it was never made, or its answer is no longer kept."
+            )
         return _said(answer)
 
     async def _end(self, request: web.Request) -> web.Response:

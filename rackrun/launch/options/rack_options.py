@@ -149,7 +149,10 @@ def _own(file: Path, trays: Sequence[Tray], host: str) -> str:
         named = [f"{tray.name} ({tray.host})" if tray.host else tray.name for tray in trays]
         more = f" and {len(named) - 6} more" if len(named) > 6 else ""
         what = f"{file} has no tray of that name, only {', '.join(named[:6])}{more}"
-    raise UsageError(f"this host is {short}, and {what}.", remedy=f"give one tray there `host: {short}`.")
+    raise UsageError(
+        f"this host is {short}, and {what}.",
+        remedy=f"in {file}, add `host: {short}` to this host's tray, and to no other.",
+    )
 
 
 def _short(name: str) -> str:

@@ -73,9 +73,10 @@ class ReplicaCheck:
         return self._world.passed == self._world.began
 
     def keep_all_buffers(self) -> None:
-        """Exchange all buffers, as any of them may differ until ranks are compared. Collective over the world.
+        """From the next gate on, exchange the buffers of all ranks. Collective over the world.
 
-        Where they are too large for that, no rank counts as a replica after the first unit.
+        Until ranks have been compared, any buffer may differ between them. If the buffers are too large to be
+        exchanged, no rank counts as a replica after the first unit.
         """
         buffers = self._state.buffers()
         size = max(row[0] for row in self._gather([sum(buffer.nbytes for buffer in buffers.values())]))

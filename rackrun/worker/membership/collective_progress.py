@@ -30,7 +30,10 @@ __all__ = ["Entered", "CollectiveProgress"]
 
 
 class Entered:
-    """A collective that the host has called; ``number`` counts them in its generation."""
+    """A collective that this rank's Python code has called; the device may still be busy before it.
+
+    ``number``: how many collectives of its generation this rank has called up to this one.
+    """
 
     __slots__ = ("call", "communicator", "number", "over", "passed", "reached", "work")
 

@@ -177,9 +177,12 @@ class Snapshots:
     ) -> None:
         """Begin the snapshot of ``step``. The state may be changed before `settle` only by forward and backward passes.
 
-        Not begun once this rank has reported for the next plan what it holds (``unless``, by default
-        `WorkerMembership.unless_broken`). ``mirror``: other trays are to get a copy or its parity. ``besides``: the id of a
-        snapshot that stays in any case. Raises `MemoryPlanError`, and `RuntimeError` when no thread can be started.
+        ``mirror``: other trays are to get a copy of it, or its parity. ``besides``: the id of a snapshot that is not
+        overwritten; by default the newest one that other trays protect. ``unless`` calls its argument only while this
+        rank has not yet reported for the next plan which snapshots it holds; otherwise no snapshot is begun. By default
+        it is `WorkerMembership.unless_broken`.
+
+        Raises `MemoryPlanError`, and `RuntimeError` when no thread can be started.
         """
         self.settle()
         began = time.monotonic()

@@ -141,7 +141,7 @@ class TrackedState:
         return dict(zip(parts, local_parts(parts.values()), strict=True))
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return path -> tracked tensor; sharded ones are DTensors, which know which part they are."""
+        """Return path -> tracked tensor. A sharded tensor is a DTensor, which knows which part of the whole it is."""
         fsdp.reshard(self.structure().fsdp)
         structure = self.structure()  # parameters are shards now
         found: dict[str, torch.Tensor] = dict(zip(structure.parameter_paths, structure.parameters, strict=True))
@@ -425,7 +425,8 @@ class TrackedState:
         name, kind, rest = path.split("/", 2)
         if kind != "state":
             raise StepError(
-                f"{path} has another shape than when the step began.", remedy="keep the shapes of parameters."
+                f"the shape of {path} has changed since the step began.",
+                remedy="do not resize parameters inside a step.",
             )
         group_index, index, key = rest.split("/", 2)
         optimizer = self.optimizers[name]
