@@ -7,7 +7,6 @@ clocks of two hosts are never compared. The core ignores an event of an incarnat
 
 from __future__ import annotations
 
-import signal
 from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -38,6 +37,7 @@ __all__ = [
     "RackPreempted",
     "RackRefused",
     "PolicyRequested",
+    "SIGNAL_NAMES",
     "ReplicasDiffer",
     "ReturnRequested",
     "ShrinkRequested",
@@ -68,6 +68,28 @@ __all__ = [
     "WorkerStalled",
     "WorkerUnbuilt",
 ]
+
+SIGNAL_NAMES = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    3: "SIGQUIT",
+    4: "SIGILL",
+    5: "SIGTRAP",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    10: "SIGUSR1",
+    11: "SIGSEGV",
+    12: "SIGUSR2",
+    13: "SIGPIPE",
+    14: "SIGALRM",
+    15: "SIGTERM",
+    24: "SIGXCPU",
+    25: "SIGXFSZ",
+}
+"""Names of the signals of Linux by which processes end. The module `signal` asks the operating system, which the core may
+not do."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event", gc=False):
@@ -368,10 +390,7 @@ class WorkerExited(OfWorker, frozen=True, kw_only=True):
     @property
     def how(self) -> str:
         if self.signal is not None:
-            try:
-                return signal.Signals(self.signal).name
-            except ValueError:
-                return f"signal {self.signal}"
+            return SIGNAL_NAMES.get(self.signal, f"signal {self.signal}")
         if self.failure is not None:
             return self.failure.type.removeprefix("builtins.")
         return "gone" if self.exit_code is None else f"exit code {self.exit_code}"

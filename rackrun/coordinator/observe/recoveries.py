@@ -401,6 +401,7 @@ class RecoveryWatch:
             recovery.sources = _sources(plan, self._trays)
             if plan.rollback is not None:
                 recovery.redone = tuple(range(plan.rollback + 1, max(plan.committed.step, self._in_hand) + 1))
+                self._newest_step, self._last_step = plan.rollback, -1  # later steps have not been done any more
             if before is not None:
                 recovery.lost = self._lost(before, plan, planned=recovery.planned)
                 if recovery.kind != "restart":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -122,6 +122,10 @@ class SnapshotLocations:
             return {}
         ranks = sorted({*self._left, *self._copies})
         return {rank: [*self._left.get(rank, ()), *self._copies.get(rank, ())] for rank in ranks}
+
+    def left_on(self, tray: TrayId, ranks: Iterable[Rank]) -> bool:
+        """Return whether former workers of these ranks have left snapshots on their own tray ``tray``."""
+        return any(one.tray == tray and one.steps for rank in ranks for one in self._left.get(rank, ()))
 
     def forget_tray(self, tray: TrayId) -> None:
         """Drop the snapshots and copies on a lost tray."""

@@ -180,7 +180,7 @@ def _pause_over(job: CoreParts, timer: PauseOver, at_ms: int) -> None:
 
 @_on(CopiesOver)
 def _copies_over(job: CoreParts, timer: CopiesOver, at_ms: int) -> None:
-    job.operator_requests.copies_over(timer.request)
+    job.operator_requests.copies_over(timer.request, at_ms)
 
 
 @_on(RecoverySettled)

@@ -40,8 +40,9 @@ class RackMachine:
     """Slots that are out of use until an operator returns them, each with the reason."""
     departing: dict[TrayId, str] = field(default_factory=dict)
     """Trays whose agents have been told to leave, each with the reason."""
-    revocable: dict[str, None] = field(default_factory=dict)
-    """Drains that can be called off so that their slots can be used, by their requests."""
+    revocable: dict[str, Generation | None] = field(default_factory=dict)
+    """Drains that can be called off so that their slots can be used, by their requests, each with the generation in whose
+    hold it was asked for; None: not in a hold."""
     returning: dict[TrayId, int] = field(default_factory=dict)
     """Lost trays whose agents are being started again, each with its number of slots."""
     standstills: dict[TrayId, list[tuple[int, bool]]] = field(default_factory=dict)

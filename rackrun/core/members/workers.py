@@ -9,7 +9,7 @@ from enum import StrEnum
 from rackrun.core.members.transitions import STORY_MAX
 from rackrun.errors import InvalidTransition
 from rackrun.protocol.commands import Worker
-from rackrun.protocol.events import ScriptFailure, WorkerExited, WorkerParked
+from rackrun.protocol.events import SIGNAL_NAMES, ScriptFailure, WorkerExited, WorkerParked
 from rackrun.protocol.ids import Generation, Rank
 
 __all__ = ["TRANSITIONS", "Loss", "Trigger", "WorkerRecord", "WorkerState", "why_exited"]
@@ -142,14 +142,11 @@ class Loss:
         return self.exit.failure if self.exit else None
 
 
-_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
-
-
 def why_exited(event: WorkerExited) -> str:
     """Describe how a process ended: ``SIGKILL``, ``exit code 3``, ``builtins.ValueError at train.py:12``."""
     if event.failure is not None:
         return f"{event.failure.type} at {event.failure.where}"
     number = event.signal if event.signal is not None else -(event.exit_code or 0)
     if number > 0:
-        return _SIGNALS.get(number, f"signal {number}")
+        return SIGNAL_NAMES.get(number, f"signal {number}")
     return f"exit code {event.exit_code}" if event.exit_code is not None else "gone"

@@ -442,7 +442,8 @@ class Recovery:
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
         prospect = self._staffed(found, ready)
         short = state is not None and prospect.staff is None and self.view_builder.falls_short(enough=prospect.enough)
-        if short and self.rack.revocable and not self.hold.holds:  # an operator who drains in a hold lets it go on
+        now = world.generation if self.hold.holds else None  # an operator who drains in a hold lets it go on
+        if short and any(now is None or asked_in != now for asked_in in self.rack.revocable.values()):
             self.facts.add(SlotsNeeded())
             return
         self.resizing.growth.broken(world.members.values(), found.committed, at_ms)

@@ -259,14 +259,22 @@ class OperatorRequests:
 
     def call_off_drains(self) -> None:
         """Call off all drains, because the job would end without these slots."""
+        asked = self._asked_in_this_hold()
         drains = [one for one in self.under_way if isinstance(one, PendingDrain) and one.added]
-        for one in drains:
+        for one in [one for one in drains if one.request not in asked]:
             self._call_off(one, RequestRefused("spares", "the job needs its slots", "ask again when there are spares."))
 
-    def copies_over(self, request: str) -> None:
-        """Stop waiting for copies of what a drained tray keeps."""
+    def _asked_in_this_hold(self) -> list[str]:
+        now = self.world.generation if self.recovery.hold.holds else None
+        return [request for request, asked_in in self.rack.revocable.items() if now is not None and asked_in == now]
+
+    def copies_over(self, request: str, at_ms: int) -> None:
+        """Stop waiting for copies of what a drained tray keeps. A timer of an earlier time at which it was empty says
+        nothing."""
         for one in self.under_way:
-            if isinstance(one, PendingDrain) and one.request == request:
+            if not isinstance(one, PendingDrain) or one.request != request:
+                continue
+            if one.state is RequestState.EMPTY and at_ms >= one.copies_until_ms:
                 one.patient = False
                 self._looked = ()
 
@@ -308,6 +316,7 @@ class OperatorRequests:
         self._clear(one)
         if one.state is not RequestState.EMPTY:
             one.move(RequestTrigger.VACATE)
+            one.copies_until_ms = at_ms + COPIES_MS
             self.out.emit(SetTimer(timer=CopiesOver(one.request), at_ms=at_ms + COPIES_MS))
         self._end_if_empty(one, plain=plain)
 
@@ -315,7 +324,7 @@ class OperatorRequests:
         """End the spares in the drained slots."""
         for slot in one.slots:
             record = self.rack.occupants.get(slot)
-            if record is not None and record.alive and record.rank is None:
+            if record is not None and record.alive and record.rank is None and self.rack.withdrawn(slot):
                 self.out.emit(self.rack.fence(record, one.why))
 
     def _end_if_empty(self, one: PendingDrain, *, plain: bool = False) -> None:
@@ -333,6 +342,8 @@ class OperatorRequests:
             return False
         if self._is_used(one):
             return True
+        if self.recovery.hold.holds and self.recovery.snapshots.left_on(TrayId(one.target), self.world.lost()):
+            return True  # a lost rank's own snapshots, perhaps the only ones
         behind, kept = self.recovery.snapshots.behind, self._coverage_of(plan)
         needed = (rank for rank in reversed(behind) if rank in seats and kept.of_rank(rank, tray_of(seats[rank])))
         if (rank := next(needed, None)) is None:
@@ -405,16 +416,25 @@ class OperatorRequests:
 
     # -- the end of it
     def _call_off(self, one: Request, refused: RequestRefused) -> None:
-        """End a request without doing the rest of it."""
+        """End a request without doing the rest of it, and the other drains of slots that are used again."""
+        if one not in self.under_way:
+            return  # with another drain of its slots
         self._end(one)
         if isinstance(one, PendingDrain):
             self.rack.give_back(one.added)
         self.replies.call_off(one, refused)
+        for other in [other for other in self.under_way if isinstance(one, PendingDrain)]:
+            if (
+                isinstance(other, PendingDrain)
+                and not other.departing
+                and any(slot in one.added for slot in other.slots)
+            ):
+                self._call_off(other, refused)
 
     def _add(self, one: Request) -> None:
         self.under_way.append(one)
         if isinstance(one, PendingDrain) and one.added:
-            self.rack.revocable[one.request] = None
+            self.rack.revocable[one.request] = self.world.generation if self.recovery.hold.holds else None
         self._looked = ()
 
     def _finish(self, one: Request, text: str) -> None:

@@ -97,6 +97,8 @@ class PendingDrain(PendingRequest):
     """The slots that were not drained before."""
     patient: bool = True
     """Whether it still waits for copies of what the tray keeps for others."""
+    copies_until_ms: int = 0
+    """Until when it waits for them, once it is empty."""
 
     def ranks(self, world: World) -> list[Rank]:
         """Return the ranks that are still there."""

@@ -84,7 +84,7 @@ class Resumption:
             )
         there = sorted({*common, *self._unusable}, reverse=True)
         position = self._first_usable(there, barred)
-        if there and position is None and self._unfit.keys() >= {*there} - barred.keys():
+        if position is None and self._unfit and self._unfit.keys() >= {*there} - barred.keys():
             what, remedy = self._unfit[max(self._unfit)]
             raise DirectoryRefused(
                 f"no checkpoint in {self._store.directory} fits what this script tracks: {what}",

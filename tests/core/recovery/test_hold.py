@@ -511,8 +511,80 @@ def test_a_tray_that_keeps_copies_and_is_drained_in_a_hold_is_empty_only_when_al
     harness.ready("d/0")
     assert [one.snapshot[:3] for one in plan_in(harness.ready("d/1")).restores] == ["c:2", "c:2"]
     assert not every(Answer, harness.resume_all())
-    over = [one.timer for one in every(SetTimer, harness.answers) if isinstance(one.timer, CopiesOver)]
-    assert only(Answer, harness.tell(TimerFired(timer=over[-1]))).text == "c is empty"
+    over = [one for one in every(SetTimer, harness.answers) if isinstance(one.timer, CopiesOver)][-1]
+    harness.now = over.at_ms
+    assert only(Answer, harness.tell(TimerFired(timer=over.timer))).text == "c is empty"
+
+
+def test_a_drain_that_was_under_way_is_called_off_when_a_hold_would_go_on_because_of_it() -> None:
+    """The hold began for a spare that was to start, and failed for good."""
+    harness = job()
+    harness.checks("b/2", "its memory is bad")
+    harness.exits("b/2")
+    harness.exits("a/2")  # starts again
+    assert drain(harness, "b", wait=True)[-1].outcome == "begun"
+    harness.exits("b/0")
+    assert not every(Answer, harness.park_all())
+    assert harness.view.hold
+    answers = [*harness.checks("a/2", "its memory is bad"), *harness.exits("a/2", code=1)]
+    assert only(Answer, answers).outcome == "refused"
+    assert "b/0" in {one.slot for one in every(StartWorker, answers)}
+
+
+def test_with_a_drain_that_is_called_off_every_other_drain_of_its_slots_is_too() -> None:
+    """Else the second would end whoever starts there, again and again, and the hold would have no end."""
+    harness = job()
+    for slot in ("a/2", "b/2"):
+        harness.checks(slot, "its memory is bad")
+        harness.exits(slot)
+    for request, target in (("first", "b"), ("second", "b/0")):
+        harness.tell(DrainRequested(request=request, target=target, steps=5, wait=True))
+    harness.exits("b/0")
+    answers = harness.park_all()
+    assert [(one.request, one.outcome) for one in every(Answer, answers)] == [
+        ("first", "refused"),
+        ("second", "refused"),
+    ]
+    assert harness.view.hold
+    assert not [one for one in every(FenceWorker, answers) if one.slot == "b/0"]
+    assert plan_in(harness.ready("b/0")).world_size == 4
+
+
+def test_a_tray_on_which_a_lost_rank_left_its_snapshots_is_not_empty_in_a_hold() -> None:
+    """Nobody has copies of them: who switches that tray off loses the rank's state."""
+    harness = CoreHarness(JobConfig(trays_min=2, trays_max=2, spares=1, rules=parse_rules("swap,hold")))
+    for tray in ("a", "b"):
+        harness.join(tray, 2)
+    harness.train("unique")
+    for slot in ("b/0", "b/1"):
+        harness.checks(slot, "its memory is bad")
+    harness.exits("b/0", snapshots=(3, 4))
+    harness.park_all(snapshots=(3, 4))
+    assert harness.view.hold
+    (begun,) = drain(harness, "b")
+    assert begun.outcome == "begun"
+    assert not every(Answer, harness.exits("b/1"))
+
+
+def test_an_old_timer_of_a_drain_ends_no_later_wait_for_copies() -> None:
+    """The tray was empty before a loss; all ranks hold when the timer of that time fires."""
+    harness = CoreHarness(JobConfig(trays_min=4, trays_max=4, spares=4, rules=parse_rules("swap,hold")))
+    for tray in "abcd":
+        harness.join(tray, 2)
+    harness.train("unique")
+    for slot in ("b/0", "b/1", "a/0", "a/1"):
+        harness.mirrors(slot, "c", 3, 4)
+    assert drain(harness, "c")[0].outcome == "begun"
+    for slot in ("c/0", "c/1"):
+        harness.exits(slot)
+    harness.tray_lost("b")
+    for slot in ("d/0", "d/1"):
+        harness.exits(slot)
+    harness.park_all(snapshots=(3, 4))
+    assert harness.view.hold
+    over = [one for one in every(SetTimer, harness.answers) if isinstance(one.timer, CopiesOver)][-1]
+    harness.now = over.at_ms
+    assert not every(Answer, harness.tell(TimerFired(timer=over.timer)))
 
 
 def test_a_tray_that_gets_notice_in_a_hold_is_not_used() -> None:
