@@ -33,11 +33,11 @@ is broken again: resuming leads to breaking.""",
 to pause after the same step. Paused: all ranks have paused, so the change that follows repeats no step. Overdue:
 the time limit has expired (`expire`), and the change is made although some ranks have not paused. `end`: the
 training phase ends, because of that change or of a loss.""",
-    "request": """A request to drain, swap, shrink or grow, or the departure of a tray. Asked: it is checked. Begun:
-it is carried out at a step boundary. Empty (only a drain): no rank is left in its slots; spares there are ended,
-and other trays take over the copies. `interrupt`: not all ranks train; the drain is checked again when they do.
-In a hold, a drain of slots without a rank goes from
-begun to done. Done and refused: the last answer was given. A refusal after `begin` means that the request was called off.""",
+    "request": """A request to drain, swap, shrink or grow, or the departure of a tray. Asked: it is checked. Begun: it is carried
+out at a step boundary. Empty (only a drain): no rank is left in its slots; spares there are ended, and other
+trays take over the copies. `interrupt`: not all ranks train; the drain is checked again when they do. In a
+hold, a drain of slots without a rank goes from begun to done. Done and refused: the last answer was given. A
+refusal after `begin` means that the request was called off.""",
     "window": """The window gathers reports of ranks without progress in one generation. Empty: no rank reports.
 Gathering: the first report has come, and the first wait runs. Gathered: the first wait is over; from now on the
 reports of all members are enough for a judgement. Due: the second wait is over too (`expire`), or a comparison

@@ -420,15 +420,13 @@ class OperatorRequests:
         if one not in self.under_way:
             return  # with another drain of its slots
         self._end(one)
+        freed: tuple[SlotId, ...] = ()
         if isinstance(one, PendingDrain):
-            self.rack.give_back(one.added)
+            freed = one.added
+            self.rack.give_back(freed)
         self.replies.call_off(one, refused)
-        for other in [other for other in self.under_way if isinstance(one, PendingDrain)]:
-            if (
-                isinstance(other, PendingDrain)
-                and not other.departing
-                and any(slot in one.added for slot in other.slots)
-            ):
+        for other in [*self.under_way]:
+            if isinstance(other, PendingDrain) and not other.departing and any(slot in freed for slot in other.slots):
                 self._call_off(other, refused)
 
     def _add(self, one: Request) -> None:
