@@ -80,7 +80,7 @@ def _number(text: str, what: str) -> float:
     except ValueError:
         found = -1.0
     if not 0 <= found < math.inf:
-        raise ValueError(f"{what} is {text!r}, and must be a number that is 0 or more")
+        raise ValueError(f"{what} {text!r} is not a number of 0 or more")
     return found
 
 

@@ -205,8 +205,6 @@ class Loader:
         begins = self._begins(number)
         reading = self._run._checks.begin_iteration(len(shards))
         for turn, shard in enumerate(shards):
-            if step._discarded:
-                return  # a generator of the script goes on, and begins a new iteration in the attempt that there is now
             ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:
                 batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))
@@ -218,6 +216,9 @@ class Loader:
             self._run._begin_shard(step, shard, last=last, ids=self._counted(step, ids))
             self._run._checks.record_delivery(reading)
             yield _to(batch, self._run.device)
+            if step._discarded:
+                self._run._checks.check_left_generators()
+                return  # a generator of the script goes on, and begins a new iteration in the attempt that there is now
         self._run._checks.end_iteration(reading)
 
     def close(self) -> None:

@@ -674,6 +674,7 @@ class UnitRunner:
             tried, self._in_hand = self._in_hand, None
             if tried is not None:
                 tried.ended()
+                tried.step._discarded = True
             self._discard(reached_gate=tried is not None and tried.reached_gate)
 
     def _warm_optimizers(self) -> None:

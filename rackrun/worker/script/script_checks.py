@@ -7,6 +7,7 @@ refused with the line of the script; what may be intended is printed once.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,15 @@ from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.script.loop_only_names import unbound_without_a_turn
 from rackrun.worker.script.untracked_changes import UntrackedChanges, is_kept
-from rackrun.worker.script.user_line import line_at, line_of_name, user_frame, user_line, user_place
+from rackrun.worker.script.user_line import (
+    generators,
+    kept_values,
+    line_at,
+    line_of_name,
+    user_frame,
+    user_line,
+    user_place,
+)
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.torch_compat import unhooked_calls, zero_grad
@@ -39,6 +48,8 @@ _LITTLE = 64
 """Gradients count as not reduced if fewer elements than one in this many went through collectives, compressed or
 not."""
 _LOOKED_AT_STEPS = 16
+_GENERATORS_SEEN_IN = 4
+"""In how many iterations over loaders it is looked for generators around them."""
 _GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
@@ -98,7 +109,11 @@ class ScriptChecks:
         self._strays: dict[int, tuple[weakref.ref[torch.Tensor], _Stray]] = {}
         self._stray_of_shards: _Stray | None = None
         self._read_in_step = self._read_between = ""
-        self._given_tensors = False
+        self._given_tensors = self._had_read = False
+        self._iterations = 0
+        """Iterations over loaders that have begun in steps, as far as they are counted."""
+        self._generators: dict[types.FrameType, int] = {}
+        """Generators around the loader in the latest iteration, each with its step."""
         self._reduced: set[int] = set()
         self._said: set[str] = set()
         self._hooks = (
@@ -130,6 +145,7 @@ class ScriptChecks:
     # -- around one attempt, and after the step
     def run(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the step function for one attempt, with all checks reset, and return its result."""
+        self._had_read = step.attempt > 0 and (self._had_read or bool(self._readings))
         self._step, self._function = step, function
         self._readings.clear()
         self._strays.clear()
@@ -186,7 +202,33 @@ class ScriptChecks:
         reading = LoaderPass(micro_batches, user_place())
         if self._step is not None:
             self._readings.append(reading)
+            if self._iterations < _GENERATORS_SEEN_IN:
+                self._iterations += 1
+                self._check_kept_generators(reading, int(self._step))
         return reading
+
+    def check_left_generators(self) -> None:
+        """Check generators around the loader that go on although the attempt in which they began does not count. Raises
+        StepError if they keep values."""
+        if kept := kept_values(generators()):
+            raise StepError(
+                f"a generator around run.loader, kept from step to step, holds {', '.join(kept)}. A step that is done again "
+                "would begin with what the attempt that does not count has left there.",
+                remedy="call the generator function in the @run.step function.",
+            )
+
+    def _check_kept_generators(self, reading: LoaderPass, step: int) -> None:
+        """Print a notice if a generator around the loader goes on from step to step, and keeps values meanwhile."""
+        around = generators()
+        kept = kept_values([frame for frame in around if self._generators.get(frame, step) != step])
+        self._generators = dict.fromkeys(around, step) if self._iterations < _GENERATORS_SEEN_IN else {}
+        if kept:
+            self._say(
+                "generator around the loader",
+                f"{reading.line}: a generator around run.loader, kept from step to step, holds {', '.join(kept)}, which rackrun "
+                "cannot put back. If a step has to be done again, the job ends there. Remedy: call the generator function "
+                "in the @run.step function.",
+            )
 
     def record_delivery(self, reading: LoaderPass) -> None:
         """Note that a micro-batch of ``reading`` is about to be delivered."""
@@ -273,6 +315,12 @@ class ScriptChecks:
         step = self._step
         if step is None:
             return
+        if not self._readings and self._had_read:
+            raise StepError(
+                f"{line_of_name(self._function, '')}: the step is done again, and this time it begins no iteration over "
+                "run.loader: it has kept an iterator of the attempt that does not count.",
+                remedy="begin a new `for batch in loader` in every call of the @run.step function.",
+            )
         if not self._readings:
             self._check_data_of_its_own()
         elif any(gradient is not None for gradient in map(_GRAD, _trained_by(optimizer))):  # usually the first one

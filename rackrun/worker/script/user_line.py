@@ -7,11 +7,22 @@ import os
 import sys
 import sysconfig
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-__all__ = ["in_generator", "keeps_something", "line_at", "line_of_name", "user_frame", "user_line", "user_place"]
+__all__ = [
+    "generators",
+    "in_generator",
+    "keeps_something",
+    "kept_values",
+    "line_at",
+    "line_of_name",
+    "user_frame",
+    "user_line",
+    "user_place",
+]
 
 _OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -49,6 +60,16 @@ def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
     return of_library
 
 
+def generators() -> list[types.FrameType]:
+    """Return the frames of generators of the script, or of a library, among the current calls."""
+    found, at = list[types.FrameType](), sys._getframe(1)
+    while at is not None:
+        if at.f_code.co_flags & _GENERATORS and not at.f_code.co_filename.startswith(_OURS):
+            found.append(at)
+        at = at.f_back  # type: ignore[assignment]
+    return found
+
+
 def in_generator() -> bool:
     """Return whether a generator of the script, or of a library, is among the current calls."""
     at: types.FrameType | None = sys._getframe(1)
@@ -57,6 +78,18 @@ def in_generator() -> bool:
             return True
         at = at.f_back
     return False
+
+
+def kept_values(frames: Sequence[types.FrameType]) -> list[str]:
+    """Return the names of variables that these generators keep from one micro-batch to the next. One variable of a
+    generator does not count: it is the micro-batch."""
+    names = list[str]()
+    for frame in frames:
+        code = frame.f_code
+        own = [*code.co_varnames[code.co_argcount + code.co_kwonlyargcount :], *code.co_cellvars]
+        if len(own) > 1:
+            names += own
+    return names
 
 
 def keeps_something(line: str) -> bool:
