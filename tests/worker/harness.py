@@ -106,6 +106,9 @@ __all__ = ["HOSTS_ONLY", "Ended", "Paused", "Swap", "TinyCluster", "moments"]
 
 TRAY = TrayId("t")
 DEADLINE_S = 100.0
+TRACED = pytest.mark.skipif(
+    "RACKRUN_NCCL_DOUBLE" in os.environ, reason="dynamo traces nothing under a dispatch mode, as the double's is"
+)
 HOSTS_ONLY = pytest.mark.skipif("RACKRUN_NCCL_DOUBLE" in os.environ, reason="of hosts' memory, which a GPU's is not")
 
 

@@ -21,7 +21,7 @@ from rackrun.worker.membership.elastic_group import ElasticGroup
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.script.script_checks import ScriptChecks
 from rackrun.worker.steps.step import Step
-from tests.worker.harness import Ended
+from tests.worker.harness import TRACED, Ended
 from tests.worker.integrity.test_corruption import wait_for_spares
 from tests.worker.loop.test_resizing import SHRINK
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of
@@ -180,6 +180,7 @@ def test_a_compiled_function_reads_the_size_of_the_world_as_it_is(train: Train) 
     assert ended.exit_code == 0, ended
 
 
+@TRACED
 def test_a_whole_graph_that_reads_the_rank_says_what_to_do(train: Train) -> None:
     ended = train(by_size(fullgraph=True), ranks=2, max_restarts=0)
     assert ended.failure is not None, ended
@@ -206,6 +207,7 @@ def compiled_caller(run: Run, function: Callable[..., Any]) -> Callable[..., Any
     return called
 
 
+@TRACED
 @pytest.mark.parametrize("way", [compiled_step, compiled_call, compiled_caller])
 def test_a_compiled_step_function_is_refused_with_a_remedy(train: Train, way: Callable[..., Any]) -> None:
     def main(run: Run) -> None:
