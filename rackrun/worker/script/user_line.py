@@ -72,12 +72,7 @@ def generators() -> list[types.FrameType]:
 
 def in_generator() -> bool:
     """Return whether a generator of the script, or of a library, is among the current calls."""
-    at: types.FrameType | None = sys._getframe(1)
-    while at is not None:
-        if at.f_code.co_flags & _GENERATORS and not at.f_code.co_filename.startswith(_OURS):
-            return True
-        at = at.f_back
-    return False
+    return bool(generators())
 
 
 def kept_values(frames: Sequence[types.FrameType]) -> list[str]:
