@@ -40,7 +40,7 @@ STEP_BY_STEP = "RACKRUN_CHAOS_STEP_BY_STEP"
 FREE = 2**53
 """The content of ``go`` with which no step waits."""
 _WAIT_S = 0.002
-_OF_OPTIMIZER = re.compile(r"([^/]+)/state/(\d+)/(\d+)/(.+)")
+_OF_OPTIMIZER = re.compile(r"([^/]+)/state/(\d+|outside)/(\d+)/(.+)")
 
 
 class StepState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -209,8 +209,11 @@ def _tracked(units: UnitRunner) -> dict[str, str]:
     of_optimizer = {
         (name, group, index): parameters.get(id(p), "")
         for name, optimizer in state.optimizers.items()
-        for group, members in enumerate(optimizer.param_groups)
-        for index, p in enumerate(members["params"])
+        for group, members in (
+            *((str(number), group["params"]) for number, group in enumerate(optimizer.param_groups)),
+            ("outside", state.parameters()),
+        )
+        for index, p in enumerate(members)
     }
 
     def readable(path: str) -> str:
@@ -218,7 +221,7 @@ def _tracked(units: UnitRunner) -> dict[str, str]:
         if match is None:
             return path
         name, group, index, key = match.groups()
-        return f"{name}/{key} of {of_optimizer.get((name, int(group), int(index)), path)}"
+        return f"{name}/{key} of {of_optimizer.get((name, group, int(index)), path)}"
 
     found = {readable(path): described(tensor) for path, tensor in state.tensors().items()}
     plain: dict[str, Any] = msgspec.msgpack.decode(state.encode_plain(), strict=False)

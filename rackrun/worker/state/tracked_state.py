@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from rackrun.errors import StepError
 from rackrun.worker.state.objects.module_structure import ModuleStructure, wrappers_among
 from rackrun.worker.state.objects.optimizer_groups import OptimizerGroups
 from rackrun.worker.state.objects.optimizer_state import (
+    OUTSIDE,
     held_tensors,
     key_order,
     optimizer_state,
@@ -61,6 +62,9 @@ class TrackedState:
         """``others`` in two parts: the script's objects and rackrun's own."""
         self._scalers: list[ScalerState] = []
         self._groups: dict[str, OptimizerGroups] = {}
+        self._places_outside: dict[int, tuple[int, torch.Tensor]] = {}
+        """By ``id``: FSDP2's shards that `_outside` has returned, with their places. While FSDP2 has gathered whole
+        parameters, modules have others."""
         self._structure = ModuleStructure({})
         self.lineage = Lineage()
         self.numerics: Callable[[], Mapping[str, str]] = dict
@@ -149,7 +153,7 @@ class TrackedState:
             name, _, rest = path.partition("/")
             found[f"{name}/buffer/{rest}"] = buffer
         for name, optimizer in self.optimizers.items():
-            found |= held_tensors(name, optimizer)
+            found |= held_tensors(name, optimizer, self._outside(name, structure))
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if isinstance(value, torch.Tensor):
@@ -198,7 +202,7 @@ class TrackedState:
         return {
             f"{name}/{path}/{key}"
             for name, optimizer in self.optimizers.items()
-            for path, parameter, key, value in optimizer_state(optimizer)
+            for path, parameter, key, value in optimizer_state(optimizer, self._outside(name))
             if "/" not in key  # a tensor in a list is created anew with the list
             and isinstance(value, DTensor)
             and isinstance(parameter, DTensor)
@@ -267,6 +271,8 @@ class TrackedState:
             for group, of in enumerate(optimizer.param_groups):
                 for index, parameter in enumerate(of["params"]):
                     shapes[f"{name}/state/{group}/{index}/"] = tuple(local_part(parameter).shape)
+            for index, parameter in enumerate(self.parameters()):
+                shapes[f"{name}/state/{OUTSIDE}/{index}/"] = tuple(local_part(parameter).shape)
         infos = []
         for info in manifest.tensors:
             shape = shapes.get(info.path)
@@ -373,11 +379,41 @@ class TrackedState:
         paths = (path for path, one in self._parameters_by_path().items() if one is parameter)
         return next(paths, "of no tracked module").replace("/param/", ".")
 
-    def _put_groups(self, plain: Mapping[str, Any]) -> None:
+    def put_groups(self, encoded: bytes) -> None:
+        """Have optimizers train what they trained when `encode_plain` returned ``encoded``; `put_plain` does the
+        rest."""
+        self._put_groups(msgspec.msgpack.decode(encoded, strict=False), drops=False)
+
+    def _put_groups(self, plain: Mapping[str, Any], *, drops: bool = True) -> None:
         for name, groups in self._groups.items():
             if name in plain:
                 of = plain[name]
-                groups.put(len(of["groups"]), of.get("params", {}), self._parameters_by_path())
+                paths = self._parameters_by_path()
+                outside = of.get(OUTSIDE, ()) if drops else None
+                groups.put(len(of["groups"]), of.get("params", {}), paths, outside)
+
+    def _outside(
+        self, name: str, structure: ModuleStructure | None = None, *, changed: bool | None = None
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Return the tracked parameters in no group of the optimizer ``name`` for which it has state, each after its
+        place among all tracked ones. ``structure``: read just now; ``changed``: see `OptimizerGroups.outside`."""
+        outside = self._groups[name].outside(changed)
+        if not outside:
+            return []
+        structure = structure or self.structure()
+        places = {id(parameter): index for index, parameter in enumerate(structure.parameters)}
+        found = {id(one): (places[id(one)], one) for one in outside if id(one) in places}
+        if structure.fsdp:
+            self._places_outside |= found
+            found = {id(one): self._places_outside[id(one)] for one in outside if id(one) in self._places_outside}
+        return sorted(found.values(), key=itemgetter(0))
+
+    def _holder(self, name: str, group: str, index: str) -> torch.Tensor:
+        """Return the parameter for which the optimizer ``name`` holds what has the path ``name/state/group/index/...``."""
+        if group == OUTSIDE:
+            return self.parameters()[int(index)]
+        parameter: torch.Tensor = self.optimizers[name].param_groups[int(group)]["params"][int(index)]
+        return parameter
 
     def _names(self) -> list[str]:
         return [*self.modules, *self.optimizers, *self.others]
@@ -416,7 +452,7 @@ class TrackedState:
         """Return path -> this rank's part of every tensor that optimizers hold for their parameters."""
         found: dict[str, torch.Tensor] = {}
         for name, optimizer in self.optimizers.items():
-            found |= held_tensors(name, optimizer)
+            found |= held_tensors(name, optimizer, self._outside(name))
         return dict(zip(found, local_parts(found.values()), strict=True))
 
     def put_owned(self, path: str, value: torch.Tensor) -> None:
@@ -428,9 +464,9 @@ class TrackedState:
                 f"the shape of {path} has changed since the step began.",
                 remedy="do not resize parameters inside a step.",
             )
-        group_index, index, key = rest.split("/", 2)
+        group, index, key = rest.split("/", 2)
         optimizer = self.optimizers[name]
-        parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
+        parameter = self._holder(name, group, index)
         held = optimizer.state[parameter].get(key)
         if value.dim():
             value = part_like(value, parameter if held is None else held)
@@ -469,8 +505,8 @@ class TrackedState:
         optimizer = self.optimizers.get(name)
         if optimizer is None:
             return info.empty()  # becomes an argument of load_state_dict
-        _, group_index, index, key = rest.split("/", 3)
-        parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
+        _, group, index, key = rest.split("/", 3)
+        parameter: Any = self._holder(name, group, index)  # a DTensor, where its tensors are to be alike
         device = torch.device("cpu") if info.on_host else parameter.device
         local = info.empty(device)
         if "/" in key:
@@ -491,7 +527,7 @@ class TrackedState:
     def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Delete the optimizers' tensors that are not in ``wanted``."""
         for name, optimizer in self.optimizers.items():
-            for path, parameter, key, value in list(optimizer_state(optimizer)):
+            for path, parameter, key, value in list(optimizer_state(optimizer, self._outside(name))):
                 if isinstance(value, torch.Tensor) and "/" not in key and f"{name}/{path}/{key}" not in wanted:
                     del optimizer.state[parameter][key]
 
@@ -514,8 +550,12 @@ class TrackedState:
         plain: dict[str, Any] = {}
         structure = structure or self.structure()
         for name, optimizer in self.optimizers.items():
-            plain[name] = {"groups": plain_groups(optimizer), "state": plain_state(name, optimizer)}
-            if self._groups[name].has_changed():
+            changed = self._groups[name].has_changed()
+            outside = self._outside(name, structure, changed=changed)
+            plain[name] = {"groups": plain_groups(optimizer), "state": plain_state(name, optimizer, outside)}
+            if outside:
+                plain[name][OUTSIDE] = [structure.parameter_paths[index] for index, _ in outside]
+            if changed:
                 paths = dict(zip(map(id, structure.parameters), structure.parameter_paths, strict=True))
                 plain[name]["params"] = self._groups[name].changed(paths, sharded=bool(structure.fsdp))
         if self.others:
@@ -541,14 +581,14 @@ class TrackedState:
             for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
                 for key, value in values.items():
                     group[key] = like(group.get(key), value)
-            for path, parameter, key, old in list(optimizer_state(optimizer)):
+            for path, parameter, key, old in list(optimizer_state(optimizer, self._outside(name))):
                 if not isinstance(old, torch.Tensor) and f"{path}/{key}" not in plain[name]["state"]:
                     del optimizer.state[parameter][key]
             for parameter in [parameter for parameter, held in optimizer.state.items() if not held]:
                 del optimizer.state[parameter]
             for path, value in plain[name]["state"].items():
-                _, group_index, index, key = path.split("/", 3)
-                held = optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]]
+                _, of_group, index, key = path.split("/", 3)
+                held = optimizer.state[self._holder(name, of_group, index)]
                 inside = flatten(f"{name}/{path}", held.get(key))
                 held[key] = like(held.get(key), with_tensors(value, _over(inside, tensors)))
         for name, other in self.others.items():

@@ -27,6 +27,8 @@ class OptimizerGroups:
         self._optimizer = optimizer
         self._at_first = [list(group["params"]) for group in optimizer.param_groups]
         self._all_at_first = list(chain.from_iterable(self._at_first))
+        self._all_inside = -1
+        """For how many parameters the optimizer had state when all of them were in the initial groups."""
 
     def changed(self, paths: Mapping[int, str], *, sharded: bool = False) -> dict[str, list[str]]:
         """Return the groups whose parameters differ from the initial ones: the group's index, as text -> paths of its
@@ -48,11 +50,33 @@ class OptimizerGroups:
         """Whether any group differs from its initial parameters."""
         return bool(self._changed())
 
-    def put(self, count: int, changed: Mapping[str, Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
+    def outside(self, changed: bool | None = None) -> list[torch.Tensor]:
+        """Return the parameters in no group for which the optimizer has state.
+
+        ``changed``: what `has_changed` has just returned, if it is known. While groups are the initial ones, this looks
+        again only when there is state for more or fewer parameters than before.
+        """
+        changed = self.has_changed() if changed is None else changed
+        state = self._optimizer.state
+        if not changed and len(state) == self._all_inside:
+            return []
+        trained = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        others = [one for one in state if isinstance(one, torch.Tensor) and id(one) not in trained]
+        found = [one for one in others if state[one]]
+        self._all_inside = -1 if changed or found else len(state)
+        return found
+
+    def put(
+        self,
+        count: int,
+        changed: Mapping[str, Sequence[str]],
+        parameters: Mapping[str, torch.Tensor],
+        outside: Sequence[str] | None,
+    ) -> None:
         """Change the optimizer to ``count`` groups: those in ``changed`` with these parameters, the others as at first.
 
-        A new group has the optimizer's default options. State of parameters that are no longer trained is dropped.
-        Raises `StepError` for a path that this rank does not have.
+        A new group has the optimizer's default options. State of parameters in no group is dropped, except of those
+        with a path in ``outside``; None drops nothing. Raises `StepError` for a path that this rank does not have.
         """
         optimizer = self._optimizer
         for index in range(count):
@@ -63,8 +87,12 @@ class OptimizerGroups:
             elif not same_objects(held, wanted):
                 optimizer.param_groups[index]["params"] = wanted
         del optimizer.param_groups[count:]
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in trained]:
+        self._all_inside = -1
+        if outside is None:
+            return
+        kept = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        kept |= {id(parameters[path]) for path in outside if path in parameters}
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in kept]:
             if isinstance(parameter, torch.Tensor):
                 del optimizer.state[parameter]
 
@@ -102,7 +130,7 @@ class OptimizerGroups:
     ) -> list[torch.Tensor]:
         paths = changed.get(str(index))
         if paths is None and index < len(self._at_first):
-            return self._at_first[index]
+            return list(self._at_first[index])  # a copy, because the script may change the group's list in place
         if paths is None or any(path not in parameters for path in paths):
             raise StepError(
                 f"parameter group {index} of an optimizer is not to be had on the rank that takes over: {', '.join(paths or ['nothing'])}.",

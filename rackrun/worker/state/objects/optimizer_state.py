@@ -1,29 +1,48 @@
 """What an optimizer holds: tensors and plain values for its parameters, and the options of its groups.
 
-A parameter's path is ``state/GROUP/INDEX``, by its place in the optimizer's groups.
+A parameter's path is ``state/GROUP/INDEX``, by its place in the optimizer's groups. One that the script has taken out
+of all groups may still have state, which torch goes on with when a later step adds the parameter again. Its path is
+``state/outside/INDEX``, by its place among all tracked parameters. ``outside``, in the functions below, is what
+`OptimizerGroups.outside` has found, with these places.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
 from rackrun.worker.tensors.tensor_lists import are_plain
 
-__all__ = ["held_tensors", "key_order", "optimizer_state", "plain_groups", "plain_state", "put_in_order"]
+__all__ = [
+    "OUTSIDE",
+    "Outside",
+    "held_tensors",
+    "key_order",
+    "optimizer_state",
+    "plain_groups",
+    "plain_state",
+    "put_in_order",
+]
+
+OUTSIDE = "outside"
+"""Stands in paths in place of a group's index."""
+Outside: TypeAlias = Sequence[tuple[int, torch.Tensor]]
+"""Parameters in no group for which an optimizer has state, each after its place among all tracked parameters."""
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, outside: Outside = ()
+) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
     """Yield path of the parameter, parameter, key, and value of all that the optimizer holds.
 
     The tensors in a list (as LBFGS has) come first, each with the key ``key/0`` and so on, and then the list itself.
     """
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
+    for group_index, members in _members(optimizer, outside):
+        for index, parameter in members:
             held = optimizer.state.get(parameter)
             if not held:
                 continue
@@ -36,11 +55,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tor
                 yield path, parameter, key, value
 
 
-def held_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def held_tensors(name: str, optimizer: torch.optim.Optimizer, outside: Outside = ()) -> dict[str, torch.Tensor]:
     """Return path -> tensor for all that the optimizer holds for parameters, in lists too."""
     found: dict[str, torch.Tensor] = {}
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
+    for group_index, members in _members(optimizer, outside):
+        for index, parameter in members:
             of: dict[str, Any] = optimizer.state.get(parameter) or {}
             for key in sorted(of):
                 path = f"{name}/state/{group_index}/{index}/{key}"
@@ -83,7 +102,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-def plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def plain_state(name: str, optimizer: torch.optim.Optimizer, outside: Outside = ()) -> dict[str, Any]:
     """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
     checked at once first."""
     held = tuple(optimizer.state.values())
@@ -92,8 +111,8 @@ def plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
             return {}
     found: dict[str, Any] = {}
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
+    for group_index, members in _members(optimizer, outside):
+        for index, parameter in members:
             of: dict[str, Any] = optimizer.state.get(parameter) or {}
             for key in sorted(of):
                 value, path = of[key], f"state/{group_index}/{index}/{key}"
@@ -102,3 +121,11 @@ def plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 elif not isinstance(value, torch.Tensor):
                     found[path] = without_tensors(f"{name}/{path}", value)
     return found
+
+
+def _members(
+    optimizer: torch.optim.Optimizer, outside: Outside
+) -> list[tuple[int | str, Iterable[tuple[int, torch.Tensor]]]]:
+    """Return each group's index, and its parameters with theirs; at the end those outside of all groups."""
+    groups = [(index, enumerate(group["params"])) for index, group in enumerate(optimizer.param_groups)]
+    return [*groups, (OUTSIDE, outside)] if outside else [*groups]

@@ -425,6 +425,7 @@ class UnitUndo:
             for wrapper in self._state.wrappers() if backward_open else ():
                 ddp.reset(wrapper)
             self._gradients.clear(self._state.parameters())
+        self._state.put_groups(self._saved_plain)  # the paths of what optimizers hold are those of the unit's beginning
         paths = self._not_restorable()
         for other in self._state.others.values():
             if isinstance(other, ScalerState):
