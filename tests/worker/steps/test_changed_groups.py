@@ -192,3 +192,96 @@ def trained_state() -> TrackedState:
     optimizer.step()
     optimizer.zero_grad()
     return state
+
+
+# -- gradients of parameters that join a group ---------------------------------------------------------------------------
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", [None, 3, 5, 6])
+def test_gradients_that_have_piled_up_outside_of_the_optimizer_are_refused_when_it_gets_their_parameters(
+    at: int | None, when: str, train: Train
+) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters[2:], lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            if when == "before" and int(step) == 5:
+                optimizer.add_param_group({"params": parameters[:2]})
+            for batch_number, batch in enumerate(data):
+                step.backward(loss_of(model, batch))
+                if (int(step), batch_number) == (at, 1):
+                    lose_rank_1(run)
+            optimizer.step()
+            optimizer.zero_grad()
+            if when == "after" and int(step) == 5:
+                optimizer.add_param_group({"params": parameters[:2]})
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    ended = train(main, ranks=2)
+    assert ended.exit_code == 1, ended
+    assert "gradients of an older step were not cleared" in str(ended), ended
+
+
+def of_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", [2, 3, 5, 6])
+@pytest.mark.parametrize("clear", [of_the_model, in_place])
+def test_parameters_without_older_gradients_join_an_optimizer_and_a_lost_rank_changes_nothing(
+    clear: Callable[[nn.Module, torch.optim.Optimizer], None], at: int, when: str, place: str, train: Train
+) -> None:
+    """Cleared with the whole model; or frozen before, when the optimizer has left zeros."""
+
+    def main(run: Run, fault: bool) -> None:
+        model = ddp(run, find_unused_parameters=True)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        def change(number: int) -> None:
+            if number == 1:
+                optimizer.param_groups[0]["params"] = parameters[2:]
+            if number == 5:
+                optimizer.add_param_group({"params": parameters[:2]})
+            if number in (1, 5) and clear is in_place:
+                model.requires_grad_(number == 5)
+                parameters[2].requires_grad_(True)
+                parameters[3].requires_grad_(True)
+
+        @run.step
+        def step(step: Step) -> None:
+            if place == "first":
+                clear(model, optimizer)
+            if when == "before":
+                change(int(step))
+            for batch_number, batch in enumerate(data):
+                step.backward(loss_of(model, batch))
+                if fault and (int(step), batch_number) == (at, 1):
+                    lose_rank_1(run)
+            optimizer.step()
+            if place == "last":
+                clear(model, optimizer)
+            if when == "after":
+                change(int(step))
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    reference, ended = without_fault_and_with(train, main)
+    assert reference.exit_code == 0, reference
+    assert ended.exit_code == 0, ended
+    assert not ended.differences(reference), ended

@@ -50,3 +50,60 @@ def test_parameters_require_gradients_again_as_they_did() -> None:
     held[1].requires_grad_(True)
     gradients.require_again()
     assert [one.requires_grad for one in held] == [True, False, True]
+
+
+# -- parameters that join an optimizer -----------------------------------------------------------------------------------
+REFUSED = "gradients of an older step were not cleared: a parameter that was added"
+
+
+def two() -> tuple[list[nn.Parameter], GradientsAtBegin]:
+    """An optimizer trains the first, and the second, with a gradient, later."""
+    held = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    held[1].grad = torch.ones(2)
+    zero_grad.nothing_is_left()
+    return held, GradientsAtBegin()
+
+
+def test_a_gradient_from_before_the_unit_is_refused_when_its_parameter_joins() -> None:
+    held, gradients = two()
+    gradients.begin(held, held[1:])
+    gradients.check_cleared(lambda: held[:1])
+    with pytest.raises(StepError, match=REFUSED):
+        gradients.check_cleared(lambda: held)
+    held[1].grad = torch.ones(2)  # cleared, and a backward pass
+    gradients.check_cleared(lambda: held)
+
+
+def test_zeros_of_a_frozen_parameter_are_no_gradient_of_an_older_step() -> None:
+    held, gradients = two()
+    held[1].grad.zero_()  # type: ignore[union-attr]
+    for _ in range(2):
+        gradients.begin(held, held[1:])
+    held[1].grad.add_(1)  # type: ignore[union-attr]
+    gradients.check_cleared(lambda: held)
+    with torch.no_grad():
+        gradients.clear(held)
+    gradients.begin(held, held[1:])
+    gradients.check_cleared(lambda: held)
+
+
+def test_what_an_abandoned_attempt_has_cleared_is_refused_as_before() -> None:
+    held, gradients = two()
+    for _ in range(4):
+        gradients.begin(held, held[1:])
+        with torch.no_grad():
+            gradients.clear(held)
+    with pytest.raises(StepError, match=REFUSED):
+        gradients.check_cleared(lambda: held)
+
+
+def test_a_gradient_left_by_the_unit_before_is_refused_after_attempts_and_phases_until_it_is_cleared() -> None:
+    held, gradients = two()
+    gradients.begin(held, (), held[1:])
+    with torch.no_grad():
+        gradients.clear(held)
+    gradients.begin(held)
+    with pytest.raises(StepError, match=REFUSED):
+        gradients.check_cleared(lambda: held)
+    held[1].grad = None
+    gradients.check_cleared(lambda: held)

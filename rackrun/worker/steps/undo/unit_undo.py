@@ -167,8 +167,14 @@ class UnitUndo:
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         look = self._between.look()
         self._check_made_of(look.structure)
-        if self._filled != self._state.filled or not self._trains_the_same(look):
+        joined: list[torch.Tensor] = []
+        filled = self._filled != self._state.filled
+        if filled or not self._trains_the_same(look):
+            before = self._trained_objects
             self._reset(look)
+            if before:
+                trained = set(map(id, before))
+                joined = [parameter for parameter in self._trained_objects if id(parameter) not in trained]
         for wrapper in look.structure.wrappers:
             ddp.begin(wrapper)
         if look.structure.fsdp:
@@ -187,7 +193,7 @@ class UnitUndo:
         self._take_copies(look, exactly=looks)
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
-        self._gradients.begin(look.structure.parameters)
+        self._gradients.begin(look.structure.parameters, own.values(), joined, filled=filled)
 
     def _trains_the_same(self, look: Look) -> bool:
         """Whether optimizers train what they trained when the unit before began. The plain values name it, where it is
@@ -369,7 +375,7 @@ class UnitUndo:
 
     def check_gradients(self) -> None:
         """Raise `StepError` if gradients of an older step are still in the sum (`GradientsAtBegin.check_cleared`)."""
-        self._gradients.check_cleared()
+        self._gradients.check_cleared(self._state.trained)
 
     # -- it counts
     def ended(self) -> None:
