@@ -36,9 +36,22 @@ __all__ = [
 ]
 
 
+class _Expectation:
+    """Whether a DDP's reducer expects a backward pass. It then communicates in the next one, even under no_sync."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def met(self, _: torch.Tensor) -> None:
+        """Note that a gradient was accumulated (a hook of a parameter)."""
+        self.pending = False
+
+
 def missing() -> list[str]:
     """Return what this torch lacks, as messages."""
-    needed = ("_build_params_for_reducer",)
+    needed = ("_build_params_for_reducer", "_post_forward")
     reducer = ("_push_all_rebuilt_params", "_rebuild_buckets", "_reset_state")
     found = [f"DistributedDataParallel.{name} is gone" for name in needed if not hasattr(DistributedDataParallel, name)]
     if not hasattr(dist, "_register_builtin_comm_hook"):
@@ -57,13 +70,15 @@ def exchanges_parameters(module: nn.Module) -> bool:
 
 
 def install() -> None:
-    """Patch DDP's construction, so that buckets are fixed."""
+    """Patch DDP's construction, so that buckets are fixed, and its forward pass, so that it is known which of them
+    expect a backward pass."""
     if getattr(DistributedDataParallel, "_rackrun_frozen_buckets", False):
         return
     build: Callable[[DistributedDataParallel], tuple[list[Any], list[Any]]] = (
         DistributedDataParallel._build_params_for_reducer
     )
     init = DistributedDataParallel.__init__
+    post_forward: Callable[[DistributedDataParallel, Any], Any] = DistributedDataParallel._post_forward
 
     def build_reversed(self: DistributedDataParallel) -> tuple[list[Any], list[Any]]:
         parameters, sparse = build(self)
@@ -72,16 +87,31 @@ def install() -> None:
     def init_frozen(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._rackrun_reduces = _reduces_now(self)  # type: ignore[assignment]
+        vars(self)["_rackrun_expects"] = expects = _Expectation()
+        if reduced := reduced_by(self):
+            reduced[0].register_post_accumulate_grad_hook(expects.met)
         freeze(self)
+
+    def expecting(self: DistributedDataParallel, output: Any) -> Any:
+        if (
+            self.require_backward_grad_sync
+            and torch.is_grad_enabled()
+            and (known := vars(self).get("_rackrun_expects"))
+        ):
+            known.pending = True
+        return post_forward(self, output)
 
     DistributedDataParallel._build_params_for_reducer = build_reversed  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = init_frozen  # type: ignore[method-assign]
+    DistributedDataParallel._post_forward = torch.compiler.disable(expecting)  # type: ignore[method-assign]
     DistributedDataParallel._rackrun_frozen_buckets = True  # type: ignore[attr-defined]
 
 
 def begin(module: DistributedDataParallel) -> None:
     """Reset flags before a unit. A step that was left between two micro-batches must not decide whether this unit's
-    first forward pass broadcasts buffers: a newcomer's would, and the survivors' would not."""
+    first forward pass broadcasts buffers: a newcomer's would, and the survivors' would not. Nor must a forward pass
+    whose backward pass never came decide in which micro-batch this unit reduces gradients."""
+    _expect_nothing(module)
     # a module's own __setattr__ takes a hundred times as long as a comparison
     if module.require_forward_param_sync is not True:
         module.require_forward_param_sync = True
@@ -94,6 +124,15 @@ def reset(module: DistributedDataParallel) -> None:
     the next backward pass, even under no_sync. Its buckets are built again in the same layout."""
     module.reducer._reset_state()
     freeze(module)
+    if known := vars(module).get("_rackrun_expects"):
+        known.pending = False
+
+
+def _expect_nothing(module: DistributedDataParallel) -> None:
+    """Reset the reducer if a forward pass has no backward pass of the module's parameters: it was for an evaluation
+    without no_grad(), or its parameters were frozen meanwhile, as a GAN's discriminator."""
+    if (known := vars(module).get("_rackrun_expects")) and known.pending:
+        reset(module)
 
 
 def synchronise_gradients(module: DistributedDataParallel, last: bool) -> None:
@@ -110,6 +149,8 @@ def synchronise_gradients(module: DistributedDataParallel, last: bool) -> None:
                 remedy="leave out static_graph=True, or give each rank one micro-batch a step (micro_batch_size = global_batch_size / ranks).",
             )
         module._rackrun_knows_graph = True  # type: ignore[assignment]
+    if not last:
+        _expect_nothing(module)
     if module.require_backward_grad_sync is not last:
         module.require_backward_grad_sync = last
 
