@@ -51,6 +51,10 @@ class Step:
         loss known."""
         self._discarded = False
         """Whether the attempt is over, and did not count."""
+        self._unused = False
+        """Whether a micro-batch was delivered, not a ghost, and its weight was not used yet."""
+        self._ghost = self._ahead = False
+        """Whether the current micro-batch is a ghost; whether it was taken before the weight of the one before was used."""
         self._loss_is_old = False
         """Whether a closure is being called again, with other weights than those of the known loss."""
         self._world = world
@@ -70,6 +74,7 @@ class Step:
         The sum of weight times mean loss over all micro-batches of all ranks is the mean loss over the global batch.
         """
         self._weight_reads += 1
+        self._unused = False
         return self._weight
 
     @property
@@ -77,11 +82,32 @@ class Step:
         """``weight`` times the number of data-parallel ranks, because DDP and FSDP divide by that number; with
         ``reduction="exact"`` simply ``weight``."""
         self._weight_reads += 1
+        self._use_weight()
         return self._gradient_scale
 
     def _weigh(self, weight: float, gradient_scale: float) -> None:
         """Set the weight and gradient scale of the micro-batch that the loader is about to yield."""
         self._weight, self._gradient_scale = weight, gradient_scale
+        if weight:
+            self._unused, self._ghost, self._ahead = True, False, False
+        else:
+            self._ghost, self._ahead = True, self._unused
+
+    def _end_delivery(self) -> None:
+        """Note that the loader is exhausted: a loss that comes now need not be that of the last micro-batch."""
+        self._ahead = True
+
+    def _use_weight(self) -> None:
+        """Note that a loss gets the current weight. Raises `StepError` if that is a ghost's, and the loss may be
+        another micro-batch's."""
+        if self._ghost and self._ahead:
+            raise StepError(
+                "this rank has fewer micro-batches in the step than others, and the last is a repetition with weight 0. The loss of an earlier "
+                "one would get this weight, because the script has taken further micro-batches before its backward.",
+                remedy="call step.backward for a micro-batch before the next one is taken; or let global_batch_size be a multiple of "
+                "micro_batch_size times the data-parallel ranks, after a shrink too.",
+            )
+        self._unused = False
 
     def scale(self, loss: torch.Tensor, weight: float | None = None) -> torch.Tensor:
         """Return the loss to call ``backward`` on, scaled so that gradients become the mean over the global batch.
@@ -93,6 +119,7 @@ class Step:
         machine = self._world.machine
         if machine.broken and not machine.unit_passed:
             self._world.abandon()
+        self._use_weight()
         factor, share = self._gradient_scale, self._weight
         if weight is not None and share:
             factor, share = factor / share * weight, weight
