@@ -161,10 +161,9 @@ class ExactReduction:
         self._once.begin(step, self._local_gradients())
         step._shard_losses = {}
 
-    def next_shard(self, step: Step, shard: Shard, data_ranks: int) -> None:
+    def next_shard(self, shard: Shard, data_ranks: int) -> None:
         """Begin ``shard``, which the loader is about to yield. The gradients of the one before are complete, and are
         added up. ``data_ranks``: how many ranks share the global batch."""
-        step._weigh(step.weight, step.weight)
         if not self._once.begun or self._world.updated:
             return  # nothing is trained in a phase, or after the gate
         if self._once.shard is not None:

@@ -132,14 +132,14 @@ class UnitAttempt:
         parts.runtime.page.progress()
         self._world.own_time.begin_microbatch()
         self._world.microbatch_collectives.begin_microbatch(last=last)
-        step._weigh(*((0.0, 0.0) if shard.ghost else (1.0 / shards, dp_size / shards)))
+        step._weigh(shards, 1 if parts.exact is not None else dp_size, ghost=shard.ghost)
         step._last_given = last
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)
             if not self._counts_again:
                 self.delivered.append(ids)
         if parts.exact is not None:
-            parts.exact.next_shard(step, shard, dp_size)
+            parts.exact.next_shard(shard, dp_size)
         parts.state.synchronise_gradients(last)
         reseed(parts.batches.plan.seed, "shard", step._at.step, shard.index)
 

@@ -7,7 +7,7 @@ refused with the line of the script; what may be intended is printed once.
 
 from __future__ import annotations
 
-import types
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ from rackrun.errors import StepError
 from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
+from rackrun.worker.script.interrupt import arm, interrupt_main
+from rackrun.worker.script.kept_generators import KeptGenerators
 from rackrun.worker.script.loop_only_names import unbound_without_a_turn
 from rackrun.worker.script.untracked_changes import UntrackedChanges, is_kept
 from rackrun.worker.script.user_line import (
-    generators,
-    kept_values,
     line_at,
     line_of_name,
     user_frame,
@@ -48,8 +48,6 @@ _LITTLE = 64
 """Gradients count as not reduced if fewer elements than one in this many went through collectives, compressed or
 not."""
 _LOOKED_AT_STEPS = 16
-_GENERATORS_SEEN_IN = 4
-"""In how many iterations over loaders it is looked for generators around them."""
 _GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
@@ -110,10 +108,7 @@ class ScriptChecks:
         self._stray_of_shards: _Stray | None = None
         self._read_in_step = self._read_between = ""
         self._given_tensors = self._had_read = False
-        self._iterations = 0
-        """Iterations over loaders that have begun in steps, as far as they are counted."""
-        self._generators: dict[types.FrameType, int] = {}
-        """Generators around the loader in the latest iteration, each with its step."""
+        self._generators, self._thread = KeptGenerators(), threading.get_ident()
         self._reduced: set[int] = set()
         self._said: set[str] = set()
         self._hooks = (
@@ -121,6 +116,7 @@ class ScriptChecks:
             register_optimizer_step_post_hook(self._after_optimizer),
         )
         unhooked_calls.listen(self)
+        arm()
 
     def let_go(self) -> None:
         """Remove all hooks, when ``main`` was left."""
@@ -201,34 +197,39 @@ class ScriptChecks:
         """Begin an iteration over a loader with this many micro-batches."""
         reading = LoaderPass(micro_batches, user_place())
         if self._step is not None:
+            self._refuse_other_thread(reading)
             self._readings.append(reading)
-            if self._iterations < _GENERATORS_SEEN_IN:
-                self._iterations += 1
-                self._check_kept_generators(reading, int(self._step))
+            if kept := self._generators.begin(int(self._step)):
+                self._say(
+                    "generator around the loader",
+                    f"{reading.line}: a generator around run.loader, kept from step to step, holds {', '.join(kept)}, which "
+                    "rackrun cannot put back. If a step has to be done again, the job ends there. Remedy: call the "
+                    "generator function in the @run.step function.",
+                )
         return reading
 
     def check_left_generators(self) -> None:
         """Check generators around the loader that go on although the attempt in which they began does not count. Raises
         StepError if they keep values."""
-        if kept := kept_values(generators()):
+        if kept := self._generators.left():
             raise StepError(
                 f"a generator around run.loader, kept from step to step, holds {', '.join(kept)}. A step that is done again "
                 "would begin with what the attempt that does not count has left there.",
                 remedy="call the generator function in the @run.step function.",
             )
 
-    def _check_kept_generators(self, reading: LoaderPass, step: int) -> None:
-        """Print a notice if a generator around the loader goes on from step to step, and keeps values meanwhile."""
-        around = generators()
-        kept = kept_values([frame for frame in around if self._generators.get(frame, step) != step])
-        self._generators = dict.fromkeys(around, step) if self._iterations < _GENERATORS_SEEN_IN else {}
-        if kept:
-            self._say(
-                "generator around the loader",
-                f"{reading.line}: a generator around run.loader, kept from step to step, holds {', '.join(kept)}, which rackrun "
-                "cannot put back. If a step has to be done again, the job ends there. Remedy: call the generator function "
-                "in the @run.step function.",
-            )
+    def _refuse_other_thread(self, reading: LoaderPass) -> None:
+        """Raise `StepError`, in the main thread too, which may wait for this one, if a thread of the script's own reads
+        the loader."""
+        if threading.get_ident() == self._thread:
+            return
+        error = StepError(
+            f"{reading.line}: run.loader is read by a thread of the script's own ({threading.current_thread().name}). Which "
+            "micro-batch a loss belongs to, and the random numbers of the step, would depend on when that thread runs.",
+            remedy="iterate over run.loader in the main thread; run.loader(..., num_workers=N) reads ahead in processes.",
+        )
+        interrupt_main(error)
+        raise error
 
     def record_delivery(self, reading: LoaderPass) -> None:
         """Note that a micro-batch of ``reading`` is about to be delivered."""
@@ -253,6 +254,7 @@ class ScriptChecks:
         """Note that the loader is exhausted."""
         reading.over = True
         if self._step is not None:
+            self._step._end_delivery()
             self._weight_reads = self._step._weight_reads
 
     # -- called by torch's hooks

@@ -7,7 +7,6 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ __all__ = [
     "generators",
     "in_generator",
     "keeps_something",
-    "kept_values",
     "line_at",
     "line_of_name",
     "user_frame",
@@ -73,18 +71,6 @@ def generators() -> list[types.FrameType]:
 def in_generator() -> bool:
     """Return whether a generator of the script, or of a library, is among the current calls."""
     return bool(generators())
-
-
-def kept_values(frames: Sequence[types.FrameType]) -> list[str]:
-    """Return the names of variables that these generators keep from one micro-batch to the next. One variable of a
-    generator does not count: it is the micro-batch."""
-    names = list[str]()
-    for frame in frames:
-        code = frame.f_code
-        own = [*code.co_varnames[code.co_argcount + code.co_kwonlyargcount :], *code.co_cellvars]
-        if len(own) > 1:
-            names += own
-    return names
 
 
 def keeps_something(line: str) -> bool:

@@ -30,7 +30,8 @@ class Step:
         self._local_loss: torch.Tensor | None = None
         self._shard_losses: dict[int, torch.Tensor] | None = None
         """Micro-batch index -> its part of ``_local_loss``, where the loss is reduced exactly; None otherwise."""
-        self._gradient_scale = 1.0
+        self._gradient_scale = self._divided_by = 1.0
+        """`gradient_scale`, and what gradients are divided by when they are reduced: the data-parallel ranks, or 1."""
         self._weight_reads = 0
         """How often `weight` or `gradient_scale` was read, which shows that a script weights its gradients itself."""
         self.samples = 0
@@ -51,6 +52,13 @@ class Step:
         loss known."""
         self._discarded = False
         """Whether the attempt is over, and did not count."""
+        self._ghost = False
+        """Whether the current micro-batch is a ghost."""
+        self._was_read = self._was_scaled = False
+        """Whether the weight of the current micro-batch was read; whether it was given to a loss."""
+        self._ahead = self._ahead_unread = self._over = False
+        """Whether the current micro-batch was taken before the weight of the one before was given to a loss, or even
+        read; whether the loader is exhausted."""
         self._loss_is_old = False
         """Whether a closure is being called again, with other weights than those of the known loss."""
         self._world = world
@@ -70,6 +78,7 @@ class Step:
         The sum of weight times mean loss over all micro-batches of all ranks is the mean loss over the global batch.
         """
         self._weight_reads += 1
+        self._was_read = True
         return self._weight
 
     @property
@@ -77,11 +86,23 @@ class Step:
         """``weight`` times the number of data-parallel ranks, because DDP and FSDP divide by that number; with
         ``reduction="exact"`` simply ``weight``."""
         self._weight_reads += 1
+        if self._ghost and (self._ahead_unread or self._over):
+            raise _weight_of_another()
+        self._was_read = True
         return self._gradient_scale
 
-    def _weigh(self, weight: float, gradient_scale: float) -> None:
-        """Set the weight and gradient scale of the micro-batch that the loader is about to yield."""
-        self._weight, self._gradient_scale = weight, gradient_scale
+    def _weigh(self, micro_batches: int, divided_by: int, *, ghost: bool) -> None:
+        """Set the weight of the micro-batch that the loader is about to yield: one of this many in the global batch, or
+        a ghost. ``divided_by``: what gradients are divided by when they are reduced."""
+        self._ahead = self._weight > 0 and not self._was_scaled
+        self._ahead_unread = self._ahead and not self._was_read
+        self._weight = 0.0 if ghost else 1.0 / micro_batches
+        self._gradient_scale, self._divided_by = 0.0 if ghost else divided_by / micro_batches, divided_by
+        self._ghost, self._was_read, self._was_scaled, self._over = ghost, False, False, False
+
+    def _end_delivery(self) -> None:
+        """Note that the loader is exhausted: a loss that comes now need not be that of the last micro-batch."""
+        self._over = True
 
     def scale(self, loss: torch.Tensor, weight: float | None = None) -> torch.Tensor:
         """Return the loss to call ``backward`` on, scaled so that gradients become the mean over the global batch.
@@ -94,8 +115,13 @@ class Step:
         if machine.broken and not machine.unit_passed:
             self._world.abandon()
         factor, share = self._gradient_scale, self._weight
-        if weight is not None and share:
+        if self._ghost and (self._ahead or self._over):
+            if weight is None or not self._was_read or self._shard_losses is not None:
+                raise _weight_of_another()
+            factor, share = self._divided_by * weight, weight  # the script knows which micro-batch is the ghost
+        elif weight is not None and share:
             factor, share = factor / share * weight, weight
+        self._was_scaled = True
         self._is_whole |= self._last_given
         part = loss.detach().double() * share
         self._local_loss = part if self._local_loss is None else self._local_loss + part
@@ -138,3 +164,12 @@ class Step:
         gate = self._world.gate
         assert gate is not None, "a gate that has passed"
         return gate.loss
+
+
+def _weight_of_another() -> StepError:
+    return StepError(
+        "this rank has fewer micro-batches in the step than others, so its last one is a repetition with weight 0. The script took it before "
+        "step.backward of an earlier one, whose loss would get that weight.",
+        remedy="call step.backward for a micro-batch before the next one is taken, or read step.weight of each and pass it on (weight=); or let "
+        "global_batch_size be a multiple of micro_batch_size times the data-parallel ranks, after a shrink too.",
+    )

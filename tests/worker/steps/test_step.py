@@ -332,7 +332,7 @@ if __name__ == "__main__":
     main()
 """
 DDP_WRAP = "model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))"
-FSDP_WRAP = "from torch.distributed.fsdp import fully_shard; model = fully_sharded(nn.Linear(4, 4))"
+FSDP_WRAP = "from torch.distributed.fsdp import fully_shard; model = fully_shard(nn.Linear(4, 4))"
 
 
 def started(command: list[str], script: Path, wrap: str) -> list[str]:
