@@ -25,8 +25,8 @@ from rackrun.chaos.testbed.job_under_test import JobResult
 from rackrun.coordinator.observe.recoveries import LostRank, RecoveryRecord
 from rackrun.coordinator.report.goodput import Goodput
 from rackrun.launch.run.run_directory import Result
-from rackrun.protocol.commands import GenerationPlan
-from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step
+from rackrun.protocol.commands import GenerationPlan, Member
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step
 
 PLAN = Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK)))
 STOPS = Plan(plan=PLAN.plan, expect="stops")
@@ -64,13 +64,15 @@ def end(rank: int, since: int = 0, **changes: Any) -> EndState:
     return EndState(rank=rank, world=2, since=since, reached={"ema.mean": "0.5", "count": f"{rank}", **changes})
 
 
-def world(generation: int, committed: int, rollback: int | None = None) -> GenerationPlan:
+def world(
+    generation: int, committed: int, rollback: int | None = None, members: tuple[Member, ...] = ()
+) -> GenerationPlan:
     at = Position(committed) if committed >= 0 else BEGIN
     back = None if rollback is None else Step(rollback)
     return GenerationPlan(
         generation=Generation(generation),
         world_size=2,
-        members=(),
+        members=members,
         store="",
         layout=Generation(0),
         full=2,
@@ -404,6 +406,24 @@ def test_a_rank_that_nothing_struck_is_not_given_up() -> None:
     other = evidence(trace=trace(recoveries=[recovery("tray-00/0")]))
     assert said(other) == {"restraint": False}
     assert said(replace(other, late_s=1.0)) == {"restraint": None}
+
+
+@pytest.mark.parametrize(("back_to", "holds"), [(2, True), (3, False), (None, False)])
+def test_who_took_over_after_the_step_that_all_go_back_to_may_give_itself_up(back_to: int | None, holds: bool) -> None:
+    def member(slot: str) -> Member:
+        return Member(rank=Rank(0), slot=SlotId(slot), incarnation=Incarnation(1))
+
+    plans = [
+        world(1, -1, members=(member("tray-00/0"),)),
+        world(2, 3, members=(member("tray-04/0"),)),
+        world(3, 4, back_to, members=(member("tray-04/0"),)),
+    ]
+    found = evidence(trace=trace(recoveries=[recovery("tray-04/0")], plans=plans))
+    assert said(found).get("restraint") is (None if holds else False)
+    first = evidence(
+        trace=trace(recoveries=[recovery("tray-00/0")], plans=[plans[0], world(2, 3, back_to, plans[0].members)])
+    )
+    assert said(first).get("restraint") is False, "it has run all steps"
 
 
 @pytest.mark.parametrize(("lasted_s", "holds"), [(0.5, False), (3.0, True)])
