@@ -1,4 +1,4 @@
-"""The snapshots in the model of a job, their parity on other trays, and the state that a member of a plan gets from them."""
+"""The snapshots in the model of a job, their parity on other trays, and the state that members of a plan get of them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class ModelSnapshots:
         return None
 
     def _rebuild(self, restore: Restore, at: int) -> Chain | None:
-        """From each member that is left its row, with everybody's stripes, and the very file that it gave stripes of."""
+        """From each member that is left its row, with all stripes, and the very file that it gave stripes of."""
         lost: set[tuple[int, Chain]] = set()
         rows, files = [], {}
         for one in restore.rebuild:

@@ -1,4 +1,4 @@
-"""A hold: all ranks wait with their state in memory, without a deadline, until a spare is ready or an operator ends it."""
+"""A hold: all ranks wait with their state in memory, without a deadline, for a spare or for an operator who ends it."""
 
 from __future__ import annotations
 

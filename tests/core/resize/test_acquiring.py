@@ -1,4 +1,4 @@
-"""A rack is asked of a provider, waited for or trained without, and used; by order, by a user's function, by operators."""
+"""A rack is asked of a provider, waited for or trained without, and used: by order, by a function, by operators."""
 
 from __future__ import annotations
 
