@@ -78,7 +78,7 @@ class Reshaped(TinyCluster):
         self, main: Callable[[Any], None], *, changes: Sequence[Change], distant: bool = False, **how: Any
     ) -> None:
         super().__init__(main, **how)
-        self.distant, NOTED[0] = distant, 0
+        self._service.distant, NOTED[0] = distant, 0
         self._changes = list(changes)
         self._took_over = self._asked = False
         self._plan: GenerationPlan | None = None
@@ -185,8 +185,7 @@ class Reshaped(TinyCluster):
         generation, self._parked, self._asked = self._next, None, False
         newest = max(parked.values(), key=lambda report: report.passed)
         committed, gate = max((newest.passed, newest.gate), (former.committed, former.gate))
-        host, port = self._service.getsockname()
-        addresses = tuple(f"{host}:{port}/{w.slot}/{w.incarnation}" for w in self._members())
+        addresses = tuple(f"{self._service.address}/{w.slot}/{w.incarnation}" for w in self._members())
         of = Reshard(layout=former.layout, images=addresses)
         if self._old is not None and committed == self._old[1]:
             of, committed, gate = self._old

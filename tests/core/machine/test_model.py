@@ -100,13 +100,13 @@ class Play(RuleBasedStateMachine):
         process = alive[pick % len(alive)]
         match how:
             case "kill":
-                self.cluster.end(process, signal=9)
+                self.cluster.workers.end(process, signal=9)
             case "segv":
-                self.cluster.end(process, signal=11)
+                self.cluster.workers.end(process, signal=11)
             case "bug":
-                self.cluster.end(process, code=1, bug=f"train.py:{pick}")
+                self.cluster.workers.end(process, code=1, bug=f"train.py:{pick}")
             case "leave" if process.state != "starting":  # a plain script may leave when it likes
-                self.cluster.end(process, code=0)
+                self.cluster.workers.end(process, code=0)
             case "hang":
                 process.hung = process.hung or ("code" if process.state == "running" else "")
             case "silent":
@@ -121,7 +121,7 @@ class Play(RuleBasedStateMachine):
     @precondition(lambda self: self.going)
     @rule()
     def the_fabric_jams(self) -> None:
-        self.cluster.jammed.add(self.cluster.announced)
+        self.cluster.workers.jammed.add(self.cluster.announced)
 
     @precondition(lambda self: self.going and any(self.cluster.up_trays.values()))
     @rule(pick=PICK, really=st.integers(0, 2))

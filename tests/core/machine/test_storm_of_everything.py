@@ -86,7 +86,7 @@ def storm_of_everything(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
     )
     shards = rng.choice(["replicas", "pairs", "unique"])
     cluster = kind(config, slots, rng.randint(10, 40), "pairs" if tied else shards, racks=racks)
-    cluster.exact, cluster.reenters = rng.random() < 0.7, rng.random() < 0.7
+    cluster.workers.exact, cluster.workers.reenters = rng.random() < 0.7, rng.random() < 0.7
     cluster.trays_come, cluster.agents_return = rng.random() < 0.5, seed % 3 == 0
     kinds = rng.sample(MIXED, rng.randint(8, 30))
     return play(cluster, trays, rng, kinds, rng.choice([0.02, 0.05, 0.15]))

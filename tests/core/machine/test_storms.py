@@ -86,7 +86,7 @@ def storm(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
         rules=parse_rules(rng.choice(["", "swap,move,shrink,wait,restart"])),
     )
     cluster = kind(config, slots, units, rng.choice(["replicas", "replicas", "pairs", "unique"]))
-    cluster.exact, cluster.reenters = rng.random() < 0.7, rng.random() < 0.5
+    cluster.workers.exact, cluster.workers.reenters = rng.random() < 0.7, rng.random() < 0.5
     cluster.agents_return = seed % 3 == 0
     return play(cluster, trays, rng, KINDS, rng.choice([0.005, 0.02, 0.05]))
 
@@ -261,7 +261,7 @@ def storm_of_shards(seed: int) -> Cluster:
         snapshot_copies=rng.choice(["mirror", "xor", "local"]),
     )
     cluster = Cluster(config, slots, rng.randint(5, 40), "pairs" if tied else rng.choice(["pairs", "unique"]))
-    cluster.reenters = True
+    cluster.workers.reenters = True
     kinds = ["kill", "kill", "kill", "segv", "hang", "silent", "tray", "timeout", "pair", "rot", "jam"]
     return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
 
@@ -282,7 +282,7 @@ def storm_of_sizes(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
         rules=parse_rules("swap,move,shrink,wait,restart"),
     )
     cluster = kind(config, slots, rng.randint(10, 40), "pairs" if tied else rng.choice(["replicas", "unique"]))
-    cluster.reenters = tied or cluster.shards == "unique" or rng.random() < 0.3
+    cluster.workers.reenters = tied or cluster.workers.shards == "unique" or rng.random() < 0.3
     kinds = [*SIZED, *SIZED, "drain", "return", "swap", "kill", "hang", "tray", "timeout", "rot"]
     return play(cluster, trays, rng, kinds, rng.choice([0.02, 0.05]))
 
@@ -322,7 +322,7 @@ def storm_of_racks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
         rules=parse_rules(order),
     )
     cluster = kind(config, slots, rng.randint(10, 40), rng.choice(["replicas", "replicas", "pairs", "unique"]))
-    cluster.exact, cluster.reenters = rng.random() < 0.7, rng.random() < 0.5
+    cluster.workers.exact, cluster.workers.reenters = rng.random() < 0.7, rng.random() < 0.5
     cluster.trays_come = False
     kinds = ["tray", "kill", "segv", "timeout", *["provider"] * 12]
     return play(cluster, trays, rng, kinds, rng.choice([0.03, 0.1]))
@@ -393,12 +393,12 @@ def makes_up(cluster: Cluster, rng: random.Random) -> None:
 
 
 def jam(cluster: Cluster, rng: random.Random) -> None:
-    cluster.jammed.add(cluster.announced)
+    cluster.workers.jammed.add(cluster.announced)
 
 
 def rot(cluster: Cluster, rng: random.Random) -> None:
-    kept = [(*owner, step) for owner, arena in cluster.arenas.items() for step in arena]
-    cluster.rotten.update(rng.sample(kept, min(len(kept), 3)))
+    kept = [(*owner, step) for owner, arena in cluster.snapshots.arenas.items() for step in arena]
+    cluster.snapshots.rotten.update(rng.sample(kept, min(len(kept), 3)))
 
 
 def lie(cluster: Cluster, rng: random.Random) -> None:
@@ -415,7 +415,7 @@ def lie(cluster: Cluster, rng: random.Random) -> None:
     one = rng.choice(at_gate)
     ranks = [member.rank for member in cluster.plans[newest].members]
     culprits = tuple(rng.sample(ranks, min(rng.choice([0, 1, 1, 1, 2]), len(ranks))))
-    arena = [Step(named) for named in cluster.arenas.get((one.slot, one.incarnation), {})]
+    arena = [Step(named) for named in cluster.snapshots.arenas.get((one.slot, one.incarnation), {})]
     kept = [step for step in steps_in(Generation(one.layout), arena) if step <= one.passed]
     one.paused = True
     one.up.append(
@@ -499,7 +499,9 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
     elif alive:
         for process in rng.sample(alive, min(2 if kind == "pair" else 1, len(alive))):
             bug = f"train.py:{rng.random()}" if kind == "bug" else ""
-            cluster.end(process, signal={"segv": 11, "bug": None}.get(kind, 9), code=1 if bug else None, bug=bug)
+            cluster.workers.end(
+                process, signal={"segv": 11, "bug": None}.get(kind, 9), code=1 if bug else None, bug=bug
+            )
 
 
 def test_every_storm_ends_with_one_history_or_with_a_reason(seeds: range) -> None:
@@ -551,7 +553,7 @@ def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_nobody_takes_
             cluster = storm_in_racks(seed)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
-        seen["pauses"] += len({generation for generation, _ in cluster.pausing})
+        seen["pauses"] += len({generation for generation, _ in cluster.workers.pausing})
         seen["planned"] += cluster.planned_swaps
         for plan in cluster.plans.values():
             if cluster.core_config.mesh and not cluster.core_config.cross_clique:
@@ -656,7 +658,7 @@ def test_in_a_storm_of_slow_ranks_all_compute_by_one_deal(answer: SlowRanks) -> 
             raise AssertionError(f"seed {seed}") from error
         assert cluster.stopped is not None
         seen[f"exit {cluster.stopped.exit_code}"] += 1
-        deals = {(generation, shares) for (generation, _), shares in cluster.shares.items() if shares}
+        deals = {(generation, shares) for (generation, _), shares in cluster.workers.shares.items() if shares}
         begun = {(generation, plan.shares) for generation, plan in cluster.plans.items() if plan.shares}
         seen["in a generation"] += len(deals - begun)
         seen["with a generation"] += len(deals & begun)

@@ -24,7 +24,8 @@ from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.data.rng import derive, reseed
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
-from tests.worker.harness import Ended, _hash
+from tests.worker.forked_worker import hash_of
+from tests.worker.harness import Ended
 from tests.worker.harness import say as said_by
 from tests.worker.scripts import Samples, Script, adam, ddp, fully_sharded, loss_of, net
 
@@ -100,7 +101,8 @@ def script(
             for index, values in optimizer.state_dict()["state"].items():
                 held |= {f"{index}/{key}": _whole(value) for key, value in values.items()}
             said_by(
-                whole={path.removeprefix("module."): _hash(t.numpy().tobytes()) for path, t in held.items()}, told=told
+                whole={path.removeprefix("module."): hash_of(t.numpy().tobytes()) for path, t in held.items()},
+                told=told,
             )
 
         run.at_end(tell)

@@ -28,7 +28,8 @@ from rackrun.protocol.ids import Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import WorkerMembership
-from tests.worker.harness import Ended, TinyCluster, _hash, say
+from tests.worker.forked_worker import hash_of
+from tests.worker.harness import Ended, TinyCluster, say
 from tests.worker.reshaping import Change, Reshaped, differences, noted
 from tests.worker.scripts import Bodies, Script, adam, ddp, fit, fully_sharded, net
 
@@ -138,7 +139,7 @@ def script(
             held = {path: whole(tensor) for path, tensor in model.named_parameters()}
             held |= {f"{index}/{key}": whole(value) for index, values in state.items() for key, value in values.items()}
             say(
-                whole={path: _hash(t.contiguous().numpy().tobytes()) for path, t in held.items()},
+                whole={path: hash_of(t.contiguous().numpy().tobytes()) for path, t in held.items()},
                 rank=run.rank,
                 entered=len(entered),
                 phases=phases,

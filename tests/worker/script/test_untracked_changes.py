@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from rackrun.worker.loop.run import Run
-from rackrun.worker.script.script_checks import _elements
+from rackrun.worker.script.gradient_checks import _elements
 from rackrun.worker.script.untracked_changes import UntrackedChanges
 from rackrun.worker.state.tracked_state import TrackedState
 from tests.worker.harness import Ended

@@ -1,0 +1,357 @@
+"""What a unit has changed before it counts is put back exactly, or is named: `UnitUndo` alone, without a job."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.undo.unit_undo import UnitUndo
+from tests.worker.steps.early_changes import LARGE
+
+
+class ByValue:
+    """Its state_dict returns copies."""
+
+    def __init__(self, size: int) -> None:
+        self.mean, self.updates = torch.zeros(size), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean.clone(), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean, self.updates = state["mean"].clone(), state["updates"]
+
+
+class Codebook(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(size))
+        self.codes: torch.Tensor
+
+
+def undone(state: TrackedState, change: Callable[[], Any], *, learns: bool = True) -> list[str]:
+    """``change`` is done in a step that counts, which shows it, and in one that does not. Returns what was not put back."""
+    undo = UnitUndo(state)
+    undo.begin(whole=True, audit=True)
+    if learns:
+        change()
+    undo.before_update()
+    undo.ended()
+    undo.begin()
+    undo.before_update()
+    undo.ended()
+    undo.begin()
+    change()
+    return undo.discard(backward_open=True)
+
+
+def bits(state: TrackedState) -> dict[str, bytes]:
+    tensors = {path: tensor.contiguous().numpy().tobytes() for path, tensor in state.tensors().items()}
+    return {**tensors, "plain": state.encode_plain()}
+
+
+def tracked(**things: Any) -> TrackedState:
+    state = TrackedState()
+    for name, thing in things.items():
+        state.track(name, thing)
+    return state
+
+
+def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(600, 600)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 600)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_an_object_whose_state_dict_returns_copies_is_put_back(size: int) -> None:
+    meter = ByValue(size)
+    state = tracked(model=trained()[0], meter=meter)
+
+    def change() -> None:
+        meter.mean += 1
+        meter.updates += 1
+
+    for learns in (False, True):
+        assert not undone(state, change, learns=learns)
+        assert (meter.mean.max().item(), meter.updates) == (float(learns), int(learns))
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.parametrize("unseen", [False, True])
+def test_what_no_optimizer_trains_is_put_back(size: int, unseen: bool) -> None:
+    model, optimizer = trained()
+    codebook, shadow, frozen = Codebook(size), copy.deepcopy(model), nn.Linear(size, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    state = tracked(model=model, optimizer=optimizer, codebook=codebook, shadow=shadow, frozen=frozen, average=average)
+
+    def change() -> None:
+        for tensor in (codebook.codes, *shadow.parameters(), *average.parameters()):
+            if unseen:
+                tensor.data.add_(1)
+            else:
+                with torch.no_grad():
+                    tensor.add_(1)
+
+    before = bits(state)
+    assert not undone(state, change, learns=False) or unseen
+    before = bits(state) if unseen else before
+    assert not undone(state, change)
+    change()
+    after = bits(state)
+    assert not undone(state, change)
+    assert bits(state) != after
+    assert before != after
+
+
+def test_what_a_step_has_not_changed_is_not_written_to() -> None:
+    """A snapshot of the step before may be in the making, and would be taken for torn."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+    undo.begin(whole=True)
+    with torch.no_grad():
+        model.bias.add_(1)
+    before = {path: tensor._version for path, tensor in state.tensors().items()}
+    assert not undo.discard(backward_open=True)
+    after = {path: tensor._version for path, tensor in state.tensors().items()}
+    assert {path for path in after if after[path] != before[path]} == {"model/param/bias"}
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_what_an_optimizer_trains_is_put_back_once_it_was_seen_to_change_early(unseen: bool) -> None:
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+
+    def change() -> None:
+        for tensor in (model.weight, optimizer.state[model.weight]["exp_avg"]):
+            if unseen:
+                tensor.data.mul_(1.5)
+            else:
+                with torch.no_grad():
+                    tensor.mul_(1.5)
+
+    change()
+    undo = UnitUndo(state)
+    undo.begin(whole=True, audit=True)
+    change()
+    undo.before_update()
+    undo.ended()
+    assert state.lineage.changes.early == ("model/param/weight", "optimizer/state/0/0/exp_avg")
+    before = bits(state)
+    undo.begin()
+    change()
+    assert not undo.discard(backward_open=True)
+    assert bits(state) == before
+
+
+def test_a_first_step_is_put_back_as_a_whole_with_what_the_optimizer_has_made() -> None:
+    model = nn.Linear(600, 600)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = tracked(model=model, optimizer=optimizer)
+    before, undo = bits(state), UnitUndo(state)
+    undo.begin(whole=True, audit=True)
+    model(torch.ones(1, 600)).sum().backward()
+    undo.before_update()
+    optimizer.step()
+    assert not undo.discard(backward_open=True)
+    assert bits(state) == before
+    assert not optimizer.state
+
+
+def test_a_change_that_nobody_has_seen_in_time_is_found_when_the_step_is_done_again() -> None:
+    """By ``.data``, before optimizer.step(), for the first time in a step that is abandoned: this state is of no use."""
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    undo.begin()
+    model.weight.data.mul_(1.5)
+    assert not undo.discard(backward_open=True), "nothing shows it yet"
+    undo.begin()
+    model.weight.data.mul_(1.5)
+    undo.before_update()
+    assert undo.not_put_back() == ["model/param/weight"]
+
+
+def test_digests_from_before_a_rollback_do_not_judge_a_later_step() -> None:
+    """They were served to a newcomer after the state was filled anew, and nothing was audited since."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+    undo.begin()
+    assert not undo.discard(backward_open=True)
+    assert undo.digests_ahead()
+    state.load_plain(state.manifest("r"), state.tensors())
+    assert not undo.digests_ahead(), "the step that was abandoned is not done again from this state"
+    undo.begin()
+    undo.before_update()
+    optimizer.step()
+    undo.ended()
+    undo.begin()
+    assert not undo.discard(backward_open=True)
+    undo.digests_ahead()
+    undo.begin()
+    undo.before_update()
+    assert undo.not_put_back() == []
+
+
+def test_weights_that_are_exchanged_for_a_while_are_found_where_the_step_was_left() -> None:
+    """Through ``.data``, and put back before the gate: there is nothing to see there. Known from the first step, they are put back."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+    undo.begin()
+    undo.at_place()
+    model.weight.data.mul_(2)
+    undo.at_place()
+    undo.discard(backward_open=True)
+    undo.begin()
+    undo.at_place()
+    model.weight.data.mul_(2)
+    undo.at_place()
+    model.weight.data.mul_(0.5)
+    undo.at_place()
+    undo.before_update()
+    assert undo.not_put_back() == ["model/param/weight"]
+
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+    undo.begin(whole=True, audit=True, everywhere=True)
+    model.weight.data.mul_(2)
+    undo.at_place()
+    model.weight.data.mul_(0.5)
+    undo.at_place()
+    undo.before_update()
+    undo.ended()
+    before = bits(state)
+    undo.begin()
+    model.weight.data.mul_(2)
+    undo.at_place()
+    assert not undo.discard(backward_open=True)
+    assert bits(state) == before
+
+
+def test_a_phase_is_not_left_while_it_has_other_weights_in_the_model() -> None:
+    """It has put them back at its end as often as it has run, so nothing shows that it exchanges them, and no version does."""
+    model, optimizer = trained()
+    frozen, norm = nn.Linear(LARGE, 1), nn.BatchNorm1d(3)
+    state = tracked(model=model, optimizer=optimizer, frozen=frozen, norm=norm)
+    undo = UnitUndo(state)
+    for exchanged in (model.weight, frozen.weight, optimizer.state[model.weight]["exp_avg"]):
+        for _ in range(9):
+            undo.begin(phase="every 1")
+            assert undo.may_be_left()
+            backup = exchanged.data.clone()
+            exchanged.data.mul_(0.9)
+            left, torn = undo.may_be_left(), exchanged.data.clone()
+            exchanged.data.copy_(backup)
+            assert undo.may_be_left()
+            undo.ended()
+        assert not left
+        undo.begin(phase="every 1")
+        exchanged.data.copy_(torn)
+        exchanged.data.copy_(backup)
+        assert not undo.discard(backward_open=False)
+        assert torch.equal(exchanged, backup)
+
+
+def test_parameters_that_were_frozen_for_a_while_are_trained_again() -> None:
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    undo.begin()
+    model.weight.requires_grad_(False)
+    undo.discard(backward_open=True)
+    assert model.weight.requires_grad
+
+
+def test_a_step_that_is_done_again_and_changes_nothing_early_is_good() -> None:
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    undo.begin()
+    undo.discard(backward_open=True)
+    undo.begin()
+    undo.before_update()
+    assert not undo.not_put_back()
+
+
+def test_a_version_that_moves_before_the_update_shows_at_once_what_cannot_be_put_back() -> None:
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    undo.begin()
+    with torch.no_grad():
+        model.weight.mul_(1.5)
+    assert undo.discard(backward_open=True) == ["model/param/weight"]
+
+
+def test_what_a_step_changes_early_for_the_first_time_the_next_one_has_copied() -> None:
+    """In any step, not in those alone that are audited: without a copy, a loss in the next one would cost every rank."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+
+    def change() -> None:
+        with torch.no_grad():
+            model.weight.mul_(1.5)
+
+    undo.begin()
+    change()
+    undo.before_update()
+    undo.ended()
+    undo.begin()
+    before = bits(state)
+    change()
+    assert not undo.discard(backward_open=True)
+    assert bits(state) == before
+
+
+def test_a_large_frozen_model_is_not_copied_and_a_change_of_it_is_found() -> None:
+    model, optimizer = trained()
+    base = nn.Linear(5000, 4000, bias=False)
+    state = tracked(model=model, optimizer=optimizer, base=base)
+    undo = UnitUndo(state)
+    for _ in range(3):
+        undo.begin()
+        undo.before_update()
+        undo.ended()
+    assert "base/param/weight" not in undo._copies
+    undo.begin()
+    assert not undo.discard(backward_open=True)
+    undo.begin()
+    base.weight.data[7, 7] += 1
+    assert undo.discard(backward_open=True) == ["base/param/weight"]
+
+
+def test_a_change_between_two_steps_that_no_version_shows_is_refused() -> None:
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    undo.begin(audit=True)
+    undo.before_update()
+    undo.ended()
+    undo.committed()
+    model.weight.data.mul_(1.5)
+    undo.check_stands()
+    undo.begin()
+    assert undo.changed_between == "model/param/weight"
+
+
+def test_a_frozen_parameter_that_each_step_exchanges_for_another_has_not_changed_between_steps() -> None:
+    model, optimizer = trained()
+    model.gate = nn.Parameter(torch.ones(3), requires_grad=False)
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    for _ in range(3):
+        undo.begin(audit=True)
+        undo.before_update()
+        model.gate = nn.Parameter(model.gate * 0.9, requires_grad=False)
+        undo.ended()
+        undo.committed()
+        undo.check_stands()
+        assert not undo.changed_between
