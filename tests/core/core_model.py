@@ -817,13 +817,24 @@ class Cluster:
 
     def _end_hold(self) -> None:
         """A tray comes, or an operator ends the hold, if there is one: nothing else does."""
-        held = self.core._job.recovery.hold.holds
+        held, silent = self.core._job.recovery.hold.holds, self.core._job.recovery.hold.silent
+        for process in [one for one in self.processes.values() if held and one.alive and one.rank in silent]:
+            if self.now % 5:
+                self._runs_again(process)
+            else:
+                self.end(process, signal=9)
+            return
         missing = next((tray for n in range(5) if (tray := TrayId(f"tray-{n}")) not in self.up_trays), None)
         if held and missing is not None and self.now % 2:
             self.join(missing)
         elif held:
             policy = ("swap,shrink,restart", "swap,restart", "stop")[self.now % 3]
             self.tell(PolicyRequested(request=f"end of a hold {len(self.answers)}", policy=policy))
+
+    def _runs_again(self, process: Process) -> None:
+        process.hung, process.reported = "", False
+        told = {"step": Step(process.passed + 1), "collective": 0, "silent": False, "for_ms": 0, "over": True}
+        self._say(process, WorkerStalled, **told)
 
     def run_to_the_end(self, limit: int = 20_000) -> StopJob:
         """No more faults: everything is delivered, time passes only when nothing else can happen."""
