@@ -464,7 +464,8 @@ class Recovery:
         prospect = self._staffed(found, ready)
         short = state is not None and prospect.staff is None and self.view_builder.falls_short(enough=prospect.enough)
         now = world.generation if self.hold.holds else None  # an operator who drains in a hold lets it go on
-        if short and any(now is None or asked_in != now for asked_in in self.rack.revocable.values()):
+        drains = [one for one in self.rack.revocable.values() if now is None or one.asked_in != now]
+        if short and any(self.rack.serves(one.slots) for one in drains):
             self.facts.add(SlotsNeeded())
             return
         self.resizing.growth.broken(world.members.values(), found.committed, at_ms)
