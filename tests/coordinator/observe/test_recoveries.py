@@ -325,6 +325,22 @@ def test_a_planned_swap_is_told_as_one_and_not_as_a_loss(on_gpus: bool) -> None:
     assert recovery.line().startswith(f"rank 2 leaves tray-00/2 ({because}) -> tray-00/4")
 
 
+def test_a_planned_swap_by_which_nothing_is_done_again_is_not_told_as_a_rollback() -> None:
+    story = Story()
+    story.does(ResumeGeneration(plan=FIRST, because="all are here"))
+    for rank in range(3):
+        story.hears(
+            WorkerPaused(slot=SlotId(f"tray-00/{rank}"), incarnation=Incarnation(rank + 1), generation=Generation(1))
+        )
+    story.does(FenceWorker(slot=SlotId("tray-00/2"), incarnation=Incarnation(3), because="drained"))
+    story.does(breaking(2))
+    after = plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(6), rollback=6)
+    story.does(ResumeGeneration(plan=after, because=""))
+    story.finish()
+    (recovery,) = story.told_of
+    assert recovery.line() == "rank 2 leaves tray-00/2 (drained) -> tray-00/4, goes on from the state after step 6"
+
+
 def test_a_spare_that_ended_long_before_is_no_part_of_a_recovery() -> None:
     story = Story()
     story.does(ResumeGeneration(plan=FIRST, because="all are here"))
