@@ -371,6 +371,8 @@ class RecoveryWatch:
         recovery.rungs += (decision.rung.value,)
         recovery.reasons += (decision.reason,)
         recovery.whose = command.failure.whose.value
+        if command.failure.ranks:
+            recovery.because = command.failure.what  # more may be lost than when the generation was broken
         self._end_hold(now_ms)
         self._held_since = now_ms if decision.rung is Rung.HOLD else None
         if recovery.decided_ms is None:

@@ -423,6 +423,20 @@ def test_a_job_that_is_stopped_in_a_hold_has_held_until_then(story: Story) -> No
     assert recovery.line() == f"rank 1 lost (SIGKILL) -> the job ended, after {(ended - began) / 1e3:.2f} s in a hold"
 
 
+def test_the_line_of_a_job_that_ended_names_all_ranks_that_were_lost(story: Story) -> None:
+    story.hears(exited("tray-00/1", 2))
+    story.does(
+        BreakGeneration(generation=Generation(2), workers=(worker("tray-00/0", 1),), because="rank 1 lost (SIGKILL)")
+    )
+    story.hears(exited("tray-00/0", 1))
+    failure = Failure(what="ranks 0, 1 lost (SIGKILL)", ranks=(Rank(0), Rank(1)))
+    story.does(Decided(generation=Generation(2), failure=failure, decision=Decision(rung=Rung.STOP, reason="stop")))
+    story.does(StopJob(exit_code=3, because="no copy of their state is left"))
+    story.finish()
+    (recovery,) = story.told_of
+    assert recovery.line() == "ranks 0, 1 lost (SIGKILL) -> the job ended"
+
+
 def test_a_step_that_was_in_hand_when_ranks_were_lost_is_not_done_again_for_the_growth_that_follows_at_once(
     story: Story,
 ) -> None:
