@@ -428,6 +428,11 @@ class RackMachine:
         """Return the number of spares that are not ready yet, plus those that could be started."""
         return len(self.fit_spares()) - len(self.ready_spares()) + len(self.clearing_slots()) + len(self.free_slots())
 
+    def starting(self, lost: int) -> int:
+        """Return how many spares start, or are about to be started because ``lost`` ranks are to be replaced."""
+        ready = len(self.ready_spares())
+        return max(len(self.fit_spares()) - ready, min(self.coming(), lost - ready))
+
     def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
         """Choose one of ``spares`` for each lost rank: on its own tray if possible, then in their order. Spares on
         slots to avoid come last."""

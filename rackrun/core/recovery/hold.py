@@ -133,8 +133,7 @@ class Hold:
     def _counts(self) -> tuple[int, int, int]:
         """Return how many ranks are lost, and how many spares are ready and start."""
         lost, ready = len(self.world.lost()), len(self.rack.ready_spares())
-        begun = len(self.rack.fit_spares()) - ready
-        return lost, ready, max(begun, min(self.rack.coming(), lost - ready))
+        return lost, ready, self.rack.starting(lost)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rank is left alone that is no parked member."""

@@ -202,8 +202,8 @@ class ViewBuilder:
         if prospect.enough:
             return f"{to_replace}, and no spare inside their NVLink clique"
         last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
-        ready = len(self.rack.ready_spares())
-        spares = f"{counted(ready, 'spare')} ready, {coming} to come" if coming else counted(ready, "spare")
+        ready, starting = len(self.rack.ready_spares()), self.rack.starting(len(lost))
+        spares = f"{counted(ready, 'spare')} ready, {starting} starting" if starting else counted(ready, "spare")
         more = "" if ready + coming >= len(lost) else ", no free slot left"
         return f"{to_replace}, {spares}{more}{last}{self.rack.held_back()}"
 
