@@ -107,6 +107,11 @@ class OperatorRequests:
             told = f"{named(ranks)} will leave at the next step boundary"
         elif self.recovery.hold.holds:
             told = "no rank is there; its slots are not used, and all ranks wait on for others"
+            if self._is_needed(one):
+                told += (
+                    "; it keeps snapshots that may be the only ones, so the drain ends when all train again "
+                    "(rackctl drain --no-wait returns at once)"
+                )
         else:
             told = "no rank is there"
         self.replies.begin(one, f"{one}: {told}")

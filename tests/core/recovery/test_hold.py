@@ -563,6 +563,8 @@ def test_a_tray_on_which_a_lost_rank_left_its_snapshots_is_not_empty_in_a_hold()
     assert harness.view.hold
     (begun,) = drain(harness, "b")
     assert begun.outcome == "begun"
+    assert "it keeps snapshots that may be the only ones, so the drain ends when all train again" in begun.text
+    assert "--no-wait" in begun.text
     assert not every(Answer, harness.exits("b/1"))
 
 
