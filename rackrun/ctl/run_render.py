@@ -84,7 +84,8 @@ def render_result(console: Console, result: Result) -> None:
     """Print how a run ended."""
     title = Text(result.run_id, "bold") + Text("  ")
     console.print(title + Text(f"ended with exit code {result.exit_code}", "green" if result.exit_code == 0 else "red"))
-    _say(console, f"{result.because} {result.remedy}".strip())
+    because = f"{result.because.rstrip('.')}. Remedy: {result.remedy}" if result.remedy else result.because
+    _say(console, because)
     told = _recoveries(len(result.recoveries), ended=result.recoveries_ended)
     _say(console, f"{result.steps} steps in {result.seconds:.1f} s, {told}")
     for line in result.recoveries:

@@ -325,7 +325,13 @@ class Cluster:
 
     def _end_hold(self) -> None:
         """A tray comes, or an operator ends the hold, if there is one: nothing else does."""
-        held = self.core._job.recovery.hold.holds
+        held, silent = self.core._job.recovery.hold.holds, self.core._job.recovery.hold.silent
+        for process in [one for one in self.processes.values() if held and one.alive and one.rank in silent]:
+            if self.now % 5:
+                self.workers.runs_again(process)
+            else:
+                self.workers.end(process, signal=9)
+            return
         missing = next((tray for n in range(5) if (tray := TrayId(f"tray-{n}")) not in self.up_trays), None)
         if held and missing is not None and self.now % 2:
             self.join(missing)

@@ -242,6 +242,12 @@ class ModelWorkers:
         process.chain = (*process.chain, (process.passed + 1, process.entered_in))
         process.entered_in = None
 
+    def runs_again(self, process: Process) -> None:
+        """Let a silent process go on, and its agent say so."""
+        process.hung, process.reported = "", False
+        told = {"step": Step(process.passed + 1), "collective": 0, "silent": False, "for_ms": 0, "over": True}
+        self._say(process, WorkerStalled, **told)
+
     def _say(self, process: Process, kind: Callable[..., Event], **fields: Any) -> None:
         process.up.append(kind(slot=process.slot, incarnation=process.incarnation, **fields))
 

@@ -39,6 +39,12 @@ def test_a_report_and_a_result_show_what_was_said(text: str, tmp_path: Path) -> 
     assert drawn(render_result, result).count(text) == 3
 
 
+@pytest.mark.parametrize("because", ["rank 1 lost", "rank 1 lost."])
+def test_a_result_says_which_part_is_the_remedy(because: str) -> None:
+    result = Result(run_id="r", exit_code=3, because=because, remedy="ask again.", steps=1, recoveries=(), seconds=1.0)
+    assert "\nrank 1 lost. Remedy: ask again.\n" in drawn(render_result, result)
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_status_shows_what_was_said(text: str) -> None:
     status = {

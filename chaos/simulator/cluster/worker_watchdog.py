@@ -21,6 +21,8 @@ class WorkerWatchdog:
     def __init__(self, of: SimulatedWorker) -> None:
         self._of, self._sim = of, of.sim
         self._patience, self._came_in = 1, -1
+        self._told_silent = False
+        """Whether it was reported that the process is stopped, and not yet that it runs again."""
         self._told_ns = -1
         """The progress at which a stall was reported that is not over yet; -1: there is none."""
 
@@ -40,9 +42,13 @@ class WorkerWatchdog:
         costs, now_ns = self._sim.costs, self._sim.engine.now_ns
         if self._told_ns not in (-1, of.progress_ns):
             self._told_ns = -1
-            of.say(WorkerStalled, step=Step(of.passed + 1), collective=0, silent=False, for_ms=0, over=True)
+            self._runs_again()
+        elif self._told_silent and not of.paused:
+            self._told_silent = False
+            self._runs_again()
         of.agent.later(costs.stall_s / 2, self._look)
         if of.paused and now_ns - of.silent_ns > costs.silence_s * 1e9:
+            self._told_silent = True
             self._stalled(now_ns - of.silent_ns, silent=True)
         elif of.state != "running" or of.finished or of.between_units or of.paused:
             return
@@ -55,6 +61,10 @@ class WorkerWatchdog:
             if now_ns - of.progress_ns > deadline_s * 1e9:
                 for_ns, of.progress_ns = now_ns - of.progress_ns, now_ns
                 self._stalled(for_ns, silent=False)
+
+    def _runs_again(self) -> None:
+        step = Step(self._of.passed + 1)
+        self._of.say(WorkerStalled, step=step, collective=0, silent=False, for_ms=0, over=True)
 
     def _stalled(self, for_ns: int, *, silent: bool) -> None:
         of = self._of

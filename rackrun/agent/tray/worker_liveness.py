@@ -54,6 +54,8 @@ _SEEN_FROM_NS = 2_000_000_000
 look that finds it without signs of life."""
 _IDLE_AGAIN_NS = 5_000_000_000
 """Time between reports of an idle worker."""
+_REPEATS_MAX = 6
+"""The time between reports of a stopped worker doubles with each of them, this many times at most."""
 _MS = 1_000_000
 
 
@@ -121,6 +123,9 @@ class LivenessWatch:
                 self._uplink.event(_stall(worker, over=True))
             timer.restart(page.since_ns, self._agent_pauses.by(page.since_ns))
         if page.tick_ns != silence.since_ns:
+            if silence.reported:  # all ranks may have waited, so that nobody has ended it
+                silence.reported = False
+                self._uplink.event(_stall(worker, over=True))
             silence.restart(page.tick_ns, self._agent_pauses.by(page.tick_ns))
         if worker.called_ns:
             self._check_recovery(worker, now_ns)
@@ -129,7 +134,7 @@ class LivenessWatch:
         idle_ns = max(page.deadline_ms * _MS, floor_ns) if armed else _SILENCE_NS
         busy_ns = page.busy_ms * _MS if armed else _BUSY_SILENCE_NS
         silent_ns = silence.quiet_ns(now_ns, held_ns)
-        if silent_ns > floor_ns and (because := _held_still(worker)):
+        if silent_ns > floor_ns << min(silence.repeats, _REPEATS_MAX) and (because := _held_still(worker)):
             self._report_stall(worker, now_ns, silent=True, where=because)
         elif self._compared(worker, silence if silent_ns > _LATE_NS else timer, now_ns):
             pass
@@ -234,6 +239,7 @@ class LivenessWatch:
         quiet_ns = now_ns - (page.tick_ns if silent else page.since_ns)
         for timer in (worker.progress_timer, worker.silence):
             timer.mark_reported(now_ns, self._agent_pauses.total_ns)
+        worker.silence.reported = silent
         self._uplink.event(_stall(worker, silent=silent, for_ms=quiet_ns // _MS, where=where))
 
 

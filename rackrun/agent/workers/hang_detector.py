@@ -131,6 +131,8 @@ class ProgressTimer:
     """Time of the last progress on the worker's page."""
     reported: bool = False
     """Whether it was reported that the worker stands still or may; reset when its progress is reported."""
+    repeats: int = 0
+    """How often the stall was reported since the last progress."""
     prolonged: bool = False
     """Whether it was reported that the worker works for longer than it may be idle."""
     compared_ns: int = 0
@@ -148,12 +150,13 @@ class ProgressTimer:
     def restart(self, since_ns: int, held_ns: int) -> None:
         """Record progress: all times count from there."""
         self.since_ns, self._from_ns, self._held_ns = since_ns, since_ns, held_ns
-        self.prolonged, self.compared_ns, self.blocked_mark = False, 0, 0
+        self.prolonged, self.compared_ns, self.blocked_mark, self.repeats = False, 0, 0, 0
         self._reset()
 
     def mark_reported(self, now_ns: int, held_ns: int) -> None:
         """Record that the stall was reported. It is not reported again before the whole time has passed once more."""
         self.reported = True
+        self.repeats += 1
         self._from_ns, self._held_ns = now_ns, held_ns
         self._reset()
 

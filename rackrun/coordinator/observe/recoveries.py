@@ -167,7 +167,9 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         elif self.seconds is not None:
             held = f", {self.held_ms / 1e3:.2f} s of it in a hold" if self.held_ms else ""
             parts.append(f" in {self.seconds:.2f} s{held}")
-        if self.rollback is not None:
+        if self.rollback is not None and self.planned and not self.redone:
+            parts.append(f", goes on from the state after step {self.rollback}")
+        elif self.rollback is not None:
             parts.append(f", back to the state after step {self.rollback}")
         if self.redone:
             first, last = self.redone[0], self.redone[-1]
@@ -369,6 +371,8 @@ class RecoveryWatch:
         recovery.rungs += (decision.rung.value,)
         recovery.reasons += (decision.reason,)
         recovery.whose = command.failure.whose.value
+        if command.failure.ranks:
+            recovery.because = command.failure.what  # more may be lost than when the generation was broken
         self._end_hold(now_ms)
         self._held_since = now_ms if decision.rung is Rung.HOLD else None
         if recovery.decided_ms is None:

@@ -252,6 +252,7 @@ def _stalled(job: CoreParts, record: WorkerRecord, event: WorkerStalled) -> None
     if event.over:
         if record.rank is not None:
             standstill.stalled(record, event)
+            job.recovery.runs_again(record, event.at_ms)
     elif record.state is WorkerState.RELEASED:
         job.shutdown.stands_still(record, event, because)
     elif record.rank is None:
@@ -264,7 +265,7 @@ def _stalled(job: CoreParts, record: WorkerRecord, event: WorkerStalled) -> None
     elif setup:
         if event.silent or not event.waiting:
             _lose_in_setup(job, record, because, event.at_ms)
-    else:
+    elif not (event.silent and job.recovery.leave_silent(record, event.where or because, event.at_ms)):
         standstill.stalled(record, event)
 
 

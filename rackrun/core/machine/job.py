@@ -140,5 +140,6 @@ class CoreParts:
         self.world.check_invariants()
         self.shifting.check_invariants()
         self.recovery.fencing.check_invariants()
+        self.recovery.hold.check_invariants()
         self.recovery.stalls.window.check_invariants()
         self.operator_requests.check_invariants()

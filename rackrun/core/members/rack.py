@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rackrun.core.members.gpu_fitness import GpuFitness
 from rackrun.core.members.quarantine import Quarantine
@@ -20,7 +21,16 @@ from rackrun.protocol.commands import FenceWorker, StartWorker, Worker
 from rackrun.protocol.events import TrayJoined, WorkerEvent, WorkerExited
 from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 
-__all__ = ["RackMachine"]
+__all__ = ["RackMachine", "RevocableDrain"]
+
+
+class RevocableDrain(NamedTuple):
+    """A drain that can be called off."""
+
+    slots: tuple[SlotId, ...]
+    """The slots that it took out of use."""
+    asked_in: Generation | None
+    """The generation in whose hold it was asked for; None: not in a hold."""
 
 
 @dataclass(slots=True)
@@ -40,9 +50,8 @@ class RackMachine:
     """Slots that are out of use until an operator returns them, each with the reason."""
     departing: dict[TrayId, str] = field(default_factory=dict)
     """Trays whose agents have been told to leave, each with the reason."""
-    revocable: dict[str, Generation | None] = field(default_factory=dict)
-    """Drains that can be called off so that their slots can be used, by their requests, each with the generation in whose
-    hold it was asked for; None: not in a hold."""
+    revocable: dict[str, RevocableDrain] = field(default_factory=dict)
+    """Drains that can be called off so that their slots can be used, by their requests."""
     returning: dict[TrayId, int] = field(default_factory=dict)
     """Lost trays whose agents are being started again, each with its number of slots."""
     standstills: dict[TrayId, list[tuple[int, bool]]] = field(default_factory=dict)
@@ -211,6 +220,10 @@ class RackMachine:
         """Mark a tray as told to leave."""
         self._edition += 1
         self.departing[tray] = why
+
+    def serves(self, slots: Iterable[SlotId]) -> bool:
+        """Return whether one of these drained slots could be used if it were given back, now or once its GPU is fit."""
+        return any(self.devices.may_be_taken(slot) or self.devices.may_come(slot) for slot in slots)
 
     def goes(self, tray: TrayId) -> bool:
         """Return whether all slots of a tray are withdrawn. Nothing lasting is placed on such a tray."""
@@ -414,6 +427,11 @@ class RackMachine:
     def coming(self) -> int:
         """Return the number of spares that are not ready yet, plus those that could be started."""
         return len(self.fit_spares()) - len(self.ready_spares()) + len(self.clearing_slots()) + len(self.free_slots())
+
+    def starting(self, lost: int) -> int:
+        """Return how many spares start, or are about to be started because ``lost`` ranks are to be replaced."""
+        ready = len(self.ready_spares())
+        return max(len(self.fit_spares()) - ready, min(self.coming(), lost - ready))
 
     def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
         """Choose one of ``spares`` for each lost rank: on its own tray if possible, then in their order. Spares on

@@ -1,18 +1,22 @@
 """A hold: all ranks wait, with their state in memory, until capacity comes or an operator ends it.
 
 It is a wait without a deadline (`rackrun.policy.Rung.HOLD`). Notices say what is missing and what would end it.
+
+A member that becomes silent meanwhile, because its process is stopped, is not ended if state would be lost with it:
+nothing waits for it. Spares take over when it runs again, or when its process has ended.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rackrun.core.generation.outbox import Outbox
-from rackrun.core.generation.restore_sources import counted
+from rackrun.core.generation.restore_sources import counted, named
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import WorkerState
 from rackrun.protocol.commands import HOLD_NOTICE, Notice, SetTimer
-from rackrun.protocol.ids import Generation
+from rackrun.protocol.ids import Generation, Rank
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import HoldReminder
 
@@ -42,6 +46,8 @@ class Hold:
     """How long earlier holds of the same generation took."""
     _reminds_in: Generation | None = None
     """Generation whose reminder is pending. It may outlive a hold, and then serves the next one."""
+    silent: dict[Rank, str] = field(default_factory=dict)
+    """Silent members that are left alone because state would be lost with them, each with why it is silent."""
 
     @property
     def holds(self) -> bool:
@@ -80,6 +86,16 @@ class Hold:
             self._set_reminder(at_ms)
 
     @property
+    def obstacle(self) -> str:
+        """Why no spare can take over although enough may be ready; "": nothing prevents it."""
+        if not self.silent:
+            return ""
+        ranks = sorted(self.silent)
+        reasons = "; ".join(dict.fromkeys(self.silent[rank] for rank in ranks))
+        be, keep = ("is", "keeps") if len(ranks) == 1 else ("are", "keep")
+        return f"{named(ranks)} {be} silent ({reasons}) and {keep} the only copy of some state"
+
+    @property
     def notice(self) -> str:
         """The notice as it would be now; "": all ranks do not wait in a hold."""
         return self._text(self._decision) if self._decision is not None and self.holds else ""
@@ -105,7 +121,10 @@ class Hold:
         waits = (Rung.WAIT, Rung.HOLD, Rung.STOP)
         others = [one.rung.value for one in decision.options if one.possible and one.rung not in waits]
         ways = [f"rackctl policy swap,{rung},hold" for rung in others] + ["rackctl stop"]
-        if ready < lost <= ready + starting:
+        if obstacle := self.obstacle:
+            again = "it runs" if len(self.silent) == 1 else "they run"
+            ends = f"{obstacle[0].upper()}{obstacle[1:]}: the hold ends when {again} again and spares take over"
+        elif ready < lost <= ready + starting:
             ends = f"The hold ends when {'the spare that starts is' if starting == 1 else 'those that start are'} ready"
         else:
             ends = "The hold ends when spares take over (start a tray, or rackctl return)"
@@ -114,5 +133,11 @@ class Hold:
     def _counts(self) -> tuple[int, int, int]:
         """Return how many ranks are lost, and how many spares are ready and start."""
         lost, ready = len(self.world.lost()), len(self.rack.ready_spares())
-        begun = len(self.rack.fit_spares()) - ready
-        return lost, ready, max(begun, min(self.rack.coming(), lost - ready))
+        return lost, ready, self.rack.starting(lost)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rank is left alone that is no parked member."""
+        for rank in self.silent:
+            member = self.world.members.get(rank)
+            parked = member is not None and member.state is WorkerState.PARKED
+            assert parked or self.world.phase is Phase.STOPPED, f"rank {rank} is left alone, and has not parked"

@@ -63,6 +63,8 @@ class Planner:
         if state.rollback is not None:
             again = max(prospect.committed.step - state.rollback, 0)
             back = f"everyone goes back to step {state.rollback}, {again} steps are computed again"
+            if not again:
+                back = f"everyone goes on from the state after step {state.rollback}"
             because = f"{told}; {back}" if told else back
         note, fresh = f"generation {world.generation}", dict.fromkeys(state.fresh)
         for rank, record in world.members.items():

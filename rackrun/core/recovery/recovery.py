@@ -170,6 +170,7 @@ class Recovery:
             assert rank is not None
             self.world.lose(rank)
             self.stalls.window.forget(rank)
+            self.hold.silent.pop(rank, None)
             self.forget_members()
             self._losses[rank] = loss
             self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
@@ -222,6 +223,7 @@ class Recovery:
         self._settle()
         self._retired.clear()
         self.stalls.forget()
+        self.hold.silent.clear()
 
     def _settle(self) -> None:
         self._losses.clear()
@@ -256,6 +258,7 @@ class Recovery:
         generation = world.next_generation()
         world.enter(Phase.PARKING, because)
         self.stalls.forget()
+        self.hold.silent.clear()
         self.partition_reports.attempt()
         self._gathering = self._owed = True
         self._awaits_silent = False
@@ -411,6 +414,24 @@ class Recovery:
             self.fencing.fence(record, because, fault=fault)
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
+    def leave_silent(self, record: WorkerRecord, because: str, at_ms: int) -> bool:
+        """Return whether a silent member is left alone: all ranks wait in a hold, and state would be lost with it."""
+        rank = record.rank
+        if rank is None or not self.hold.holds or record.state is not WorkerState.PARKED:
+            return False
+        if rank in self.hold.silent:
+            return True
+        if self.world.awaited or not self.parked_members.loses_state_without(rank):
+            return False
+        self.hold.silent[rank] = because
+        self.decide(at_ms)
+        return True
+
+    def runs_again(self, record: WorkerRecord, at_ms: int) -> None:
+        """Decide once more, if this member was silent in a hold."""
+        if record.rank is not None and self.hold.silent.pop(record.rank, ""):
+            self.decide(at_ms)
+
     def give_up(self, at_ms: int) -> None:
         """Stop the job if no spare has become ready in time. Waiting for hardware may take longer
         (`JobConfig.repair_patience_ms`), and a hold has no limit. Everything that the last decision has led to is done by now."""
@@ -443,7 +464,8 @@ class Recovery:
         prospect = self._staffed(found, ready)
         short = state is not None and prospect.staff is None and self.view_builder.falls_short(enough=prospect.enough)
         now = world.generation if self.hold.holds else None  # an operator who drains in a hold lets it go on
-        if short and any(now is None or asked_in != now for asked_in in self.rack.revocable.values()):
+        drains = [one for one in self.rack.revocable.values() if now is None or one.asked_in != now]
+        if short and any(self.rack.serves(one.slots) for one in drains):
             self.facts.add(SlotsNeeded())
             return
         self.resizing.growth.broken(world.members.values(), found.committed, at_ms)
@@ -455,7 +477,9 @@ class Recovery:
             self._decide(prospect, ready, at_ms)
 
     def _staffed(self, found: DecisionInputs, ready: Mapping[SlotId, WorkerRecord]) -> DecisionInputs:
-        """Add the spares that can take over now."""
+        """Add the spares that can take over now: none as long as a silent member is awaited that keeps state."""
+        if obstacle := self.hold.obstacle:
+            return replace(found, obstacle=obstacle, why_no_shrink=found.why_no_shrink or obstacle)
         enough, staff = len(ready) >= len(found.lost), None
         if found.state is not None and enough:
             staff = self.seating.staff(self.world.seats, found.lost, ready, self.wishes)

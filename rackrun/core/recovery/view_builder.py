@@ -101,6 +101,8 @@ class DecisionInputs:
     """Why the others cannot go on without the lost ranks; "": they can."""
     would_stay: int = 0
     """How many ranks would go on."""
+    obstacle: str = ""
+    """Why no spare can take over, however many are ready; "": it depends on the spares."""
 
 
 @dataclass(slots=True)
@@ -195,11 +197,13 @@ class ViewBuilder:
     def _why_short(self, prospect: DecisionInputs, coming: int) -> str:
         lost = self.world.lost()
         to_replace = f"{counted(len(lost), 'rank')} to replace"
+        if prospect.obstacle:
+            return f"{to_replace}, and {prospect.obstacle}"
         if prospect.enough:
             return f"{to_replace}, and no spare inside their NVLink clique"
         last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
-        ready = len(self.rack.ready_spares())
-        spares = f"{counted(ready, 'spare')} ready, {coming} to come" if coming else counted(ready, "spare")
+        ready, starting = len(self.rack.ready_spares()), self.rack.starting(len(lost))
+        spares = f"{counted(ready, 'spare')} ready, {starting} starting" if starting else counted(ready, "spare")
         more = "" if ready + coming >= len(lost) else ", no free slot left"
         return f"{to_replace}, {spares}{more}{last}{self.rack.held_back()}"
 

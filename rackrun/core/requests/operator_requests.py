@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rackrun.core.generation.facts import Facts, SlotFreed
 from rackrun.core.generation.outbox import Outbox
 from rackrun.core.generation.world import Phase, World
-from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.rack import RackMachine, RevocableDrain
 from rackrun.core.placement.seating import Seating, Takeovers
 from rackrun.core.placement.snapshot_keepers import SnapshotCoverage
 from rackrun.core.policy.active_policy import ActivePolicy
@@ -93,8 +93,8 @@ class OperatorRequests:
         self.rack.drain(one.added, why)
         self._add(one)
         ranks = one.ranks(self.world)
-        if self._is_needed_by_wait(one):
-            self._call_off(one, RequestRefused("spares", "all ranks wait, and the job needs its slots", _AFTER_WAIT))
+        if why := self._why_needed_by_wait(one):
+            self._call_off(one, RequestRefused("spares", f"all ranks wait, and {why}", _AFTER_WAIT))
             return
         if self.world.phase is Phase.PARKING:
             self.facts.add(SlotFreed())  # other slots may have to be used
@@ -107,6 +107,11 @@ class OperatorRequests:
             told = f"{named(ranks)} will leave at the next step boundary"
         elif self.recovery.hold.holds:
             told = "no rank is there; its slots are not used, and all ranks wait on for others"
+            if self._is_needed(one):
+                told += (
+                    "; it keeps snapshots that may be the only ones, so the drain ends when all train again "
+                    "(rackctl drain --no-wait returns at once)"
+                )
         else:
             told = "no rank is there"
         self.replies.begin(one, f"{one}: {told}")
@@ -261,12 +266,13 @@ class OperatorRequests:
         """Call off all drains, because the job would end without these slots."""
         asked = self._asked_in_this_hold()
         drains = [one for one in self.under_way if isinstance(one, PendingDrain) and one.added]
-        for one in [one for one in drains if one.request not in asked]:
+        drains = [one for one in drains if one.request not in asked]
+        for one in [one for one in drains if self.rack.serves(one.added)] or drains:
             self._call_off(one, RequestRefused("spares", "the job needs its slots", "ask again when there are spares."))
 
     def _asked_in_this_hold(self) -> list[str]:
         now = self.world.generation if self.recovery.hold.holds else None
-        return [request for request, asked_in in self.rack.revocable.items() if now is not None and asked_in == now]
+        return [request for request, one in self.rack.revocable.items() if now is not None and one.asked_in == now]
 
     def copies_over(self, request: str, at_ms: int) -> None:
         """Stop waiting for copies of what a drained tray keeps. A timer of an earlier time at which it was empty says
@@ -295,13 +301,19 @@ class OperatorRequests:
                 one, RequestRefused("taken", f"{one.to} is not ready any more", "name another spare, or none.")
             )
 
-    def _is_needed_by_wait(self, one: PendingDrain) -> bool:
-        """Return whether all ranks wait, not in a hold, and the next decision would call the drain off."""
-        world, holds = self.world, self.recovery.hold.holds
-        if not one.added or holds or world.phase is not Phase.PARKING or not self.recovery.waits:
-            return False
+    def _why_needed_by_wait(self, one: PendingDrain) -> str:
+        """Return why the next decision would call the drain off, because all ranks wait, not in a hold; "": it would
+        not."""
+        world, holds, devices = self.world, self.recovery.hold.holds, self.rack.devices
+        if holds or world.phase is not Phase.PARKING or not self.recovery.waits or not self.rack.serves(one.added):
+            return ""
         enough = len(self.rack.ready_spares()) >= len(world.lost())
-        return self.recovery.view_builder.falls_short(enough=enough)
+        if not self.recovery.view_builder.falls_short(enough=enough):
+            return ""
+        if any(devices.may_be_taken(slot) for slot in one.added):
+            return "the job needs its slots"
+        unfit = [f"{slot} ({'; '.join(devices.unfit(slot))})" for slot in one.added if devices.may_come(slot)]
+        return f"the job may need what becomes fit: {', '.join(unfit)}"
 
     def _look_at_drain(self, one: PendingDrain, at_ms: int) -> None:
         if self.recovery.hold.holds and not one.departing and not one.ranks(self.world):
@@ -432,7 +444,8 @@ class OperatorRequests:
     def _add(self, one: Request) -> None:
         self.under_way.append(one)
         if isinstance(one, PendingDrain) and one.added:
-            self.rack.revocable[one.request] = self.world.generation if self.recovery.hold.holds else None
+            asked_in = self.world.generation if self.recovery.hold.holds else None
+            self.rack.revocable[one.request] = RevocableDrain(one.added, asked_in)
         self._looked = ()
 
     def _finish(self, one: Request, text: str) -> None:

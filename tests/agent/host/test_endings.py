@@ -192,6 +192,32 @@ async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig
     assert await rig.end(1) == 0
 
 
+async def test_a_stopped_worker_is_told_of_ever_more_rarely_and_that_it_runs_again_at_once(rig: Rig) -> None:
+    await rig.start(HEARTBEATS.replace("deadline_ms=300", "deadline_ms=0"), stall_floor_ms=200)
+    await rig.start_worker()
+    pid = await rig.number("pid")
+    os.kill(pid, signal.SIGSTOP)
+    third = await rig.coordinator.said(WorkerStalled, lambda m: m.silent and m.for_ms > 1_200)
+    told = [timed.message for timed in rig.coordinator.received if isinstance(timed.message, WorkerStalled)]
+    pauses = [b.for_ms - a.for_ms for a, b in itertools.pairwise(told)]
+    assert told[-1] is third
+    assert all(one.silent and not one.over for one in told)
+    assert all(b > 1.5 * a for a, b in itertools.pairwise(pauses)), "each pause is about twice the one before"
+    os.kill(pid, signal.SIGCONT)
+    over = await rig.coordinator.said(WorkerStalled, lambda m: m.over)
+    assert not over.silent
+    assert await rig.end(1) == 0
+
+
+async def test_a_stall_of_a_worker_whose_control_thread_runs_is_not_taken_back(rig: Rig) -> None:
+    await rig.start(HEARTBEATS, stall_floor_ms=200)
+    await rig.start_worker()
+    await rig.coordinator.said(WorkerStalled, lambda m: m.for_ms > 900)
+    told = [timed.message for timed in rig.coordinator.received if isinstance(timed.message, WorkerStalled)]
+    assert not [one for one in told if one.over]
+    assert await rig.end(1) == 0
+
+
 async def test_who_is_idle_where_little_was_observed_is_told_of_early(rig: Rig) -> None:
     limits = "deadline_ms=600_000, busy_ms=1_800_000, least_ms=300"
     await rig.start(HEARTBEATS.replace("deadline_ms=300", limits).replace("page.collective_entered()\n", ""))

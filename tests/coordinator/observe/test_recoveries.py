@@ -325,6 +325,22 @@ def test_a_planned_swap_is_told_as_one_and_not_as_a_loss(on_gpus: bool) -> None:
     assert recovery.line().startswith(f"rank 2 leaves tray-00/2 ({because}) -> tray-00/4")
 
 
+def test_a_planned_swap_by_which_nothing_is_done_again_is_not_told_as_a_rollback() -> None:
+    story = Story()
+    story.does(ResumeGeneration(plan=FIRST, because="all are here"))
+    for rank in range(3):
+        story.hears(
+            WorkerPaused(slot=SlotId(f"tray-00/{rank}"), incarnation=Incarnation(rank + 1), generation=Generation(1))
+        )
+    story.does(FenceWorker(slot=SlotId("tray-00/2"), incarnation=Incarnation(3), because="drained"))
+    story.does(breaking(2))
+    after = plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(6), rollback=6)
+    story.does(ResumeGeneration(plan=after, because=""))
+    story.finish()
+    (recovery,) = story.told_of
+    assert recovery.line() == "rank 2 leaves tray-00/2 (drained) -> tray-00/4, goes on from the state after step 6"
+
+
 def test_a_spare_that_ended_long_before_is_no_part_of_a_recovery() -> None:
     story = Story()
     story.does(ResumeGeneration(plan=FIRST, because="all are here"))
@@ -405,6 +421,20 @@ def test_a_job_that_is_stopped_in_a_hold_has_held_until_then(story: Story) -> No
     assert (recovery.held_ms, recovery.predicted_gpu_s) == (ended - began, None)
     assert recovery.ended_with_job
     assert recovery.line() == f"rank 1 lost (SIGKILL) -> the job ended, after {(ended - began) / 1e3:.2f} s in a hold"
+
+
+def test_the_line_of_a_job_that_ended_names_all_ranks_that_were_lost(story: Story) -> None:
+    story.hears(exited("tray-00/1", 2))
+    story.does(
+        BreakGeneration(generation=Generation(2), workers=(worker("tray-00/0", 1),), because="rank 1 lost (SIGKILL)")
+    )
+    story.hears(exited("tray-00/0", 1))
+    failure = Failure(what="ranks 0, 1 lost (SIGKILL)", ranks=(Rank(0), Rank(1)))
+    story.does(Decided(generation=Generation(2), failure=failure, decision=Decision(rung=Rung.STOP, reason="stop")))
+    story.does(StopJob(exit_code=3, because="no copy of their state is left"))
+    story.finish()
+    (recovery,) = story.told_of
+    assert recovery.line() == "ranks 0, 1 lost (SIGKILL) -> the job ended"
 
 
 def test_a_step_that_was_in_hand_when_ranks_were_lost_is_not_done_again_for_the_growth_that_follows_at_once(

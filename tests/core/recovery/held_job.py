@@ -53,3 +53,21 @@ def drain(harness: CoreHarness, target: str, *, wait: bool = False) -> list[Answ
 
 def depart(harness: CoreHarness, tray: str) -> Sequence[Command]:
     return harness.tell(DepartureAnnounced(tray=TrayId(tray), because="SIGTERM", exit_code=143))
+
+
+def whose_shards_are_nowhere_else(policy: str, **options: Any) -> CoreHarness:
+    """Ranks 0, 1 on a and 2 on b; rank 2 is lost, has left its snapshots, and no GPU of b is fit for another."""
+    config = JobConfig(trays_min=2, trays_max=2, spares=1, rules=parse_rules(policy), **options)
+    harness = CoreHarness(config)
+    harness.join("a", 2)
+    harness.join("b", 2)
+    harness.train("unique")
+    for slot in ("b/0", "b/1"):
+        harness.checks(slot, "its memory is bad")
+    harness.exits("b/0", snapshots=(3, 4))
+    harness.park_all(snapshots=(3, 4))
+    for kind in ("park", "owed"):
+        harness.now += 60_000
+        harness.timer(kind)
+    assert harness.view.phase == "parking"
+    return harness

@@ -9,6 +9,7 @@ import pytest
 from rackrun.core.policy.choice import parse_rules
 from rackrun.protocol.commands import HOLD_NOTICE, Answer, Decided, FenceWorker, Notice, SetTimer, StartWorker, StopJob
 from rackrun.protocol.events import DrainRequested, Event, ReturnRequested, SwapRequested, TimerFired
+from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Rank, SlotId
 from rackrun.protocol.job_config import JobConfig
 from rackrun.protocol.policy_types import Rung
@@ -222,6 +223,8 @@ def test_a_tray_on_which_a_lost_rank_left_its_snapshots_is_not_empty_in_a_hold()
     assert harness.view.hold
     (begun,) = drain(harness, "b")
     assert begun.outcome == "begun"
+    assert "it keeps snapshots that may be the only ones, so the drain ends when all train again" in begun.text
+    assert "--no-wait" in begun.text
     assert not every(Answer, harness.exits("b/1"))
 
 
@@ -282,6 +285,38 @@ def test_a_drain_that_a_wait_would_call_off_is_refused_at_once() -> None:
     assert refused.remedy
     assert not refused.drained
     assert only(Decided, harness.ready("b/0")).decision.targets == {2: "b/0"}
+
+
+def waits_for_hardware() -> CoreHarness:
+    """Tray b is lost with ranks 2 and 3, and one spare is left: a tray is waited for."""
+    harness = job("swap,wait", repair_patience_ms=WEEK_MS)
+    harness.tray_lost("b")
+    assert only(Decided, harness.park_all()).decision.rung is Rung.WAIT
+    return harness
+
+
+def test_a_drain_in_a_wait_of_a_slot_whose_gpu_is_broken_is_carried_out() -> None:
+    harness = waits_for_hardware()
+    harness.judges("a/2", Health.LOST)
+    (begun,) = drain(harness, "a/2")
+    assert (begun.outcome, begun.text) == ("begun", "drain of a/2: no rank is there")
+    assert harness.view.phase == "parking"
+    harness.join("c", 3)
+    for spare in harness.view.spares:
+        if harness.view.phase == "parking":
+            harness.ready(spare.slot)
+    assert harness.view.phase == "resuming"
+
+
+def test_a_drain_in_a_wait_of_a_slot_that_may_become_fit_is_refused_with_that_reason() -> None:
+    harness = waits_for_hardware()
+    harness.exits("a/2")
+    harness.checks("a/2", "its memory is bad")
+    (refused,) = drain(harness, "a/2")
+    assert refused.outcome == "refused"
+    assert refused.text == (
+        "drain of a/2 is refused: all ranks wait, and the job may need what becomes fit: a/2 (its memory is bad)"
+    )
 
 
 def test_a_stop_in_a_hold_ends_the_job_at_once_after_the_slot_that_could_end_it_was_drained() -> None:

@@ -9,6 +9,7 @@ import pytest
 from rackrun.core.generation.snapshot_locations import SnapshotLocations
 from rackrun.protocol.commands import (
     BreakGeneration,
+    Command,
     FenceWorker,
     Restore,
     ResumeGeneration,
@@ -217,6 +218,20 @@ def test_without_a_replica_everyone_goes_back_to_a_common_snapshot(rack: CoreHar
     assert resumed.plan.rollback == 4
     assert resumed.plan.restores == (Restore(rank=Rank(1), snapshot=f"a:2/a/1/{who}"),)
     assert "everyone goes back to step 4, 1 steps are computed again" in resumed.because
+
+
+def test_a_restore_by_which_no_step_is_computed_again_is_not_told_as_a_step_back(rack: CoreHarness) -> None:
+    rack.train("unique")
+    rack.exits("a/1", snapshots=[2, 4])
+    rack.timer("gather")
+    answers: list[Command] = []
+    for slot in rack.members:  # all stand in the phase after step 4, and a phase is computed again
+        stands: dict[str, Any] = {"passed": Position(4, 1), "entered": Position(4, 1), "snapshots": (Step(2), Step(4))}
+        who: dict[str, Any] = {"slot": SlotId(slot), "incarnation": rack.incarnation[slot]}
+        answers += rack.tell(WorkerParked(**who, generation=Generation(rack.view.generation), gate=(4.0,), **stands))
+    resumed = only(ResumeGeneration, answers)
+    assert resumed.plan.rollback == 4
+    assert "everyone goes on from the state after step 4" in resumed.because
 
 
 def test_the_snapshots_of_a_fenced_worker_are_waited_for(rack: CoreHarness) -> None:
