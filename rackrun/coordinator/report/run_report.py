@@ -27,7 +27,7 @@ from rackrun.coordinator.report.goodput import (
     see_one_moment,
     slowest_ranks,
 )
-from rackrun.protocol.commands import HOLD_NOTICE, GenerationPlan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position
 from rackrun.protocol.policy_types import Rung
 
@@ -40,6 +40,9 @@ _STAGES = (
     ("resume", "plan_ms", "resumed_ms"),
     ("first commit", "resumed_ms", "committed_ms"),
 )
+
+_HOLD_OF_OLD = "all ranks wait in a hold"
+"""How a notice about a hold begins in a journal that is older than `Notice.of_hold`."""
 
 
 class RecoveryStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,8 +201,8 @@ def _waits(connection: sqlite3.Connection) -> tuple[str, str]:
         holds or decision["rung"] == Rung.WAIT.value or decision.get("meanwhile") == "wait"
     ):
         return "", ""
-    told = [msgspec.json.decode(one.body)["text"] for one in commands_of(connection, "Notice")] if holds else []
-    of_holds = [text for text in told if text.startswith(HOLD_NOTICE)]
+    notices = [msgspec.json.decode(one.body) for one in commands_of(connection, "Notice")] if holds else []
+    of_holds = [one["text"] for one in notices if one.get("of_hold", one["text"].startswith(_HOLD_OF_OLD))]
     return f"{failure['what']}; {decision['reason']}", of_holds[-1] if of_holds else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sqlite3
@@ -187,6 +188,20 @@ def test_the_report_of_a_job_that_holds_says_what_the_status_says(tmp_path: Path
     assert (written(exit_code=143).waits, written(exit_code=143).hold) == ("", "")
     harness.ready("c/0")
     assert (written().waits, written().hold, harness.view.hold) == ("", "", "")
+
+
+def test_a_notice_of_a_hold_is_known_by_its_field_and_in_an_older_journal_by_its_text(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.command(_decided(Rung.HOLD), 1000, 1)
+    journal.command(Notice(text="all ranks wait in a hold, it ends soon", of_hold=True), 1000, 1)
+    journal.command(Notice(text="they hold, and it ends when spares are there", of_hold=True), 1100, 1)
+    journal.command(Notice(text="all ranks wait in a hold, says something else"), 1200, 1)
+    assert report_of(journal).hold == "they hold, and it ends when spares are there"
+    with contextlib.closing(sqlite3.connect(journal.path)) as connection:
+        connection.execute("UPDATE events SET body = json_remove(body, '$.of_hold') WHERE at_ms <> 1200")
+        connection.execute("DELETE FROM events WHERE at_ms = 1200")
+        connection.commit()
+    assert read_report(journal.path).hold == "all ranks wait in a hold, it ends soon"
 
 
 def test_a_hold_in_which_the_job_ends_or_goes_on_is_counted_until_now(tmp_path: Path) -> None:
