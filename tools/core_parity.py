@@ -39,7 +39,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _comparable(command: dict[str, Any], *, costs: bool) -> str:
-    command = {key: value for key, value in command.items() if key != "remedy"}
+    command = {key: value for key, value in command.items() if key not in ("remedy", "of_hold")}
     kind = command["command"]
     if kind == "Decided" and not costs:
         decision = command["decision"]

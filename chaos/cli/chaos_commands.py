@@ -222,20 +222,22 @@ def campaign(
     Runs that fail keep their folders in FILE.runs. Exit codes: 0 all are right; 1 one is wrong; 2 bad usage; 3 one is
     unknown; 70 rackctl itself failed; 130 interrupted.
     """
+    wanted, features = _seeds(seeds), _flags(flags)
     told, sums, interrupted = Console(stderr=True, markup=False, emoji=False), TallySums(), False
     try:
         run_campaign(
-            _seeds(seeds),
+            wanted,
             command,
             tally=tally,
             limit_s=None if limit is None else limit * 60,
             jobs=jobs,
             tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False, soft_wrap=True),
-            flags=_flags(flags),
+            flags=features,
             sums=sums,
         )
     except Exception:
-        render_sums(Console(markup=False, emoji=False), sums)  # the sums so far, even after a failure
+        if sums.seeds:  # the sums so far, even after a failure
+            render_sums(Console(markup=False, emoji=False), sums)
         raise
     except KeyboardInterrupt:
         interrupted = True

@@ -186,6 +186,14 @@ class ImageCopy:
             if drop:
                 self.drop()
 
+    def abandon(self) -> None:
+        """Give the copy up instead of `finish`: return when nothing is written to its memory any more, so that the
+        memory may be released or used again. Called by the thread that created the copy."""
+        try:
+            self._device.wait_now(self._image)
+        finally:
+            self.drop()
+
     def drop(self) -> None:
         """Drop the references to the tensors, so that the caller may free what was copied.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
+import select
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -64,24 +69,67 @@ def _options(
 
 CRASHED = 70
 """Exit code if rackctl itself failed (``EX_SOFTWARE`` of sysexits.h), which is no verdict on anything."""
+_NO_READER = 128 + signal.SIGPIPE
+"""Exit code if the reader of the output has gone, as a shell reports it of tools that SIGPIPE ends."""
 
 
 def main() -> None:
     """Run ``rackctl``.
 
     Exit codes: 0 done; 1 a check failed (a ledger with errors, a damaged checkpoint); 2 bad usage; 70 rackctl itself
-    failed, which says nothing about what was asked; 130 interrupted.
+    failed, which says nothing about what was asked; 130 interrupted; 141 the reader of the output has gone.
     """
+    with _output() as output:
+        try:
+            _run(output)
+        except (BrokenPipeError, SystemExit) as error:
+            if not _has_no_reader(output, error):
+                raise
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what is left in its buffer
+            sys.exit(_NO_READER)
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[int]:
+    """Give a descriptor of standard output that stays when a library redirects it; -1: it has none."""
+    try:
+        descriptor = os.dup(sys.stdout.fileno())
+    except (OSError, ValueError):
+        yield -1
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _has_no_reader(output: int, error: BaseException) -> bool:
+    """Return whether ``error`` is a broken pipe, or the SystemExit of a library because of one, and ``output`` is a pipe
+    whose reader has gone."""
+    if output < 0 or not any(isinstance(one, BrokenPipeError) for one in (error, error.__context__)):
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(flags & select.POLLERR for _, flags in poll.poll(0))
+
+
+def _run(output: int) -> NoReturn:
+    """Run the command and end with its exit code, as `main` says. ``output``: standard output; what is raised when it
+    has no reader any more is left to the caller (`_has_no_reader`)."""
     try:
         _refuse_remote(sys.argv[1:])
         code = app(prog_name="rackctl", standalone_mode=False)
+        sys.stdout.flush()  # what cannot be written is an error here, and not when the interpreter ends
         sys.exit(code if isinstance(code, int) else 0)
     except RackrunError as error:
         print(f"rackctl: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else CRASHED if isinstance(error, InternalError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except Exception as error:  # noqa: BLE001 - Python would give it the exit code of a verdict
+    except Exception as error:  # Python would give it the exit code of a verdict
+        if _has_no_reader(output, error):
+            raise
         if hasattr(error, "format_message"):  # a ClickException, of click or of typer's own copy of it
             _refuse_usage(error)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:

@@ -32,7 +32,6 @@ __all__ = [
     "Notice",
     "PauseWorkers",
     "GenerationPlan",
-    "HOLD_NOTICE",
     "Refusal",
     "ReleaseRack",
     "ReleaseWorkers",
@@ -308,14 +307,12 @@ class Answer(_Command, frozen=True, kw_only=True):
     """Slots whose earlier losses or slowness no longer count."""
 
 
-HOLD_NOTICE = "all ranks wait in a hold"
-"""How the text of a notice about a hold begins."""
-
-
 class Notice(_Command, frozen=True, kw_only=True):
     """A message for people. It has no other effect."""
 
     text: str
+    of_hold: bool = False
+    """Whether it says what is missing in a hold, and what ends it."""
 
 
 class Decided(_Command, frozen=True, kw_only=True):

@@ -145,3 +145,13 @@ def test_who_is_interrupted_says_what_there_is(
     assert campaign.code == 130
     assert "the same command goes on from there" in campaign.err.replace("\n", " ")
     assert "1 runs" in campaign.out
+
+
+@pytest.mark.parametrize(("option", "value"), [("--seeds", "x"), ("--seeds", "5:5"), ("--flags", "nothing")])
+def test_a_campaign_whose_options_are_no_good_is_refused_before_anything_is_printed(
+    rackctl: Rackctl, tmp_path: Path, option: str, value: str
+) -> None:
+    options = {"--seeds": "0:9", "--tally": tmp_path / "tally.jsonl"} | {option: value}
+    said = rackctl("chaos", "campaign", *(word for pair in options.items() for word in pair), "--", "train.py")
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(f"rackctl: error: {option} ")

@@ -5,7 +5,7 @@ A pure observer: it receives every event and every command that the driver handl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -38,7 +38,7 @@ from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Tra
 from rackrun.protocol.policy_types import Rung
 from rackrun.protocol.wire import StateCopied, UnitCommitted
 
-__all__ = ["LostRank", "RecoveryRecord", "RecoveryWatch"]
+__all__ = ["LostRank", "RecoveryRecord", "RecoveryWatch", "named_steps"]
 
 _STALLED = "stalled for"
 _GONE = "gone"
@@ -172,9 +172,17 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         elif self.rollback is not None:
             parts.append(f", back to the state after step {self.rollback}")
         if self.redone:
-            first, last = self.redone[0], self.redone[-1]
-            parts.append(f", step {first} done again" if first == last else f", steps {first} to {last} done again")
+            parts.append(f", {named_steps(self.redone)} done again")
         return "".join(parts)
+
+
+def named_steps(steps: Sequence[int]) -> str:
+    """Return steps in words, at least one, in order: ``step 4``, ``steps 4 to 7``, ``steps 4, 6``."""
+    first, last = steps[0], steps[-1]
+    if first == last:
+        return f"step {first}"
+    whole = len(steps) == last - first + 1
+    return f"steps {first} to {last}" if whole else f"steps {', '.join(map(str, steps))}"
 
 
 def _left(one: LostRank, *, planned: bool) -> str:
@@ -199,6 +207,7 @@ class RecoveryWatch:
         self._plan: GenerationPlan | None = None
         self._how: dict[SlotId, str] = {}
         self._fault_ms: float | None = None
+        self._due = set[int]()  # steps to do again that an overtaken recovery has left
         self._held_since: float | None = None  # when the hold under way was decided
         self._waiting: set[tuple[SlotId, Incarnation]] = set()  # members that have not resumed
         self._uncommitted: set[Rank] = set()  # ranks without a commit since the recovery
@@ -300,6 +309,7 @@ class RecoveryWatch:
         self._newest_step = max(self._newest_step, unit.at.step)
         if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:
             return
+        self._due.clear()
         broken = (*self._resumed, recovery)[0]  # a pause between two steps breaks none
         if unit.attempt > unit.rescaled and unit.at.phase == 0 and unit.at.step not in broken.redone:
             broken.redone = tuple(sorted({*broken.redone, unit.at.step}))
@@ -351,6 +361,8 @@ class RecoveryWatch:
             if self._open.resumed_ms is None:
                 fault_ms = self._open.fault_ms
                 self._open.overtaken = True
+                self._due |= {*self._open.redone}  # nothing was done again: the new one has that to do
+                self._open.redone = ()
             if planned and not self._open.overtaken:
                 self._resumed.append(self._open)
             else:
@@ -419,6 +431,7 @@ class RecoveryWatch:
                         m.slot for m in plan.members if resized and (m.slot, m.incarnation) not in was
                     )
             self._settle_restart()
+            recovery.redone = tuple(sorted({*recovery.redone, *(step for step in self._due if step > self._from.step)}))
         self._how.clear()
         self._fenced.clear()
         self._wrong.clear()

@@ -19,6 +19,7 @@ from rackrun.protocol.policy_types import Rung
 
 __all__ = [
     "Goodput",
+    "done_again",
     "goodput_of",
     "read_goodput",
     "recoveries_in",
@@ -118,18 +119,37 @@ def redone_units(connection: sqlite3.Connection) -> dict[Position, int]:
 def _named_by_recoveries(connection: sqlite3.Connection) -> Counter[Position]:
     """Return how many recoveries had each step done again. After a rollback and after a restart, only they know which
     step was broken: nobody had committed it, and its attempts are counted anew."""
-    found: Counter[Position] = Counter()
+    return Counter(Position(step) for done, _ in done_again(connection) for step in done)
+
+
+def done_again(connection: sqlite3.Connection) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return for each recovery, by generation, the steps that were done again after it, and those that were to be and
+    were not, because the job has ended or is not there yet.
+
+    After a recovery that another failure has overtaken, nothing was computed: its steps count for the one that follows.
+    """
     last_generation = (
         "SELECT max(generation) FROM (SELECT generation FROM units WHERE step = ?1 AND phase = 0 "
         "UNION ALL SELECT generation FROM folded WHERE step = ?1 AND phase = 0)"
     )
+    found, due = list[tuple[int, bool, set[int], set[int]]](), set[int]()
     for one in recoveries_in(connection):
+        due |= {*one.redone}
+        done, undone = set[int](), set[int]()
+        found.append((one.generation, one.overtaken, done, undone))
+        for step in () if one.overtaken else due:
+            (generation,) = connection.execute(last_generation, (step,)).fetchone()
+            if generation is not None and generation >= one.generation:
+                done.add(step)
+            elif one.rollback is None and one.kind != "restart" and step in one.redone:
+                # It is named because a rank has told of it, when this recovery had begun: another one had it done again.
+                earlier = [steps for at, overtaken, steps, _ in found if at <= (generation or 0) and not overtaken]
+                (earlier or [done])[-1].add(step)
+            else:
+                undone.add(step)
         if not one.overtaken:
-            for step in one.redone:
-                (generation,) = connection.execute(last_generation, (step,)).fetchone()
-                if generation is not None and generation >= one.generation:
-                    found[Position(step)] += 1
-    return found
+            due.clear()
+    return [(tuple(sorted(done)), tuple(sorted(undone))) for _, _, done, undone in found]
 
 
 def _holds(connection: sqlite3.Connection, ended_ms: float) -> list[tuple[float, float]]:

@@ -18,16 +18,17 @@ from rackrun.coordinator.journal.job_mesh import mesh_of
 from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
 from rackrun.coordinator.journal.ledger_check import FINDINGS, LedgerCheck, LedgerRow, check_ledger, samples_in
 from rackrun.coordinator.observe.filler_usage import FillerUse, filler_uses
-from rackrun.coordinator.observe.recoveries import RecoveryRecord
+from rackrun.coordinator.observe.recoveries import RecoveryRecord, named_steps
 from rackrun.coordinator.report.goodput import (
     Goodput,
+    done_again,
     goodput_of,
     recoveries_in,
     redone_units,
     see_one_moment,
     slowest_ranks,
 )
-from rackrun.protocol.commands import HOLD_NOTICE, GenerationPlan
+from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Position
 from rackrun.protocol.policy_types import Rung
 
@@ -40,6 +41,9 @@ _STAGES = (
     ("resume", "plan_ms", "resumed_ms"),
     ("first commit", "resumed_ms", "committed_ms"),
 )
+
+_HOLD_OF_OLD = "all ranks wait in a hold"
+"""How a notice about a hold begins in a journal that is older than `Notice.of_hold`."""
 
 
 class RecoveryStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,14 +166,8 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         steps_rescaled=int(meta.get("steps_rescaled", 0)),
         generations=len(plans),
         recoveries=tuple(
-            RecoveryReport(
-                line=one.line(),
-                recovery=one,
-                seconds=one.seconds,
-                stages=_stages(one),
-                commands=sent.get(one.generation, ()),
-            )
-            for one in recoveries
+            _recovery(one, steps, sent.get(one.generation, ()), ended=bool(exit_code))
+            for one, steps in zip(recoveries, done_again(connection), strict=True)
         ),
         notices=tuple(
             NoticeReport(at_ms=one.at_ms, text=msgspec.json.decode(one.body)["text"], cause=one.cause)
@@ -182,6 +180,22 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         hold=hold,
         own_times=_own_times(units),
     )
+
+
+def _recovery(
+    one: RecoveryRecord,
+    steps: tuple[tuple[int, ...], tuple[int, ...]],
+    commands: tuple[SentTogether, ...],
+    *,
+    ended: bool,
+) -> RecoveryReport:
+    """Return the report of one recovery. ``steps``: its item of `done_again`. ``ended``: whether the job has ended."""
+    done, undone = steps
+    one = msgspec.structs.replace(one, redone=done)
+    line = one.line()
+    if undone:
+        line += f", {named_steps(undone)} not done again" if ended else f", {named_steps(undone)} not yet done again"
+    return RecoveryReport(line=line, recovery=one, seconds=one.seconds, stages=_stages(one), commands=commands)
 
 
 def _waits(connection: sqlite3.Connection) -> tuple[str, str]:
@@ -198,8 +212,8 @@ def _waits(connection: sqlite3.Connection) -> tuple[str, str]:
         holds or decision["rung"] == Rung.WAIT.value or decision.get("meanwhile") == "wait"
     ):
         return "", ""
-    told = [msgspec.json.decode(one.body)["text"] for one in commands_of(connection, "Notice")] if holds else []
-    of_holds = [text for text in told if text.startswith(HOLD_NOTICE)]
+    notices = [msgspec.json.decode(one.body) for one in commands_of(connection, "Notice")] if holds else []
+    of_holds = [one["text"] for one in notices if one.get("of_hold", one["text"].startswith(_HOLD_OF_OLD))]
     return f"{failure['what']}; {decision['reason']}", of_holds[-1] if of_holds else ""
 
 

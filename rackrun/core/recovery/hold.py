@@ -15,7 +15,7 @@ from rackrun.core.generation.restore_sources import counted, named
 from rackrun.core.generation.world import Phase, World
 from rackrun.core.members.rack import RackMachine
 from rackrun.core.members.workers import WorkerState
-from rackrun.protocol.commands import HOLD_NOTICE, Notice, SetTimer
+from rackrun.protocol.commands import Notice, SetTimer
 from rackrun.protocol.ids import Generation, Rank
 from rackrun.protocol.policy_types import Decision, Rung
 from rackrun.protocol.timers import HoldReminder
@@ -106,12 +106,12 @@ class Hold:
 
     def _tell(self, decision: Decision) -> None:
         self._said = (self._what, self._ends(decision))
-        self.out.emit(Notice(text=self._text(decision)))
+        self.out.emit(Notice(text=self._text(decision), of_hold=True))
 
     def _text(self, decision: Decision) -> str:
         lost, ready, starting = self._counts()
         return (
-            f"{HOLD_NOTICE}, with their state in memory: {self._what}. {counted(lost, 'rank')} to replace; "
+            f"all ranks wait in a hold, with their state in memory: {self._what}. {counted(lost, 'rank')} to replace; "
             f"spares: {ready} ready, {starting} starting{self.rack.held_back()}. {self._ends(decision)}."
         )
 

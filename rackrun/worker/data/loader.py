@@ -140,7 +140,7 @@ class BatchPlan:
 class _Checks(Protocol):
     """The part of `rackrun.worker.script.script_checks.ScriptChecks` that a loader uses."""
 
-    def begin_iteration(self, micro_batches: int) -> Any: ...
+    def begin_iteration(self, attempt: Step, micro_batches: int) -> Any: ...
     def record_generator_use(self, reading: Any, name: str, generator: Any) -> None: ...
     def record_delivery(self, reading: Any) -> None: ...
     def end_iteration(self, reading: Any) -> None: ...
@@ -204,7 +204,7 @@ class Loader:
         shards = self._run._my_shards()
         number = int(step)
         begins = self._begins(number)
-        reading = self._run._checks.begin_iteration(len(shards))
+        reading = self._run._checks.begin_iteration(step, len(shards))
         for turn, shard in enumerate(shards):
             ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:

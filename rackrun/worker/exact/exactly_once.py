@@ -40,6 +40,8 @@ class ExactlyOnce:
         self._shard: Shard | None = None
         self._data_ranks = 0
         self._delivered: set[int] = set()
+        self._ahead: int | None = None
+        """The first micro-batch of the attempt that had neither a loss nor a gradient when the next one was asked for."""
         self._left: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     @property
@@ -54,7 +56,7 @@ class ExactlyOnce:
 
     def begin(self, step: Step, gradients: Iterable[tuple[ParameterSum, torch.Tensor]]) -> None:
         """Begin an attempt. ``gradients``: those that exist already, from another step."""
-        self._step, self._shard = step, None
+        self._step, self._shard, self._ahead = step, None, None
         self._delivered.clear()
         self.leave(gradients)
 
@@ -89,7 +91,11 @@ class ExactlyOnce:
         there were none."""
         assert self._step is not None, "inside of a step"
         assert self._shard is not None, "it had one in hand"
-        if not any_new and not self._shard.ghost and self._shard.index in (self._step._shard_losses or {}):
+        if any_new or self._shard.ghost:
+            return
+        if self._shard.index not in (self._step._shard_losses or {}):
+            self._ahead = self._shard.index if self._ahead is None else self._ahead
+        else:
             raise StepError(
                 f"micro-batch {self._shard.index} has a loss, but no gradient when the next one is asked for.",
                 remedy='call backward() for each micro-batch, before the loader gives the next: reduction="exact" rounds each gradient by itself.',
@@ -109,6 +115,14 @@ class ExactlyOnce:
                 'where that cannot be, as in a GAN, use reduction="fast".',
             )
         if any(slot.reduced for slot in slots):
+            if self._ahead is not None:
+                raise StepError(
+                    f"the micro-batch after micro-batch {self._ahead} was taken from run.loader before the backward pass of "
+                    f'micro-batch {self._ahead}, so gradients of two were reduced as those of one: reduction="exact" rounds the '
+                    "gradient of each micro-batch by itself, and takes it for that of the micro-batch that was taken last.",
+                    remedy="call step.backward for a micro-batch before you take the next one, also through a generator of your own: "
+                    "run.loader(..., num_workers=N) reads ahead in processes.",
+                )
             raise StepError(
                 'gradients of one micro-batch were reduced twice, which reduction="exact" cannot add up.',
                 remedy="call backward() once for each micro-batch, on the sum of the losses; with FSDP2, call a sharded module once in a forward.",

@@ -72,6 +72,8 @@ class ScriptChecks:
         self._read_in_step = self._read_between = ""
         self._given_tensors = self._had_read = False
         self._generators, self._thread = KeptGenerators(), threading.get_ident()
+        self._is_newcomer: bool | None = None
+        """Whether this process has taken a rank over, as `_has_taken_over` says; None before the first attempt."""
         self._said: set[str] = set()
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -105,6 +107,8 @@ class ScriptChecks:
         """Call the step function for one attempt, with all checks reset, and return its result."""
         self._had_read = step.attempt > 0 and (self._had_read or bool(self._readings))
         self._step, self._function = step, function
+        if self._is_newcomer is None:
+            self._is_newcomer = self._has_taken_over()
         self._readings.clear()
         self._gradients.begin_attempt()
         self._read_in_step, self._weight_reads = "", 0
@@ -153,30 +157,32 @@ class ScriptChecks:
         elif self._world.scope is Scope.OUTSIDE and not self._read_between:
             self._read_between = user_line()
 
-    def begin_iteration(self, micro_batches: int) -> LoaderPass:
-        """Begin an iteration over a loader with this many micro-batches."""
+    def begin_iteration(self, attempt: Step, micro_batches: int) -> LoaderPass:
+        """Begin an iteration over a loader with this many micro-batches, in ``attempt`` at a unit or of a spare. Raises
+        `StepError` in a thread of the script's own, and for generators that `KeptGenerators.begin` refuses."""
         reading = LoaderPass(micro_batches, user_place())
         if self._step is not None:
             self._refuse_other_thread(reading)
             self._readings.append(reading)
-            if kept := self._generators.begin(int(self._step)):
-                self._say(
-                    "generator around the loader",
-                    f"{reading.line}: a generator around run.loader, kept from step to step, holds {', '.join(kept)}, which "
-                    "rackrun cannot put back. If a step has to be done again, the job ends there. Remedy: call the "
-                    "generator function in the @run.step function.",
-                )
+        if kept := self._generators.begin(attempt, self._function, newcomer=self._is_newcomer is True):
+            self._say(
+                "generator around the loader",
+                f"{reading.line}: a generator around run.loader, kept from step to step, holds {', '.join(kept)}, which "
+                "rackrun can neither put back nor give to another process. If a step has to be done again, or a rank "
+                "is taken over, the job ends there. Remedy: call the generator function in the @run.step function.",
+            )
         return reading
 
     def check_left_generators(self) -> None:
         """Check generators around the loader that go on although the attempt in which they began does not count. Raises
         StepError if they keep values."""
-        if kept := self._generators.left():
-            raise StepError(
-                f"a generator around run.loader, kept from step to step, holds {', '.join(kept)}. A step that is done again "
-                "would begin with what the attempt that does not count has left there.",
-                remedy="call the generator function in the @run.step function.",
-            )
+        self._generators.check_left()
+
+    def _has_taken_over(self) -> bool:
+        """Return whether this process begins this entry of ``main`` with state that others had: it takes a rank over,
+        or all ranks have entered ``main`` anew in a world of another size."""
+        plan, rank = self._world.joined, self._world.rank
+        return plan is not None and (plan.reshard is not None or any(one.rank == rank for one in plan.restores))
 
     def _refuse_other_thread(self, reading: LoaderPass) -> None:
         """Raise `StepError`, in the main thread too, which may wait for this one, if a thread of the script's own reads

@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 _OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_ATTEMPTS = str(Path(__file__).resolve().parents[1] / "loop" / "unit_runner.py")
+"""The module that attempts units. It catches what leaves an attempt."""
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -59,9 +61,10 @@ def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
 
 
 def generators() -> list[types.FrameType]:
-    """Return the frames of generators of the script, or of a library, among the current calls."""
+    """Return the frames of generators of the script, or of a library, among the current calls: those within the unit
+    that is attempted, not around its attempt."""
     found, at = list[types.FrameType](), sys._getframe(1)
-    while at is not None:
+    while at is not None and at.f_code.co_filename != _ATTEMPTS:
         if at.f_code.co_flags & _GENERATORS and not at.f_code.co_filename.startswith(_OURS):
             found.append(at)
         at = at.f_back  # type: ignore[assignment]
@@ -69,7 +72,7 @@ def generators() -> list[types.FrameType]:
 
 
 def in_generator() -> bool:
-    """Return whether a generator of the script, or of a library, is among the current calls."""
+    """Return whether `generators` finds any."""
     return bool(generators())
 
 

@@ -303,7 +303,7 @@ class DurableCheckpoints:
         try:
             thread.start()
         except RuntimeError as error:  # this process may have no more threads
-            copy.drop()
+            copy.abandon()
             self._buffers.release(memory)
             self._failed(step, f"failed: {error}")
             return

@@ -49,6 +49,8 @@ class Resumption:
         """Checkpoints that are newer than the one that was used."""
         self._unfit: dict[int, tuple[str, str]] = {}
         """Checkpoints that do not fit what this script tracks: why, and what to do."""
+        self._to_tell: list[str] = []
+        """Notices about checkpoints of ``_unfit`` that are not printed yet: the error may say the same of all."""
         self._unusable: dict[int, tuple[str, bool]] = {}
         """Checkpoints that exist but that some rank could not open: why, and whether they are damaged."""
 
@@ -86,10 +88,13 @@ class Resumption:
         position = self._first_usable(there, barred)
         if position is None and self._unfit and self._unfit.keys() >= {*there} - barred.keys():
             what, remedy = self._unfit[max(self._unfit)]
+            if len({*self._unfit.values()}) > 1:
+                self._tell_unfit()
             raise DirectoryRefused(
                 f"no checkpoint in {self._store.directory} fits what this script tracks: {what}",
                 remedy=f"{remedy.rstrip('.')}; or give another --checkpoint-dir to begin anew.",
             )
+        self._tell_unfit()
         if there and position is None:
             raise StateLost(
                 f"none of {len(there)} checkpoints in {self._store.directory} can be {_story(barred, there)}.",
@@ -163,6 +168,7 @@ class Resumption:
             self._pass_over(number, said[0][0], any(one[1] for one in said))
             return None
         if self._world.rank == 0:
+            self._tell_unfit()
             ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
             say(f"resumed after step {step}, from {self._store.path(number)}{ranks}")
             self._say_unlike([one[2] for one in told])
@@ -182,9 +188,19 @@ class Resumption:
         self.not_used.append(number)
         if self._world.rank == 0:
             by_itself = " The job takes an older one instead, if there is one, and never this one again."
-            say(f"the checkpoint of step {number} is not used: {why}" + (by_itself if damaged else ""))
+            notice = f"the checkpoint of step {number} is not used: {why}" + (by_itself if damaged else "")
+            if number in self._unfit and not damaged:
+                self._to_tell.append(notice)
+                return
+            say(notice)
             if damaged:
                 self._probation.quarantine(number, f"damaged: {why}")
+
+    def _tell_unfit(self) -> None:
+        """Print, once, why checkpoints do not fit what the script tracks."""
+        for notice in self._to_tell:
+            say(notice)
+        self._to_tell.clear()
 
     def _fill_from(self, reader: CheckpointReader) -> str:
         """Fill the state from ``reader``, and return how the numerics there differ from this rank's

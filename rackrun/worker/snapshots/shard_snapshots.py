@@ -208,7 +208,7 @@ class Snapshots:
         try:
             copying.thread.start()
         except RuntimeError:  # this process may have no more threads; the next step may take one
-            copy.drop()
+            copy.abandon()
             writer.abandon()
             raise
         self._copying = copying

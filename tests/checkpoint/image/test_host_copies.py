@@ -156,6 +156,15 @@ def test_whatever_happens_nothing_is_on_its_way_afterwards(gpu: Gpu, of_nothing:
     assert gpu.said[-2:] == ["the host waits for its own stream", "the host waits for a place in what trains"]
 
 
+def test_a_copy_that_is_given_up_is_waited_for_before_its_memory_is_used_for_something_else(gpu: Gpu) -> None:
+    shard, expected = planned()
+    copy = ImageCopy(shard, set(), memoryview(bytearray(len(expected))), copies_from(torch.device("cuda", 0)))
+    assert gpu.said == ["50 copies"]
+    copy.abandon()
+    assert gpu.said == ["50 copies", "the host waits for a place in what trains"]
+    assert not shard.tensors
+
+
 def test_memory_is_registered_by_a_thread_that_has_chosen_its_device(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[tuple[int, int]] = []
 

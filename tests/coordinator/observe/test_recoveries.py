@@ -135,6 +135,22 @@ def test_a_rollback_names_every_step_that_is_done_again(story: Story) -> None:
     assert "back to the state after step 9, steps 10 to 12 done again" in recovery.line()
 
 
+def test_what_an_overtaken_recovery_had_to_do_again_is_done_again_for_the_one_that_follows(story: Story) -> None:
+    story.hears(exited("tray-00/2", 3))
+    story.does(breaking(2))
+    rolled = plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(12), rollback=9)
+    story.does(ResumeGeneration(plan=rolled, because=""))
+    story.hears(exited("tray-00/4", 9))
+    story.does(breaking(3))
+    swapped = plan(3, *FIRST.members[:2], member(2, "tray-00/5", 10, fresh=True), committed=Position(9))
+    story.does(ResumeGeneration(plan=swapped, because=""))
+    story.finish()
+    first, second = story.told_of
+    assert (first.overtaken, first.redone, second.redone) == (True, (), (10, 11, 12))
+    assert "done again" not in first.line()
+    assert second.line().endswith(", steps 10 to 12 done again")
+
+
 @pytest.mark.parametrize(
     ("begun", "redone"),
     [

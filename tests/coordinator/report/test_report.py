@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sqlite3
@@ -189,6 +190,20 @@ def test_the_report_of_a_job_that_holds_says_what_the_status_says(tmp_path: Path
     assert (written().waits, written().hold, harness.view.hold) == ("", "", "")
 
 
+def test_a_notice_of_a_hold_is_known_by_its_field_and_in_an_older_journal_by_its_text(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.command(_decided(Rung.HOLD), 1000, 1)
+    journal.command(Notice(text="all ranks wait in a hold, it ends soon", of_hold=True), 1000, 1)
+    journal.command(Notice(text="they hold, and it ends when spares are there", of_hold=True), 1100, 1)
+    journal.command(Notice(text="all ranks wait in a hold, says something else"), 1200, 1)
+    assert report_of(journal).hold == "they hold, and it ends when spares are there"
+    with contextlib.closing(sqlite3.connect(journal.path)) as connection:
+        connection.execute("UPDATE events SET body = json_remove(body, '$.of_hold') WHERE at_ms <> 1200")
+        connection.execute("DELETE FROM events WHERE at_ms = 1200")
+        connection.commit()
+    assert read_report(journal.path).hold == "all ranks wait in a hold, it ends soon"
+
+
 def test_a_hold_in_which_the_job_ends_or_goes_on_is_counted_until_now(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
     journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
@@ -272,6 +287,62 @@ def test_the_step_that_was_broken_before_a_rollback_counts_as_one_that_was_broke
     report = report_of(journal)
     assert (report.steps, report.steps_redone) == (9, redone)
     assert report.goodput.redone_s == pytest.approx(seconds)
+
+
+def test_a_step_is_named_by_the_recovery_after_which_it_was_done_again_not_by_the_one_that_came_meanwhile(
+    journal: Journal,
+) -> None:
+    """Rank 1 was lost in step 4. Rank 0 told of step 4 when rank 1 was lost again already, in step 6: between, no step is
+    done again."""
+    journal.recovery(msgspec.structs.replace(RECOVERY, redone=(), committed_ms=None))
+    journal.persist(ResumeGeneration(plan=plan(3, *WORLD, committed=Position(7)), because=""), 1500)
+    for rank in (0, 1):
+        journal.unit(unit(8, rank, generation=3, attempt=1, ids=ids(32 + 2 * rank, 33 + 2 * rank)), 1600.0)
+    again = msgspec.structs.replace(RECOVERY, generation=3, fault_ms=1500.0, redone=(4, 8))
+    assert again.line().endswith(", steps 4, 8 done again")
+    journal.recovery(again)
+    report = report_of(journal)
+    assert report.steps_redone == 2
+    assert [one.recovery.redone for one in report.recoveries] == [(4,), (8,)]
+    assert [one.line.rpartition(", ")[2] for one in report.recoveries] == ["step 4 done again", "step 8 done again"]
+
+
+@pytest.mark.parametrize(
+    ("until", "exit_code", "redone", "told"),
+    [
+        (8, 0, 4, "steps 6 to 8 done again"),
+        (7, 143, 3, "steps 6 to 7 done again, step 8 not done again"),
+        (6, None, 2, "step 6 done again, steps 7 to 8 not yet done again"),
+        (5, 143, 1, "back to the state after step 5, steps 6 to 8 not done again"),
+    ],
+)
+def test_the_steps_that_a_recovery_names_as_done_again_are_those_that_are_counted(
+    tmp_path: Path, journal: Journal, until: int, exit_code: int | None, redone: int, told: str
+) -> None:
+    """Step 4 was broken in its middle. Later all went back from step 8 to step 5, and the job ended before they were there again."""
+    journal.close()
+    with contextlib.closing(sqlite3.connect(journal.path)) as connection:
+        connection.execute("DELETE FROM meta WHERE key = 'exit_code'")
+        connection.commit()
+    journal = Journal(journal.path, run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(4, *WORLD, committed=Position(7), rollback=5), because=""), 1500)
+    for step in range(6, until + 1):
+        for rank in (0, 1):
+            first = 4 * step + 2 * rank
+            journal.unit(unit(step, rank, generation=4, ids=ids(first, first + 1)), 1600.0)
+    back = RecoveryRecord(generation=3, kind="swap", because="x", fault_ms=1500.0, rollback=5, redone=(6, 7, 8))
+    journal.recovery(msgspec.structs.replace(back, plan_ms=1501.0, overtaken=True))
+    journal.recovery(
+        msgspec.structs.replace(back, generation=4, plan_ms=1502.0, resumed_ms=1503.0, rollback=5, redone=())
+    )
+    if exit_code is not None:
+        journal.fact("exit_code", exit_code)
+    report = report_of(journal)
+    assert report.steps_redone == redone == len({step for one in report.recoveries for step in one.recovery.redone})
+    swap, overtaken, last = (one.line for one in report.recoveries)
+    assert swap.endswith(", step 4 done again")
+    assert "done again" not in overtaken
+    assert last.endswith(told)
 
 
 def test_a_row_that_went_with_its_rank_before_all_went_back_is_not_missed(journal: Journal) -> None:

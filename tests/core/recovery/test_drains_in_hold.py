@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rackrun.core.policy.choice import parse_rules
-from rackrun.protocol.commands import HOLD_NOTICE, Answer, Decided, FenceWorker, Notice, SetTimer, StartWorker, StopJob
+from rackrun.protocol.commands import Answer, Decided, FenceWorker, Notice, SetTimer, StartWorker, StopJob
 from rackrun.protocol.events import DrainRequested, Event, ReturnRequested, SwapRequested, TimerFired
 from rackrun.protocol.gpu_health import Health
 from rackrun.protocol.ids import Rank, SlotId
@@ -103,7 +103,7 @@ def test_a_drain_in_a_hold_is_told_in_the_notice_and_in_the_status() -> None:
     harness = holds_for_starts()
     assert "The hold ends when the spare that starts is ready" in harness.view.hold
     answers = harness.tell(DrainRequested(request="d", target="b/0", because="it burns", steps=5))
-    (text,) = (one.text for one in every(Notice, answers) if one.text.startswith(HOLD_NOTICE))
+    (text,) = (one.text for one in every(Notice, answers) if one.of_hold)
     what = (
         "1 rank to replace; spares: 0 ready, 0 starting; not used: b/0 (drained: it burns). The hold ends when spares"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -97,6 +97,25 @@ def not_in_the_last(run: Run) -> None:
     trained(run, first, backward)
 
 
+def one_ahead(loader: Loader) -> Iterator[Any]:
+    batches = iter(loader)
+    taken = next(batches)
+    for batch in batches:
+        yield taken
+        taken = batch
+    yield taken
+
+
+def taken_one_ahead(run: Run) -> None:
+    model = ddp(run)
+    trained(run, model, lambda step, data: [step.backward(loss_of(model, batch)) for batch in one_ahead(data)])  # type: ignore[func-returns-value]
+
+
+def all_taken_first_shards(run: Run) -> None:
+    model = fully_sharded(net())
+    trained(run, model, lambda step, data: [step.backward(loss_of(model, batch)) for batch in list(data)])  # type: ignore[func-returns-value]
+
+
 def shared_by_two(run: Run) -> None:
     layer = nn.Linear(10, 10)
     first, second = DDP(nn.Sequential(layer, nn.Tanh())), DDP(nn.Sequential(layer, nn.Linear(10, 10)))
@@ -122,6 +141,8 @@ def twice_in_a_forward(run: Run) -> None:
         (one_backward_for_all, 2, "has a loss, but no gradient"),
         (never_synchronised, 1, "not reduced"),
         (two_passes, 2, "delivered twice"),
+        (taken_one_ahead, 2, "before the backward pass of micro-batch "),
+        (all_taken_first_shards, 2, "before the backward pass of micro-batch "),
         (not_in_the_last, 1, "not reduced"),
         pytest.param(one_backward_for_all_shards_of, 2, "has a loss, but no gradient", marks=pytest.mark.stories),
         pytest.param(never_synchronised, 8, "not reduced", marks=pytest.mark.stories),

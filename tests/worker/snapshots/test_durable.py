@@ -19,8 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from rackrun.checkpoint.base.errors import LayoutMismatch
 from rackrun.checkpoint.durable import lease
 from rackrun.checkpoint.durable.durable_manifest import MANIFEST
+from rackrun.checkpoint.durable.durable_reader import CheckpointReader
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.durable.probation import Probation
@@ -28,7 +30,7 @@ from rackrun.checkpoint.durable.storage.files import Files
 from rackrun.protocol.ids import Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
-from rackrun.worker.snapshots.resumption import refuse_other_training
+from rackrun.worker.snapshots.resumption import Resumption, refuse_other_training
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import Samples, Script, adam, ddp, fit, fully_sharded, loss_of, net
@@ -392,13 +394,42 @@ def reshaped(run: Run) -> None:
 @pytest.mark.parametrize(
     ("script", "why"), [(renamed, "nothing is saved under the name 'optim'"), (reshaped, "is wanted")]
 )
-def test_another_script_is_refused_with_what_does_not_fit(script: Script, why: str, folder: Path, train: Train) -> None:
+def test_another_script_is_refused_with_what_does_not_fit(
+    script: Script, why: str, folder: Path, train: Train, capfd: Any
+) -> None:
     train(trained(ddp, 5))
+    assert len(numbers(folder)) > 1
     ended = train(script)
     assert ended.failure is not None, ended
     assert ended.failure.type == "rackrun.errors.DirectoryRefused"
     assert "fits what this script tracks" in ended.failure.message
     assert why in ended.failure.message
+    assert "is not used" not in capfd.readouterr().err, "the error says it of all checkpoints, once"
+
+
+def test_checkpoints_that_do_not_fit_for_different_reasons_are_named_one_by_one(
+    folder: Path, train: Train, capfd: Any
+) -> None:
+    train(trained(ddp, 5))
+    older = numbers(folder)[1]
+
+    def main(run: Run) -> None:
+        fill = Resumption._fill_from
+
+        def other(self: Resumption, reader: CheckpointReader) -> str:
+            if reader.step == older:
+                raise LayoutMismatch("it has another shape.", remedy="build it as before.")
+            return fill(self, reader)
+
+        Resumption._fill_from = other  # type: ignore[method-assign]
+        renamed(run)
+
+    ended = train(main)
+    assert ended.failure is not None, ended
+    assert ended.failure.type == "rackrun.errors.DirectoryRefused"
+    told = capfd.readouterr().err
+    assert "the checkpoint of step 4 is not used: nothing is saved under the name 'optim'" in told
+    assert f"the checkpoint of step {older} is not used: it has another shape." in told
 
 
 def test_storage_that_fails_stops_nobody(folder: Path, train: Train, capfd: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 from rackrun.checkpoint.arena.memory_plan import Ceiling
 from rackrun.checkpoint.base.errors import MemoryPlanError
 from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image.host_copies import HostCopies
+from rackrun.checkpoint.image.rank_image import Image
 from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.checkpoint_buffer import CheckpointBuffers
 from tests.worker.harness import Ended
@@ -97,6 +101,17 @@ def test_a_checkpoint_whose_thread_cannot_be_started_is_given_up_and_the_next_is
             start(self)
 
         threading.Thread.start = refused  # type: ignore[method-assign]
+        wait_now, release, waited = HostCopies.wait_now, CheckpointBuffers.release, list[str]()
+
+        def waits(self: HostCopies, image: Image) -> None:
+            waited.append("waited")
+            wait_now(self, image)
+
+        def releases(self: CheckpointBuffers, memory: mmap.mmap) -> None:
+            print(f"the buffer is released: {waited}", file=sys.stderr)
+            release(self, memory)
+
+        HostCopies.wait_now, CheckpointBuffers.release = waits, releases  # type: ignore[method-assign]
         model = ddp(run)
         fit(run, model, adam(model), steps=8)
 
@@ -105,4 +120,7 @@ def test_a_checkpoint_whose_thread_cannot_be_started_is_given_up_and_the_next_is
     written = [one.number for one in DurableStore(tmp_path, "run").checkpoints()]
     assert 7 in written
     assert 1 not in written
-    assert "the checkpoint of step 1 failed: can't start new thread" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "the checkpoint of step 1 failed: can't start new thread" in said
+    assert "the buffer is released: ['waited']" in said
+    assert "the buffer is released: []" not in said, "a copy may still be written to it"

@@ -86,6 +86,10 @@ def ahead(loader: Any) -> Iterator[Any]:
 def test_a_generator_that_keeps_values_from_step_to_step_is_named_and_ends_a_job_that_would_train_otherwise(
     around: Callable[[Any], Iterator[Any]], read: int, train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Rank 1 dies when rank 0 has read as far: a rank 0 that was not in the step yet would leave nothing in its
+    generator."""
+    os.mkfifo(tmp_path / "rank 0 has read")
+
     def main(run: Run) -> None:
         model = ddp(run)
         optimizer = adam(model)
@@ -98,6 +102,10 @@ def test_a_generator_that_keeps_values_from_step_to_step_is_named_and_ends_a_job
             for number in range(len(data)):
                 step.backward(loss_of(model, next(batches)))
                 if (int(step), number + 1, run.generation) == (3, read, 1):
+                    with (tmp_path / "rank 0 has read").open(
+                        "rb" if run.rank == 1 else "wb"
+                    ):  # both wait for the other
+                        pass
                     if run.rank == 1:
                         os.kill(os.getpid(), signal.SIGKILL)
                     run._world.wait_broken()
