@@ -1,4 +1,5 @@
 """Layers are frozen from below, by taking their parameters out of the groups, and come back later, one by one, with the Adam state that they had."""
+# strangers: shrinks=yes
 
 import sys
 

@@ -1,4 +1,5 @@
 """FSDP2: a block leaves the parameter groups for a while, and comes back with the Adam state that it had."""
+# strangers: shrinks=yes
 
 import sys
 

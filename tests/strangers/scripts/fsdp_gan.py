@@ -1,4 +1,5 @@
 """A GAN of two FSDP2 models in one step; the discriminator is frozen for the generator's part; micro-batches are read first, weights recorded."""
+# strangers: shrinks=yes
 
 import sys
 
