@@ -124,8 +124,9 @@ class ExactlyOnce:
                     "run.loader(..., num_workers=N) reads ahead in processes.",
                 )
             raise StepError(
-                'gradients of one micro-batch were reduced twice, which reduction="exact" cannot add up.',
-                remedy="call backward() once for each micro-batch, on the sum of the losses; with FSDP2, call a sharded module once in a forward.",
+                'gradients were reduced twice after one micro-batch was taken from the loader, which reduction="exact" cannot add up.',
+                remedy="call backward() once for each micro-batch, on the sum of its losses, before the next one is taken: no list(run.loader(...)), "
+                "nor another way to read ahead. With FSDP2, call a sharded module once in a forward.",
             )
         if ranks != self._data_ranks:
             raise StepError(

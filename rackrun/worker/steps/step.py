@@ -170,6 +170,6 @@ def _weight_of_another() -> StepError:
     return StepError(
         "this rank has fewer micro-batches in the step than others, so its last one is a repetition with weight 0. The script took it before "
         "step.backward of an earlier one, whose loss would get that weight.",
-        remedy="call step.backward for a micro-batch before the next one is taken, or read step.weight of each and pass it on (weight=); or let "
-        "global_batch_size be a multiple of micro_batch_size times the data-parallel ranks, after a shrink too.",
+        remedy="call step.backward for a micro-batch before the next one is taken, or read step.weight of each as soon as it is taken, "
+        "and pass it on (weight=); or let global_batch_size be a multiple of micro_batch_size times the data-parallel ranks, after a shrink too.",
     )

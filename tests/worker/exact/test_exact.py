@@ -373,6 +373,23 @@ def twice(run: Run) -> None:
     loop(run, model, adam(model), loss)
 
 
+def ahead(run: Run) -> None:
+    model = ddp(run)
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in list(data):
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
 def over_too_many(run: Run) -> None:
     """Ranks along "tp" have the same samples."""
     run.mesh  # noqa: B018
@@ -413,6 +430,7 @@ def by_hand(run: Run) -> None:
         (hooked, "communication hook", {}),
         (fused_shards, "fused=True", {}),
         (twice, "reduced twice", {}),
+        (ahead, "was taken from run.loader before the backward pass", {}),
         (over_too_many, "over 2 ranks, but 1 share", {"ranks": 2, "mesh": {"dp": 1, "tp": 2}}),
         (pipelined, "pp", {"ranks": 2, "mesh": {"dp": 1, "pp": 2}}),
     ],

@@ -181,6 +181,52 @@ def test_a_discarded_step_puts_parameters_back_into_their_groups_with_what_the_o
         assert all(torch.equal(now[path], tensor) for path, tensor in before.items())
 
 
+def test_a_discarded_step_puts_back_what_the_script_has_removed_from_an_optimizer_before_the_gate() -> None:
+    state = trained_state()
+    optimizer, undo = state.optimizers["optimizer"], UnitUndo(state)
+    first, second = state.parameters()
+    before = {path: tensor.clone() for path, tensor in state.tensors().items()}
+    for whole in (False, True):
+        undo.begin(whole=whole)
+        del optimizer.state[first]
+        del optimizer.state[second]["exp_avg"]
+        optimizer.state[second]["mine"] = torch.ones(1)
+        assert not undo.discard(backward_open=True)
+        now = state.tensors()
+        assert list(now) == list(before)
+        assert all(torch.equal(now[path], tensor) for path, tensor in before.items())
+        assert [one is first for one in optimizer.state] == [True, False]
+
+
+def test_state_that_a_step_removes_before_the_gate_outlives_a_lost_rank(train: Train) -> None:
+    def main(run: Run, fault: bool) -> None:
+        model = ddp(run)
+        parameters = list(model.parameters())
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            if int(step) == 5:  # the learning rate follows what is thrown away
+                norm = sum(optimizer.state.pop(one)["exp_avg"].norm() for one in parameters[2:])
+                optimizer.param_groups[0]["lr"] = float(norm) / 100
+            for batch_number, batch in enumerate(data):
+                step.backward(loss_of(model, batch))
+                if fault and (int(step), batch_number) == (5, 1):
+                    lose_rank_1(run)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    reference, ended = without_fault_and_with(train, main)
+    assert reference.exit_code == 0, reference
+    assert ended.exit_code == 0, ended
+    assert not ended.differences(reference), ended
+
+
 def trained_state() -> TrackedState:
     model = nn.Linear(3, 3)
     optimizer = adam(model)

@@ -19,17 +19,22 @@ from rackrun.worker.tensors.tensor_lists import are_plain
 
 __all__ = [
     "OUTSIDE",
+    "HeldObjects",
     "Outside",
+    "held_objects",
     "held_tensors",
     "key_order",
     "optimizer_state",
     "plain_groups",
     "plain_state",
+    "put_held_objects",
     "put_in_order",
 ]
 
 OUTSIDE = "outside"
 """Stands in paths in place of a group's index."""
+HeldObjects: TypeAlias = tuple[list[Any], list[Any], list[dict[Any, Any]]]
+"""Parameters, what an optimizer holds for each, and the items of that; no items where some of it is no dictionary."""
 Outside: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 """Parameters in no group for which an optimizer has state, each after its place among all tracked parameters."""
 
@@ -88,6 +93,25 @@ def put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> No
             values = {key: held[key] for key in keys}
             held.clear()
             held.update(values)
+
+
+def held_objects(optimizer: torch.optim.Optimizer) -> HeldObjects:
+    """Return the objects themselves that the optimizer holds for each parameter, not copies of tensors, in as many calls
+    for any number of parameters."""
+    held = list(optimizer.state.values())
+    items = list(map(dict, held)) if set(map(type, held)) == {dict} else []
+    return list(optimizer.state), held, items
+
+
+def put_held_objects(optimizer: torch.optim.Optimizer, objects: HeldObjects) -> None:
+    """Have the optimizer hold again, in the same order, what it held when `held_objects` returned ``objects``. What was
+    written into tensors since stays."""
+    parameters, all_held, all_items = objects
+    optimizer.state.clear()
+    optimizer.state.update(zip(parameters, all_held, strict=True))
+    for held, items in zip(all_held, all_items, strict=False):
+        held.clear()
+        held.update(items)
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from torch import nn
 from rackrun.checkpoint.image.plain_values import flatten
 from rackrun.errors import StepError
 from rackrun.worker.state.objects.module_structure import ModuleStructure
+from rackrun.worker.state.objects.optimizer_state import HeldObjects, held_objects, put_held_objects
 from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
@@ -118,6 +119,8 @@ class UnitUndo:
         self._place: tuple[int, torch.device | None] = 0, None
         self._told_bytes = 0
         self._state_keys: dict[str, dict[int, set[str]]] = {}
+        self._held: dict[str, HeldObjects] = {}
+        """What optimizers held for which parameters when the unit began; empty between units."""
         self._saved_plain = b""
         self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
@@ -188,6 +191,7 @@ class UnitUndo:
         self._everywhere = everywhere
         self._places.begin(share)
         self._saved_plain = look.plain
+        self._held = {name: held_objects(optimizer) for name, optimizer in self._state.optimizers.items()}
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
         self._take_copies(look, exactly=looks)
@@ -381,6 +385,7 @@ class UnitUndo:
     def ended(self) -> None:
         """Learn what the committed unit has changed. Nothing has happened since its end."""
         self._nothing_is_suspect()
+        self._held = {}  # frees what the unit has removed
         if not self._marks and not self._audits and not self._phase:
             return
         self._between.dicts_at_end = dicts = self._state.state_dicts()
@@ -431,6 +436,8 @@ class UnitUndo:
             for wrapper in self._state.wrappers() if backward_open else ():
                 ddp.reset(wrapper)
             self._gradients.clear(self._state.parameters())
+        for name, objects in self._held.items():
+            put_held_objects(self._state.optimizers[name], objects)
         self._state.put_groups(self._saved_plain)  # the paths of what optimizers hold are those of the unit's beginning
         paths = self._not_restorable()
         for other in self._state.others.values():
