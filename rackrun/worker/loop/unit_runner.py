@@ -25,7 +25,6 @@ from rackrun.worker.batch.mesh_axes import Axes
 from rackrun.worker.data.global_batch import Batches, StepBatch, check_rule
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import undrawn
-from rackrun.worker.device.rank_exit import leave
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.loop.entry_parts import EntryParts, MainHandover
 from rackrun.worker.loop.join_generation import Rejoin
@@ -33,6 +32,12 @@ from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
 from rackrun.worker.loop.unit_attempt import UnitAttempt
+from rackrun.worker.loop.unusable_state import (
+    judge_post_gate_failures,
+    leave_changed_between,
+    leave_torn,
+    leave_unrestorable,
+)
 from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.membership.decisions.interruptions import Abandoned
 from rackrun.worker.membership.decisions.script_scope import Scope
@@ -446,8 +451,9 @@ class UnitRunner:
             attempt.ended()
             self._parts.rates.restore_all()
         self._world.let_device_return()
+        rank = self._world.rank
         if self._post_gate.any:
-            self._judge_post_gate_failures(at)
+            judge_post_gate_failures(rank, at, corrupted_state=self._post_gate.corrupted_state())
         attempt.step._discarded = not self._world.machine.unit_passed
         if self._world.machine.unit_passed:
             self._world.scope = Scope.OUTSIDE
@@ -458,15 +464,11 @@ class UnitRunner:
                     # some ranks are in a call for a later unit, and do not return to their script before it
                     self._pause_if_due()
         elif attempt.rollback_incomplete:
-            self._leave_unrestorable(at, attempt.not_put_back)
+            leave_unrestorable(rank, at, attempt.not_put_back)
         elif attempt.changed_between_units and self._undo.changed_between:
-            leave(
-                self._world.rank,
-                f"had another {self._undo.changed_between} when step {at.step} began than at the end of the unit before, alone among the "
-                "ranks: its memory, or a script that changes tracked state between two steps on one rank.",
-            )
+            leave_changed_between(rank, at, self._undo.changed_between)
         elif changed := self._discard(reached_gate=attempt.reached_gate):
-            self._leave_torn(at, changed)
+            leave_torn(rank, at, changed)
 
     def _begin(self, step: Step, name: str = "") -> UnitAttempt:
         return UnitAttempt(self._parts, step, name=name, copying_bytes=self._copying_bytes)
@@ -575,27 +577,6 @@ class UnitRunner:
         self._world.scope = Scope.OUTSIDE
         return changed
 
-    def _leave_torn(self, at: Position, changed: Sequence[str]) -> None:
-        """End this process: what it has ``changed`` in the unit at ``at``, which broke, has no copy to put back."""
-        unit = f"step {at.step}" if not at.phase else f"a phase after step {at.step}"
-        leave(
-            self._world.rank,
-            f"changed {_listed(changed)} in {unit}, which broke, and has no copy to put back. "
-            "Remedy: change tensors by operations that torch counts (not through .data), and in every step where you can, so that it is "
-            "known in time.",
-        )
-
-    def _leave_unrestorable(self, at: Position, mine: Sequence[str]) -> None:
-        """End this process: some rank has changed state that it cannot put back (see `UnitUndo.not_put_back`), and ranks
-        that joined since have copied it. ``mine``: what this rank has changed so."""
-        what = f"changed {_listed(mine)}" if mine else "has a peer that changed its state"
-        leave(
-            self._world.rank,
-            f"{what} before the first optimizer.step() of step {at.step}, which was not seen before, and had begun that step before a "
-            "failure: nobody can tell what it was then. Remedy: change what an optimizer trains after optimizer.step(), or before it in "
-            "every step.",
-        )
-
     def _has_parts(self, why: str) -> None:
         """Record that the script's steps have several parts, so that their gates move to the end. All ranks call this
         after the same unit."""
@@ -607,23 +588,6 @@ class UnitRunner:
                 f"{why}. So that a step can be done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
                 "are copied when it begins. Where all that can come before the first optimizer.step(), that is not needed."
             )
-
-    def _judge_post_gate_failures(self, at: Position) -> None:
-        """Decide what a collective that broke after the gate means: print that it was harmless, or end this process,
-        whose state is torn. The world then goes on from another copy of the state."""
-        if not self._post_gate.corrupted_state():
-            print(
-                f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke. "
-                "No tracked state came of it; but what the step returns or shows here may be this rank's value alone.",
-                file=sys.stderr,
-                flush=True,
-            )
-            return
-        leave(
-            self._world.rank,
-            f"used a collective after optimizer.step() in step {at.step}, and it broke: its state is torn. "
-            "Remedy: keep collectives before optimizer.step(), or in phases.",
-        )
 
     # -- recovery
     def _recover(self) -> bool:
@@ -687,7 +651,3 @@ class UnitRunner:
                     optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return paths[0] + (f" (and {len(paths) - 1} others)" if len(paths) > 1 else "")
