@@ -16,21 +16,9 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended
 from tests.worker.scripts import STEPS, Samples, adam, ddp, loss_of
+from tests.worker.steps.loader_generators import counted, endless
 
 Train = Callable[..., Ended]
-
-
-def endless(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
-def counted(loader: Any) -> Iterator[Any]:
-    number = 0
-    while True:
-        for batch in loader:
-            number += 1
-            yield batch * (1 + 0.1 * (number % 5))
 
 
 def counted_ahead(loader: Any) -> Iterator[Any]:

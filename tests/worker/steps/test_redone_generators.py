@@ -15,13 +15,9 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended
 from tests.worker.scripts import STEPS, Samples, adam, ddp, loss_of
+from tests.worker.steps.loader_generators import counted, endless
 
 Train = Callable[..., Ended]
-
-
-def endless(loader: Any) -> Any:
-    while True:
-        yield from loader
 
 
 @pytest.mark.parametrize("read", [1, 3], ids=["between two micro-batches", "after the last one"])
@@ -61,14 +57,6 @@ def test_an_endless_generator_around_the_loader_goes_on_where_a_step_is_done_aga
     assert (tmp_path / "died").exists()
     assert ended.exit_code == 0, ended
     assert not ended.differences(reference), ended
-
-
-def counted(loader: Any) -> Iterator[Any]:
-    number = 0
-    while True:
-        for batch in loader:
-            number += 1
-            yield batch * (1 + 0.1 * (number % 5))
 
 
 def ahead(loader: Any) -> Iterator[Any]:
