@@ -122,6 +122,7 @@ HARD = (
     Hard("frozen_gradually", "step.backward", 14, "parameters that came back in this step", visit=2),
     Hard("frozen_gradually", "step.backward", 19, "more parameters that came back in this step", what="stop"),
     Hard("frozen_gradually", "return step.loss", 23, "parameters that leave the groups after the update"),
+    Hard("frozen_state_deleted", "step.backward", 8, "Adam state deleted in this step", visit=2),
     Hard("fsdp_frozen_gradually", "step.backward", 3, "shards that have left the groups in this step"),
     Hard("fsdp_frozen_gradually", "step.backward", 12, "shards that came back in this step", visit=2),
     Hard("frozen_gradually", "step.backward", 15, "parameters out of the groups, in a world that shrinks", spares=0),
