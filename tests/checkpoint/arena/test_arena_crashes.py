@@ -367,8 +367,13 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
 
 @pytest.mark.parametrize(
     ("kill", "crashes"),
-    [(False, 800), pytest.param(False, 2000, marks=pytest.mark.stories), (True, 100)],
-    ids=["stops", "more stops", "kills"],
+    [
+        (False, 800),
+        pytest.param(False, 2000, marks=pytest.mark.stories),
+        (True, 50),
+        pytest.param(True, 100, marks=pytest.mark.stories),
+    ],
+    ids=["stops", "more stops", "kills", "more kills"],
 )
 def test_hundreds_of_crashes_never_lose_the_newest_committed_checkpoint(
     tmp_path: Path, kill: bool, crashes: int
@@ -393,7 +398,7 @@ def test_many_more_kills(tmp_path: Path) -> None:
 def test_a_kill_at_any_moment_never_shows_less_than_was_committed(path: Path) -> None:
     create(path, slots=3).close()
     number = 0
-    for life in range(60):
+    for life in range(30):
         told, tell = os.pipe()
 
         def live(tell: int = tell, life: int = life, number: int = number) -> None:
