@@ -173,6 +173,14 @@ def test_a_shrink_waits_for_a_silent_member_too() -> None:
     assert plan_in(harness.stalls("a/0", over=True)).world_size == 1
 
 
+def test_a_restart_that_is_preferred_to_a_hold_ends_the_wait_for_a_silent_member() -> None:
+    harness = silent_and_alone("swap,restart,hold", start_over=True)
+    stopped(harness)
+    restarted = harness.join("c", 3)
+    assert not harness.view.hold
+    assert "a/0" in [one.slot for one in every(FenceWorker, restarted)]
+
+
 def test_an_operator_stops_the_job_while_a_member_is_silent() -> None:
     harness = silent_and_alone()
     stopped(harness)
