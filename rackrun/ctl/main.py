@@ -92,16 +92,17 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[int]:
-    """Give a descriptor of standard output that stays when a library redirects it; -1: it has none."""
+    """Give a descriptor of standard output that stays when a library redirects it; -1: it has none, or is closed."""
     try:
-        descriptor = os.dup(sys.stdout.fileno())
+        descriptor = os.dup(sys.stdout.fileno()) if sys.stdout else -1
     except (OSError, ValueError):
         yield -1
         return
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _has_no_reader(output: int, error: BaseException) -> bool:
@@ -120,7 +121,8 @@ def _run(output: int) -> NoReturn:
     try:
         _refuse_remote(sys.argv[1:])
         code = app(prog_name="rackctl", standalone_mode=False)
-        sys.stdout.flush()  # what cannot be written is an error here, and not when the interpreter ends
+        if sys.stdout:  # None: it was closed before the start
+            sys.stdout.flush()  # what cannot be written is an error here, and not when the interpreter ends
         sys.exit(code if isinstance(code, int) else 0)
     except RackrunError as error:
         print(f"rackctl: error: {error}", file=sys.stderr)

@@ -233,6 +233,9 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     hoped: int = 0
     """Number of slots whose GPU is unfit for a reason that may pass by itself, plus ``returning_slots``."""
     why_short: str = ""
+    obstacle: str = ""
+    """Why neither spares nor time help: a silent rank is awaited, which keeps the only copy of some state; "": there is
+    no such rank."""
     rollback_steps: int | None = 0
     """Number of steps that all ranks compute again if state is restored from memory; None: no copy of some state is
     left in memory."""

@@ -97,6 +97,16 @@ def test_the_process_too_says_nothing_when_its_output_has_lost_its_reader() -> N
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+def test_without_standard_output_a_command_ends_as_with_it() -> None:
+    for command, code in (("--version", 0), ("nonsense", 2)):
+        ended = subprocess.run(
+            ["sh", "-c", 'exec "$0" -m rackrun.ctl "$1" >&-', sys.executable, command],
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        assert (ended.returncode, b"Traceback" in ended.stderr) == (code, False)
+
+
 def test_another_pipe_that_breaks_is_no_lost_reader(rackctl: Rackctl, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*_: object) -> None:
         raise BrokenPipeError

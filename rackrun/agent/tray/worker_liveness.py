@@ -134,9 +134,10 @@ class LivenessWatch:
         idle_ns = max(page.deadline_ms * _MS, floor_ns) if armed else _SILENCE_NS
         busy_ns = page.busy_ms * _MS if armed else _BUSY_SILENCE_NS
         silent_ns = silence.quiet_ns(now_ns, held_ns)
-        if silent_ns > floor_ns << min(silence.repeats, _REPEATS_MAX) and (because := _held_still(worker)):
+        because = _held_still(worker) if silent_ns > floor_ns else ""
+        if because and silent_ns > floor_ns << min(silence.repeats, _REPEATS_MAX):
             self._report_stall(worker, now_ns, silent=True, where=because)
-        elif self._compared(worker, silence if silent_ns > _LATE_NS else timer, now_ns):
+        elif because or self._compared(worker, silence if silent_ns > _LATE_NS else timer, now_ns):
             pass
         elif silent_ns > _LATE_NS:  # the interpreter's lock is held, or no processor is free
             limit_ns = min(idle_ns, _SILENCE_NS)

@@ -144,6 +144,8 @@ def _may_acquire(failure: Failure, view: ClusterView) -> str:
         return obstacle
     if view.takeovers:
         return "there is nothing to wait for"
+    if view.obstacle:
+        return view.obstacle
     if view.provider.came and view.coming < view.short:
         return f"with the rack that came {view.coming} of {view.short} workers that are missing can come"
     return view.provider.why_not
@@ -162,6 +164,8 @@ def _may_wait(failure: Failure, view: ClusterView) -> str:
         return obstacle
     if view.takeovers:
         return "there is nothing to wait for"
+    if view.obstacle:
+        return view.obstacle
     if max(view.start_patience_s if view.comes_by_itself else 0.0, view.repair_patience_s) > view.patience_used_s:
         return ""
     if view.comes_by_itself:

@@ -70,6 +70,7 @@ class Hold:
         """End the hold, because another rung was decided. Return whether there was one."""
         held, self._held_ms = self.holds, self.held_ms(at_ms)
         self._decision = None
+        self.silent.clear()
         return held
 
     def held_ms(self, at_ms: int) -> int:

@@ -415,16 +415,16 @@ class Recovery:
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
     def leave_silent(self, record: WorkerRecord, because: str, at_ms: int) -> bool:
-        """Return whether a silent member is left alone: all ranks wait in a hold, and state would be lost with it."""
+        """Return whether a silent member is left alone: all ranks wait in a hold, and state would be lost with it, or may
+        be, because it is not known yet what condemned workers leave. It is judged anew with each further report."""
         rank = record.rank
-        if rank is None or not self.hold.holds or record.state is not WorkerState.PARKED:
+        if rank is None or not self.hold.holds or record.state is not WorkerState.PARKED or self.world.awaited:
             return False
-        if rank in self.hold.silent:
-            return True
-        if self.world.awaited or not self.parked_members.loses_state_without(rank):
+        if not (self.awaits_snapshots or self.parked_members.loses_state_without(rank)):
             return False
-        self.hold.silent[rank] = because
-        self.decide(at_ms)
+        if rank not in self.hold.silent:
+            self.hold.silent[rank] = because
+            self.decide(at_ms)
         return True
 
     def runs_again(self, record: WorkerRecord, at_ms: int) -> None:

@@ -156,6 +156,7 @@ class ViewBuilder:
             hoped=self._hoped(),
             returning_slots=sum(rack.returning.values()),
             why_short=self._why_short(prospect, coming) if staff is None and state is not None else "",
+            obstacle=prospect.obstacle,
             rollback_steps=back,
             may_begin_again=prospect.may_begin_again,
             shrink_to=0 if prospect.why_no_shrink or not lost else prospect.would_stay,

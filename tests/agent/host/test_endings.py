@@ -192,8 +192,11 @@ async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig
     assert await rig.end(1) == 0
 
 
-async def test_a_stopped_worker_is_told_of_ever_more_rarely_and_that_it_runs_again_at_once(rig: Rig) -> None:
-    await rig.start(HEARTBEATS.replace("deadline_ms=300", "deadline_ms=0"), stall_floor_ms=200)
+@pytest.mark.parametrize("deadline_ms", [0, 600])
+async def test_a_stopped_worker_is_told_of_ever_more_rarely_and_that_it_runs_again_at_once(
+    rig: Rig, deadline_ms: int
+) -> None:
+    await rig.start(HEARTBEATS.replace("deadline_ms=300", f"deadline_ms={deadline_ms}"), stall_floor_ms=200)
     await rig.start_worker()
     pid = await rig.number("pid")
     os.kill(pid, signal.SIGSTOP)
