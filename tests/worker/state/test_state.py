@@ -563,3 +563,19 @@ def test_nobody_takes_digests_ahead_of_a_unit_that_begins_with_none() -> None:
     undo.before_update()
     undo.ended()
     assert not undo.digests_ahead()
+
+
+@pytest.mark.parametrize(("key", "held"), [("step", 3), ("all", {"step": 3}), (0, torch.ones(2))])
+def test_state_of_an_optimizer_that_is_not_for_a_parameter_is_refused(key: Any, held: Any) -> None:
+    state = tracked(steps=1)
+    state.encode_plain()
+    state.optimizers["optimizer"].state[key] = held
+    with pytest.raises(StepError, match=f"'optimizer', a AdamW, holds state under {key!r}, and not for a parameter"):
+        state.encode_plain()
+
+
+def test_a_key_without_state_is_not_refused() -> None:
+    state = tracked(steps=1)
+    of_optimizer: Any = state.optimizers["optimizer"].state
+    assert not of_optimizer["all"]  # the dictionary makes an empty one
+    state.encode_plain()

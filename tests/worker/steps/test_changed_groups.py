@@ -331,3 +331,35 @@ def test_parameters_without_older_gradients_join_an_optimizer_and_a_lost_rank_ch
     assert reference.exit_code == 0, reference
     assert ended.exit_code == 0, ended
     assert not ended.differences(reference), ended
+
+
+# -- gradients that are cleared in place ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("clears", ["first", "last"])
+def test_a_layer_may_join_with_a_gradient_that_was_cleared_in_place(clears: str, train: Train) -> None:
+    def main(run: Run, dies: bool) -> None:
+        model = ddp(run, gradient_as_bucket_view=True)
+        first, *_, last = model.module.children()
+        optimizer = adam(last)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            if int(step) == 4:
+                optimizer.add_param_group({"params": list(first.parameters())})
+            if clears == "first":
+                model.zero_grad(set_to_none=False)
+            for batch in data:
+                step.backward(loss_of(model, batch))
+                if dies and int(step) == 4:
+                    lose_rank_1(run)
+            optimizer.step()
+            if clears == "last":
+                model.zero_grad(set_to_none=False)
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    reference, ended = without_fault_and_with(train, main)
+    assert not ended.differences(reference), ended
+    assert len(ended.plans) == 1, ended

@@ -107,3 +107,70 @@ def test_a_gradient_left_by_the_unit_before_is_refused_after_attempts_and_phases
         gradients.check_cleared(lambda: held)
     held[1].grad = None
     gradients.check_cleared(lambda: held)
+
+
+class Optimizer(torch.optim.SGD):
+    def __init__(self, *trained: nn.Parameter) -> None:
+        super().__init__(trained, lr=0.1)
+
+
+@pytest.fixture
+def counted() -> None:
+    zero_grad.install()
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_gradient_that_the_unit_clears_in_place_is_not_of_an_older_step() -> None:
+    held, gradients = two()
+    gradients.begin(held, held[1:])
+    Optimizer(held[0]).zero_grad(set_to_none=False)  # not this one's
+    with pytest.raises(StepError, match=REFUSED):
+        gradients.check_cleared(lambda: held)
+    Optimizer(*held).zero_grad(set_to_none=False)
+    held[1].grad.add_(1)  # type: ignore[union-attr]
+    gradients.check_cleared(lambda: held)
+    with torch.no_grad():
+        gradients.clear(held)
+    gradients.begin(held, held[1:])  # the next attempt, which does not clear it
+    with pytest.raises(StepError, match=REFUSED):
+        gradients.check_cleared(lambda: held)
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_gradient_that_the_unit_before_has_cleared_in_place_at_its_end_is_not_of_an_older_step() -> None:
+    held, gradients = two()
+    gradients.begin(held, held[1:])
+    held[1].grad.add_(1)  # type: ignore[union-attr]
+    Optimizer(*held).zero_grad(set_to_none=False)
+    for _ in range(2):  # attempts
+        gradients.begin(held, held[1:])
+        held[1].grad.add_(1)  # type: ignore[union-attr]
+        gradients.check_cleared(lambda: held)
+        with torch.no_grad():
+            gradients.clear(held)
+
+
+@pytest.mark.usefixtures("counted")
+def test_only_clearing_the_gradient_that_was_left_counts() -> None:
+    held, gradients = two()
+    gradients.begin(held, (), held[1:])
+    Optimizer(held[0]).zero_grad(set_to_none=False)
+    with pytest.raises(StepError, match=REFUSED):
+        gradients.check_cleared(lambda: held)
+    nn.ParameterList(held).zero_grad(set_to_none=False)
+    gradients.check_cleared(lambda: held)
+
+
+@pytest.mark.usefixtures("counted")
+def test_zeros_that_an_abandoned_unit_has_replaced_are_no_gradient_of_an_older_step() -> None:
+    """As views of DDP's buckets are, when it is reset."""
+    held, gradients = two()
+    gradients.begin(held, held[1:])
+    Optimizer(*held).zero_grad(set_to_none=False)
+    gradients.begin(held, held[1:])
+    held[1].grad = torch.ones(2)
+    with torch.no_grad():
+        gradients.clear(held)
+    gradients.begin(held, held[1:])
+    held[1].grad.add_(1)
+    gradients.check_cleared(lambda: held)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
+from rackrun.errors import StepError
 from rackrun.worker.tensors.tensor_lists import are_plain
 
 __all__ = [
@@ -128,7 +129,12 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def plain_state(name: str, optimizer: torch.optim.Optimizer, outside: Outside = ()) -> dict[str, Any]:
     """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
-    checked at once first."""
+    checked at once first.
+
+    Raises `StepError` for what it holds under other keys than tensors, as ``state["step"]``: no path names it, so that
+    a process that takes a rank over would go on without it.
+    """
+    _refuse_other_keys(name, optimizer)
     held = tuple(optimizer.state.values())
     if set(map(type, held)) <= {dict}:
         inside = gc.get_referents(*held)  # the dictionaries' values, at once; also keys that are not strings
@@ -145,6 +151,23 @@ def plain_state(name: str, optimizer: torch.optim.Optimizer, outside: Outside = 
                 elif not isinstance(value, torch.Tensor):
                     found[path] = without_tensors(f"{name}/{path}", value)
     return found
+
+
+def _refuse_other_keys(name: str, optimizer: torch.optim.Optimizer) -> None:
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, optimizer.state))):
+        return
+    state = optimizer.state
+    other = [
+        key
+        for key, held in state.items()
+        if not isinstance(key, torch.Tensor) and not (isinstance(held, dict) and not held)
+    ]
+    if other:
+        raise StepError(
+            f"{name!r}, a {type(optimizer).__name__}, holds state under {', '.join(map(repr, other[:3]))}, and not for a "
+            "parameter: a process that takes a rank over would go on without it.",
+            remedy="keep it in the options of a group (optimizer.param_groups[0][...]), or in the state of a parameter.",
+        )
 
 
 def _members(

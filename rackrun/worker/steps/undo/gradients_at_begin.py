@@ -35,6 +35,18 @@ class _Left(NamedTuple):
         """Whether the parameter still has this gradient. Clearing it, unless in place, gives the parameter another."""
         return self.parameter.grad is not None and self.parameter.grad is self.gradient()
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the parameter has lost this gradient since, or zero_grad has written zeros into it."""
+        gradient = self.gradient()
+        return not self.stands or gradient is None or zero_grad.version_when_cleared(gradient) > self.version
+
+    @property
+    def was_just_cleared(self) -> bool:
+        """Whether zero_grad had written zeros into it, and nothing else since."""
+        gradient = self.gradient()
+        return gradient is not None and zero_grad.version_when_cleared(gradient) == self.version
+
     def version_now(self) -> int:
         """The gradient's version now; -1 if it is gone."""
         gradient = self.gradient()
@@ -58,8 +70,8 @@ class GradientsAtBegin:
         self._had_grads: list[bool] = []
         self._found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         """A few gradients that some older unit has left and that were not cleared since."""
-        self._cleared = self._cleared_in_place = 0
-        """How often gradients had been cleared."""
+        self._cleared = 0
+        """How often zero_grad had been called."""
         self._outside: dict[int, _Left] = {}
         """By ``id``: parameters that no optimizer trained when the unit began, where they had gradients."""
         self._joined: list[_Left] = []
@@ -84,11 +96,13 @@ class GradientsAtBegin:
         if self._outside or (free and any(self._had_grads)):
             self._outside = self._left_outside(free, filled=filled)
         self._joined += [left for left in _left(joined) if not left.is_zero()]
+        held = [left.gradient() for left in (*self._joined, *self._outside.values())]
+        zero_grad.watch([gradient for gradient in held if gradient is not None])
         self._found = []
         if zero_grad.some_are_left():
             some = islice(compress(parameters, self._had_grads), _LOOKED_AT)
             self._found = [(one, weakref.ref(one.grad)) for one in some if one.grad is not None]
-        self._cleared, self._cleared_in_place = zero_grad.cleared(), zero_grad.cleared_in_place()
+        self._cleared = zero_grad.cleared()
 
     def check_cleared(self, trained: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """Raise `StepError` if gradients of an older step are still in the sum, because the unit could not be repeated:
@@ -116,7 +130,8 @@ class GradientsAtBegin:
         """Clear the gradients of ``parameters``: to zeros where there were some, to None elsewhere. To be called
         without autograd."""
         had = dict(zip(map(id, self._parameters), self._had_grads, strict=True))
-        stand = {key: left for key, left in self._outside.items() if left.stands}
+        # DDP's reset may give a parameter another view of its bucket as a gradient: what was zeros is zeros again
+        stand = {key: left for key, left in self._outside.items() if left.stands or left.zero}
         zero = {key: left.zero or (left.zero is None and left.is_zero()) for key, left in stand.items()}
         for parameter in parameters:
             if parameter.grad is not None:
@@ -126,7 +141,8 @@ class GradientsAtBegin:
                     parameter.grad = None
         zero_grad.nothing_is_left()
         for key, left in stand.items():  # all are zeros from here on, and it counts what they have been
-            self._outside[key] = left._replace(version=left.version_now(), zero=zero[key])
+            if (gradient := left.parameter.grad) is not None:
+                self._outside[key] = _Left(left.parameter, weakref.ref(gradient), versions([gradient])[0], zero[key])
 
     # -- helpers
     def _left_outside(self, free: Iterable[torch.Tensor], *, filled: bool) -> dict[int, _Left]:
@@ -139,7 +155,9 @@ class GradientsAtBegin:
             if not filled and known is not None and known.parameter is left.parameter and known.stands:
                 stood = known.version == left.version
                 zero = known.zero if stood or known.zero is False else None
-                if stood and zero is None:
+                if left.was_just_cleared:
+                    zero = True
+                elif stood and zero is None:
                     zero = left.is_zero()
             found[id(left.parameter)] = left._replace(zero=zero)
         return found
@@ -147,11 +165,11 @@ class GradientsAtBegin:
     def _check_joined(self, trained: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Raise `StepError` if a parameter that has joined an optimizer since the unit before still has an older
         gradient."""
-        left = self._joined if zero_grad.cleared_in_place() == self._cleared_in_place else []
+        left = self._joined
         if self._outside:
             now = set(map(id, trained()))
             left = left + [one for key, one in self._outside.items() if key in now and not one.zero]
-        if any(one.stands for one in left):
+        if not all(one.is_cleared for one in left):
             raise StepError(
                 "gradients of an older step were not cleared: a parameter that was added to an optimizer has one, which older steps have summed "
                 "up while no optimizer trained it. This step adds to it, and could not be repeated.",
