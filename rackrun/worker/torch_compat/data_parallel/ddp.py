@@ -36,17 +36,7 @@ __all__ = [
 ]
 
 
-class _Expectation:
-    """Whether a DDP's reducer expects a backward pass. It then communicates in the next one, even under no_sync."""
-
-    __slots__ = ("pending",)
-
-    def __init__(self) -> None:
-        self.pending = False
-
-    def met(self, _: torch.Tensor) -> None:
-        """Note that a gradient was accumulated (a hook of a parameter)."""
-        self.pending = False
+_EXPECTS = "_rackrun_expects"
 
 
 def missing() -> list[str]:
@@ -87,18 +77,15 @@ def install() -> None:
     def init_frozen(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._rackrun_reduces = _reduces_now(self)  # type: ignore[assignment]
-        vars(self)["_rackrun_expects"] = expects = _Expectation()
+        # whether the reducer expects a backward pass; a list, which torch.save(module) writes without rackrun
+        vars(self)[_EXPECTS] = expects = [False]
         if reduced := reduced_by(self):
-            reduced[0].register_post_accumulate_grad_hook(expects.met)
+            reduced[0].register_post_accumulate_grad_hook(lambda _: expects.__setitem__(0, False))
         freeze(self)
 
     def expecting(self: DistributedDataParallel, output: Any) -> Any:
-        if (
-            self.require_backward_grad_sync
-            and torch.is_grad_enabled()
-            and (known := vars(self).get("_rackrun_expects"))
-        ):
-            known.pending = True
+        if self.require_backward_grad_sync and torch.is_grad_enabled() and (known := vars(self).get(_EXPECTS)):
+            known[0] = True
         return post_forward(self, output)
 
     DistributedDataParallel._build_params_for_reducer = build_reversed  # type: ignore[method-assign]
@@ -124,14 +111,14 @@ def reset(module: DistributedDataParallel) -> None:
     the next backward pass, even under no_sync. Its buckets are built again in the same layout."""
     module.reducer._reset_state()
     freeze(module)
-    if known := vars(module).get("_rackrun_expects"):
-        known.pending = False
+    if known := vars(module).get(_EXPECTS):
+        known[0] = False
 
 
 def _expect_nothing(module: DistributedDataParallel) -> None:
     """Reset the reducer if a forward pass has no backward pass of the module's parameters: it was for an evaluation
     without no_grad(), or its parameters were frozen meanwhile, as a GAN's discriminator."""
-    if (known := vars(module).get("_rackrun_expects")) and known.pending:
+    if (known := vars(module).get(_EXPECTS)) and known[0]:
         reset(module)
 
 
