@@ -85,7 +85,7 @@ SCRIPTS: list[Script] = [
 ]
 
 
-@pytest.mark.parametrize("dies", ["after a micro-batch", "before the gate"])
+@pytest.mark.parametrize("dies", [pytest.param("after a micro-batch", marks=pytest.mark.stories), "before the gate"])
 @pytest.mark.parametrize("main", SCRIPTS, ids=lambda main: main.__name__)
 def test_a_forward_without_a_backward_does_not_decide_when_the_next_step_reduces(
     main: Script, dies: str, train: Train

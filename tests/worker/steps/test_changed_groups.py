@@ -71,7 +71,7 @@ def a_group_that_comes_goes_and_comes_again(model: nn.Module, optimizer: torch.o
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("at", [2, 3])
+@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.stories)])
 @pytest.mark.parametrize("change", [out_and_in, with_values_of_its_own, a_group_that_comes_goes_and_comes_again])
 def test_state_of_parameters_in_no_group_outlives_a_lost_rank(change: Change, at: int, when: str, train: Train) -> None:
     def main(run: Run, fault: bool) -> None:
@@ -130,7 +130,9 @@ def sharded(run: Run) -> nn.Module:
     return fully_sharded(net())
 
 
-@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize(
+    "at", [3, pytest.param(2, marks=pytest.mark.stories), pytest.param(5, marks=pytest.mark.stories)]
+)
 def test_shards_of_such_state_outlive_a_lost_rank(at: int, train: Train) -> None:
     reference, ended = without_fault_and_with(
         train, lambda run, fault: thawing(run, sharded(run), STEPS, at if fault else None)
@@ -140,7 +142,7 @@ def test_shards_of_such_state_outlive_a_lost_rank(at: int, train: Train) -> None
 
 
 @pytest.mark.parametrize("make", [ddp, sharded])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.stories)])
 def test_a_resumed_job_has_the_state_of_parameters_in_no_group(
     make: Callable[[Run], nn.Module], ranks: int, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +244,9 @@ def trained_state() -> TrackedState:
 
 # -- gradients of parameters that join a group ---------------------------------------------------------------------------
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("at", [None, 3, 5, 6])
+@pytest.mark.parametrize(
+    "at", [None, 3, pytest.param(5, marks=pytest.mark.stories), pytest.param(6, marks=pytest.mark.stories)]
+)
 def test_gradients_that_have_piled_up_outside_of_the_optimizer_are_refused_when_it_gets_their_parameters(
     at: int | None, when: str, train: Train
 ) -> None:
@@ -284,7 +288,15 @@ def in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("place", ["first", "last"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("at", [2, 3, 5, 6])
+@pytest.mark.parametrize(
+    "at",
+    [
+        3,
+        pytest.param(2, marks=pytest.mark.stories),
+        pytest.param(5, marks=pytest.mark.stories),
+        pytest.param(6, marks=pytest.mark.stories),
+    ],
+)
 @pytest.mark.parametrize("clear", [of_the_model, in_place])
 def test_parameters_without_older_gradients_join_an_optimizer_and_a_lost_rank_changes_nothing(
     clear: Callable[[nn.Module, torch.optim.Optimizer], None], at: int, when: str, place: str, train: Train
