@@ -150,6 +150,7 @@ def test_those_that_judge_no_time_run_at_the_same_time_and_no_other_beside_them(
     assert not left()
 
 
+@pytest.mark.stories
 def test_the_next_one_is_started_ahead_and_begins_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.run._CORES_FOR_MORE", 1)
     code, found = played(tmp_path, "A1,B1,B5,G1", xid=True)

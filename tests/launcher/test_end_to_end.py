@@ -75,7 +75,7 @@ atexit.register(lambda: os.write(2, f"ends {os.getpid()}\\n".encode()))
 """
 
 
-@pytest.mark.parametrize(("what", "code"), [("", 0), ("raise", 1)])
+@pytest.mark.parametrize(("what", "code"), [("", 0), pytest.param("raise", 1, marks=pytest.mark.stories)])
 def test_the_last_word_is_not_a_librarys_of_what_it_has_leaked(
     what: str, code: int, start_rackrun: Callable[..., Any], script: str, tmp_path: Path
 ) -> None:
@@ -152,7 +152,9 @@ main()
 """
 
 
-@pytest.mark.parametrize(("times", "code"), [(1, 0), (2, 3)], ids=["once", "always"])
+@pytest.mark.parametrize(
+    ("times", "code"), [pytest.param(1, 0, marks=pytest.mark.stories), (2, 3)], ids=["once", "always"]
+)
 def test_groups_that_cannot_be_built_at_the_start_do_not_hang(
     run_rackrun: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, code: int
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_core_that_is_wrong_is_found(core: type[ControlPlane]) -> None:
     assert found_by(core) < SEEDS
 
 
+@pytest.mark.stories
 def test_a_core_that_commits_a_step_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def least(
         reports: Mapping[Rank, restore_plan.ParkReport], floor: Position, floor_gate: tuple[float, ...] = ()
@@ -106,6 +107,7 @@ def test_a_core_that_gives_a_spare_to_two_ranks_is_found(monkeypatch: pytest.Mon
     assert found_by() < SEEDS
 
 
+@pytest.mark.stories
 def test_a_core_that_counts_on_snapshots_of_lost_trays_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RestoreSources, "forget_tray", lambda _self, _tray: None)
     assert found_by() < SEEDS
@@ -221,7 +223,7 @@ def test_a_driver_that_forgets_its_timers_is_found(monkeypatch: pytest.MonkeyPat
 LONG = [seed for seed in range(SEEDS) if draw_job(seed).units >= 1_000]
 
 
-@pytest.mark.parametrize("name", ["lift", "trains"])
+@pytest.mark.parametrize("name", ["lift", pytest.param("trains", marks=pytest.mark.stories)])
 def test_a_core_that_leaves_slots_out_for_good_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For ever; or for longer and longer, however long they have been in order."""
     monkeypatch.setattr(Quarantine, name, lambda *_: False)

@@ -237,7 +237,7 @@ def test_a_damaged_snapshot_is_not_used_and_all_ranks_go_back_to_the_one_before(
     assert "the snapshot of step 4 cannot be used: chunk" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", [3, 1])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.stories), 1])
 def test_the_memory_for_a_spares_snapshots_is_there_or_being_made_before_it_is_needed(ranks: int, train: Train) -> None:
     """It will need it where shards have no replica, and where the only rank has none."""
 

@@ -182,11 +182,11 @@ def fsdp_lion(run: Run) -> None:
     "main",
     [
         fsdp,
-        fsdp_averaged,
-        fsdp_averaged_late,
         *(
             pytest.param(main, marks=pytest.mark.stories)
             for main in (
+                fsdp_averaged,
+                fsdp_averaged_late,
                 fsdp_lion,
                 fsdp_validated,
                 fsdp_kept_gathered,
@@ -275,8 +275,8 @@ def redistribute(run: Run) -> None:
     [
         (hsdp, {"mesh": {"replicate": 2, "shard": 2}}),
         pytest.param(tensor_parallel, {"mesh": {"dp": -1, "tp": 2}}, marks=pytest.mark.stories),
-        (hsdp_averaged, {"mesh": {"replicate": 2, "shard": 2}}),
-        (tensor_parallel_averaged, {"mesh": {"dp": -1, "tp": 2}}),
+        pytest.param(hsdp_averaged, {"mesh": {"replicate": 2, "shard": 2}}, marks=pytest.mark.stories),
+        pytest.param(tensor_parallel_averaged, {"mesh": {"dp": -1, "tp": 2}}, marks=pytest.mark.stories),
         (redistribute, {"mesh": {"dp": -1}}),
     ],
     ids=["hsdp", "tensor_parallel", "hsdp_averaged", "tensor_parallel_averaged", "redistribute"],
