@@ -710,6 +710,8 @@ class WorkerMembership:
         self.may_leave_phase = lambda: True
         self.may_be_left = lambda: None
         self.inflight.new_generation()
+        slowest_s = self.returns.unit_s()
+        self.returns.unit_s = lambda: slowest_s
 
     def begin_again(self, plan: GenerationPlan, rank: int) -> None:
         """Prepare to enter ``main`` again as ``rank`` of another world: drop all groups of the former one.

@@ -572,8 +572,7 @@ def test_a_loop_that_was_left_is_begun_again_where_all_go_back_behind_it(reshape
 
 
 # -- what stays, and what does not -------------------------------------------------------------------------------------
-@pytest.mark.stories
-@pytest.mark.parametrize("make", [fsdp, ddp])
+@pytest.mark.parametrize("make", [pytest.param(fsdp, marks=pytest.mark.stories), ddp])
 def test_nothing_of_the_old_model_is_left(make: Make, reshape: Reshape) -> None:
     """Nor processes, nor descriptors: the third entry finds what the second has found."""
     models: list[weakref.ref[nn.Module]] = []
