@@ -574,6 +574,20 @@ def test_state_of_an_optimizer_that_is_not_for_a_parameter_is_refused(key: Any, 
         state.encode_plain()
 
 
+def test_state_of_an_optimizer_for_a_buffer_is_refused() -> None:
+    state = tracked(steps=1)
+    buffer = next(state.modules["net"].buffers())
+    state.optimizers["optimizer"].state[buffer] = {"mean": torch.ones(4)}
+    with pytest.raises(StepError, match=r"holds state under a tensor \(shape \(5,\)\), and not for a parameter"):
+        state.encode_plain()
+
+
+def test_state_of_a_parameter_that_is_trained_no_more_is_not_refused() -> None:
+    state = tracked(steps=1)
+    state.optimizers["optimizer"].param_groups[0]["params"].pop()
+    state.encode_plain()
+
+
 def test_a_key_without_state_is_not_refused() -> None:
     state = tracked(steps=1)
     of_optimizer: Any = state.optimizers["optimizer"].state

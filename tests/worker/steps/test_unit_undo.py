@@ -181,6 +181,46 @@ def test_a_change_that_nobody_has_seen_in_time_is_found_when_the_step_is_done_ag
     assert undo.not_put_back() == ["model/param/weight"]
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_state_of_an_optimizer_that_an_abandoned_step_has_replaced_costs_nothing(late: bool) -> None:
+    """For the first time: the tensors of the beginning are put back, so that they are what they were."""
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+
+    def replace() -> None:
+        held = optimizer.state[model.weight]
+        held["exp_avg"] = held["exp_avg"] * 0.5
+
+    undo.begin()
+    replace()
+    if late:
+        undo.before_update()
+    assert not undo.discard(backward_open=True)
+    undo.begin()
+    replace()
+    undo.before_update()
+    assert not undo.not_put_back()
+
+
+def test_state_that_an_abandoned_step_has_changed_and_then_replaced_is_of_no_use() -> None:
+    """By ``.data``: what is put back is the changed tensor."""
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+
+    def change_and_replace() -> None:
+        held = optimizer.state[model.weight]
+        held["exp_avg"].data.mul_(0.5)
+        held["exp_avg"] = held["exp_avg"].clone()
+
+    undo.begin()
+    change_and_replace()
+    undo.discard(backward_open=True)
+    undo.begin()
+    change_and_replace()
+    undo.before_update()
+    assert undo.not_put_back() == ["optimizer/state/0/0/exp_avg"]
+
+
 def test_digests_from_before_a_rollback_do_not_judge_a_later_step() -> None:
     """They were served to a newcomer after the state was filled anew, and nothing was audited since."""
     model, optimizer = trained()

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
 from rackrun.errors import StepError
@@ -154,17 +156,22 @@ def plain_state(name: str, optimizer: torch.optim.Optimizer, outside: Outside = 
 
 
 def _refuse_other_keys(name: str, optimizer: torch.optim.Optimizer) -> None:
-    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, optimizer.state))):
-        return
+    """Raise `StepError` for state under a key that is neither in a group nor a parameter: as a text, or a buffer."""
     state = optimizer.state
+    if set(map(type, state)) <= {nn.Parameter}:
+        return
+    trained = set(map(id, chain.from_iterable([group["params"] for group in optimizer.param_groups])))
+    if set(map(id, state)) <= trained:
+        return
     other = [
         key
         for key, held in state.items()
-        if not isinstance(key, torch.Tensor) and not (isinstance(held, dict) and not held)
+        if id(key) not in trained and not isinstance(key, nn.Parameter) and not (isinstance(held, dict) and not held)
     ]
     if other:
+        told = [f"a tensor (shape {tuple(key.shape)})" if isinstance(key, torch.Tensor) else repr(key) for key in other]
         raise StepError(
-            f"{name!r}, a {type(optimizer).__name__}, holds state under {', '.join(map(repr, other[:3]))}, and not for a "
+            f"{name!r}, a {type(optimizer).__name__}, holds state under {', '.join(told[:3])}, and not for a "
             "parameter: a process that takes a rank over would go on without it.",
             remedy="keep it in the options of a group (optimizer.param_groups[0][...]), or in the state of a parameter.",
         )

@@ -107,6 +107,8 @@ class UnitUndo:
         self._begun: dict[str, int] = {}
         """Digests, when the unit began, of uncopied tensors that optimizers train or hold; empty where they are not
         needed."""
+        self._begun_tensors: dict[str, torch.Tensor] = {}
+        """The tensors that had these digests: a step may replace what optimizers hold by other tensors."""
         self._ahead: tuple[int, dict[str, int]] = -1, {}
         """Digests taken in advance for the next attempt, and how often the state had been filled by then."""
         self._ended: dict[str, int] = {}
@@ -253,6 +255,7 @@ class UnitUndo:
         if not (free or wanted or looks or self._whole):
             self._copies.clear()
             self._marks, self._static, self._begun, self._first, self._state_keys = {}, {}, {}, {}, {}
+            self._begun_tensors = {}
             return
         sizes = dict(zip(free, nbytes(free.values()), strict=True))
         known = wanted | self._always(sizes)
@@ -285,7 +288,8 @@ class UnitUndo:
         self._copies.keep_only([*held, *now, *copied])
         taken = self._copies.take(now) + self._copies.take(copied, place)
         self._state_keys = self._state.optimizer_keys() if self._whole else {}
-        self._begun = self._digests_at_begin({p: t for p, t in owned.items() if p not in copied}) if looks else {}
+        self._begun_tensors = {path: owned[path] for path in owned if path not in copied} if looks else {}
+        self._begun = self._digests_at_begin(self._begun_tensors) if looks else {}
         self._first = digests_by_path({**owned, **tensors}) if self._everywhere else {}
         self._print_cost(taken, time.perf_counter() - began, {**now, **copied})
 
@@ -348,9 +352,11 @@ class UnitUndo:
         """Find tensors that this attempt has changed without a new version. The abandoned attempt changed them, too.
 
         Tensors whose version has moved now are left out: in the abandoned attempt it had not (`discard` would have
-        found it), so that attempt had not come so far.
+        found it), so that attempt had not come so far. Of what optimizers hold, the tensors of the beginning are
+        compared: `discard` has put them back where the abandoned attempt had replaced them.
         """
-        early = self._differing(self._begun, self._owned()) - self._moved()
+        held = {path: self._begun_tensors[path] for path in self._begun if path not in self._parameters}
+        early = self._differing(self._begun, {**self._owned(), **held}) - self._moved()
         self._found_early |= {path for path in early if not self._copies.is_fresh(path)}
         self._learn(early=early)
 
@@ -385,7 +391,7 @@ class UnitUndo:
     def ended(self) -> None:
         """Learn what the committed unit has changed. Nothing has happened since its end."""
         self._nothing_is_suspect()
-        self._held = {}  # frees what the unit has removed
+        self._held, self._begun_tensors = {}, {}  # frees what the unit has removed
         if not self._marks and not self._audits and not self._phase:
             return
         self._between.dicts_at_end = dicts = self._state.state_dicts()
