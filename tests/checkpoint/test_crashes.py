@@ -18,12 +18,20 @@ from rackrun.checkpoint.manager import restoring
 from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Wrong
 from tests.checkpoint.crashes import EVERY_POINT, Tally, series
+from tests.variants import in_stories
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.mark.parametrize(
-    ("kind", "crashes"), [("manager", 60), ("trays", 160), ("forks", 12)], ids=["managers", "trays", "processes"]
+    ("kind", "crashes"),
+    [
+        ("manager", 30),
+        ("trays", 80),
+        ("forks", 6),
+        *in_stories(("manager", 90), ("trays", 240), ("forks", 18), names=2),
+    ],
+    ids=str,
 )
 def test_whatever_crashes_a_restore_is_whole_verified_and_not_older_than_the_last_commit(
     kind: str, crashes: int

@@ -14,6 +14,7 @@ from rackrun.protocol.commands import BreakGeneration, Command, SetTimer
 from rackrun.protocol.events import CollectiveWait
 from rackrun.protocol.ids import Generation, Rank
 from tests.core.core_harness import CoreHarness, condemned, every, only, only_condemned, stop_in
+from tests.variants import in_stories
 
 WORLD, LEFT, RIGHT, OUTER, INNER = "world", "ranks 0, 1", "ranks 2, 3", "ranks 0, 3", "ranks 1, 2"
 MEMBERS = {WORLD: (0, 1, 2, 3), LEFT: (0, 1), RIGHT: (2, 3), OUTER: (0, 3), INNER: (1, 2)}
@@ -261,9 +262,7 @@ def program(rng: random.Random, rank: int) -> Program:
     return tuple(rng.choice(groups) for _ in range(rng.randrange(1, 7)))
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(150), *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(150, 300))]
-)
+@pytest.mark.parametrize("seed", [*range(75), *in_stories(*range(75, 300))])
 def test_reports_of_any_moments_show_a_deadlock_only_where_there_is_one(seed: int) -> None:
     """Every report that a rank has ever made may be the last one that is known of it."""
     rng = random.Random(seed)

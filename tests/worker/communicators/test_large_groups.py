@@ -20,6 +20,7 @@ from rackrun.worker.communicators.on_demand import OnDemand
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership import communicator_builder
 from rackrun.worker.steps.step import Step
+from tests.variants import in_stories
 from tests.worker.harness import Ended, Swap, moments, say
 from tests.worker.scripts import Samples, adam, ddp, fit, loss_of, net
 
@@ -144,10 +145,7 @@ USES = [nothing, collectives, one_pair, around_a_collective, around_a_ring, obje
 
 @pytest.mark.parametrize(
     "use",
-    [
-        use if use in {collectives, around_a_ring, objects} else pytest.param(use, marks=pytest.mark.stories)
-        for use in USES
-    ],
+    [use if use is around_a_ring else pytest.param(use, marks=pytest.mark.stories) for use in USES],
 )
 def test_a_loss_at_any_moment_changes_no_bit(train: Train, use: Use) -> None:
     reference = train(hierarchical(use), ranks=RANKS, spares=2, batch=BATCH)
@@ -230,8 +228,8 @@ def of_the_world() -> bool:
 POINTS = ("before it comes", "while the others wait for it", "when all have come", "when it is built")
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.stories), 2])
+@pytest.mark.parametrize("point", [*POINTS[::2], *in_stories(*POINTS[1::2])])
+@pytest.mark.parametrize("rank", [2, *in_stories(0)])
 def test_a_rank_that_dies_in_a_build_changes_no_bit(train: Train, tmp_path: Path, rank: int, point: str) -> None:
     undisturbed = train(Dies(tmp_path), ranks=RANKS, spares=1, batch=BATCH)
     struck = Dies(tmp_path, {rank: point})
@@ -241,7 +239,7 @@ def test_a_rank_that_dies_in_a_build_changes_no_bit(train: Train, tmp_path: Path
     assert not disturbed.differences(undisturbed), disturbed
 
 
-@pytest.mark.parametrize("points", [POINTS[:2], POINTS[1:3], (POINTS[2], POINTS[1])])
+@pytest.mark.parametrize("points", [POINTS[1:3], *in_stories(POINTS[:2], (POINTS[2], POINTS[1]))])
 def test_two_that_die_in_one_build_after_another_change_no_bit(
     train: Train, tmp_path: Path, points: tuple[str, str]
 ) -> None:

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from rackrun.worker.exact import fixed_point_triton
 from rackrun.worker.tensors import device_digest_triton
+from tests.variants import in_stories
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def test_the_digest_reads_in_vectors(target: GPUTarget) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [True, *in_stories(False)])
 @pytest.mark.parametrize(("values", "sums"), [("*fp32", "*i32"), ("*bf16", "*i32"), ("*fp16", "*i64")])
 def test_a_bucket_is_read_and_written_in_vectors_wherever_its_parameters_begin(
     values: str, sums: str, fresh: bool, target: GPUTarget

@@ -11,6 +11,7 @@ from torch import nn
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
+from tests.variants import in_stories
 from tests.worker.harness import Ended
 from tests.worker.scripts import Script, adam, ddp, fit, fully_sharded, net
 
@@ -66,7 +67,7 @@ def script(make: Callable[[Run], nn.Module], where: str) -> Script:
 @pytest.mark.parametrize(
     ("make", "snapshot_every"), [(ddp, 4), pytest.param(fsdp, 1, marks=pytest.mark.stories), (fsdp, 4)]
 )
-@pytest.mark.parametrize("where", ["in the step", "committed", "before the break", "after the break"])
+@pytest.mark.parametrize("where", ["before the break", *in_stories("in the step", "committed", "after the break")])
 def test_who_takes_over_leaves_the_loop_that_the_others_have_left(
     where: str, make: Callable[[Run], nn.Module], snapshot_every: int, train: Train
 ) -> None:

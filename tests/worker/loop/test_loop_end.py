@@ -24,6 +24,7 @@ from rackrun.worker.restore import loop_end
 from rackrun.worker.steps.step import Step
 from rackrun.worker.tensors.tensor_bytes import local_part
 from rackrun.worker.tensors.undo_copies import NoMemoryForCopies
+from tests.variants import in_stories
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import Samples, adam, ddp, fully_sharded, loss_of, net
 
@@ -190,7 +191,7 @@ def dies_between_collectives(
     return main
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 2)], ids=str)
+@pytest.mark.parametrize("ranks", [(0, 2), *in_stories((1,))], ids=str)
 @pytest.mark.parametrize("make", ["ddp", "fsdp"])
 def test_it_runs_again_without_spares_after_two_losses_and_with_shards(
     make: str, ranks: tuple[int, ...], train: Train, tmp_path: Path
@@ -285,7 +286,9 @@ def doubled_unseen(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("leaves", [None, 4])
-@pytest.mark.parametrize("change", [doubled, doubled_unseen, nn.Module.eval, nn.Module.half], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [doubled, nn.Module.eval, *in_stories(doubled_unseen, nn.Module.half)], ids=lambda f: f.__name__
+)
 def test_who_takes_over_begins_the_code_after_the_loop_with_what_the_loop_left(
     change: Callable[[nn.Module], Any], leaves: int | None, train: Train, tmp_path: Path
 ) -> None:

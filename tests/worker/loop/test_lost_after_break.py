@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.worker.loop.run import Run
+from tests.variants import in_stories
 from tests.worker.harness import Ended, say
 from tests.worker.loop.test_loop_end import doubled, fsdp, looped, total_of
 from tests.worker.loop.test_lost_after_loop import die_once, weight
@@ -22,8 +23,8 @@ Train = Callable[..., Ended]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("meet", [False, True])
-@pytest.mark.parametrize("change", [True, False])
+@pytest.mark.parametrize("meet", [False, *in_stories(True)])
+@pytest.mark.parametrize("change", [True, *in_stories(False)])
 def test_who_takes_over_in_a_last_phase_has_run_the_code_before_it(
     change: bool, meet: bool, victim: int, train: Train, tmp_path: Path
 ) -> None:
@@ -75,8 +76,8 @@ def test_a_loop_left_early_has_no_checkpoint_of_its_last_step(train: Train, tmp_
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("rule", ["==", ">="])
-@pytest.mark.parametrize("meet", [False, True])
+@pytest.mark.parametrize("rule", ["==", *in_stories(">=")])
+@pytest.mark.parametrize("meet", [False, *in_stories(True)])
 def test_newcomers_after_a_break_do_not_train_on(
     meet: bool, rule: str, checkpoints: bool, train: Train, tmp_path: Path, monkeypatch: Any
 ) -> None:

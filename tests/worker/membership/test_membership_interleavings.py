@@ -11,6 +11,7 @@ from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import Generation, Position
 from rackrun.worker.membership.decisions.membership_machine import MembershipMachine
 from rackrun.worker.membership.decisions.membership_states import UnitState
+from tests.variants import in_stories
 from tests.worker.membership_model import World, Wrong, explore
 
 
@@ -25,7 +26,7 @@ from tests.worker.membership_model import World, Wrong, explore
         (2, {"steps": 1, "losses": 1, "cuts": 1, "refuses": True}, 4000),
         (3, {"steps": 1, "losses": 2}, 9000),
         (3, {"steps": 2, "losses": 1}, 6000),
-        (3, {"steps": 2, "losses": 1, "replaces": True}, 10_000),
+        *in_stories((3, {"steps": 2, "losses": 1, "replaces": True}, 10_000), names=3),
         (3, {"steps": 1, "losses": 1, "refuses": True}, 3000),
     ],
     ids=str,

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.variants import in_stories
 from tests.worker.harness import Ended
 from tests.worker.scripts import STEPS, WIDTH, Samples, adam, ddp, fit, loss_of, net
 
@@ -391,21 +392,23 @@ def marked(main: Callable[[Run], None]) -> tuple[int, str]:
         gradients_by_hand,
         the_second_optimizer,
         a_scheduler,
-        a_plateau_between_steps,
         a_scaler,
-        torchs_average,
         an_average_of_its_own,
         something_that_can_be_kept,
         an_own_data_loader,
-        a_data_loader_beside_the_steps,
         a_data_loader_in_the_step,
-        part_of_the_batch,
         an_update_for_each_micro_batch,
         nobody_reduces,
         a_bad_batch_is_skipped,
         a_head_outside_of_the_wrapper,
         frozen_after_it_was_wrapped,
-        frozen_when_it_was_wrapped,
+        *in_stories(
+            a_plateau_between_steps,
+            torchs_average,
+            part_of_the_batch,
+            a_data_loader_beside_the_steps,
+            frozen_when_it_was_wrapped,
+        ),
     ],
 )
 def test_what_trains_something_else_is_refused_with_its_line(main: Callable[[Run], None], train: Train) -> None:

@@ -19,6 +19,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
 from rackrun.worker.snapshots.resumption import Resumption
 from rackrun.worker.state.state_manifest import Lineage
+from tests.variants import in_stories
 from tests.worker.harness import Ended
 from tests.worker.scripts import Script, adam, ddp, fit
 
@@ -140,14 +141,10 @@ _FOREIGN = {"a copy of another", "a note in a folder", "a file"}
     "how",
     [
         "in vain",
-        "quarantined",
         "damaged",
-        "a shard is missing",
         "no manifest",
-        "a copy of another",
-        "empty",
-        "a note in a folder",
         "a file",
+        *in_stories("quarantined", "a shard is missing", "a copy of another", "empty", "a note in a folder"),
     ],
 )
 def test_the_step_of_a_checkpoint_that_was_passed_over_gets_a_new_one(

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from rackrun.worker.integrity.unshared_buffers import ROW_BYTES_MAX
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.variants import in_stories
 from tests.worker.harness import Ended, moments, say
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 
@@ -434,19 +435,19 @@ def phases(run: Run) -> None:
 EXACT: list[Script] = [
     accumulation,
     unused_parameters,
-    batch_norm_of_each_rank,
-    tied_weights,
-    random_augmentation,
-    adam_fused,
     everything_beside_the_model,
     batch_norm_and_its_average,
-    one_cycle_and_scaler,
     phases,
     lbfgs,
 ]
 
 
 ALSO_EXACT: list[Script] = [
+    batch_norm_of_each_rank,
+    tied_weights,
+    random_augmentation,
+    adam_fused,
+    one_cycle_and_scaler,
     adam_with_closure,
     lbfgs_of_several_evaluations,
     compiled,
@@ -465,7 +466,7 @@ ALSO_EXACT: list[Script] = [
 
 @pytest.mark.parametrize(
     "main",
-    [*EXACT, *(pytest.param(main, marks=pytest.mark.stories) for main in ALSO_EXACT)],
+    [*EXACT, *in_stories(*ALSO_EXACT)],
     ids=lambda main: main.__name__,
 )
 def test_deaths_of_rank_0_and_of_another_do_not_change_a_bit(main: Script, train: Train) -> None:
@@ -519,7 +520,9 @@ def test_batch_norm_is_exact_wherever_two_die_one_after_the_other(seed: int, tra
     assert not ended.restarted
 
 
-@pytest.mark.parametrize("main", [batch_norm_of_each_rank, batch_norm_and_its_average, large_queue_of_each_rank])
+@pytest.mark.parametrize(
+    "main", [batch_norm_and_its_average, *in_stories(batch_norm_of_each_rank, large_queue_of_each_rank)]
+)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(1, 12))])
 def test_buffers_of_each_rank_are_its_own_from_the_first_step_on(main: Script, seed: int, train: Train) -> None:
     """Also before ranks have been compared, which they are in the second step."""

@@ -17,6 +17,7 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.undo.unit_undo import UnitUndo
+from tests.variants import in_stories
 from tests.worker.harness import Ended
 from tests.worker.scripts import STEPS, Samples, adam, ddp, fully_sharded, loss_of, net
 
@@ -70,8 +71,8 @@ def a_group_that_comes_goes_and_comes_again(model: nn.Module, optimizer: torch.o
         del optimizer.param_groups[1]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.stories)])
+@pytest.mark.parametrize("when", ["after", *in_stories("before")])
+@pytest.mark.parametrize("at", [2, *in_stories(3)])
 @pytest.mark.parametrize("change", [out_and_in, with_values_of_its_own, a_group_that_comes_goes_and_comes_again])
 def test_state_of_parameters_in_no_group_outlives_a_lost_rank(change: Change, at: int, when: str, train: Train) -> None:
     def main(run: Run, fault: bool) -> None:
@@ -286,17 +287,9 @@ def in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "at",
-    [
-        3,
-        pytest.param(2, marks=pytest.mark.stories),
-        pytest.param(5, marks=pytest.mark.stories),
-        pytest.param(6, marks=pytest.mark.stories),
-    ],
-)
+@pytest.mark.parametrize("place", ["first", *in_stories("last")])
+@pytest.mark.parametrize("when", ["after", *in_stories("before")])
+@pytest.mark.parametrize("at", [3, *in_stories(2, 5, 6)])
 @pytest.mark.parametrize("clear", [of_the_model, in_place])
 def test_parameters_without_older_gradients_join_an_optimizer_and_a_lost_rank_changes_nothing(
     clear: Callable[[nn.Module, torch.optim.Optimizer], None], at: int, when: str, place: str, train: Train

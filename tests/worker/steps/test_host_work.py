@@ -26,6 +26,7 @@ import rackrun
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from rackrun.worker.steps.undo import unit_undo
+from tests.variants import in_stories
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import WIDTH, Samples, fully_sharded, loss_of
 
@@ -218,15 +219,18 @@ def grown(train: Train, how: tuple[Any, ...], ranks: int) -> dict[str, tuple[int
     ("make", "optimizer", "extra", "ranks"),
     [
         (replicated, sgd, "", 2),
-        (plain, sgd, "", 2),
-        (replicated, adam, "reduced", 2),
         (sharded, adam, "", 2),
-        (replicated, adam, "average", 1),
-        (with_norms, adam, "", 2),
-        (half_frozen, sgd, "", 1),
         (replicated, sgd, "scaler", 1),
         (replicated, of_many_groups, "", 1),
-        (replicated, counting, "nested", 1),
+        *in_stories(
+            (plain, sgd, "", 2),
+            (replicated, adam, "reduced", 2),
+            (replicated, adam, "average", 1),
+            (with_norms, adam, "", 2),
+            (half_frozen, sgd, "", 1),
+            (replicated, counting, "nested", 1),
+            names=4,
+        ),
     ],
 )
 def test_calls_of_a_step_do_not_grow_with_the_number_of_parameters(
