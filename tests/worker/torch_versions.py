@@ -31,19 +31,17 @@ ENVIRONMENTS = ROOT / ".compat"
 BEGIN, END = "<!-- make compat writes from here, of the sources", "<!-- to here -->"
 WORKERS = ["tests/worker"]
 BRIEF = [
-    f"tests/worker/test_{name}.py"
-    for name in (
-        "compat",
-        "conversions",
-        "exact",
-        "bits_ddp",
-        "bits_sharded",
-        "loopback",
-        "misuse",
-        "reentry",
-        "resizing",
-        "step",
-    )
+    "torch_compat/test_compat.py",
+    "script/test_conversions.py",
+    "exact/test_exact.py",
+    "steps/test_bits_ddp.py",
+    "steps/test_bits_no_backward.py",
+    "steps/test_bits_sharded.py",
+    "membership/test_loopback.py",
+    "script/test_misuse.py",
+    "loop/test_reentry.py",
+    "loop/test_resizing.py",
+    "steps/test_step.py",
 ]
 JOBS = [
     "tests/faults/test_lost_ranks.py::test_ranks_are_lost_at_random_moments",
@@ -66,7 +64,7 @@ def main() -> int:
     versions = args.only or list(dict.fromkeys([oldest(), pinned(), newest()]))
     rows = []
     for version in versions:
-        rows.append(row(version, BRIEF if args.brief else WORKERS))
+        rows.append(row(version, [f"tests/worker/{name}" for name in BRIEF] if args.brief else WORKERS))
         if not args.brief and not rows[-1]["failed"]:
             write(rows[-1:])
     for cells in rows:
@@ -171,7 +169,8 @@ def row(version: str, workers: list[str]) -> dict[str, str]:
 
 def tests(python: Path, which: list[str], marked: str) -> tuple[str, list[str]]:
     """What pytest says at its end, and the tests that failed."""
-    command = [str(python), "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", marked, *which]
+    command = [str(python), "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", marked]
+    command += ["-n", "auto", "--dist", "worksteal", *which]
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

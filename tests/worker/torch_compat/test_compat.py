@@ -27,6 +27,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.torch_compat import c10d, feature_probe, require
 from rackrun.worker.torch_compat.data_parallel import fsdp, fsdp_reduce
 from rackrun.worker.torch_compat.install import _problems
+from tests.worker import torch_versions
 from tests.worker.forked import forked
 from tests.worker.scripts import ddp, net
 
@@ -166,3 +167,8 @@ def test_ddp_over_tensor_parallelism_as_torch_joins_them_is_refused() -> None:
         return refused.value.remedy
 
     assert "fully_shard" in forked(work)
+
+
+def test_the_tests_that_try_another_torch_in_brief_are_there() -> None:
+    workers = torch_versions.ROOT / "tests" / "worker"
+    assert [name for name in torch_versions.BRIEF if not (workers / name).is_file()] == []
