@@ -49,7 +49,7 @@ JOBS = [
 ]
 TRIALS = (
     "import json; from rackrun.worker.torch_compat import feature_probe; found = feature_probe.problems();"
-    "print(json.dumps([[what, found.get(need)] for need, (what, _) in trial.TRIALS.items()]))"
+    "print(json.dumps([[what, found.get(need)] for need, (what, _) in feature_probe.TRIALS.items()]))"
 )
 
 
@@ -129,7 +129,9 @@ def environment(version: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, f"torch=={version}"], check=True)
-        subprocess.run([*pip, "-e", f"{ROOT}[dev]"], check=True, cwd=ROOT)
+        # The interpreter of Triton 3.6, which the oldest torch brings, converts arrays to numbers as numpy 2.4 does not.
+        others = ["numpy<2.4"] if version == oldest() else []
+        subprocess.run([*pip, "-e", f"{ROOT}[dev]", *others], check=True, cwd=ROOT)
         ready.touch()
     return python
 

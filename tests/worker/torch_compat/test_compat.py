@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +175,9 @@ def test_ddp_over_tensor_parallelism_as_torch_joins_them_is_refused() -> None:
 def test_the_tests_that_try_another_torch_in_brief_are_there() -> None:
     workers = torch_versions.ROOT / "tests" / "worker"
     assert [name for name in torch_versions.BRIEF if not (workers / name).is_file()] == []
+
+
+def test_the_trials_that_are_told_of_another_torch_are_run_by_its_interpreter() -> None:
+    told = subprocess.run([sys.executable, "-c", torch_versions.TRIALS], check=True, capture_output=True, text=True)
+    found = json.loads(told.stdout.strip().rpartition("\n")[2])
+    assert found == [[what, None] for what, _ in feature_probe.TRIALS.values()]
