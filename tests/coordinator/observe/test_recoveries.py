@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from rackrun.coordinator.observe.recoveries import RecoveryRecord, RecoveryWatch
@@ -533,6 +534,32 @@ def test_a_restart_that_was_decided_before_anybody_was_broken_is_one_of_its_own(
     restart.measure(None)
     assert restart.predicted_gpu_s == 3.0
     assert restart.measured_gpu_s is not None
+
+
+@pytest.mark.parametrize("heard", ["with it", "later"])
+def test_a_recovery_whose_resumption_is_heard_with_its_first_step_or_later_has_a_measured_cost(
+    story: Story, heard: str
+) -> None:
+    """Both steps are done again, and nobody has seen an undisturbed one yet."""
+    story.commits(0, 1, 2, step=0, generation=1)
+    story.does(breaking(2))
+    story.hears(parked("tray-00/0", 1, 2, begun=Position(1)))
+    story.does(decided(Rung.SWAP, "swap: ...", takeover_s=1.0))
+    ranks = (("tray-00/0", 1), ("tray-00/1", 2), ("tray-00/3", 4))
+    again = plan(2, *(member(rank, slot, of) for rank, (slot, of) in enumerate(ranks)), rollback=-1)
+    story.does(ResumeGeneration(plan=again, because="swap"))
+    planned, story.now = story.now, story.now + 1000
+    if heard == "with it":
+        story.now += 10
+        for slot, incarnation in ranks:
+            story.on_event(resumed(slot, incarnation, 2), story.now)
+    for rank in range(3):
+        story.committed(msgspec.structs.replace(unit(0, rank, generation=2), seconds=0.4), story.now)
+    (swap,) = story.told_of
+    assert swap.redone == (0, 1)
+    swap.measure(None)
+    assert swap.measured_gpu_s is not None
+    assert swap.measured_gpu_s > 3 * (story.now - planned + 400) / 1e3
 
 
 def test_a_rank_with_wrong_bits_is_taken_out_and_not_lost(story: Story) -> None:
