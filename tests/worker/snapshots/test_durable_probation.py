@@ -34,9 +34,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(steps: int) -> Script:
+    """No checkpoint is skipped because an older one is still being written."""
+
     def main(run: Run) -> None:
         model = ddp(run)
-        fit(run, model, adam(model), steps=steps)
+
+        def until_written(_: int) -> None:
+            while run._units._durable is not None and run._units._durable.writing:
+                time.sleep(0.002)
+
+        fit(run, model, adam(model), steps=steps, between=until_written)
 
     return main
 
