@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from rackrun.worker.state.objects.optimizer_state import held_objects
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.undo.unit_undo import UnitUndo
 from tests.worker.steps.early_changes import LARGE
@@ -219,6 +223,71 @@ def test_state_that_an_abandoned_step_has_changed_and_then_replaced_is_of_no_use
     change_and_replace()
     undo.before_update()
     assert undo.not_put_back() == ["optimizer/state/0/0/exp_avg"]
+
+
+def replaces(of: dict[str, Any]) -> None:
+    of["exp_avg"] = of["exp_avg"].clone()
+
+
+def renames(of: dict[str, Any]) -> None:
+    held = list(of.items())
+    of.clear()
+    of.update({f"{key} now": value for key, value in held})
+
+
+def adds(of: dict[str, Any]) -> None:
+    of["own"] = torch.ones(2)
+
+
+def removes(of: dict[str, Any]) -> None:
+    del of["exp_avg_sq"]
+
+
+@pytest.mark.parametrize("change", [replaces, renames, adds, removes])
+def test_what_an_optimizer_holds_is_put_back_as_it_was_when_this_unit_began(change: Callable[[Any], None]) -> None:
+    """And not as it was when one before it began: what is the same from unit to unit is remembered once."""
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    for _ in range(3):
+        undo.begin()
+        undo.before_update()
+        optimizer.step()
+        undo.ended()
+    change(optimizer.state[model.bias])
+    undo.accept()
+    undo.begin()
+    held = {id(of): list(of.items()) for of in optimizer.state.values()}
+    optimizer.state[model.bias]["exp_avg"] = torch.zeros(1)
+    optimizer.state[model.weight].clear()
+    assert not undo.discard(backward_open=True)
+    for of in optimizer.state.values():
+        then = held[id(of)]
+        assert list(of) == [key for key, _ in then]
+        assert all(map(is_, of.values(), [value for _, value in then]))
+
+
+def test_what_an_optimizer_holds_is_remembered_without_new_copies_while_it_is_the_same() -> None:
+    model, optimizer = trained()
+    first = held_objects(optimizer)
+    optimizer.step()
+    assert held_objects(optimizer, first) is first
+    optimizer.state[model.bias] = dict(optimizer.state[model.bias])
+    assert held_objects(optimizer, first) is not first
+
+
+def test_what_a_unit_has_removed_from_an_optimizer_is_freed_at_its_end() -> None:
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    for _ in range(2):
+        undo.begin()
+        undo.before_update()
+        optimizer.step()
+        undo.ended()
+    undo.begin(phase="drops")
+    removed = weakref.ref(optimizer.state[model.weight].pop("exp_avg"))
+    undo.ended()
+    gc.collect()
+    assert removed() is None
 
 
 def test_digests_from_before_a_rollback_do_not_judge_a_later_step() -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
 from rackrun.errors import StepError
-from rackrun.worker.tensors.tensor_lists import are_plain
+from rackrun.worker.tensors.tensor_lists import are_plain, same_objects
 
 __all__ = [
     "OUTSIDE",
@@ -36,10 +36,26 @@ __all__ = [
 
 OUTSIDE = "outside"
 """Stands in paths in place of a group's index."""
-HeldObjects: TypeAlias = tuple[list[Any], list[Any], list[dict[Any, Any]]]
-"""Parameters, what an optimizer holds for each, and the items of that; no items where some of it is no dictionary."""
 Outside: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 """Parameters in no group for which an optimizer has state, each after its place among all tracked parameters."""
+
+
+class HeldObjects(NamedTuple):
+    """What an optimizer held for its parameters at a moment."""
+
+    parameters: list[Any]
+    held: list[Any]
+    """What it held for each of them."""
+    items: list[dict[Any, Any]]
+    """A copy of each of these dictionaries; empty where some are none."""
+    keys: list[Any]
+    """The keys of all dictionaries, one after another."""
+    values: list[Any]
+    """All that the dictionaries held."""
+
+    def are_all_held(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer still holds all of ``values``, so that to keep them keeps no memory."""
+        return bool(self.items) and same_objects(gc.get_referents(*optimizer.state.values()), self.values)
 
 
 def optimizer_state(
@@ -98,21 +114,32 @@ def put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> No
             held.update(values)
 
 
-def held_objects(optimizer: torch.optim.Optimizer) -> HeldObjects:
+def held_objects(optimizer: torch.optim.Optimizer, before: HeldObjects | None = None) -> HeldObjects:
     """Return the objects themselves that the optimizer holds for each parameter, not copies of tensors, in as many calls
-    for any number of parameters."""
-    held = list(optimizer.state.values())
-    items = list(map(dict, held)) if set(map(type, held)) == {dict} else []
-    return list(optimizer.state), held, items
+    for any number of parameters.
+
+    ``before``: what this has returned earlier. It is returned again while all of it is the same, because a copy of a
+    dictionary for each parameter, in every step, costs the garbage collector ten times what it costs to make.
+    """
+    parameters, held = list(optimizer.state), list(optimizer.state.values())
+    if set(map(type, held)) != {dict}:
+        return HeldObjects(parameters, held, [], [], [])
+    keys, values = list(chain.from_iterable(held)), gc.get_referents(*held)
+    if before is not None and all(
+        map(
+            same_objects, (parameters, held, keys, values), (before.parameters, before.held, before.keys, before.values)
+        )
+    ):
+        return before
+    return HeldObjects(parameters, held, list(map(dict, held)), keys, values)
 
 
 def put_held_objects(optimizer: torch.optim.Optimizer, objects: HeldObjects) -> None:
     """Have the optimizer hold again, in the same order, what it held when `held_objects` returned ``objects``. What was
     written into tensors since stays."""
-    parameters, all_held, all_items = objects
     optimizer.state.clear()
-    optimizer.state.update(zip(parameters, all_held, strict=True))
-    for held, items in zip(all_held, all_items, strict=False):
+    optimizer.state.update(zip(objects.parameters, objects.held, strict=True))
+    for held, items in zip(objects.held, objects.items, strict=False):
         held.clear()
         held.update(items)
 

@@ -123,6 +123,8 @@ class UnitUndo:
         self._state_keys: dict[str, dict[int, set[str]]] = {}
         self._held: dict[str, HeldObjects] = {}
         """What optimizers held for which parameters when the unit began; empty between units."""
+        self._held_before: dict[str, HeldObjects] = {}
+        """The same, of the last unit, as far as optimizers still hold it."""
         self._saved_plain = b""
         self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
@@ -193,7 +195,8 @@ class UnitUndo:
         self._everywhere = everywhere
         self._places.begin(share)
         self._saved_plain = look.plain
-        self._held = {name: held_objects(optimizer) for name, optimizer in self._state.optimizers.items()}
+        known = self._held or self._held_before
+        self._held = {name: held_objects(one, known.get(name)) for name, one in self._state.optimizers.items()}
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
         self._take_copies(look, exactly=looks)
@@ -391,7 +394,9 @@ class UnitUndo:
     def ended(self) -> None:
         """Learn what the committed unit has changed. Nothing has happened since its end."""
         self._nothing_is_suspect()
-        self._held, self._begun_tensors = {}, {}  # frees what the unit has removed
+        held, self._held, self._begun_tensors = self._held, {}, {}  # frees what the unit has removed
+        optimizers = self._state.optimizers
+        self._held_before = {name: one for name, one in held.items() if one.are_all_held(optimizers[name])}
         if not self._marks and not self._audits and not self._phase:
             return
         self._between.dicts_at_end = dicts = self._state.state_dicts()
