@@ -318,9 +318,8 @@ class RecoveryWatch:
             recovery.stages = {**recovery.stages, unit.rank: unit.stages}
         if not self._uncommitted and recovery.plan_ms is not None:
             recovery.committed_ms = now_ms
-            if (
-                recovery.resumed_ms is None or recovery.resumed_ms >= now_ms
-            ):  # its resumption is heard with its unit, or later
+            # A rank's resumption may be heard in the same moment as its unit, or later: then the unit says when it began.
+            if recovery.resumed_ms is None or recovery.resumed_ms >= now_ms:
                 recovery.resumed_ms = max(recovery.plan_ms, now_ms - unit.seconds * 1e3)
             self._end()
 

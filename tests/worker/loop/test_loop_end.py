@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from rackrun.worker.tensors.tensor_bytes import local_part
 from rackrun.worker.tensors.undo_copies import NoMemoryForCopies
 from tests.variants import in_stories
 from tests.worker.harness import Ended, say
-from tests.worker.scripts import Samples, adam, ddp, fully_sharded, loss_of, net
+from tests.worker.scripts import Samples, adam, ddp, fit, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 MakeModel = Callable[[Run], nn.Module]
@@ -226,6 +228,26 @@ def test_who_has_met_nobody_after_the_loop_goes_on_with_who_takes_over(train: Tr
     assert ended.exit_code == 0, ended
     assert [said["total"] for said in ended.said.values()] == [3.0, 3.0]
     assert len([event for event in str(ended).splitlines() if "break for generation" in event]) == 1, ended
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_the_script_drops_from_its_optimizer_after_the_loop_is_freed(breaks: bool, train: Train) -> None:
+    """A rank that is killed in it has its place taken over by one that has not trained."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        fit(run, model, optimizer, between=lambda number: breaks and number == 5)
+        held = [weakref.ref(of["exp_avg"]) for of in optimizer.state.values()]
+        optimizer.state.clear()
+        gc.collect()
+        say(held=len(held), kept=sum(one() is not None for one in held))
+
+    ended = train(main, ranks=2, spares=1, kill={1: "committed Position(step=4"})
+    assert ended.exit_code == 0, ended
+    for rank in range(2):
+        assert ended.said[rank]["held"] > 0
+        assert ended.said[rank]["kept"] == 0
 
 
 def test_what_the_script_does_to_the_model_behind_the_loop_is_its_own(train: Train) -> None:

@@ -40,8 +40,8 @@ def trained(steps: int) -> Script:
         model = ddp(run)
 
         def until_written(_: int) -> None:
-            while run._units._durable is not None and run._units._durable.writing:
-                time.sleep(0.002)
+            if run._units._durable is not None:
+                run._units._durable.wait_written(lambda: False)
 
         fit(run, model, adam(model), steps=steps, between=until_written)
 

@@ -225,6 +225,14 @@ def test_state_that_an_abandoned_step_has_changed_and_then_replaced_is_of_no_use
     assert undo.not_put_back() == ["optimizer/state/0/0/exp_avg"]
 
 
+def steps_that_count(undo: UnitUndo, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        undo.begin()
+        undo.before_update()
+        optimizer.step()
+        undo.ended()
+
+
 def replaces(of: dict[str, Any]) -> None:
     of["exp_avg"] = of["exp_avg"].clone()
 
@@ -248,11 +256,7 @@ def test_what_an_optimizer_holds_is_put_back_as_it_was_when_this_unit_began(chan
     """And not as it was when one before it began: what is the same from unit to unit is remembered once."""
     model, optimizer = trained()
     undo = UnitUndo(tracked(model=model, optimizer=optimizer))
-    for _ in range(3):
-        undo.begin()
-        undo.before_update()
-        optimizer.step()
-        undo.ended()
+    steps_that_count(undo, optimizer)
     change(optimizer.state[model.bias])
     undo.accept()
     undo.begin()
@@ -278,11 +282,7 @@ def test_what_an_optimizer_holds_is_remembered_without_new_copies_while_it_is_th
 def test_what_a_unit_has_removed_from_an_optimizer_is_freed_at_its_end() -> None:
     model, optimizer = trained()
     undo = UnitUndo(tracked(model=model, optimizer=optimizer))
-    for _ in range(2):
-        undo.begin()
-        undo.before_update()
-        optimizer.step()
-        undo.ended()
+    steps_that_count(undo, optimizer)
     undo.begin(phase="drops")
     removed = weakref.ref(optimizer.state[model.weight].pop("exp_avg"))
     undo.ended()

@@ -125,13 +125,10 @@ def held_objects(optimizer: torch.optim.Optimizer, before: HeldObjects | None = 
     if set(map(type, held)) != {dict}:
         return HeldObjects(parameters, held, [], [], [])
     keys, values = list(chain.from_iterable(held)), gc.get_referents(*held)
-    if before is not None and all(
-        map(
-            same_objects, (parameters, held, keys, values), (before.parameters, before.held, before.keys, before.values)
-        )
-    ):
+    now = HeldObjects(parameters, held, [], keys, values)
+    if before is not None and all(map(same_objects, now, before._replace(items=[]))):
         return before
-    return HeldObjects(parameters, held, list(map(dict, held)), keys, values)
+    return now._replace(items=list(map(dict, held)))
 
 
 def put_held_objects(optimizer: torch.optim.Optimizer, objects: HeldObjects) -> None:

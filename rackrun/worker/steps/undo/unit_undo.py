@@ -141,6 +141,10 @@ class UnitUndo:
         self._between.committed()
         self._ended.clear()
 
+    def loop_over(self) -> None:
+        """Keep nothing of what optimizers hold: the script may drop it after its loop to have the memory."""
+        self._held_before = {}
+
     def check_stands(self, *, glance: bool = False) -> None:
         """Raise `StepError` if tracked state has changed since the last unit, as far as versions tell; `begin` compares
         content in some units. ``glance``: see `TrackedState.structure`."""
