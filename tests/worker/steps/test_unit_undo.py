@@ -422,6 +422,30 @@ def test_what_a_step_changes_early_for_the_first_time_the_next_one_has_copied() 
     assert bits(state) == before
 
 
+def test_of_many_parameters_one_that_steps_change_early_is_found_within_a_few_steps() -> None:
+    """A gate reads a share of the versions, another one each time, and all of them once one has moved."""
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(200)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for layer in (0, 77, 199):
+        state = tracked(model=model, optimizer=optimizer)
+        undo = UnitUndo(state)
+        for _ in range(1 + 400 // 128):
+            undo.begin()
+            with torch.no_grad():
+                model[layer].weight.mul_(1.5)
+            undo.before_update()
+            undo.ended()
+        assert state.lineage.changes.early == (f"model/param/{layer}.weight",)
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+    undo.begin()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    undo.before_update()
+    assert len(state.lineage.changes.early) == 400, "all at once"
+
+
 def test_a_large_frozen_model_is_not_copied_and_a_change_of_it_is_found() -> None:
     model, optimizer = trained()
     base = nn.Linear(5000, 4000, bias=False)

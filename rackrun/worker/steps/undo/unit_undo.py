@@ -65,6 +65,9 @@ _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
+_LOOKED_AT = 128
+"""The number of versions that an undisturbed step reads at its gate. It reads all once one of them has moved."""
+
 _TRAINING = attrgetter("training")
 
 
@@ -97,6 +100,8 @@ class UnitUndo:
         """Size of the parameters that optimizers train."""
         self._versions: list[int] = []
         """Versions of the parameters that optimizers train, when the unit began."""
+        self._turn = 0
+        """Which share of these the next gate looks at."""
         self._marks: dict[str, Mark] = {}
         """Address and version, when the unit began, of tensors that no optimizer trains and that are not known to
         change."""
@@ -373,7 +378,7 @@ class UnitUndo:
         if self._phase:
             return
         owned = self._owned() if self._audits else {}
-        early = self._moved()
+        early = self._moved() if self._audits or self._some_moved() else set[str]()
         if self._audits:
             early |= self._differing(self._begun, owned)
         if self._whole and self._audits:
@@ -547,6 +552,17 @@ class UnitUndo:
             return set()
         compared = zip(self._parameters, self._versions, now, strict=True)
         return {path for path, before, after in compared if before != after}
+
+    def _some_moved(self) -> bool:
+        """Whether the version of any of a few parameters that optimizers train has moved since the unit began: of others
+        at each gate, so that none is left out for long.
+
+        A gate that misses one costs time at most: if the unit is abandoned, `discard` looks at all, and this rank's
+        state is of no use.
+        """
+        shares = 1 + (len(self._trained) - 1) // _LOOKED_AT
+        self._turn = share = (self._turn + 1) % max(1, shares)
+        return versions(self._trained[share::shares]) != self._versions[share::shares] if shares else False
 
     def _moved_of_none(self, free: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the paths of tensors in ``free`` that were not known to change and whose address or version has
