@@ -28,6 +28,8 @@ from rackrun.worker.state.objects.module_structure import ModuleStructure, wrapp
 from rackrun.worker.state.objects.optimizer_groups import OptimizerGroups
 from rackrun.worker.state.objects.optimizer_state import (
     OUTSIDE,
+    HeldObjects,
+    held_objects,
     held_tensors,
     key_order,
     optimizer_state,
@@ -541,18 +543,28 @@ class TrackedState:
         """Return `ScalerState.marks` of all tracked scalers."""
         return [scaler.marks() for scaler in self._scalers] if self._scalers else []
 
-    def encode_plain(self, given: Mapping[str, Any] | None = None, structure: ModuleStructure | None = None) -> bytes:
+    def held_objects(self) -> dict[str, HeldObjects]:
+        """Return what each optimizer holds."""
+        return {name: held_objects(optimizer) for name, optimizer in self.optimizers.items()}
+
+    def encode_plain(
+        self,
+        given: Mapping[str, Any] | None = None,
+        structure: ModuleStructure | None = None,
+        held: Mapping[str, HeldObjects] | None = None,
+    ) -> bytes:
         """Encode everything that is not a tensor as msgpack.
 
-        ``given`` and ``structure``: results of `state_dicts` and `structure` that the caller has just obtained, which
-        may take a while or wait for a device. Raises `StepError` for values that are not plain data.
+        ``given``, ``structure`` and ``held``: results of `state_dicts`, `structure` and `held_objects` that the caller
+        has just obtained. The first two may take a while or wait for a device. Raises `StepError` for values that are not plain data.
         """
         plain: dict[str, Any] = {}
         structure = structure or self.structure()
         for name, optimizer in self.optimizers.items():
             changed = self._groups[name].has_changed()
             outside = self._outside(name, structure, changed=changed)
-            plain[name] = {"groups": plain_groups(optimizer), "state": plain_state(name, optimizer, outside)}
+            objects = None if held is None else held[name]
+            plain[name] = {"groups": plain_groups(optimizer), "state": plain_state(name, optimizer, outside, objects)}
             if outside:
                 plain[name][OUTSIDE] = [structure.parameter_paths[index] for index, _ in outside]
             if changed:

@@ -24,8 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rackrun
 from rackrun.worker.loop.run import Run
+from rackrun.worker.state.objects import module_structure
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.undo import unit_undo
 from tests.variants import in_stories
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import WIDTH, Samples, fully_sharded, loss_of
@@ -245,7 +245,7 @@ def test_a_call_for_each_parameter_is_found(monkeypatch: pytest.MonkeyPatch, tra
     )
     ours: dict[str, Any] = {}
     exec(compile(text, f"{OURS}/worker/slow.py", "exec"), ours)
-    monkeypatch.setattr(unit_undo, "versions_of_plain", ours["versions_of_plain"])
+    monkeypatch.setattr(module_structure, "versions_of_plain", ours["versions_of_plain"])
     found = grown(train, (replicated, sgd, ""), 1)
     assert found["slow.py:one"][1] == 10 * found["slow.py:one"][0]
     assert found.keys() == {"slow.py:one"}

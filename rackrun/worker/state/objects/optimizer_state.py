@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
 from rackrun.errors import StepError
-from rackrun.worker.tensors.tensor_lists import are_plain, same_objects
+from rackrun.worker.tensors.tensor_lists import are_plain
 
 __all__ = [
     "OUTSIDE",
@@ -41,21 +41,26 @@ Outside: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 
 
 class HeldObjects(NamedTuple):
-    """What an optimizer held for its parameters at a moment."""
+    """What an optimizer held for its parameters at a moment: the objects themselves, not copies of tensors.
+
+    The items of all dictionaries are in two lists. A copy of each dictionary, in every step, would cost the garbage
+    collector ten times what it costs to make.
+    """
 
     parameters: list[Any]
     held: list[Any]
-    """What it held for each of them."""
-    items: list[dict[Any, Any]]
-    """A copy of each of these dictionaries; empty where some are none."""
+    """What it held for each of them: a dictionary, usually."""
+    lengths: list[int]
+    """The number of items of each dictionary."""
     keys: list[Any]
     """The keys of all dictionaries, one after another."""
     values: list[Any]
-    """All that the dictionaries held."""
+    """The values for ``keys``."""
 
-    def are_all_held(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer still holds all of ``values``, so that to keep them keeps no memory."""
-        return bool(self.items) and same_objects(gc.get_referents(*optimizer.state.values()), self.values)
+    @property
+    def are_dictionaries(self) -> bool:
+        """Whether ``values`` is all that the optimizer held."""
+        return len(self.lengths) == len(self.held)
 
 
 def optimizer_state(
@@ -114,21 +119,17 @@ def put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> No
             held.update(values)
 
 
-def held_objects(optimizer: torch.optim.Optimizer, before: HeldObjects | None = None) -> HeldObjects:
-    """Return the objects themselves that the optimizer holds for each parameter, not copies of tensors, in as many calls
-    for any number of parameters.
-
-    ``before``: what this has returned earlier. It is returned again while all of it is the same, because a copy of a
-    dictionary for each parameter, in every step, costs the garbage collector ten times what it costs to make.
-    """
+def held_objects(optimizer: torch.optim.Optimizer) -> HeldObjects:
+    """Return what the optimizer holds for each parameter, in as many calls for any number of parameters."""
     parameters, held = list(optimizer.state), list(optimizer.state.values())
-    if set(map(type, held)) != {dict}:
-        return HeldObjects(parameters, held, [], [], [])
-    keys, values = list(chain.from_iterable(held)), gc.get_referents(*held)
-    now = HeldObjects(parameters, held, [], keys, values)
-    if before is not None and all(map(same_objects, now, before._replace(items=[]))):
-        return before
-    return now._replace(items=list(map(dict, held)))
+    if set(map(type, held)) <= {dict}:
+        keys, values = list(chain.from_iterable(held)), gc.get_referents(*held)
+        if len(values) == len(keys):  # else it has found keys that are not strings as well
+            return HeldObjects(parameters, held, list(map(len, held)), keys, values)
+    dictionaries = [one for one in held if isinstance(one, dict)]
+    keys = list(chain.from_iterable(dictionaries))
+    values = [value for one in dictionaries for value in one.values()]
+    return HeldObjects(parameters, held, list(map(len, dictionaries)), keys, values)
 
 
 def put_held_objects(optimizer: torch.optim.Optimizer, objects: HeldObjects) -> None:
@@ -136,9 +137,11 @@ def put_held_objects(optimizer: torch.optim.Optimizer, objects: HeldObjects) -> 
     written into tensors since stays."""
     optimizer.state.clear()
     optimizer.state.update(zip(objects.parameters, objects.held, strict=True))
-    for held, items in zip(objects.held, objects.items, strict=False):
-        held.clear()
-        held.update(items)
+    items = zip(objects.keys, objects.values, strict=True)
+    dictionaries = [one for one in objects.held if isinstance(one, dict)]
+    for one, length in zip(dictionaries, objects.lengths, strict=True):
+        one.clear()
+        one.update(islice(items, length))
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -153,19 +156,23 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-def plain_state(name: str, optimizer: torch.optim.Optimizer, outside: Outside = ()) -> dict[str, Any]:
+def plain_state(
+    name: str, optimizer: torch.optim.Optimizer, outside: Outside = (), objects: HeldObjects | None = None
+) -> dict[str, Any]:
     """Return what an optimizer holds for its parameters, except tensors. Usually that is nothing, so all values are
-    checked at once first.
+    checked at once first. ``objects``: what `held_objects` has just returned.
 
     Raises `StepError` for what it holds under other keys than tensors, as ``state["step"]``: no path names it, so that
     a process that takes a rank over would go on without it.
     """
     _refuse_other_keys(name, optimizer)
-    held = tuple(optimizer.state.values())
-    if set(map(type, held)) <= {dict}:
-        inside = gc.get_referents(*held)  # the dictionaries' values, at once; also keys that are not strings
-        if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
-            return {}
+    if objects is not None and objects.are_dictionaries:
+        inside = objects.values
+    else:
+        held = tuple(optimizer.state.values())
+        inside = gc.get_referents(*held) if set(map(type, held)) <= {dict} else [None]
+    if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
+        return {}
     found: dict[str, Any] = {}
     for group_index, members in _members(optimizer, outside):
         for index, parameter in members:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rackrun.errors import StepError
 from rackrun.worker.state.objects.module_structure import ModuleStructure
+from rackrun.worker.state.objects.optimizer_state import HeldObjects
 from rackrun.worker.state.tracked_state import TrackedState
 
 __all__ = ["BetweenUnits", "Look", "changed_between"]
@@ -25,6 +26,8 @@ class Look(NamedTuple):
     plain: bytes
     of_parameters: list[int]
     """The versions of all parameters."""
+    held: dict[str, HeldObjects]
+    """What optimizers hold (see `TrackedState.held_objects`)."""
 
 
 class BetweenUnits:
@@ -60,11 +63,11 @@ class BetweenUnits:
             return "a parameter"
         if of_buffers != structure.buffer_versions():
             return "a buffer (by a forward in training mode, perhaps)"
-        dicts = self._state.state_dicts()
-        now = self._state.encode_plain(dicts, structure)
+        dicts, held = self._state.state_dicts(), self._state.held_objects()
+        now = self._state.encode_plain(dicts, structure, held)
         if plain != now or of_scalers != self._state.scaler_marks():
             return "tracked state (a scheduler, an optimizer setting, ...)"
-        self._looked_at = Look(filled, structure, dicts, now, found)
+        self._looked_at = Look(filled, structure, dicts, now, found, held)
         return ""
 
     def look(self) -> Look:
@@ -72,9 +75,13 @@ class BetweenUnits:
         known, self._looked_at, self.dicts_at_end = self._looked_at, None, None
         if known is not None and known.filled == self._state.filled:
             return known
-        structure, dicts = self._state.structure(), self._state.state_dicts()
-        plain = self._state.encode_plain(dicts, structure)
-        return Look(self._state.filled, structure, dicts, plain, structure.versions())
+        structure, dicts, held = self._state.structure(), self._state.state_dicts(), self._state.held_objects()
+        plain = self._state.encode_plain(dicts, structure, held)
+        return Look(self._state.filled, structure, dicts, plain, structure.versions(), held)
+
+    def forget_look(self) -> None:
+        """Keep nothing of what `changed_since` has found: it keeps all alive that optimizers held then."""
+        self._looked_at = None
 
 
 def changed_between(what: str) -> StepError:

@@ -33,7 +33,7 @@ from torch import nn
 from rackrun.checkpoint.image.plain_values import flatten
 from rackrun.errors import StepError
 from rackrun.worker.state.objects.module_structure import ModuleStructure
-from rackrun.worker.state.objects.optimizer_state import HeldObjects, held_objects, put_held_objects
+from rackrun.worker.state.objects.optimizer_state import HeldObjects, put_held_objects
 from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
@@ -65,7 +65,7 @@ _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
 
-_LOOKED_AT = 128
+_LOOKED_AT = 32
 """The number of versions that an undisturbed step reads at its gate. It reads all once one of them has moved."""
 
 _TRAINING = attrgetter("training")
@@ -128,8 +128,6 @@ class UnitUndo:
         self._state_keys: dict[str, dict[int, set[str]]] = {}
         self._held: dict[str, HeldObjects] = {}
         """What optimizers held for which parameters when the unit began; empty between units."""
-        self._held_before: dict[str, HeldObjects] = {}
-        """The same, of the last unit, as far as optimizers still hold it."""
         self._saved_plain = b""
         self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
@@ -148,7 +146,7 @@ class UnitUndo:
 
     def loop_over(self) -> None:
         """Keep nothing of what optimizers hold: the script may drop it after its loop to have the memory."""
-        self._held_before = {}
+        self._between.forget_look()
 
     def check_stands(self, *, glance: bool = False) -> None:
         """Raise `StepError` if tracked state has changed since the last unit, as far as versions tell; `begin` compares
@@ -158,7 +156,9 @@ class UnitUndo:
 
     def changed_since(self, *, glance: bool = False) -> str:
         """Return what has changed since the last unit ended (`BetweenUnits.changed_since`)."""
-        return self._between.changed_since(glance=glance)
+        changed = self._between.changed_since(glance=glance)
+        self._between.forget_look()
+        return changed
 
     # -- a unit begins
     def begin(
@@ -204,8 +204,7 @@ class UnitUndo:
         self._everywhere = everywhere
         self._places.begin(share)
         self._saved_plain = look.plain
-        known = self._held or self._held_before
-        self._held = {name: held_objects(one, known.get(name)) for name, one in self._state.optimizers.items()}
+        self._held = look.held
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
         self._take_copies(look, exactly=looks)
@@ -403,9 +402,7 @@ class UnitUndo:
     def ended(self) -> None:
         """Learn what the committed unit has changed. Nothing has happened since its end."""
         self._nothing_is_suspect()
-        held, self._held, self._begun_tensors = self._held, {}, {}  # frees what the unit has removed
-        optimizers = self._state.optimizers
-        self._held_before = {name: one for name, one in held.items() if one.are_all_held(optimizers[name])}
+        self._held, self._begun_tensors = {}, {}  # frees what the unit has removed
         if not self._marks and not self._audits and not self._phase:
             return
         self._between.dicts_at_end = dicts = self._state.state_dicts()
