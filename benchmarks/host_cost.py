@@ -10,7 +10,8 @@ that almost nothing is computed, and what is left is what hosts do. Plain DDP re
 
 **Counts**: calls of functions in rackrun's own files in one undisturbed committed step, from `sys.setprofile`, a generator's resumption counted as
 a call. **Processor time**: every script waits for its turn, and then does a few steps; in each round every script has its turn, in an order that
-changes, and the median of the rounds' ratios is reported. "reads" is plain DDP that reads what rackrun reads of a model and its optimizer in a step to
+changes, and the median of the rounds' ratios is reported. All scripts are started anew several times, because where a process happens to have its
+memory makes a few hundredths. "reads" is plain DDP that reads what rackrun reads of a model and its optimizer in a step to
 notice what would be lost when it is done again, and does nothing else: so much of the price is that of the promise. Optimizers use torch's foreach kernels, as they do by default on a GPU: with a loop of
 Python's they would cost more, and rackrun seem to cost less.
 """
@@ -38,8 +39,7 @@ HERE = Path(__file__).resolve().parents[1]
 SIZES = (50, 300, 1000, 3000)
 CASES = ("sgd", "adam", "norms", "scaler", "scheduler", "average")
 STEPS, WARM = 8, 22
-STARTS = 8
-"""So often all scripts are started anew: where a process happens to have its memory makes a few hundredths."""
+ROUNDS_A_START = 6
 PROFILED = 18
 """A step that nothing is learned in: no power of two."""
 
@@ -230,17 +230,17 @@ def counted(tree: Path, sizes: list[int]) -> dict[str, dict[int, int]]:
     return found
 
 
-def compared(trees: dict[str, Path], parameters: int, rounds: int) -> dict[str, Any]:
+def compared(trees: dict[str, Path], parameters: int, starts: int) -> dict[str, Any]:
     kinds = {"plain": ("plain", HERE), "reads": ("reads", HERE)}
     kinds |= {name: ("elastic", tree) for name, tree in trees.items()}
     found: dict[str, Any] = {}
     for case in ("sgd", "adam"):
         turns: list[dict[str, float]] = []
-        for start in range(STARTS):
+        for start in range(starts):
             scripts = {name: Script(tree, kind, case, str(parameters)) for name, (kind, tree) in kinds.items()}
             for script in scripts.values():
                 script.answer()
-            for number in range(start, rounds, STARTS):
+            for number in range(start, starts * ROUNDS_A_START, starts):
                 order = random.Random(number).sample(sorted(scripts), len(scripts))
                 turns.append({name: scripts[name].turn() for name in order})
             for script in scripts.values():
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--counts", action="store_true", help="no processor time")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the models that are counted")
     parser.add_argument("--parameters", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=48)
+    parser.add_argument("--starts", type=int, default=8, help="how often all scripts are started anew")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -282,7 +282,7 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine(), "parameters": args.parameters}
     result["calls of a step, by parameters"] = counted(HERE, args.sizes)
     if not args.counts:
-        result["processor time of a step"] = compared(trees, args.parameters, args.rounds)
+        result["processor time of a step"] = compared(trees, args.parameters, args.starts)
         print(save("host_cost", result))
 
 
