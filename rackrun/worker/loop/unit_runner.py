@@ -363,7 +363,7 @@ class UnitRunner:
         """Hand over to the script's code after the loop, which is not recorded and cannot be repeated. ``late``: that
         code has already begun."""
         self._between = self._owed = None
-        self._undo.loop_over()
+        self._undo.let_go()
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
         self._parts.settle()  # the script may change the state from here on, while a copy of it may be in progress
         if self._runtime.boot is not None:
@@ -593,6 +593,7 @@ class UnitRunner:
     # -- recovery
     def _recover(self) -> bool:
         """Join the next generation. Returns False when that is to be done later (see `Rejoin.run`)."""
+        self._undo.let_go()
         recovered = self._rejoin.run(
             self._came_in, self._left_after, lambda: self._owed is not None and self._owed <= self.passed
         )

@@ -305,6 +305,26 @@ def test_what_a_unit_has_removed_from_an_optimizer_is_freed_at_its_end() -> None
     assert removed() is None
 
 
+@pytest.mark.parametrize("audit", [False, True])
+def test_what_a_recovery_replaces_in_an_optimizer_is_freed(audit: bool) -> None:
+    """Else a device would have to hold the old state beside the new one."""
+    model, optimizer = trained()
+    undo = UnitUndo(tracked(model=model, optimizer=optimizer))
+    steps_that_count(undo, optimizer)
+    undo.begin(audit=audit)
+    undo.discard(backward_open=True)
+    undo.let_go()
+    replaced = weakref.ref(optimizer.state[model.weight].pop("exp_avg"))
+    gc.collect()
+    assert replaced() is None
+    undo.accept()
+    undo.check_stands()
+    undo.let_go()
+    replaced = weakref.ref(optimizer.state[model.bias].pop("exp_avg"))
+    gc.collect()
+    assert replaced() is None
+
+
 def test_digests_from_before_a_rollback_do_not_judge_a_later_step() -> None:
     """They were served to a newcomer after the state was filled anew, and nothing was audited since."""
     model, optimizer = trained()

@@ -144,8 +144,10 @@ class UnitUndo:
         self._between.committed()
         self._ended.clear()
 
-    def loop_over(self) -> None:
-        """Keep nothing of what optimizers hold: the script may drop it after its loop to have the memory."""
+    def let_go(self) -> None:
+        """Keep nothing alive of what optimizers hold: the script may drop it after its loop to have the memory, and a
+        recovery may replace it."""
+        self._held, self._begun_tensors = {}, {}
         self._between.forget_look()
 
     def check_stands(self, *, glance: bool = False) -> None:
