@@ -302,6 +302,7 @@ class UnitRunner:
         if self._pause_due is None and not self._world.broken:
             return
         self._undo.check_stands()
+        self._undo.let_go()
         if self._between is not None:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
         self._pause_if_due()

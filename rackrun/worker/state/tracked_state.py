@@ -555,8 +555,8 @@ class TrackedState:
     ) -> bytes:
         """Encode everything that is not a tensor as msgpack.
 
-        ``given``, ``structure`` and ``held``: results of `state_dicts`, `structure` and `held_objects` that the caller
-        has just obtained. The first two may take a while or wait for a device. Raises `StepError` for values that are not plain data.
+        ``given``, ``structure``, ``held``: what the caller has just obtained from `state_dicts`, `structure` and
+        `held_objects`. The first two may take a while or wait for a device. Raises `StepError` for values that are not plain data.
         """
         plain: dict[str, Any] = {}
         structure = structure or self.structure()

@@ -271,27 +271,46 @@ def test_what_an_optimizer_holds_is_put_back_as_it_was_when_this_unit_began(chan
         assert all(map(is_, of.values(), [value for _, value in then]))
 
 
-class Counts(dict[str, Any]):
-    """A subclass of dict, as some optimizers have for what they hold."""
+class TakesMappings(dict[Any, Any]):
+    def update(self, other: Any) -> None:  # type: ignore[override]
+        super().update({key: other[key] for key in other})
 
 
-@pytest.mark.parametrize("kind", [dict, Counts, collections.OrderedDict])
+@pytest.mark.parametrize("kind", [dict, TakesMappings, collections.OrderedDict, collections.Counter])
 def test_dictionaries_of_any_kind_are_put_back_with_all_that_optimizers_held_in_them(kind: Any) -> None:
     model, optimizer = trained()
     optimizer.state[model.weight] = kind(optimizer.state[model.weight])
     optimizer.state[model.bias] = kind({7: torch.ones(1), **optimizer.state[model.bias]})
-    optimizer.state[model.weight].update(exp_avg=optimizer.state[model.weight].pop("exp_avg"))
+    optimizer.state[model.weight]["exp_avg"] = optimizer.state[model.weight].pop("exp_avg")
     then = {id(of): list(of.items()) for of in optimizer.state.values()}
+    order = list(optimizer.state)
     objects = held_objects(optimizer)
     optimizer.state[model.bias].clear()
     optimizer.state[model.weight]["exp_avg_sq"] = torch.zeros(1)
     optimizer.state.clear()
     put_held_objects(optimizer, objects)
-    assert list(optimizer.state) == [model.weight, model.bias] or list(optimizer.state) == [model.bias, model.weight]
+    assert all(map(is_, optimizer.state, order))
     for of in optimizer.state.values():
         assert type(of) is kind
         assert [key for key, _ in then[id(of)]] == list(of)
         assert all(map(is_, of.values(), [value for _, value in then[id(of)]]))
+
+
+class TwoValues:
+    def __init__(self, first: str, second: str) -> None:
+        for name, value in ((first, 0.0), (second, 1.0)):
+            setattr(self, name, torch.full((1,), value))
+
+
+def test_a_dictionary_of_attributes_set_in_another_order_is_put_back_as_it_was() -> None:
+    """Instances of a class share the keys of their dictionaries, in the order of the first of them."""
+    model, optimizer = trained()
+    TwoValues("a", "b")
+    own = optimizer.state[model.bias] = vars(TwoValues("b", "a"))
+    objects = held_objects(optimizer)
+    own.clear()
+    put_held_objects(optimizer, objects)
+    assert {key: value.item() for key, value in own.items()} == {"b": 0.0, "a": 1.0}
 
 
 def test_what_a_unit_has_removed_from_an_optimizer_is_freed_at_its_end() -> None:
@@ -457,23 +476,39 @@ def test_what_a_step_changes_early_for_the_first_time_the_next_one_has_copied() 
     assert bits(state) == before
 
 
-def test_of_many_parameters_one_that_steps_change_early_is_found_within_a_few_steps() -> None:
-    """A gate reads a share of the versions, another one each time, and all of them once one has moved."""
-    layers = [nn.Linear(1, 1) for _ in range(200)]
+@pytest.mark.parametrize("every", [1, 10, 16])
+def test_of_many_parameters_one_that_steps_change_early_is_found(every: int) -> None:
+    """A gate reads a share of the versions, another one each time, and all of them once one has moved. It must not read
+    the same share whenever a script does what it does every so many steps."""
+    layers = [nn.Linear(1, 1) for _ in range(160)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for layer in (0, 77, 199):
-        state = tracked(model=model, optimizer=optimizer)
-        undo = UnitUndo(state)
-        for _ in range(1 + 400 // 32):
-            undo.begin()
-            with torch.no_grad():
-                layers[layer].weight.mul_(1.5)
-            undo.before_update()
-            undo.ended()
-        assert state.lineage.changes.early == (f"model/param/{layer}.weight",)
     state = tracked(model=model, optimizer=optimizer)
     undo = UnitUndo(state)
+    changes = 0
+    for step in range(1, 2000):
+        undo.begin()
+        if step > 20 and step % every == 0:
+            with torch.no_grad():
+                layers[77].weight.mul_(1.5)
+            changes += 1
+        undo.before_update()
+        undo.ended()
+        if state.lineage.changes.early:
+            break
+    assert state.lineage.changes.early == ("model/param/77.weight",)
+    assert changes <= 13
+
+
+def test_parameters_that_a_step_changes_early_together_are_found_at_once() -> None:
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(200)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = tracked(model=model, optimizer=optimizer)
+    undo = UnitUndo(state)
+    for _ in range(20):
+        undo.begin()
+        undo.before_update()
+        undo.ended()
     undo.begin()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -18,7 +18,7 @@ from torch import nn
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
 from rackrun.errors import StepError
-from rackrun.worker.tensors.tensor_lists import are_plain
+from rackrun.worker.tensors.tensor_lists import are_plain, same_objects
 
 __all__ = [
     "OUTSIDE",
@@ -59,7 +59,7 @@ class HeldObjects(NamedTuple):
 
     @property
     def are_dictionaries(self) -> bool:
-        """Whether ``values`` is all that the optimizer held."""
+        """Whether it held dictionaries alone, subclasses among them, so that ``values`` is everything."""
         return len(self.lengths) == len(self.held)
 
 
@@ -123,9 +123,8 @@ def held_objects(optimizer: torch.optim.Optimizer) -> HeldObjects:
     """Return what the optimizer holds for each parameter, in as many calls for any number of parameters."""
     parameters, held = list(optimizer.state), list(optimizer.state.values())
     if set(map(type, held)) <= {dict}:
-        keys, values = list(chain.from_iterable(held)), gc.get_referents(*held)
-        if len(values) == len(keys):  # else it has found keys that are not strings as well
-            return HeldObjects(parameters, held, list(map(len, held)), keys, values)
+        keys, values = list(chain.from_iterable(held)), list(chain.from_iterable(map(dict.values, held)))
+        return HeldObjects(parameters, held, list(map(len, held)), keys, values)
     dictionaries = [one for one in held if isinstance(one, dict)]
     keys = list(chain.from_iterable(dictionaries))
     values = [value for one in dictionaries for value in one.values()]
@@ -140,8 +139,10 @@ def put_held_objects(optimizer: torch.optim.Optimizer, objects: HeldObjects) -> 
     items = zip(objects.keys, objects.values, strict=True)
     dictionaries = [one for one in objects.held if isinstance(one, dict)]
     for one, length in zip(dictionaries, objects.lengths, strict=True):
-        one.clear()
-        one.update(islice(items, length))
+        then = dict(islice(items, length))
+        if list(one) != list(then) or not same_objects(list(one.values()), list(then.values())):
+            one.clear()
+            one.update(then)  # a mapping: a Counter, for one, would count pairs
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

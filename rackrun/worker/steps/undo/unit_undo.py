@@ -37,6 +37,7 @@ from rackrun.worker.state.objects.optimizer_state import HeldObjects, put_held_o
 from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.audits import is_looked_at, spread
 from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
 from rackrun.worker.steps.undo.between_units import BetweenUnits, Look, changed_between
 from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
@@ -100,8 +101,8 @@ class UnitUndo:
         """Size of the parameters that optimizers train."""
         self._versions: list[int] = []
         """Versions of the parameters that optimizers train, when the unit began."""
-        self._turn = 0
-        """Which share of these the next gate looks at."""
+        self._gates = 0
+        """The number of gates of steps at which these were looked at."""
         self._marks: dict[str, Mark] = {}
         """Address and version, when the unit began, of tensors that no optimizer trains and that are not known to
         change."""
@@ -147,7 +148,7 @@ class UnitUndo:
     def let_go(self) -> None:
         """Keep nothing alive of what optimizers hold: the script may drop it after its loop to have the memory, and a
         recovery may replace it."""
-        self._held, self._begun_tensors = {}, {}
+        self._held, self._begun, self._begun_tensors = {}, {}, {}
         self._between.forget_look()
 
     def check_stands(self, *, glance: bool = False) -> None:
@@ -553,15 +554,18 @@ class UnitUndo:
         return {path for path, before, after in compared if before != after}
 
     def _some_moved(self) -> bool:
-        """Whether the version of any of a few parameters that optimizers train has moved since the unit began: of others
-        at each gate, so that none is left out for long.
+        """Whether the version of any of a few parameters that optimizers train has moved since the unit began.
 
-        A gate that misses one costs time at most: if the unit is abandoned, `discard` looks at all, and this rank's
-        state is of no use.
+        Other parameters are read at each gate, and at about one gate in eight all: chosen so that also those are met
+        that only every so many steps change early. What a gate misses costs a recovery time at most: `discard` looks at
+        all, and this rank's state is of no use then. Ranks may look at different parameters.
         """
-        shares = 1 + (len(self._trained) - 1) // _LOOKED_AT
-        self._turn = share = (self._turn + 1) % max(1, shares)
-        return versions(self._trained[share::shares]) != self._versions[share::shares] if shares else False
+        self._gates += 1
+        shares = -(-len(self._trained) // _LOOKED_AT)
+        if shares <= 1 or is_looked_at(self._gates):
+            return bool(self._moved())
+        share = spread(self._gates) * shares >> 32
+        return versions(self._trained[share::shares]) != self._versions[share::shares]
 
     def _moved_of_none(self, free: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the paths of tensors in ``free`` that were not known to change and whose address or version has
