@@ -37,8 +37,8 @@ from rackrun.worker.state.objects.optimizer_state import HeldObjects, put_held_o
 from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
-from rackrun.worker.steps.audits import is_looked_at, spread
 from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
+from rackrun.worker.steps.undo.audits import is_looked_at, spread
 from rackrun.worker.steps.undo.between_units import BetweenUnits, Look, changed_between
 from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
 from rackrun.worker.tensors.freed_tensors import refuse_freed
