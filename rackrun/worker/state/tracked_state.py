@@ -556,7 +556,8 @@ class TrackedState:
         """Encode everything that is not a tensor as msgpack.
 
         ``given``, ``structure``, ``held``: what the caller has just obtained from `state_dicts`, `structure` and
-        `held_objects`. The first two may take a while or wait for a device. Raises `StepError` for values that are not plain data.
+        `held_objects`. The first two may take a while or wait for a device. Raises `StepError` for values that are not
+        plain data.
         """
         plain: dict[str, Any] = {}
         structure = structure or self.structure()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
+from operator import methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from rackrun.checkpoint.image.plain_values import SCALARS, flatten, leaves, without_tensors
 from rackrun.errors import StepError
-from rackrun.worker.tensors.tensor_lists import are_plain, same_objects
+from rackrun.worker.tensors.tensor_lists import same_objects
 
 __all__ = [
     "OUTSIDE",
@@ -34,6 +35,7 @@ __all__ = [
     "put_in_order",
 ]
 
+_VALUES = methodcaller("values")
 OUTSIDE = "outside"
 """Stands in paths in place of a group's index."""
 Outside: TypeAlias = Sequence[tuple[int, torch.Tensor]]
@@ -122,12 +124,9 @@ def put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> No
 def held_objects(optimizer: torch.optim.Optimizer) -> HeldObjects:
     """Return what the optimizer holds for each parameter, in as many calls for any number of parameters."""
     parameters, held = list(optimizer.state), list(optimizer.state.values())
-    if set(map(type, held)) <= {dict}:
-        keys, values = list(chain.from_iterable(held)), list(chain.from_iterable(map(dict.values, held)))
-        return HeldObjects(parameters, held, list(map(len, held)), keys, values)
-    dictionaries = [one for one in held if isinstance(one, dict)]
+    dictionaries = _dictionaries(held)
     keys = list(chain.from_iterable(dictionaries))
-    values = [value for one in dictionaries for value in one.values()]
+    values = list(chain.from_iterable(map(_VALUES, dictionaries)))  # the collector gives them in another order at times
     return HeldObjects(parameters, held, list(map(len, dictionaries)), keys, values)
 
 
@@ -137,8 +136,7 @@ def put_held_objects(optimizer: torch.optim.Optimizer, objects: HeldObjects) -> 
     optimizer.state.clear()
     optimizer.state.update(zip(objects.parameters, objects.held, strict=True))
     items = zip(objects.keys, objects.values, strict=True)
-    dictionaries = [one for one in objects.held if isinstance(one, dict)]
-    for one, length in zip(dictionaries, objects.lengths, strict=True):
+    for one, length in zip(_dictionaries(objects.held), objects.lengths, strict=True):
         then = dict(islice(items, length))
         if list(one) != list(then) or not same_objects(list(one.values()), list(then.values())):
             one.clear()
@@ -167,12 +165,8 @@ def plain_state(
     a process that takes a rank over would go on without it.
     """
     _refuse_other_keys(name, optimizer)
-    if objects is not None and objects.are_dictionaries:
-        inside = objects.values
-    else:
-        held = tuple(optimizer.state.values())
-        inside = gc.get_referents(*held) if set(map(type, held)) <= {dict} else [None]
-    if are_plain(inside) or all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
+    inside = _inside(optimizer) if objects is None else objects.values if objects.are_dictionaries else None
+    if inside is not None and all(issubclass(kind, torch.Tensor) for kind in set(map(type, inside))):
         return {}
     found: dict[str, Any] = {}
     for group_index, members in _members(optimizer, outside):
@@ -185,6 +179,18 @@ def plain_state(
                 elif not isinstance(value, torch.Tensor):
                     found[path] = without_tensors(f"{name}/{path}", value)
     return found
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> list[Any] | None:
+    """Return all that the optimizer holds in dictionaries, in any order, also keys that are not strings; None where it
+    holds something else for a parameter. Takes a fifth of the time of `held_objects`."""
+    held = tuple(optimizer.state.values())
+    return gc.get_referents(*held) if set(map(type, held)) <= {dict} else None
+
+
+def _dictionaries(held: list[Any]) -> list[Any]:
+    """Return those of ``held`` that are dictionaries, also of a subclass."""
+    return held if set(map(type, held)) <= {dict} else [one for one in held if isinstance(one, dict)]
 
 
 def _refuse_other_keys(name: str, optimizer: torch.optim.Optimizer) -> None:

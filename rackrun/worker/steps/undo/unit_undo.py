@@ -556,9 +556,9 @@ class UnitUndo:
     def _some_moved(self) -> bool:
         """Whether the version of any of a few parameters that optimizers train has moved since the unit began.
 
-        Other parameters are read at each gate, and at about one gate in eight all: chosen so that also those are met
-        that only every so many steps change early. What a gate misses costs a recovery time at most: `discard` looks at
-        all, and this rank's state is of no use then. Ranks may look at different parameters.
+        Each gate reads other parameters, and about one gate in eight reads all of them; the choice also meets a change
+        that happens only every so many steps. If a gate misses one and the unit is abandoned, `discard` finds it, and
+        the ranks go back to a snapshot or a checkpoint. Ranks may read different parameters.
         """
         self._gates += 1
         shares = -(-len(self._trained) // _LOOKED_AT)
