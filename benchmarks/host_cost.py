@@ -82,8 +82,7 @@ class Turns:
 
 
 class Reads:
-    """What a step under rackrun reads of a model and its optimizer to notice what would be lost when it is done again, and nothing else. At the
-    gate it reads all versions, as rackrun does at one gate in eight."""
+    """What a step under rackrun reads of a model and its optimizer to notice what would be lost when it is done again, and nothing else."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from rackrun.worker.state.objects.module_structure import ModuleStructure

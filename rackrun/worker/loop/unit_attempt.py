@@ -23,8 +23,8 @@ from rackrun.worker.membership.decisions.gate_sums import GateSums
 from rackrun.worker.membership.decisions.interruptions import Abandoned
 from rackrun.worker.script.user_line import in_generator
 from rackrun.worker.steps import closures
+from rackrun.worker.steps.audits import is_audited
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.undo.audits import is_audited
 from rackrun.worker.steps.undo.between_units import changed_between
 from rackrun.worker.tensors.readback import Readback
 

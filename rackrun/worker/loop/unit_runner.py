@@ -47,9 +47,9 @@ from rackrun.worker.script.second_loop import ONE_LOOP
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps import closures
+from rackrun.worker.steps.audits import is_looked_at
 from rackrun.worker.steps.recorded_units import RecordedUnit
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.undo.audits import is_looked_at
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
 from rackrun.worker.torch_compat.not_compiled import not_compiled
 

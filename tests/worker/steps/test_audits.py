@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rackrun.worker.steps.undo.audits import is_audited, is_looked_at
+from rackrun.worker.steps.audits import is_audited, is_looked_at
 
 
 def test_the_first_steps_are_looked_at_and_what_is_audited() -> None:

@@ -476,34 +476,11 @@ def test_what_a_step_changes_early_for_the_first_time_the_next_one_has_copied() 
     assert bits(state) == before
 
 
-@pytest.mark.parametrize("every", [1, 10, 16])
-def test_of_many_parameters_one_that_steps_change_early_is_found(every: int) -> None:
-    """A gate reads a share of the versions, another one each time, and all of them once one has moved. It must not read
-    the same share whenever a script does what it does every so many steps."""
+def test_of_many_parameters_one_that_a_late_step_changes_early_is_found_at_once() -> None:
+    """A gate that read a share of the versions, to cost less, would leave the next such step without a copy."""
     layers = [nn.Linear(1, 1) for _ in range(160)]
     model = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = tracked(model=model, optimizer=optimizer)
-    undo = UnitUndo(state)
-    changes = 0
-    for step in range(1, 2000):
-        undo.begin()
-        if step > 20 and step % every == 0:
-            with torch.no_grad():
-                layers[77].weight.mul_(1.5)
-            changes += 1
-        undo.before_update()
-        undo.ended()
-        if state.lineage.changes.early:
-            break
-    assert state.lineage.changes.early == ("model/param/77.weight",)
-    assert changes <= 13
-
-
-def test_parameters_that_a_step_changes_early_together_are_found_at_once() -> None:
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(200)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = tracked(model=model, optimizer=optimizer)
+    state = tracked(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     undo = UnitUndo(state)
     for _ in range(20):
         undo.begin()
@@ -511,10 +488,9 @@ def test_parameters_that_a_step_changes_early_together_are_found_at_once() -> No
         undo.ended()
     undo.begin()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
+        layers[77].weight.mul_(1.5)
     undo.before_update()
-    assert len(state.lineage.changes.early) == 400, "all at once"
+    assert state.lineage.changes.early == ("model/param/77.weight",)
 
 
 def test_a_large_frozen_model_is_not_copied_and_a_change_of_it_is_found() -> None:

@@ -38,7 +38,6 @@ from rackrun.worker.state.objects.scaler_state import ScalerState
 from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
-from rackrun.worker.steps.undo.audits import is_looked_at, spread
 from rackrun.worker.steps.undo.between_units import BetweenUnits, Look, changed_between
 from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
 from rackrun.worker.tensors.freed_tensors import refuse_freed
@@ -65,9 +64,6 @@ _ROOM_FOR_UNKNOWN = 2
 _ROOM_BYTES = 64 * 2**20
 """Tensors that no optimizer trains and that were never seen to change are copied once, too, unless they exceed both
 ``_ROOM_BYTES`` and ``_ROOM_FOR_UNKNOWN`` times the size of what optimizers train."""
-
-_LOOKED_AT = 32
-"""The number of versions that an undisturbed step reads at its gate. It reads all once one of them has moved."""
 
 _TRAINING = attrgetter("training")
 
@@ -101,8 +97,6 @@ class UnitUndo:
         """Size of the parameters that optimizers train."""
         self._versions: list[int] = []
         """Versions of the parameters that optimizers train, when the unit began."""
-        self._gates = 0
-        """The number of gates of steps at which these were looked at."""
         self._marks: dict[str, Mark] = {}
         """Address and version, when the unit began, of tensors that no optimizer trains and that are not known to
         change."""
@@ -380,7 +374,7 @@ class UnitUndo:
         if self._phase:
             return
         owned = self._owned() if self._audits else {}
-        early = self._moved() if self._audits or self._some_moved() else set[str]()
+        early = self._moved()
         if self._audits:
             early |= self._differing(self._begun, owned)
         if self._whole and self._audits:
@@ -552,20 +546,6 @@ class UnitUndo:
             return set()
         compared = zip(self._parameters, self._versions, now, strict=True)
         return {path for path, before, after in compared if before != after}
-
-    def _some_moved(self) -> bool:
-        """Whether the version of any of a few parameters that optimizers train has moved since the unit began.
-
-        Each gate reads other parameters, and about one gate in eight reads all of them; the choice also meets a change
-        that happens only every so many steps. If a gate misses one and the unit is abandoned, `discard` finds it, and
-        the ranks go back to a snapshot or a checkpoint. Ranks may read different parameters.
-        """
-        self._gates += 1
-        shares = -(-len(self._trained) // _LOOKED_AT)
-        if shares <= 1 or is_looked_at(self._gates):
-            return bool(self._moved())
-        share = spread(self._gates) * shares >> 32
-        return versions(self._trained[share::shares]) != self._versions[share::shares]
 
     def _moved_of_none(self, free: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the paths of tensors in ``free`` that were not known to change and whose address or version has
