@@ -327,9 +327,10 @@ class CheckpointWriter:
                     raise
                 replaced = False
                 if not self._is_published(manifest):
-                    if not self._replacement.gives_way():
+                    if self._replacement.gives_way():
+                        replaced = self._replacement.take_place(self._temporary, manifest)
+                    elif not self._is_published(manifest):  # by another writer, since the first look
                         raise FileRefused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
-                    replaced = self._replacement.take_place(self._temporary, manifest)
                 if not replaced:
                     self._discard()
             crash_point("durable.renamed")

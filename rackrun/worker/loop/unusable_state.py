@@ -21,8 +21,8 @@ def leave_torn(rank: int, at: Position, changed: Sequence[str]) -> None:
     leave(
         rank,
         f"changed {_listed(changed)} in {unit}, which broke, and has no copy to put back. "
-        "Remedy: change tensors by operations that torch counts (not through .data), and in every step where you can, "
-        "so that it is known in time.",
+        "Remedy: change it in every step from the first, or after optimizer.step(), and by operations that torch counts "
+        "(not through .data).",
     )
 
 

@@ -186,6 +186,24 @@ def test_a_writer_that_comes_between_the_two_renames_of_another_does_not_fail(tm
     assert os.listdir(tmp_path / JOB) == ["gen-000000000001"]
 
 
+def test_a_writer_for_which_another_replaces_between_its_two_looks_does_not_fail(tmp_path: Path) -> None:
+    """It first sees the former checkpoint, and then the new one, which does not give way."""
+    assert save(store_at(tmp_path), 1)
+    first, second = again(tmp_path)[:2]
+    for rank in range(WORLD):
+        assert write_shard(first, rank)
+    gives_way = second._replacement.gives_way
+
+    def late() -> bool:
+        assert first.finish(), first.failure
+        return gives_way()
+
+    second._replacement.gives_way = late  # type: ignore[method-assign]
+    assert second.finish(), second.failure
+    assert (first.replaced, second.replaced) == (True, False)
+    assert tokens(tmp_path) == [(1, 2)]
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 def test_of_two_former_checkpoints_without_their_name_the_newest_whole_one_gets_it(
