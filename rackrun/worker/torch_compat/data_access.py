@@ -23,21 +23,34 @@ from rackrun.worker.torch_compat.not_compiled import not_traced
 __all__ = ["install", "kept", "outside_of_modes", "watch"]
 
 _watcher: Callable[[torch.Tensor], None] | None = None
-_kept: dict[int, _Data] = {}
-"""By ``id``: what was read as ``data`` and exists still, also as the base of a view."""
+_kept: dict[tuple[int, int], _Memory] = {}
+"""By the ``id`` of a tensor and of a parameter: tensors that exist still, and have the parameter's memory."""
 
 
-class _Data(weakref.ref[torch.Tensor]):
-    __slots__ = ("key", "of")
-    key: int
-    of: int
-    """``id`` of the parameter."""
+class _Memory(weakref.ref[torch.Tensor]):
+    """A tensor that was read as ``data``, or that ``data`` was replaced by. It exists as long as any view of it."""
+
+    __slots__ = ("key",)
+    key: tuple[int, int]
 
 
 def kept() -> set[int]:
-    """Return the ``id`` of each parameter whose ``data`` was read and exists still: it may be written through that at
-    any time."""
-    return {data.of for data in tuple(_kept.values())} if _kept else set()
+    """Return the ``id`` of each parameter whose memory another tensor has, as far as that was its ``data``: it may be
+    written through that at any time."""
+    return {of for _, of in tuple(_kept)} if _kept else set()
+
+
+@not_traced
+def _keep(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+    memory = _Memory(tensor, _dropped)
+    memory.key = key = id(tensor), id(parameter)
+    _kept[key] = memory
+
+
+@not_traced
+def _dropped(memory: Any) -> None:
+    if _kept.get(memory.key) is memory:
+        del _kept[memory.key]
 
 
 def watch(watcher: Callable[[torch.Tensor], None] | None) -> None:
@@ -62,24 +75,17 @@ def _reporting(own: Any) -> property:
         if _watcher is not None:
             _watcher(self)
         value: torch.Tensor = read(self)
-        data = _Data(value, _dropped)
-        data.key, data.of = id(value), id(self)
-        _kept[data.key] = data
+        _keep(self, value)
         return value
 
     def put(self: torch.Tensor, value: torch.Tensor) -> None:
         if _watcher is not None:
             _watcher(self)
         write(self, value)
+        if value is not self:  # it is where module.to(...) has nothing to do
+            _keep(self, value if value._base is None else value._base)
 
     return property(not_traced(get), not_traced(put), doc=own.__doc__)
-
-
-@not_traced
-def _dropped(data: Any) -> None:
-    known = _kept.pop(data.key, None)
-    if known is not None and known is not data:
-        _kept[known.key] = known
 
 
 @contextlib.contextmanager
@@ -87,7 +93,7 @@ def outside_of_modes() -> Iterator[bool]:
     """Compute as outside of everything that a script may have entered where it accesses a parameter: autograd, inference
     mode, a dispatch mode, a transformation of ``torch.func``. Yields whether it may compute at all: not while a CUDA
     graph is captured, which would repeat it."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         yield False
         return
     with contextlib.ExitStack() as left:

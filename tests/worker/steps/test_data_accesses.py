@@ -131,11 +131,11 @@ def test_who_only_reads_is_copied_three_times_and_digested_afterwards(monkeypatc
     assert training.abandoned(training.clamp) == [PATH]
 
 
-def test_a_reader_who_begins_to_write_is_found_at_a_gate() -> None:
+def test_a_reader_who_begins_to_write_is_found_at_the_gate() -> None:
     training = Training()
-    for _ in range(7):
+    for _ in range(9):
         training.step(training.read)
-    training.step(training.clamp)  # the eighth
+    training.step(training.clamp)
     assert training.state.lineage.changes.early == (PATH,)
 
 
@@ -174,6 +174,20 @@ def test_a_view_that_was_kept_counts_as_an_access() -> None:
     assert not training.abandoned(lambda: views[0].clamp_(-0.01, 0.01))
     assert training.weight.equal(before)
     views.clear()
+    training.undo.begin()
+    assert PATH not in training.undo.accesses
+
+
+def test_a_tensor_that_data_was_replaced_by_counts_as_an_access() -> None:
+    training = Training()
+    flat = [torch.zeros(600 * 600 + 1)]
+    training.model.weight.data = flat[0][1:].view(600, 600)
+    training.undo.accept()
+    training.step()
+    before = training.weight
+    assert not training.abandoned(lambda: flat[0].clamp_(-0.01, 0.01))
+    assert training.weight.equal(before)
+    flat.clear()
     training.undo.begin()
     assert PATH not in training.undo.accesses
 
@@ -292,3 +306,9 @@ def test_compiled_code_has_no_further_break_and_the_same_bits() -> None:
     assert model.weight._version > version, "compiled code moves the version"
     data_access.watch(None)
     assert out.equal(clamped(x))
+
+
+def test_a_module_that_is_where_it_is_to_go_keeps_nothing() -> None:
+    training = Training()
+    training.model.to("cpu")
+    assert not data_access.kept() & set(map(id, training.model.parameters()))

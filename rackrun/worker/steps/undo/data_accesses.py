@@ -8,10 +8,9 @@ in a unit, before its gate, keeps what the parameter was:
 - as a digest afterwards, unless the script has written any parameter so. Most scripts that access parameters in every
   step only read them (their norms, for a log).
 
-At the gates of the first such units, and of ever fewer later ones, the content is compared: a parameter that a script
-writes is known from then on, and copied when a unit begins (`rackrun.worker.steps.undo.unit_undo`).
-
-Between two units an access keeps a digest, which is compared when the next unit begins.
+At the gate the content is compared: a parameter that a script writes is known from then on, and copied when a unit
+begins (`rackrun.worker.steps.undo.unit_undo`). Between two units an access keeps a digest, which is compared when the
+next unit begins. The outcome of a comparison of digests is read when the host has waited for the device anyway.
 """
 
 from __future__ import annotations
@@ -40,6 +39,18 @@ class _Digested(NamedTuple):
     paths: list[str]
     digests: torch.Tensor
     """int64 of shape (len(paths),), on the device, which may not have come there yet."""
+
+
+class _Compared(NamedTuple):
+    """Which parameters differ from what they were."""
+
+    paths: list[str]
+    differ: torch.Tensor
+    """bool of shape (len(paths),), on the host; to be read when the device has come there."""
+
+    def differing(self) -> set[str]:
+        differ = self.differ.tolist()
+        return {path for path, differs in zip(self.paths, differ, strict=True) if differs}
 
 
 class DataAccesses:
@@ -74,8 +85,10 @@ class DataAccesses:
         self._noted: set[str] = set()
         self._copied: set[str] = set()
         """The part of ``_noted`` of which there is a copy."""
-        self._between: list[tuple[list[str], torch.Tensor]] = []
-        """What was accessed between the last two units, and a flag for each: whether it has changed."""
+        self._between: list[_Compared] = []
+        """What was accessed between the last two units."""
+        self._at_gate: list[_Compared] = []
+        """What was digested in the current unit, compared at its gate."""
 
     def __contains__(self, path: str) -> bool:
         """Whether it is known what the parameter at ``path`` was at its first access in the current unit."""
@@ -103,7 +116,7 @@ class DataAccesses:
         if self._accessed:
             self._before[self._in_unit], self._accessed = self._accessed, set()
         if self._noted:
-            self._digested, self._noted, self._copied = [], set(), set()
+            self._digested, self._at_gate, self._noted, self._copied = [], [], set(), set()
         self._in_unit, self._settled, self._room = in_unit, False, None
 
     def end(self) -> None:
@@ -135,14 +148,17 @@ class DataAccesses:
         if path in self._known:
             self._writes = True
             return
-        if not self._settled:
-            self._settled = True
-            self.settle()
         self._accessed.add(path)
-        if not self._stands(path):
+        stands = self._stands(path)
+        if self._settled and not stands:
             return
         with data_access.outside_of_modes() as may_compute:
-            if may_compute:
+            if not may_compute:
+                return
+            if not self._settled:
+                self._settled = True
+                self.settle()
+            if stands:
                 expected = set() if self._noted else self._before.get(self._in_unit, set())
                 self._note([path, *(one for one in expected if one != path and self._stands(one))])
 
@@ -176,46 +192,42 @@ class DataAccesses:
 
     # -- what came of it
     def changed(self) -> set[str]:
-        """Return the paths of parameters that have changed since their first access in the unit, and of which there is
-        no copy."""
-        return self._changed(lambda _: True)
+        """Return the paths of parameters that have changed since their first access in the unit, or between units, and
+        of which there is no copy. Waits for the device."""
+        return _differing([self._compare(digested) for digested in self._digested])
 
     def changed_early(self) -> set[str]:
-        """Return the paths of parameters that are found to have changed since their first access in the unit, at its
-        gate: all in the first units with an access, and in ever fewer later ones."""
+        """Return the paths of copied parameters that have changed since their first access in the unit, at its gate.
+        `changed_early_too` returns the others, when the device has come there."""
         self.end()
         for path in self._accessed:
             self._units[path] = self._units.get(path, 0) + 1
-        early = self._changed(lambda path: _is_due(self._units.get(path, 1)))
-        now = self._tensors(self._copied)
-        early |= {path for path, tensor in now.items() if not self._copies.equals(path, tensor)}
+        self._at_gate = [self._compare(digested) for digested in self._digested]
+        now = self._tensors(self._copied) if self._copied else {}
+        early = {path for path, tensor in now.items() if not self._copies.equals(path, tensor)}
         self._writes |= bool(early)
         return early
 
-    def _changed(self, is_due: Callable[[str], bool]) -> set[str]:
-        found: set[str] = set()
-        for digested in self._digested:
-            if any(map(is_due, digested.paths)):
-                differs = (digested.digests != self._digests_now(digested)).tolist()
-                found |= {path for path, differs_here in zip(digested.paths, differs, strict=True) if differs_here}
-        return found
+    def changed_early_too(self) -> set[str]:
+        """Return the paths of the parameters that `changed_early` has compared by digests, and that had changed."""
+        early = _differing(self._at_gate)
+        self._writes |= bool(early)
+        return early
 
     def compare_between(self) -> None:
-        """Compare what was accessed between two units with what it is now, as the next unit begins, without waiting for
-        a device. `changed_between` has the outcome."""
-        self._between = [
-            (digested.paths, flags_to_host(digested.digests != self._digests_now(digested)))
-            for digested in ([] if self._in_unit else self._digested)
-        ]
+        """Compare what was accessed between two units with what it is now, as the next unit begins. `changed_between`
+        has the outcome."""
+        self._between = [] if self._in_unit else [self._compare(digested) for digested in self._digested]
         self._digested = []
 
     def changed_between(self) -> str:
         """Return the path of a parameter that `compare_between` has found changed; "" for none. To be called when the
         device has come there."""
-        for paths, changed in self._between:
-            if changed.any():
-                return paths[changed.tolist().index(True)]
-        return ""
+        return min(_differing(self._between), default="")
+
+    def _compare(self, digested: _Digested) -> _Compared:
+        differ = digested.digests != self._digests_now(digested)
+        return _Compared(digested.paths, flags_to_host(differ))
 
     def _digests_now(self, digested: _Digested) -> torch.Tensor:
         with data_access.outside_of_modes():
@@ -229,8 +241,9 @@ class DataAccesses:
         return dict(zip(there, local_parts(there.values()), strict=True))
 
 
-def _is_due(units: int) -> bool:
-    return units <= _COPIED_UNITS or not units & (units - 1)
+def _differing(compared: Iterable[_Compared]) -> set[str]:
+    found: set[str] = set()
+    return found.union(*(one.differing() for one in compared))
 
 
 def _by_device(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

@@ -429,6 +429,8 @@ class UnitUndo:
         """Learn what the committed unit has changed. Nothing has happened since its end."""
         self._nothing_is_suspect()
         self.accesses.end()
+        if not self._phase:
+            self._learn(early=self.accesses.changed_early_too())
         self._held, self._begun_tensors = {}, {}  # frees what the unit has removed
         if not self._marks and not self._audits and not self._phase:
             return
