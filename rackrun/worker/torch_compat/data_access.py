@@ -1,8 +1,8 @@
 """Reports accesses to ``.data`` of parameters (torch 2.10 to 2.15): a write through it moves no version counter.
 
 torch has no hook for this. Its parameters are of two Python classes, and each is given a property that does what
-``torch.Tensor.data`` does, which itself is left alone. Dynamo does not call the property: it has its own meaning of
-``.data``, so compiled functions are neither changed nor reported.
+``torch.Tensor.data`` does, which itself is left alone. Dynamo does not call the property, so compiled functions are
+neither changed nor reported. A write through ``.data`` in code that AOTAutograd has compiled moves the version.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def _keep(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
 
 @not_traced
 def _dropped(memory: Any) -> None:
-    if _kept.get(memory.key) is memory:
-        del _kept[memory.key]
+    key = memory.key
+    if _kept.get(key) is memory:
+        del _kept[key]
 
 
 def watch(watcher: Callable[[torch.Tensor], None] | None) -> None:
