@@ -52,6 +52,13 @@ HARD = (
         "after the first of two optimizers, while others have frozen the first model",
     ),
     Hard("wgan", "for p in critic.parameters()", 8, "after the first of two optimizers, before the clamp"),
+    Hard(
+        "clamped_late",
+        "optimizer.step()",
+        8,
+        "weights clamped by .data for the first time, after three steps of reading",
+    ),
+    Hard("clamped_late", "optimizer.step()", 11, "weights clamped by .data, some of them for the first time", rank=0),
     Hard("two_optimizers", "schedule.step()", 8, "between two optimizers of one model, dense"),
     Hard("sparse_dense", "dense.step()", 8, "between two optimizers of one model, sparse"),
     Hard("metrics_after", "dist.all_reduce(metrics)", 8, "a reduction after the update, then schedule and average"),

@@ -283,10 +283,12 @@ class UnitAttempt:
             tried=0.0,
             parts=float(bool(parts.multi_part.found)),
             rollback_incomplete=float(bool(self.not_put_back)),
-            changed_between=float(bool(parts.undo.changed_between)),
+            changed_between=0.0,
         )
         mine = offered(step._at, self._world.order, sums)
         complete(mine, loss=self._let_device_come())  # from here until the optimizer's first kernel the device is idle
+        if parts.undo.changed_between:
+            complete(mine, changed_between=1.0)
         if parts.nan.on:
             not_finite, tried = parts.nan.gate_values(step, part.value())
             complete(mine, not_finite=not_finite, tried=tried)

@@ -118,6 +118,7 @@ class UnitRunner:
         self._copying_bytes = 0
         """Bytes that this rank copies of its state after the last step, while all ranks copy theirs and some may not
         have finished; 0 when none copy."""
+        self._undo.accesses.settle = parts.settle
         self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -255,6 +256,7 @@ class UnitRunner:
     def let_go(self) -> MainHandover:
         """Release everything that belongs to this entry of ``main``, and return what the next entry takes over."""
         self._parts.settle()
+        self._undo.let_go()
         self._hook.remove()
         if self._hook_after is not None:
             self._hook_after.remove()
@@ -308,7 +310,7 @@ class UnitRunner:
         self._owed = None
         if self._pause_due is None and not self._world.broken:
             return
-        self._undo.check_stands()
+        self._undo.check_stands(accessed=True)
         self._undo.let_go()
         if self._between is not None:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
@@ -342,6 +344,7 @@ class UnitRunner:
         if self._durable is not None:
             self._durable.finish(lambda: False)
             self._durable.is_over()
+        self._undo.let_go()
         self._snapshots.finish()
         self._world.close()
 

@@ -1,4 +1,4 @@
-"""Copies a number that a device computes to the host while other work goes on."""
+"""Copies a number, or a few flags, that a device computes to the host while other work goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from rackrun.worker.tensors.tensor_lists import are_plain
 
-__all__ = ["Readback"]
+__all__ = ["Readback", "flags_to_host"]
 
 
 class Readback:
@@ -43,3 +43,11 @@ class Readback:
         """Return the number; 0 where there was no tensor. To be called when the device has passed the creation of this
         object."""
         return self._value if isinstance(self._value, float) else float(self._value.item())
+
+
+def flags_to_host(flags: torch.Tensor) -> torch.Tensor:
+    """Return ``flags``, bool, on the host. Nothing here waits: to be read when the device has passed this call."""
+    if flags.device.type == "cpu":
+        return flags
+    copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    return copy.copy_(flags, non_blocking=True)

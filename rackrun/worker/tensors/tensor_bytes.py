@@ -14,7 +14,17 @@ from torch.distributed.tensor import DTensor
 from rackrun.worker.tensors.device_digest import device_digests
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 
-__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", "host_memory", "local_part", "pack"]
+__all__ = [
+    "copy_bytes",
+    "dense_bytes",
+    "digest",
+    "digests",
+    "digests_by_path",
+    "digests_to_come",
+    "host_memory",
+    "local_part",
+    "pack",
+]
 
 
 _SHARED_BYTES = 32 * 2**20
@@ -90,6 +100,14 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     return found
 
 
+def digests_to_come(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what `digests` does of ``tensors``, which are all on one device: int64 of shape (len(tensors),) there,
+    without waiting for it."""
+    if tensors[0].device.type == "cpu":
+        return torch.tensor(_of_host(tensors), dtype=torch.int64)
+    return _on_device(tensors)
+
+
 def _of_host(tensors: Sequence[torch.Tensor]) -> list[int]:
     threads = min(_THREADS, len(os.sched_getaffinity(0)), len(tensors))
     if threads > 1 and sum([one.nbytes for one in tensors]) >= _SHARED_BYTES:
@@ -99,7 +117,13 @@ def _of_host(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _of_device(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the digests of tensors on a device, with at most about `_COPIED_BYTES` of copies in memory at a time."""
+    digested: list[int] = _on_device(tensors).tolist()
+    return digested
+
+
+def _on_device(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the digests of tensors on a device, int64, without waiting for it. At most about `_COPIED_BYTES` of copies
+    are in memory at a time."""
     found: list[torch.Tensor] = []
     flats: list[torch.Tensor] = []
     copied = 0
@@ -113,8 +137,7 @@ def _of_device(tensors: Iterable[torch.Tensor]) -> list[int]:
             flats, copied = [], 0
     if flats:
         found.append(device_digests(flats))
-    digested: list[int] = torch.cat(found).tolist()
-    return digested
+    return torch.cat(found)
 
 
 def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.torch_compat import c10d, feature_probe, symmetric_memory, unhooked_calls, zero_grad
+from rackrun.worker.torch_compat import c10d, data_access, feature_probe, symmetric_memory, unhooked_calls, zero_grad
 from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
 
 __all__ = ["REMEDY", "check", "install", "require"]
@@ -45,5 +45,6 @@ def install() -> None:
     ddp.install()
     fsdp.install()
     zero_grad.install()
+    data_access.install()
     symmetric_memory.install()
     unhooked_calls.install()

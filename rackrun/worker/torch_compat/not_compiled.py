@@ -10,7 +10,7 @@ import torch
 
 from rackrun.errors import StepError
 
-__all__ = ["is_compiled", "not_compiled", "read_eagerly", "refuse_compiled_step"]
+__all__ = ["is_compiled", "not_compiled", "not_traced", "read_eagerly", "refuse_compiled_step"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +23,11 @@ def not_compiled(function: F) -> F:
     members of a process group, and raises an error for any other.
     """
     return cast("F", torch.compiler.disable(function))
+
+
+def not_traced(function: F) -> F:
+    """Decorator: ``torch.compile`` does not trace ``function``, but what it calls. A call costs nothing more."""
+    return cast("F", torch.compiler.disable(function, recursive=False))
 
 
 def read_eagerly(function: F) -> F:

@@ -182,6 +182,27 @@ def clamped_weights(run: Run) -> None:
         step(number)
 
 
+def clamped_later(run: Run) -> None:
+    """For the first time in the sixth step, right before the update, and so that once more changes nothing."""
+    model = ddp(run)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        if int(step) >= 5:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
 def target_network(run: Run) -> None:
     """Copied now and then, at the beginning of a step, for the first time in the fifth."""
     model, target = ddp(run), net()

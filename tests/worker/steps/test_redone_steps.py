@@ -22,6 +22,7 @@ from tests.worker.harness import Ended, Swap
 from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of
 from tests.worker.steps.early_changes import (
     adversaries,
+    clamped_later,
     clamped_weights,
     codebook,
     guard_skips_and_ema,
@@ -74,6 +75,7 @@ def killed_in(train: Train, main: Script, step: int, *, phase: int = 0, count: i
         (momentum_encoder, 5),
         (codebook, 5),
         (clamped_weights, 5),
+        (clamped_later, 5),
         (target_network, 4),
         (adversaries, 5),
         (reduced_loss_and_plateau, 5),

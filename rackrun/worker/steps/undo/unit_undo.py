@@ -39,6 +39,7 @@ from rackrun.worker.state.state_manifest import ChangedTensors
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.undo.abandoned_places import AbandonedPlaces
 from rackrun.worker.steps.undo.between_units import BetweenUnits, Look, changed_between
+from rackrun.worker.steps.undo.data_accesses import DataAccesses
 from rackrun.worker.steps.undo.gradients_at_begin import GradientsAtBegin
 from rackrun.worker.tensors.freed_tensors import refuse_freed
 from rackrun.worker.tensors.tensor_bytes import digests_by_path
@@ -74,6 +75,8 @@ class UnitUndo:
     def __init__(self, state: TrackedState, say: Callable[[str], None] = lambda _: None) -> None:
         self._state, self._say = state, say
         self._copies = UndoCopies()
+        self.accesses = DataAccesses(self._copies, self._has_room)
+        """What the script accesses through ``.data``."""
         self._filled = -1
         self._structure = ModuleStructure({})
         self._made_of: ModuleStructure | None = None
@@ -114,9 +117,7 @@ class UnitUndo:
         self._ended: dict[str, int] = {}
         """Digests of everything at the end of the unit before, if that was audited."""
         self._found_early: set[str] = set()
-        self.changed_between = ""
-        """Path of a tensor whose content differs from the end of the unit before; "" for none. If all ranks find one,
-        the script has changed it; if one rank does, its memory may be faulty."""
+        self._changed_between = ""
         self._phase_runs: dict[str, int] = {}
         self._place: tuple[int, torch.device | None] = 0, None
         self._told_bytes = 0
@@ -130,26 +131,40 @@ class UnitUndo:
         self._between = BetweenUnits(state)
 
     # -- between units
+    @property
+    def changed_between(self) -> str:
+        """Path of a tensor whose content differs from the end of the unit before; "" for none. To be read when the
+        device has come to where the unit has begun.
+
+        If all ranks find one, the script has changed it; if one rank does, its memory may be faulty."""
+        return self._changed_between or self.accesses.changed_between()
+
     def committed(self) -> None:
         """Record the state at the end of a unit (`BetweenUnits.committed`)."""
         self._between.committed()
+        self.accesses.begin_between()
 
     def accept(self) -> None:
         """Accept what the script has done to tracked state since the loop ended as the current state."""
         self._between.committed()
         self._ended.clear()
+        self.accesses.forget()
 
     def let_go(self) -> None:
         """Keep nothing alive of what optimizers hold: the script may drop it after its loop to have the memory, and a
         recovery may replace it."""
         self._held, self._begun, self._begun_tensors = {}, {}, {}
         self._between.forget_look()
+        self.accesses.forget()
 
-    def check_stands(self, *, glance: bool = False) -> None:
+    def check_stands(self, *, glance: bool = False, accessed: bool = False) -> None:
         """Raise `StepError` if tracked state has changed since the last unit, as far as versions tell; `begin` compares
-        content in some units. ``glance``: see `TrackedState.structure`."""
+        content in some units. ``glance``: see `TrackedState.structure`. ``accessed``: compare the content of what was
+        accessed through ``.data`` as well, and wait for the device."""
         if changed := self._between.changed_since(glance=glance):
             raise changed_between(changed)
+        if accessed and (written := self.accesses.changed()):
+            raise changed_between(min(written))
 
     def changed_since(self, *, glance: bool = False) -> str:
         """Return what has changed since the last unit ended (`BetweenUnits.changed_since`)."""
@@ -182,6 +197,9 @@ class UnitUndo:
         self._check_made_of(look.structure)
         joined: list[torch.Tensor] = []
         filled = self._filled != self._state.filled
+        self.accesses.end()
+        if filled:
+            self.accesses.forget()
         if filled or not self._trains_the_same(look):
             before = self._trained_objects
             self._reset(look)
@@ -208,6 +226,8 @@ class UnitUndo:
         own = self._free_parameters
         self._versions = versions(self._trained) if own else look.of_parameters
         self._gradients.begin(look.structure.parameters, own.values(), joined, filled=filled)
+        if not phase:  # of what a phase may change there are copies or digests
+            self.accesses.begin_unit(self._versions, self._state.lineage.changes.early)
 
     def _trains_the_same(self, look: Look) -> bool:
         """Whether optimizers train what they trained when the unit before began. The plain values name it, where it is
@@ -247,6 +267,7 @@ class UnitUndo:
         self._structure, self._submodules = structure, structure.modules
         self._parameters, self._free_parameters = self._state.trained_and_free()
         self._trained = list(self._parameters.values())
+        self.accesses.find(self._parameters)
         self._are_plain = are_plain(self._trained)
         self._trained_bytes = sum(nbytes(self._trained))
 
@@ -323,15 +344,23 @@ class UnitUndo:
             self._place = size, place_for(size, self._state.device, on_host=first)
         return self._place[1] if size else None
 
+    def _has_room(self) -> bool:
+        """Whether there is room for copies of all parameters that optimizers train where they are."""
+        try:
+            return place_for(self._trained_bytes, self._state.device) is None
+        except NoMemoryForCopies:
+            return False
+
     def _check_between(self, free: Mapping[str, torch.Tensor]) -> None:
-        """Set `changed_between`, if the unit before was audited."""
-        self.changed_between = ""
+        """Find what has changed since the unit before, if that was audited or the script has accessed something."""
+        self._changed_between = ""
+        self.accesses.compare_between()
         if self._ended:
             ended, self._ended = self._ended, {}
             now = digests_by_path({path: t for path, t in {**self._owned(), **free}.items() if path in ended})
             for path, digest in now.items():
                 if digest != ended[path]:
-                    self.changed_between = path
+                    self._changed_between = path
 
     def _changed_unseen(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether the tensor differs from its copy or digest although its version has not moved."""
@@ -360,12 +389,12 @@ class UnitUndo:
         """Find tensors that this attempt has changed without a new version. The abandoned attempt changed them, too.
 
         Tensors whose version has moved now are left out: in the abandoned attempt it had not (`discard` would have
-        found it), so that attempt had not come so far. Of what optimizers hold, the tensors of the beginning are
+        found it), so that attempt had not come so far. The same holds for what was accessed through ``.data``. Of what optimizers hold, the tensors of the beginning are
         compared: `discard` has put them back where the abandoned attempt had replaced them.
         """
         held = {path: self._begun_tensors[path] for path in self._begun if path not in self._parameters}
         early = self._differing(self._begun, {**self._owned(), **held}) - self._moved()
-        self._found_early |= {path for path in early if not self._copies.is_fresh(path)}
+        self._found_early |= {path for path in early if not self._copies.is_fresh(path) and path not in self.accesses}
         self._learn(early=early)
 
     def before_update(self) -> None:
@@ -374,7 +403,7 @@ class UnitUndo:
         if self._phase:
             return
         owned = self._owned() if self._audits else {}
-        early = self._moved()
+        early = self._moved() | self.accesses.changed_early()
         if self._audits:
             early |= self._differing(self._begun, owned)
         if self._whole and self._audits:
@@ -399,6 +428,9 @@ class UnitUndo:
     def ended(self) -> None:
         """Learn what the committed unit has changed. Nothing has happened since its end."""
         self._nothing_is_suspect()
+        self.accesses.end()
+        if not self._phase:
+            self._learn(early=self.accesses.changed_early_too())
         self._held, self._begun_tensors = {}, {}  # frees what the unit has removed
         if not self._marks and not self._audits and not self._phase:
             return
@@ -442,6 +474,7 @@ class UnitUndo:
         ``backward_open``: the unit was left before all of its backward passes had ended. Returns the paths of what it
         has changed without a copy, sorted; if there are any, this rank's state is of no use.
         """
+        self.accesses.end()
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
         self._gradients.require_again()
@@ -470,7 +503,7 @@ class UnitUndo:
         """Return the sorted paths of tensors that the unit has changed and of which there is no copy from its
         beginning."""
         free = self._free_tensors()
-        paths = {path for path in self._moved() if not self._copies.is_fresh(path)}
+        paths = {path for path in self._moved() if not self._copies.is_fresh(path)} | self.accesses.changed()
         paths |= self._marks.keys() - free.keys()
         moved = self._moved_of_none(free)
         for path in self._marks.keys() - moved:
@@ -479,7 +512,8 @@ class UnitUndo:
                 paths.add(path)  # written through ``.data``, in this unit or in one before it
         paths |= self._differing(self._static, free)
         if self._begun:
-            paths |= self._differing(self._begun, self._owned())
+            differing = self._differing(self._begun, self._owned())
+            paths |= {path for path in differing if not self._copies.is_fresh(path)}
         return sorted(paths)
 
     def _put_back(self) -> None:
