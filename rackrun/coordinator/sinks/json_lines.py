@@ -37,7 +37,11 @@ class JsonLines:
             self._path.rename(_free_name(self._path))
             os.close(self._fd)
             self._open()
-        found = newest_in(self._fd)
+        try:
+            found = newest_in(self._fd)
+        except ValueError:
+            os.close(self._fd)
+            raise
         os.ftruncate(self._fd, _end_of_lines(self._fd, os.fstat(self._fd).st_size))
         return found
 

@@ -52,6 +52,7 @@ class OtlpMetrics:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
                 said = answer.read(1 << 16)
         except urllib.error.HTTPError as error:
+            error.close()
             if error.code not in _NEVER:
                 raise
             refused = len(self._records)
