@@ -37,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.server.body)
 
-    def log_message(self, format: str, *args: object) -> None: ...
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None: ...
 
 
 @pytest.fixture
@@ -58,7 +58,9 @@ def points(body: dict[str, Any]) -> dict[str, list[Any]]:
 def test_each_name_is_a_gauge_with_a_point_for_each_record() -> None:
     body = request_body([record(3, loss=2.0, note="x"), record(4, loss=float("nan"))], "job-1", "train")
     assert points(body) == {"step": [3.0, 4.0], "loss": [2.0, "NaN"]}
-    assert {"key": "rackrun.run_id", "value": {"stringValue": "job-1"}} in body["resourceMetrics"][0]["resource"]["attributes"]
+    assert {"key": "rackrun.run_id", "value": {"stringValue": "job-1"}} in body["resourceMetrics"][0]["resource"][
+        "attributes"
+    ]
     json.dumps(body, allow_nan=False)
 
 
