@@ -17,6 +17,7 @@ FOLDERS += [ROOT / "checkpoint", ROOT / "topology"]
 
 WALL: dict[str, int] = {
     "rackrun/coordinator/journal/journal_writer.py": 3,  # beside the monotonic time of each row, so that people can read it
+    "rackrun/coordinator/sinks/sink_host.py": 1,  # beside each value, so that loggers can show it
     "rackrun/ctl/ckpt/ckpt_commands.py": 9,  # the age of files
     "rackrun/worker/snapshots/durable_checkpoints.py": 1,  # the same
     "checkpoint/manager/save_handle.py": 1,  # the same

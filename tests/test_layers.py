@@ -68,7 +68,7 @@ FLOORS = {
         "machine",
     ],
     "rackrun.link": ["process", TOP],
-    "rackrun.coordinator": [f"{TOP} observe user_code", "journal", "report shell", "server"],
+    "rackrun.coordinator": [f"{TOP} observe user_code", "journal sinks", "report shell", "server"],
     "rackrun.agent": ["host", "gpus worker_start workers", "fillers snapshots", "tray", TOP],
     "rackrun.worker": [
         f"{TOP} batch device tensors",

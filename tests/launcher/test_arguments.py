@@ -25,6 +25,8 @@ from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of
 from rackrun.worker.snapshots.durable_checkpoints import DurableOptions
 
 OURS = {
+    "--log-to",
+    "--log_to",
     "--log-line-prefix-template",  # torchrun's own from 2.14 on
     "--log_line_prefix_template",
     "--spares",

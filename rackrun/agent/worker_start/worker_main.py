@@ -7,6 +7,7 @@ exception: its traceback is written to stderr and to torch's error file, and sen
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import hashlib
@@ -29,6 +30,7 @@ import msgspec
 
 from rackrun.agent.host.numa_binding import bind
 from rackrun.agent.worker_start.job_signals import leave_to_agent
+from rackrun.agent.worker_start.progress_bars import BarFilter, FilteredStream
 from rackrun.agent.worker_start.torch_group_lifetime import keep_groups
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
@@ -72,6 +74,7 @@ def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
     with contextlib.suppress(OSError):  # then the agent has to poll
         hold(_page)
     _fresh_state(boot)
+    _share_terminal(boot, _page)
     install(boot)
     threading.Thread(target=_tick, args=[_page], name="rackrun-tick", daemon=True).start()
     code = _run_script(boot, script, report_fd)
@@ -100,14 +103,31 @@ def open_standard_streams() -> None:
     """Open new ``sys.stdin, stdout, stderr`` on descriptors 0, 1, 2, with line-buffered output, whatever they are
     connected to."""
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)  # noqa: SIM115
-    sys.stderr = io.TextIOWrapper(
+    sys.stdout = FilteredStream(open(1, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)  # noqa: SIM115
+    sys.stderr = FilteredStream(
         open(2, "wb", buffering=0, closefd=False),  # noqa: SIM115
         encoding="utf-8",
         errors="backslashreplace",
         write_through=True,
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def _share_terminal(boot: Boot, page: HeartbeatPage) -> None:
+    """Keep progress bars of other ranks than 0 from streams that all workers share. Logs of one rank keep them."""
+
+    def is_main() -> bool:
+        waits = boot.spare and page.activity in (Activity.SETUP, Activity.WAITING)
+        return os.environ.get("RANK") == "0" and not waits
+
+    logs = Path(boot.env.get("TORCHELASTIC_ERROR_FILE") or os.devnull).parent
+    for stream, name in ((sys.stdout, "stdout.log"), (sys.stderr, "stderr.log")):
+        with contextlib.suppress(OSError):  # there is no such log: the stream is shared
+            if os.path.samestat(os.fstat(stream.fileno()), os.stat(logs / name)):
+                continue
+        assert isinstance(stream, FilteredStream)
+        stream.bars = BarFilter(is_main)
+        atexit.register(stream.finish)
 
 
 def _default_signals() -> None:

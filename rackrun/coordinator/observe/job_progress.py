@@ -40,6 +40,8 @@ class Ledger:
     def __init__(self) -> None:
         self.position = BEGIN
         self.complete = BEGIN
+        self.began: Position | None = None
+        """The first unit that any rank has reported as committed; None: none yet."""
         self.steps = 0
         self.values: dict[str, float | int | str] = {}
         self._open: dict[Position, dict[Rank, int]] = {}
@@ -47,6 +49,8 @@ class Ledger:
 
     def commit(self, unit: UnitCommitted, world_size: int, now_ms: float) -> bool:
         """Record a commit. Return whether the whole world has now committed ``unit.at``, for the first time."""
+        if self.began is None:
+            self.began = unit.at
         if unit.at > self.position:
             if unit.at.phase == 0:
                 self.steps += 1

@@ -28,12 +28,15 @@ class StepLog:
         self._printed: Counter[tuple[str, ...]] = Counter()
         self._heard: Counter[tuple[Incarnation, Generation, tuple[str, ...]]] = Counter()
 
-    def allow_again(self, plan: GenerationPlan) -> None:
-        """Allow steps after ``plan.rollback`` to be printed again in its generation, if their values were wrong."""
-        if plan.anew and plan.rollback is not None and Position(plan.rollback) < self._newest:
-            self._newest, self._since = Position(plan.rollback), plan.generation
-            self._printed.clear()
-            self._heard.clear()
+    def allow_again(self, plan: GenerationPlan) -> bool:
+        """Allow steps after ``plan.rollback`` to be printed again in its generation, if their values were wrong. Return
+        whether any of them was printed."""
+        if not plan.anew or plan.rollback is None or Position(plan.rollback) >= self._newest:
+            return False
+        self._newest, self._since = Position(plan.rollback), plan.generation
+        self._printed.clear()
+        self._heard.clear()
+        return True
 
     def print_first(self, logged: Iterable[Logged]) -> None:
         """Handle lines that arrived together, in the order of each sender."""

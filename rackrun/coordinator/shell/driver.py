@@ -25,7 +25,16 @@ from rackrun.coordinator.observe.slow_ranks import SlowWatch
 from rackrun.coordinator.observe.speed_measurements import SpeedMeasurements
 from rackrun.coordinator.observe.step_log import StepLog
 from rackrun.coordinator.shell.job_completion import JobCompletion
-from rackrun.coordinator.shell.ports import AgentConnection, Core, JobJournal, Loop, LoopTimer, Observer
+from rackrun.coordinator.shell.ports import (
+    AgentConnection,
+    Core,
+    JobJournal,
+    Loop,
+    LoopTimer,
+    NoValues,
+    Observer,
+    ValueSinks,
+)
 from rackrun.coordinator.shell.request_waiters import Requests
 from rackrun.link.channel import frame
 from rackrun.protocol.commands import (
@@ -89,8 +98,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Driver:
-    """Runs one job. Await `finished` for its end. ``slow_after_s`` is as in `SlowWatch`; ``loop`` is the running event
-    loop if none is given."""
+    """Runs one job. Await `finished` for its end. ``sinks`` receive the values of ``run.log``; ``slow_after_s`` is as in
+    `SlowWatch`; ``loop`` is the running event loop if none is given."""
 
     def __init__(
         self,
@@ -99,6 +108,7 @@ class Driver:
         *,
         run_id: str,
         observer: Observer,
+        sinks: ValueSinks | None = None,
         slow_after_s: float | None = None,
         loop: Loop | None = None,
     ) -> None:
@@ -116,6 +126,7 @@ class Driver:
         journal.on_death = self._journal_died
         self._run_id = run_id
         self._observer = observer
+        self._sinks: ValueSinks = NoValues() if sinks is None else sinks
         self._began = self._loop.time()
         journal.fact("began_monotonic_s", self._began)
         self._at_ms = 0
@@ -330,7 +341,8 @@ class Driver:
                 if self._persist(command):
                     for unit in self._unreported_commits.settle(command.plan):
                         self._committed(unit, self.now_ms())
-                    self._step_log.allow_again(command.plan)
+                    if self._step_log.allow_again(command.plan) and command.plan.rollback is not None:
+                        self._sinks.rewind(command.plan.rollback)
                     self._protected = command.protected
                     self.metrics.generation.set(command.plan.generation)
                     self.metrics.world_size.set(command.plan.world_size)
@@ -422,6 +434,7 @@ class Driver:
     def _line(self, text: str, logged: Logged) -> None:
         self.ledger.logged(logged)
         self._observer.line(text, logged)
+        self._sinks.write(logged.at, logged.values, began=self.ledger.began or logged.at)
 
     def _recovered(self, recovery: RecoveryRecord) -> None:
         recovery.measure(self._pace.step_s)

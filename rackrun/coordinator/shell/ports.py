@@ -3,7 +3,7 @@ and the screen; `rackrun.chaos.simulator` has others, in virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -11,9 +11,10 @@ import msgspec
 from rackrun.coordinator.observe.recoveries import RecoveryRecord
 from rackrun.protocol.commands import BreakGeneration, Command, ResumeGeneration
 from rackrun.protocol.events import Event
+from rackrun.protocol.ids import Position, Step
 from rackrun.protocol.wire import FillerState, Logged, UnitCommitted
 
-__all__ = ["AgentConnection", "Core", "JobJournal", "Loop", "LoopTimer", "Observer"]
+__all__ = ["AgentConnection", "Core", "JobJournal", "Loop", "LoopTimer", "NoValues", "Observer", "ValueSinks"]
 
 
 class Core(Protocol):
@@ -91,3 +92,23 @@ class Observer(Protocol):
 
     def notice(self, text: str) -> None:
         """Show a decision about hardware, or what became of a request."""
+
+
+class ValueSinks(Protocol):
+    """Where the values of ``run.log`` go, beside the observer's lines."""
+
+    def write(self, at: Position, values: Mapping[str, float | int | str], *, began: Position) -> None:
+        """Take the values of a unit, once and in order. ``began``: the first unit that the job has committed."""
+
+    def rewind(self, step: Step) -> None:
+        """Record that the values after ``step`` were wrong. They are written again."""
+
+
+class NoValues:
+    """`ValueSinks` of a job that writes values nowhere."""
+
+    def write(self, at: Position, values: Mapping[str, float | int | str], *, began: Position) -> None:
+        """Do nothing."""
+
+    def rewind(self, step: Step) -> None:
+        """Do nothing."""

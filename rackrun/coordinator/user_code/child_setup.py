@@ -26,9 +26,13 @@ class ParentPipes(NamedTuple):
     up: BinaryIO
 
 
-def open_pipes(up: int) -> ParentPipes:
-    """Open the pipes, and make this process end with its parent. ``up`` is the descriptor that leads to the parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def open_pipes(up: int, *, outlives_parent: bool = False) -> ParentPipes:
+    """Open the pipes, and make this process end with its parent. ``up`` is the descriptor that leads to the parent.
+
+    ``outlives_parent``: it ends by itself, when it has read all that its parent has sent.
+    """
+    if not outlives_parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(up, False)  # not inherited by programs that user code starts
     found = ParentPipes(os.fdopen(os.dup(0), "rb"), os.fdopen(up, "wb", buffering=0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

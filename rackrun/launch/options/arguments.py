@@ -26,6 +26,7 @@ from rackrun.checkpoint.base.location import RemotePath, absolute, local_path
 from rackrun.checkpoint.durable.storage.object_store import files_at
 from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.coordinator.journal.journal_writer import LedgerMode
+from rackrun.coordinator.sinks.targets import SinkTarget, parse_target
 from rackrun.errors import UsageError
 from rackrun.launch.options.filler_options import filler
 from rackrun.launch.options.job_size import size_of
@@ -84,6 +85,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int | None
     out_dir: Path | None
     log_dir: str | None
+    log_to: tuple[SinkTarget, ...]
+    """Where the values of ``run.log`` are written."""
     redirects: str
     tee: str
     local_ranks_filter: str
@@ -299,6 +302,7 @@ def parse(arguments: Sequence[str] | None = None) -> LaunchOptions:
         node_rank=args.node_rank,
         out_dir=local_path(args.out_dir, "--out-dir").expanduser().absolute() if args.out_dir else None,
         log_dir=str(local_path(args.log_dir, "--log-dir")) if args.log_dir else args.log_dir,
+        log_to=_log_to(args.log_to),
         redirects=args.redirects,
         tee=args.tee,
         local_ranks_filter=args.local_ranks_filter,
@@ -351,6 +355,7 @@ def _min_ranks(given: int, ranks: int, rules: Rules) -> int:
 def _of_steps(args: argparse.Namespace) -> tuple[str, ...]:
     given = {
         "--checkpoint-dir": args.checkpoint_dir,
+        "--log-to": args.log_to,
         "--check-replicas": args.check_replicas,
         "--nan-probation": args.nan_probation,
         "--snapshot-copies": args.snapshot_copies != "mirror",
@@ -442,6 +447,20 @@ def _check_logs(args: argparse.Namespace) -> None:
         ) from error
     if args.log_dir and args.log_dir != os.devnull:
         check_directory("--log-dir", local_path(args.log_dir, "--log-dir").absolute())
+
+
+def _log_to(given: Sequence[str]) -> tuple[SinkTarget, ...]:
+    targets = tuple(parse_target(text) for text in given)
+    for target in targets:
+        if targets.count(target) > 1:
+            raise UsageError(f"--log-to {target} is given twice.", remedy="give it once.")
+        if target.path is not None and target.kind == "jsonl":
+            if target.path.is_dir():
+                raise UsageError(f"--log-to {target} is a directory.", remedy="name a file in it.")
+            check_directory("--log-to", target.path.parent)
+        elif target.path is not None:
+            check_directory("--log-to", target.path)
+    return targets
 
 
 def _rendezvous_config(text: str) -> dict[str, str]:

@@ -60,6 +60,9 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "trays keep of the snapshots of shards without a replica. mirror: a copy of each. xor: parity over sets of up to 8 trays, "
             "for a seventh of the memory (xor:N: sets of N trays). rs:N+M: parity over sets of N+M trays, any M of which may be lost "
             "at once (needs rackrun[rs]). local: nothing. Default: mirror."),
+        add("--log-to", "--log_to", action="append", default=[], metavar="KIND:TARGET", help="Where to write the values of run.log, "
+            "once per committed step: jsonl:PATH, tensorboard:DIR, wandb:PROJECT, mlflow:URI[#EXPERIMENT] or otlp:URL. May be given "
+            "several times (docs/loggers.md). Default: none."),
         add("--policy", action=env, type=str, default="", metavar="POLICY", help="What to do after a failure. RUNG,..: the first "
             f"possible of these ({', '.join(rung.value for rung in Rung)}). no-RUNG,..: any but these. "
             "MODULE:FUNCTION: ask this Python function (docs/write_a_policy.md). Default: the answer with the lowest expected loss in "

@@ -16,6 +16,7 @@ import msgspec
 from rackrun.coordinator.journal.journal_writer import Journal, JournalError
 from rackrun.coordinator.server.http_server import Server
 from rackrun.coordinator.shell.driver import Driver
+from rackrun.coordinator.sinks.sink_host import END_S, Sinks
 from rackrun.coordinator.user_code.policy_host import PolicyHost
 from rackrun.coordinator.user_code.provider_child import Hello
 from rackrun.coordinator.user_code.provider_host import RELEASE_S, ProviderHost
@@ -91,11 +92,13 @@ async def host(
     config = _config(options)
     journal = _journal(options, place, endpoint, screen, config)
     core = ControlPlane(config)
+    sinks = Sinks(options.log_to, run_id=endpoint.run_id, directory=place.directory, notice=screen.say)
     driver = Driver(
         core,
         journal,
         run_id=endpoint.run_id,
         observer=screen,
+        sinks=sinks,
         slow_after_s=None if options.slow_ranks == "off" else options.slow_after_s,
     )
     server = Server(driver, run_id=endpoint.run_id, token=token, lease_s=options.lease_s)
@@ -105,7 +108,7 @@ async def host(
     asked = PolicyHost(config.policy_function, driver.submit)
     driver.ask, driver.prepare = asked.ask, asked.use
     racks = _racks(config, driver, agents, endpoint, screen)
-    hosts = [one for one in (asked, racks) if one is not None]
+    hosts = [one for one in (asked, racks, sinks) if one is not None]
     agents.beside = lambda: [pid for one in hosts for pid in one.pids()]
     if config.policy_function:
         asked.start()
@@ -150,9 +153,7 @@ async def host(
             over = await driver.finished
             if idle := _idle(options, core, over):
                 screen.say(idle)
-            if racks is not None:
-                await racks.end(_AT_ONCE_S if requests > 1 else RELEASE_S)
-            await agents.end(_AT_ONCE_S if requests > 1 else options.grace_s + _AGENT_S)
+            await _end(racks, agents, sinks, options.grace_s, at_once=lambda: requests > 1)
         await server.close()
     finally:
         for one in hosts:
@@ -174,6 +175,18 @@ async def host(
         )
     )
     return over
+
+
+async def _end(
+    racks: ProviderHost | None, agents: LocalAgents, sinks: Sinks, grace_s: float, *, at_once: Callable[[], bool]
+) -> None:
+    """End what the job has used, in this order: agents still send values while they end. ``at_once`` is asked before
+    each: a second signal may have come."""
+    if racks is not None:
+        await racks.end(_AT_ONCE_S if at_once() else RELEASE_S)
+    await agents.exited(_AT_ONCE_S if at_once() else grace_s + _AGENT_S)
+    await sinks.end(_AT_ONCE_S if at_once() else END_S)
+    agents.kill()  # and whatever else is left
 
 
 def _racks(

@@ -109,8 +109,13 @@ class LocalAgents:
         return not self._ending and self._restarts_left.get(tray, 0) > 0
 
     async def end(self, grace_s: float) -> None:
-        """Wait until all agents have exited after the job's end, at most ``grace_s`` seconds; then kill the rest and
-        their descendants."""
+        """Wait until all agents have exited after the job's end, at most ``grace_s`` seconds; then kill all descendants
+        of this process."""
+        await self.exited(grace_s)
+        self.kill()
+
+    async def exited(self, grace_s: float) -> None:
+        """Wait until all agents have exited after the job's end, at most ``grace_s`` seconds."""
         self._ending = True
         for task in self._replacing:
             task.cancel()
@@ -121,7 +126,6 @@ class LocalAgents:
                 while self._pids:
                     self._changed.clear()
                     await self._changed.wait()
-        self.kill()
 
     def kill(self) -> None:
         """SIGKILL all descendants of this process, and reap them."""
