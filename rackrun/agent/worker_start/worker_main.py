@@ -33,6 +33,7 @@ from rackrun.agent.worker_start.torch_group_lifetime import keep_groups
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.link.process.process_exit import code_of, end_process
+from rackrun.link.process.script_end import script_ended
 from rackrun.link.robust_mutex import hold
 from rackrun.protocol.agent_config import ScriptConfig
 from rackrun.protocol.boot import Boot, install
@@ -153,7 +154,12 @@ def _exec_program(boot: Boot, script: ScriptConfig) -> NoReturn:
 def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
     """Run the script and return its exit code, as ``python script`` would."""
     try:
-        _run_python(boot, script)
+        try:
+            _run_python(boot, script)
+        except SystemExit as stop:
+            if code_of(stop):
+                raise
+        script_ended()
         return 0
     except SystemExit as stop:
         code = code_of(stop)

@@ -18,7 +18,7 @@ from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
 from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
 from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
-from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard
+from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard, StepOrder
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
@@ -64,6 +64,12 @@ class Steps(Iterator[int]):
     def __len__(self) -> int:
         return self._total
 
+    def close(self) -> None:
+        """Leave the loop before its end, as ``break`` does: on all ranks after the same step."""
+        close: Callable[[], None] | None = getattr(self._numbers, "close", None)
+        if close is not None:
+            close()
+
 
 class Run:
     """One run of the job, on this rank. `rackrun.elastic` creates it; a script never does.
@@ -80,9 +86,14 @@ class Run:
         reduction: str = "fast",
         carried: MainHandover | None = None,
         scale: ScaleLR | None = None,
+        order: StepOrder | None = None,
+        entered_once: str = "",
     ) -> None:
+        """``order``: a framework's micro-batches. ``entered_once``: why the code that has made the run cannot run
+        again in this process, for a message; "" when it can."""
         self._batch = batch
         """The global batch with the sizes given to `rackrun.elastic`."""
+        self._order = order
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
         boot = runtime.boot
@@ -111,15 +122,15 @@ class Run:
             durable = DurableCheckpoints(runtime, self._state, options)
             if runtime.world.rank == 0:
                 durable.check_training()
-        self._held_by_mesh = unfit_because(self._axes, mesh)
+        self._held = entered_once or unfit_because(self._axes, mesh)
         self._world.microbatch_collectives = MicrobatchCollectives(self._axes, runtime.world.size)
-        self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
+        self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds, order)
         self._places = RankChangeHooks(lambda: (self._world.rank, self._world.size))
         self._checks = ScriptChecks(
             runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
         )
         self._units = UnitRunner(
-            runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
+            runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried, entered_once
         )
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
@@ -310,7 +321,7 @@ class Run:
             )
         self._state.check_complete()
         self._my_shards()  # raises when the world does not fit the batch
-        self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
+        self._units.begin(self._warm_up, total, self._held, self._possible_sizes())
         self._places.run_callbacks()
         self._open = total
         self._came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
@@ -429,11 +440,13 @@ class Run:
     def _my_shards(self) -> list[Shard]:
         """Return this rank's logical shards of the current step, or of the next one between steps."""
         dp_rank, dp_size = self._data_coordinate()
-        if self._batches.scale is None:
-            return self._batch.shards_of(dp_rank, dp_size, shares=self._world.share_changes.shares)
+        shares = self._world.share_changes.shares
+        if self._batches.scale is None and self._order is None:
+            return self._batch.shards_of(dp_rank, dp_size, shares=shares)
         step = self._units.step_in_hand
         number = self._units.passed.step + 1 if step is None else int(step)
-        return self._batch.shards_of(dp_rank, dp_size, self._batch_of(number).shards)
+        shards = self._batch_of(number).shards
+        return self._batch.shards_of(dp_rank, dp_size, shards, shares if sum(shares) == shards else ())
 
     def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
         self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1])
