@@ -216,13 +216,13 @@ def _install(folder: Path, points: list[str]) -> None:
     install_files(hooks, folder)
     run, before, finish, collective = runner.run, runner._before_optimizer, runner.finish, group.ElasticGroup._run
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "", **more: Any) -> Any:
         def struck(step: Any) -> Any:
             if not at.phase:
                 hooks.in_step(self)
             return body(step)
 
-        return run(self, at, struck, name)
+        return run(self, at, struck, name, **more)
 
     def hooked_before(self: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
         hooks.before_update(self)
@@ -256,30 +256,36 @@ def _hook_ends(ends: EndRecorder) -> None:
     from rackrun.worker.loop import unit_runner as units
 
     runner = units.UnitRunner
-    do, finish, steps = runner.run, runner.finish, run.Run.steps
+    do, finish, steps, end = runner.run, runner.finish, run.Run.steps, run.Run._finish
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "", **more: Any) -> Any:
         if not at.phase:
             ends.began(at.step, body)
-        return do(self, at, body, name)
+        return do(self, at, body, name, **more)
 
-    def looked_at(self: Any, total: int) -> Iterator[int]:
+    def looked_at(self: Any, total: int, phases: bool) -> Iterator[int]:
         try:
-            yield from steps(self, total)
+            yield from steps(self, total, phases=phases)
         finally:  # also when the loop is left early
             if not (self._units.leaving or self._world.broken):
                 caller = sys._getframe(1)
                 of_steps = caller.f_code is run.Steps.__next__.__code__
                 ends.look(self._state, caller.f_back if of_steps and caller.f_back is not None else caller)
 
-    def hooked_steps(self: Any, total: int) -> run.Steps:
-        return run.Steps(looked_at(self, total), total)
+    def hooked_steps(self: Any, total: int, *, phases: bool = False) -> run.Steps:
+        return run.Steps(looked_at(self, total, phases), total)
+
+    def hooked_end(self: Any) -> None:
+        if self._driven is not None and not (self._units.leaving or self._world.broken):
+            ends.look(self._state, None)
+        end(self)
 
     def hooked_finish(self: Any) -> None:
         finish(self)
         ends.write(self._world.rank, self._world.size)
 
     runner.run, runner.finish, run.Run.steps = hooked_run, hooked_finish, hooked_steps  # type: ignore[method-assign]
+    run.Run._finish = hooked_end  # type: ignore[method-assign]
 
 
 def _hook_witness(witness: StateRecorder) -> None:
@@ -288,7 +294,7 @@ def _hook_witness(witness: StateRecorder) -> None:
     runner = units.UnitRunner
     do, finish = runner.run, runner.finish
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "", **more: Any) -> Any:
         def seen(step: Any) -> Any:
             if not at.phase:
                 witness.write(self, at.step, body, step.attempt)
@@ -296,7 +302,7 @@ def _hook_witness(witness: StateRecorder) -> None:
 
         if not at.phase:
             witness.wait(at.step)
-        return do(self, at, seen, name)
+        return do(self, at, seen, name, **more)
 
     def hooked_finish(self: Any) -> None:
         finish(self)

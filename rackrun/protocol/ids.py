@@ -13,6 +13,8 @@ import msgspec
 
 __all__ = [
     "BEGIN",
+    "EVERY",
+    "NEXT_TURN",
     "Generation",
     "Incarnation",
     "Position",
@@ -43,14 +45,21 @@ changes."""
 
 
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """A unit of work that a gate closes: the step itself (``phase`` 0), or a phase that runs after it (1, 2, ...).
+    """A unit of work that a gate closes: the step itself (``phase`` 0), or a phase that runs after it.
 
-    Positions are ordered as they run. ``run.at_end`` phases stand after the last step, at ``step == total steps``.
+    Positions are ordered as they run. Phases that the loop's body calls after the step are 1, 2, ...; those of
+    ``run.every`` follow (`EVERY` + 1, ...), and then those that the body calls before the next step (`NEXT_TURN` + 1,
+    ...). ``run.at_end`` phases stand after the last step, at ``step == total steps``.
     """
 
     step: int
     phase: int = 0
 
+
+EVERY = 1000
+"""The number that those of ``run.every`` phases begin after (`Position.phase`)."""
+NEXT_TURN = 2000
+"""The number that those of phases begin after which the loop's body calls before its step (`Position.phase`)."""
 
 BEGIN = Position(-1, 0)
 """The position before the first step: nothing is committed."""

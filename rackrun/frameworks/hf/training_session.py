@@ -15,15 +15,10 @@ from rackrun.frameworks.hf.loop_state import LoopRecord, captured, fresh_logs, r
 from rackrun.frameworks.hf.step_unit import StepUnit, StockMethods, from_rank_0
 from rackrun.frameworks.hf.tokens import TokenLoader
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
-from rackrun.protocol.ids import Position
 from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import begin
 
 __all__ = ["TrainingSession"]
-
-_BEFORE_STEP = 2**18
-"""Number of the first phase that the loop runs before a step: it sorts after those that follow the step before."""
-
 
 class TrainingSession:
     """The run that one `train` opens. ``loader``: the stock Trainer's. ``model``: as accelerate has wrapped it."""
@@ -54,15 +49,10 @@ class TrainingSession:
         unit = StepUnit(trainer, stock, self.run, data, model, optimizer, self.record)
         self._unit = self.run.step(lambda step, *call: unit(step, *call))
         self.tokens = TokenLoader(self._order.steps_per_epoch, self._order.micro_batches, self._enter)
-        self._pulled: int | None = None
+        self._given: int | None = None
         """The Trainer's number of the step that the run gave last; None when it gave none."""
-        self._turn = 0
-        """The Trainer's number of the step that the loop is at."""
-        self._repeats = -1
-        """The Trainer's number of the committed step whose turn this process runs for what follows the step."""
-        self._phases = 0
-        self._done = False
-        """Whether the step of this turn is done."""
+        self._known: int | None = None
+        """The Trainer's number of the step whose turn this process enters after it was committed; None after that."""
         self.in_phase = False
         self.over = False
         """Whether the run gives no more steps."""
@@ -73,18 +63,13 @@ class TrainingSession:
     # -- the loop
     def begin(self) -> int:
         """Come to the loop, where a spare waits, and return the Trainer's number of the step to begin with."""
-        self._steps = self.run.steps(self._max_steps - self.record.first)
-        number = next(self._steps, None)
-        self._came_in = self.run._units.passed
-        record = self.record
+        self._steps = self.run.steps(self._max_steps - self.record.first, phases=True)
+        number, record = next(self._steps, None), self.record
         self._order.first = record.first
-        self._pulled = None if number is None else record.first + number
+        self._known = record.step if record.step >= 0 else None
+        self._given = None if number is None else record.first + number
         self.over = number is None
-        if record.step >= 0:
-            self._repeats = record.step
-            first = record.step
-        else:
-            first = record.first if self._pulled is None else self._pulled
+        first = next((one for one in (self._known, self._given) if one is not None), record.first)
         self.tokens.begin(first)
         return first
 
@@ -99,30 +84,30 @@ class TrainingSession:
 
     def _enter(self, step: int) -> None:
         """The loop comes to ``step``."""
-        self._turn, self._phases, self._done = step, 0, False
-        if step in (self._pulled, self._repeats):
+        if step in (self._given, self._known):
             return
         number = next(self._steps, None)
         if number is None:
             self.over = True
             self._trainer.control.should_training_stop = True
             return
-        self._pulled = self.record.first + number
-        assert self._pulled == step, f"the run is at step {self._pulled}, and the Trainer at step {step}"
+        self._given = self.record.first + number
+        assert self._given == step, f"the run is at step {self._given}, and the Trainer at step {step}"
 
     def do_step(self, step: int) -> None:
         """Do the step, however many attempts that takes, and add its losses to the Trainer's sums."""
+        if self.over and step != self._known:
+            return
         trainer, record = self._trainer, self.record
-        if step == self._repeats:
+        if not self.over:
+            self._unit(step - record.first, step, captured(trainer), fresh_logs(trainer, len(record.history)))
+        if step == self._known:
             restore(trainer, record.entered, record.history)
         else:
-            self._repeats = -1
-            self._unit(step - record.first, step, captured(trainer), fresh_logs(trainer, len(record.history)))
-        self._done = True
-        if not record.results:
-            return  # a phase has followed the step, and what it left has the step's losses in it
-        self.results = json.loads(record.results)
-        self._add_results()
+            self._known = None
+        if record.results:  # else a phase has followed the step, and what it left has the step's losses in it
+            self.results = json.loads(record.results)
+            self._add_results()
 
     def _add_results(self) -> None:
         trainer, results = self._trainer, self.results
@@ -151,11 +136,6 @@ class TrainingSession:
     def phase(self, function: Callable[[], Any], name: str) -> Any:
         """Run ``function`` on all ranks, again as a whole if a rank is lost in it, and return its result. All ranks go
         on with the loop's state that rank 0 has then."""
-        if self.over and self._pulled is None and self._repeats < 0:
-            return function()
-        self._phases += 1
-        run_step = self._turn - self.record.first
-        at = Position(run_step, self._phases) if self._done else Position(run_step - 1, _BEFORE_STEP + self._phases)
         trainer, record = self._trainer, self.record
         entered, fresh = captured(trainer), fresh_logs(trainer, len(record.history))
         result: list[Any] = []
@@ -175,8 +155,8 @@ class TrainingSession:
             record.history = [*record.history, *filter(None, more.split("\n"))]
             record.results = ""
 
-        if at > self._came_in:
-            self.run._phase(at, attempt, name)
+        if not self.over:
+            self.run.phase(attempt, name=name)
         restore(trainer, record.entered, record.history)
         return result[0] if result else None
 

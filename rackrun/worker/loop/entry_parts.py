@@ -123,9 +123,11 @@ class EntryParts:
         """Return the number of steps from where the run began or was resumed to ``at``; 1 for the first step."""
         return at.step - self.runtime.world.began.step
 
-    def phase_key(self, at: Position, name: str) -> str:
-        """Return the key under which a phase's times are kept. It holds the phase's place, as a function may be
-        registered twice."""
+    def phase_key(self, at: Position, name: str, *, in_body: bool) -> str:
+        """Return the key under which is kept how long a phase takes and what it changes. It holds the place of a
+        registered phase, as a function may be registered twice; of one that the loop's body calls, only its name."""
+        if in_body:
+            return f"in the body {name}"
         return f"{'at_end' if at.step > self.last_step else 'every'} {at.phase} {name}"
 
     @property

@@ -485,6 +485,7 @@ class Rejoin:
             facts=since.facts,
             entered=plan.committed,
             changes=since.changes.union(self._state.lineage.changes),
+            results=since.results,
         )
         world.began, world.layout = plan.committed, plan.layout
         world.set_position(plan.committed, plan.gate)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from rackrun.link.heartbeat_page import Activity
 from rackrun.worker.device.rank_exit import leave
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.decisions.interruptions import Superseded
+from rackrun.worker.membership.decisions.interruptions import LoopDrained, Superseded
 from rackrun.worker.process.runtime import Runtime
 
 __all__ = ["run_main"]
@@ -39,7 +39,10 @@ def run_main(runtime: Runtime, make: Callable[[MainHandover | None], Run], main:
     while True:
         runtime.begin_main()
         try:
-            result = main(run)
+            try:
+                result = main(run)
+            except LoopDrained:
+                result = cast("T", None)  # the job ends, and may start again where it has ended
             run._finish()
             if not run._leaves(None):
                 return result

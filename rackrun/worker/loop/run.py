@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rackrun.core.placement import mesh_resize
 from rackrun.errors import StepError, UsageError
-from rackrun.protocol.ids import Position
+from rackrun.protocol.ids import EVERY, Position
 from rackrun.topology.model.mesh import DATA_AXES
 from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
@@ -25,8 +25,9 @@ from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.exact.fixed_point_scales import width_of
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.loop_exit import all_leave
+from rackrun.worker.loop.turns import Turn, decoded
 from rackrun.worker.loop.unit_runner import UnitRunner
-from rackrun.worker.membership.decisions.interruptions import Reenter
+from rackrun.worker.membership.decisions.interruptions import LoopDrained, Reenter
 from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.process.log_values import log_values
 from rackrun.worker.process.reports import say
@@ -46,6 +47,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
 
+_NO_END = 2**39
+"""The number of steps of a loop that has none of its own (`Run.do`)."""
 _LEFT_EARLY = 2**20
 """Phase number of the agreement that all ranks leave the loop early; it sorts after all other phases of the last step.
 """
@@ -141,6 +144,17 @@ class Run:
         """Whether all steps were committed, or the other ranks had left the loop, when this process reached it."""
         self._looping: int | None = None
         """The step that the loop has yielded and whose step function has not been called yet; None otherwise."""
+        self._is_committed = False
+        """Whether that step is committed already, in a turn that this process enters after others."""
+        self._turn = Turn()
+        self._calls_phases = False
+        """Whether the loop's body may call `phase`."""
+        self._driven: Generator[int, None, None] | None = None
+        """The loop that `do` and `phase` drive; None in a script that has no such loop."""
+        self._calls = 0
+        """The number of calls of `do`."""
+        self._reached = -1
+        """The step that this loop has yielded last."""
         reseed(batch.seed, "setup")
 
     # -- who and where
@@ -266,22 +280,122 @@ class Run:
         def committed(*args: Any, **kwargs: Any) -> T:
             if torch.compiler.is_dynamo_compiling():
                 refuse_compiled_step(function.__name__)
-            if self._looping is None:
+            if self._looping is None or self._driven is not None:
                 raise StepError(
                     f"{function.__name__} was called outside the loop over run.steps(), or twice in one turn of it.",
                     remedy="call one step function, once, in each turn of `for step in run.steps(n)`.",
                 )
-            at = Position(self._looping)
-            self._looping = None
-            result: T = self._units.run(at, lambda step: self._attempt(step, function, args[1:], kwargs))
-            self._places.run_callbacks()
-            self._checks.committed(function, args[1:], kwargs)
-            reseed(
-                self._batch.seed, "after", at.step
-            )  # so random draws in the loop's body are the same on every rank, no matter when a rank joined
-            return result
+            return self._call(function, args[1:], kwargs)
 
         return committed
+
+    def _call(self, function: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+        """Run the current turn's step by ``function``, and return its result."""
+        assert self._looping is not None, "a turn has begun, and its step was not called"
+        number, self._looping = self._looping, None
+        self._turn.after_step(number)
+        if self._is_committed:
+            result = cast("T", decoded(self._units.results.step))
+        else:
+            result = self._units.run(Position(number), lambda step: self._attempt(step, function, args, kwargs))
+            self._places.run_callbacks()
+            self._checks.committed(function, args, kwargs)
+        # so random draws in the loop's body are the same on every rank, no matter when a rank joined
+        reseed(self._batch.seed, "after", number)
+        return result
+
+    def do(self, function: Callable[Concatenate[Step, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Run the next step by ``function(step, ...)``, in a loop that is not ``for step in run.steps(n)``: ``while
+        True``, nested loops, steps of several kinds in one turn. Return the function's result once the step is
+        committed.
+
+        A spare waits at the first call. A process that takes a rank over, or resumes, makes the same calls from the
+        first on. Those whose steps are committed do nothing: the last of them returns the result that the others have
+        (numbers, texts, lists and dictionaries; a tuple becomes a list; else None), all earlier ones return None. So
+        the code around the calls decides by tracked objects. When the job is to end at a step boundary, ``main`` is
+        left in this call. Raises `StepError` in a script that calls `steps`, and for a call that the other ranks have
+        not made.
+        """
+        if torch.compiler.is_dynamo_compiling() or is_compiled(function):
+            refuse_compiled_step(function.__name__)
+        self._begin_driven(function)
+        number, self._calls = self._calls, self._calls + 1
+        if number < self._reached or self._units.left_early:
+            return cast("T | None", self._skip(number))
+        if number > self._reached:
+            self._drive()
+        assert self._looping == self._reached == number, "one call for each step"
+        return self._call(function, args, kwargs)
+
+    def phase(self, function: Callable[[], T], *, name: str = "") -> T | None:
+        """Run ``function`` as a phase on all ranks now, in the body of a loop, and return its result.
+
+        The loop is one of `do`, or ``run.steps(n, phases=True)``. A phase may use collectives, and may run again as a
+        whole; what it changes of tracked state is kept. On a process that takes a rank over, the phases of the turn
+        that are committed do nothing: the last of them returns the result that the others have (as in `do`), earlier
+        ones return None. After the loop, ``function`` is called like any code there. ``name`` stands for the function
+        in messages, and keeps what is known of one phase apart from another. Raises `StepError` in a step or a phase,
+        and in a loop without ``phases=True``.
+        """
+        named = name or _name_of(function)
+        if self._units.step_in_hand is not None:
+            raise StepError(
+                f"run.phase({named}) was called in a step or a phase.",
+                remedy="call it in the body of the loop; in a step, call the function itself.",
+            )
+        if self._world.scope is Scope.SETUP:
+            self._begin_driven(None)
+        after_loop = self._world.scope is Scope.AFTER
+        if after_loop and self._driven is None:
+            return function()
+        if not self._calls_phases:
+            raise StepError(
+                f"run.phase({named}) was called in a loop over run.steps(n).",
+                remedy="write run.steps(n, phases=True); or give the function to run.every.",
+            )
+        at, results = self._turn.next_phase(), self._units.results
+        if after_loop or at <= self._units.passed:
+            last = (self._units.passed.step, results.last_phase) == (at.step, at.phase)
+            result = cast("T | None", decoded(results.of_last_phase) if last else None)
+        else:
+            result = self._phase(at, function, named, in_body=True)
+        reseed(self._batch.seed, "after", at.step, at.phase)
+        return result
+
+    def _begin_driven(self, function: Callable[..., Any] | None) -> None:
+        """Begin the loop that `do` and `phase` drive, unless it has begun. ``function``: the step's, which a spare may
+        try."""
+        if self._driven is not None:
+            return
+        if self._world.scope is not Scope.SETUP:
+            raise StepError("run.do was called in a script that has a loop over run.steps().", remedy=ONE_LOOP)
+        if function is not None:
+            self._step_functions.append(function)
+        self._driven = self._loop(_NO_END, phases=True)
+        self._reached = next(self._driven, -1)
+        self._turn.after_step(-1)
+
+    def _drive(self) -> None:
+        """End the turn of the loop that `do` drives, and begin the next. Raises `LoopDrained` when the job is to end
+        instead."""
+        assert self._driven is not None, "the first call has begun it"
+        number = next(self._driven, None)
+        if number is None:
+            raise LoopDrained
+        self._reached = number
+
+    def _skip(self, number: int) -> Any:
+        """Return the result of a call of `do` whose step ``number`` is committed. Raises `StepError` when it is not,
+        because the others have left the loop before."""
+        left = self._units.left_after
+        if left is not None and number > left:
+            raise StepError(
+                f"run.do was called for step {number}, and the other ranks have left their loop after step {left}.",
+                remedy="decide how long the loop goes on by tracked objects, which a process that takes a rank over has.",
+            )
+        self._turn.after_step(number)
+        reseed(self._batch.seed, "after", number)
+        return decoded(self._units.results.step) if number == left else None
 
     def every(self, steps: int, function: Callable[[], Any]) -> None:
         """Run ``function`` as a phase on all ranks after every ``steps`` committed steps. A phase may use collectives.
@@ -294,11 +408,14 @@ class Run:
         """Run ``function`` as a phase on all ranks after the last step. A phase may use collectives."""
         self._at_end.append(function)
 
-    def steps(self, total: int) -> Steps:
+    def steps(self, total: int, *, phases: bool = False) -> Steps:
         """Return an iterator over the steps to run, from the first uncommitted one to ``total - 1``; call the `step`
         function with each.
 
-        A spare waits here until it is needed. ``len()`` of the iterator is ``total``.
+        A spare waits here until it is needed. ``len()`` of the iterator is ``total``. ``phases``: the loop's body calls
+        `phase`. Then a process that takes a rank over, or resumes, begins with the turn of the last committed step, in
+        which the step function is not run again: its call returns the result that the others have, if that consists of
+        numbers, texts, lists and dictionaries (a tuple becomes a list), else None.
 
         Raises `StepError` when nothing is tracked, when a turn of the loop calls no step function, and for a second
         loop. A script that leaves the loop early (``break``, ``return``) must leave it after the same step on all
@@ -311,9 +428,11 @@ class Run:
                 f"{line}: a second loop over run.steps() follows the first. There is one in main: who takes a rank over goes on inside of it.",
                 remedy=ONE_LOOP,
             )
-        return Steps(self._loop(total), total)
+        if self._driven is not None:
+            raise StepError("run.steps() was called after run.do or run.phase.", remedy=ONE_LOOP)
+        return Steps(self._loop(total, phases=phases), total)
 
-    def _loop(self, total: int) -> Iterator[int]:
+    def _loop(self, total: int, *, phases: bool) -> Generator[int, None, None]:
         if not self._state:
             raise StepError(
                 "nothing is tracked, so nothing could be kept.",
@@ -321,6 +440,7 @@ class Run:
             )
         self._state.check_complete()
         self._my_shards()  # raises when the world does not fit the batch
+        self._calls_phases = self._units.keeps_results = phases
         self._units.begin(self._warm_up, total, self._held, self._possible_sizes())
         self._places.run_callbacks()
         self._open = total
@@ -339,33 +459,41 @@ class Run:
                 )
             self._open = total = done.step
         if done.step >= 0:
+            if phases and done.step < total:
+                yield from self._one_turn(done.step, total, is_committed=True)
             self._run_phases(done.step, total, after=done.phase)
         for number in range(done.step + 1, total):
             if self._units.draining:
                 break
-            self._looping = number
-            self._world.scope = Scope.OUTSIDE
-            reseed(self._batch.seed, "before", number)
-            try:
-                yield number
-            except GeneratorExit:
-                if not self._units.leaving:  # otherwise the world may already be a different one
-                    self._units.leaves_loop()
-                    self._end_loop(total)
-                raise
-            if self._looping is not None:
-                raise StepError(
-                    f"the loop's body did not call a @run.step function for step {number}.",
-                    remedy="call it once in every turn of `for step in run.steps(n)`.",
-                )
-            self._units.body_over()
-            self._places.run_callbacks()
+            yield from self._one_turn(number, total)
             self._run_phases(number, total, after=0)
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)
         self._open = 0
         self._end_loop(total)
         self._units.refuse_freed()
+
+    def _one_turn(self, number: int, total: int, *, is_committed: bool = False) -> Iterator[int]:
+        """Yield ``number``, let the loop's body run, and end the turn."""
+        self._looping, self._is_committed = number, is_committed
+        self._turn.begins(number)
+        self._world.scope = Scope.OUTSIDE
+        reseed(self._batch.seed, "before", number)
+        try:
+            yield number
+        except GeneratorExit:
+            # where main is left to be entered again, the world may already be a different one
+            if not self._units.leaving and self._world.scope is not Scope.AFTER:
+                self._units.leaves_loop()
+                self._end_loop(total)
+            raise
+        if self._looping is not None:
+            raise StepError(
+                f"the loop's body did not call a @run.step function for step {number}.",
+                remedy="call it once in every turn of `for step in run.steps(n)`.",
+            )
+        self._units.body_over()
+        self._places.run_callbacks()
 
     def _end_loop(self, total: int, *, late: bool = False) -> None:
         """Switch to the code after the loop. ``late``: some of that code has run already, before this was noticed."""
@@ -395,6 +523,12 @@ class Run:
             if self._world.scope is not Scope.AFTER:  # a script that still holds the iterator has kept the loop open
                 self._end_loop(self._open, late=True)
             self._units.loop_left()
+            left_after = self._units.left_after
+            assert left_after is not None, "it has just been set"
+            if self._driven is not None:
+                self._driven.close()
+                self._open = left_after + 1
+                self._units.ends_after(left_after)
             # A process that takes over a rank from here on finds the loop finished.
             step = self._units.passed.step
             self._phase(
@@ -495,21 +629,23 @@ class Run:
         self._places.run_callbacks()
         return self._checks.run(step, function, args, kwargs)
 
-    def _phase(self, at: Position, function: Callable[[], Any], name: str) -> None:
-        def attempt(_: Step) -> None:
+    def _phase(self, at: Position, function: Callable[[], T], name: str, *, in_body: bool = False) -> T:
+        def attempt(_: Step) -> T:
             self._places.run_callbacks()
-            function()
+            return function()
 
-        self._units.run(at, attempt, name)
+        result = self._units.run(at, attempt, name, in_body=in_body)
         self._places.run_callbacks()
+        return result
 
     def _run_phases(self, step: int, total: int, *, after: int) -> None:
         if step >= total:
             self._run_at_end(total, after=after)
             return
         for index, (steps, function) in enumerate(self._every, start=1):
-            if index > after and (step + 1) % steps == 0 and not self._units.draining:
-                self._phase(Position(step, index), function, f"{_name_of(function)} (run.every({steps}, ...))")
+            at = Position(step, EVERY + index)
+            if at.phase > after and (step + 1) % steps == 0 and not self._units.draining:
+                self._phase(at, function, f"{_name_of(function)} (run.every({steps}, ...))")
 
     def _run_at_end(self, total: int, *, after: int) -> None:
         for index, function in enumerate(self._at_end, start=1):

@@ -36,12 +36,15 @@ _FACTOR, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 class UnitAttempt:
     """One attempt at one unit. It is made when the attempt begins, and dropped when it has ended."""
 
-    def __init__(self, parts: EntryParts, step: Step, *, name: str = "", copying_bytes: int = 0) -> None:
+    def __init__(
+        self, parts: EntryParts, step: Step, *, name: str = "", in_body: bool = False, copying_bytes: int = 0
+    ) -> None:
         """Begin the attempt: record what an undo needs, and set batch, deadline and random numbers.
 
-        ``name``: that of a phase. ``copying_bytes``: bytes that a copy reads from the state beside this unit.
+        ``name``: that of a phase. ``in_body``: the loop's body calls the phase. ``copying_bytes``: bytes that a copy
+        reads from the state beside this unit.
         """
-        self.step, self._parts = step, parts
+        self.step, self._parts, self.in_body = step, parts, in_body
         self._world = parts.runtime.world
         self.delivered: list[np.ndarray[Any, Any]] = []
         """The ids of the samples that this rank was given, one array for each micro-batch."""
@@ -72,7 +75,7 @@ class UnitAttempt:
             parts.settle()  # a phase may change parameters
         else:
             step._ask_loss = self._ask_loss
-        self._begin_undo(step._at)
+        self._begin_undo(step._at, parts.phase_key(step._at, name, in_body=self.in_body))
         if parts.exact is not None and not step._at.phase:
             parts.exact.begin(step)
         parts.post_gate.begin_unit()
@@ -84,21 +87,25 @@ class UnitAttempt:
         self._world.stages.reached("noted")
         if step._at.phase:
             page.name_unit(name)
-            page.enter(Activity.PHASE, step._at, *parts.pace.allowance(parts.phase_key(step._at, name)))
+            page.enter(
+                Activity.PHASE,
+                step._at,
+                *parts.pace.allowance(parts.phase_key(step._at, name, in_body=self.in_body)),
+            )
         else:
             page.enter(Activity.STEP, step._at, *parts.pace.step_allowance(copying_bytes=copying_bytes, work=work))
         reseed(parts.batches.plan.seed, "unit", step._at.step, step._at.phase, self._world.rank)
         return batch
 
-    def _begin_undo(self, at: Position) -> None:
-        """Record the state for an undo, and decide how much is copied.
+    def _begin_undo(self, at: Position, phase: str) -> None:
+        """Record the state for an undo, and decide how much is copied. ``phase``: the key of a phase.
 
         The first step since the run began or was resumed shows how the script behaves, so everything is copied in it.
         """
         undo = self._parts.undo
         if at.phase:
             self._late_gate = True
-            undo.begin(phase=f"{'end' if at.step > self._parts.last_step else 'every'} {at.phase}")
+            undo.begin(phase=phase)
             return
         number = self._parts.number(at)
         tries = not self._world.generation  # a spare's trial run

@@ -31,6 +31,7 @@ from rackrun.worker.loop.join_generation import Rejoin
 from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
+from rackrun.worker.loop.turns import with_phase, with_step
 from rackrun.worker.loop.unit_attempt import UnitAttempt
 from rackrun.worker.loop.unusable_state import (
     judge_post_gate_failures,
@@ -45,6 +46,7 @@ from rackrun.worker.process.reports import say
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.script.second_loop import ONE_LOOP
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
+from rackrun.worker.state.state_manifest import TurnResults
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_looked_at
@@ -111,6 +113,8 @@ class UnitRunner:
         self._pause_due: tuple[Position, int] | None = None
         """The step and generation after which all ranks pause, when the loop's body has ended; None when no pause is
         due."""
+        self.keeps_results = False
+        """Whether the script's loop may enter a turn again whose step is committed, for which results are kept."""
         self._came_in = BEGIN
         """The position that was committed when this process entered its loop: this process has never called its step
         function for an earlier one."""
@@ -276,16 +280,19 @@ class UnitRunner:
             self._world.began = self._came_in = position
             self._world.set_position(position, ())
 
-    def run(self, at: Position, body: Callable[[Step], T], name: str = "") -> T:
-        """Run ``body`` as the unit at ``at``, and return its result once the unit is committed. ``name``: a phase's
-        name, for limits and messages. Raises `StepError` when tracked state has changed since the unit before."""
+    def run(self, at: Position, body: Callable[[Step], T], name: str = "", *, in_body: bool = False) -> T:
+        """Run ``body`` as the unit at ``at``, and return its result once the unit is committed.
+
+        ``name``: a phase's name, for limits and messages. ``in_body``: the loop's body has called this phase, and goes
+        on after it. Raises `StepError` when tracked state has changed since the unit before.
+        """
         if self._between is not None:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
             self._between = None
         self._undo.check_stands(glance=not (at.phase or is_looked_at(self._parts.number(at))))
-        self._recorded.append(RecordedUnit(at, body, name))
+        self._recorded.append(RecordedUnit(at, body, name, in_body=in_body))
         self._result = None  # a recovery at the end of the loop's body may have left the result of an older unit
-        self._owed = None if at.phase else at
+        self._owed = at if in_body or not at.phase else None
         self._catch_up()
         result: T = self._result  # the last attempt was at this unit
         self._result = None  # it may be large
@@ -436,7 +443,7 @@ class UnitRunner:
         number = self._attempts.pop(at, 0)
         self._attempts = {at: number + 1}
         began = time.monotonic()
-        attempt = self._in_hand = self._begin(Step(at, number, self._world), unit.name)
+        attempt = self._in_hand = self._begin(Step(at, number, self._world), unit.name, in_body=unit.in_body)
         try:
             if self._replicas.begins():
                 self._replicas.keep_all_buffers()
@@ -462,6 +469,8 @@ class UnitRunner:
         attempt.step._discarded = not self._world.machine.unit_passed
         if self._world.machine.unit_passed:
             self._world.scope = Scope.OUTSIDE
+            if self.keeps_results:
+                self._keep_result(unit)
             self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)
             if self._to_pause(at):
                 self._pause_due = at, self._world.generation
@@ -475,8 +484,30 @@ class UnitRunner:
         elif changed := self._discard(reached_gate=attempt.reached_gate):
             leave_torn(rank, at, changed)
 
-    def _begin(self, step: Step, name: str = "") -> UnitAttempt:
-        return UnitAttempt(self._parts, step, name=name, copying_bytes=self._copying_bytes)
+    def _begin(self, step: Step, name: str = "", *, in_body: bool = False) -> UnitAttempt:
+        return UnitAttempt(self._parts, step, name=name, in_body=in_body, copying_bytes=self._copying_bytes)
+
+    def _keep_result(self, unit: RecordedUnit) -> None:
+        """Keep what the committed ``unit`` has returned for processes that enter its turn without having called it."""
+        if unit.at.phase and not unit.in_body:
+            return
+        lineage, phase = self._state.lineage, unit.at.phase
+        results = with_phase(lineage.results, phase, self._result) if phase else with_step(self._result)
+        self._state.lineage = msgspec.structs.replace(lineage, results=results)
+
+    @property
+    def results(self) -> TurnResults:
+        """What the last calls of the loop returned."""
+        return self._state.lineage.results
+
+    @property
+    def left_after(self) -> int | None:
+        """The step after which the script has left its loop early; None if it has not."""
+        return self._left_after
+
+    def ends_after(self, step: int) -> None:
+        """Note that ``step`` was the last one of a loop that had no number of steps."""
+        self._parts.last_step = step
 
     def batch_of(self, step: int) -> StepBatch:
         """Return the global batch of ``step``. The current step keeps the batch with which its attempt began."""
@@ -533,7 +564,7 @@ class UnitRunner:
         if first and not at.phase:
             self._pace.took(seconds)
         elif first:
-            self._pace.unit_took(self._parts.phase_key(at, name), seconds)
+            self._pace.unit_took(self._parts.phase_key(at, name, in_body=attempt.in_body), seconds)
         own = self._world.own_time.of(seconds) if first else 0.0
         rescaled = self._exact.rescaled if self._exact is not None and not at.phase else 0
         self._reports.committed(at, attempt.step.attempt, rescaled, seconds, own, attempt.delivered_ids())

@@ -118,7 +118,9 @@ class DurableCheckpoints:
         for number in resumption.not_used if self._world.rank == 0 else ():
             self._reports.copied("checkpoint", number, "not_used")
         self._saved = position.step if position else -1
-        self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
+        self._state.lineage = Lineage(
+            began=self._saved, life=life, facts=self._options.facts, results=resumption.results
+        )
         return position
 
     def _take_lease(self) -> tuple[str, str] | None:

@@ -33,7 +33,7 @@ from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.reports import say
 from rackrun.worker.restore.refill import Refill, check_alike
 from rackrun.worker.state.state_image import manifest_in
-from rackrun.worker.state.state_manifest import StateManifest
+from rackrun.worker.state.state_manifest import StateManifest, TurnResults
 from rackrun.worker.state.tracked_state import TrackedState
 
 __all__ = ["Resumption", "refuse_other_training", "say"]
@@ -45,6 +45,8 @@ class Resumption:
     def __init__(self, world: WorkerMembership, state: TrackedState, store: DurableStore, facts: str) -> None:
         self._world, self._state, self._store, self._facts = world, state, store, facts
         self._probation = Probation(store.directory, store.files)
+        self.results = TurnResults()
+        """What the last calls of the loop had returned, from the checkpoint that is used."""
         self.not_used: list[int] = []
         """Checkpoints that are newer than the one that was used."""
         self._unfit: dict[int, tuple[str, str]] = {}
@@ -153,6 +155,7 @@ class Resumption:
         """Fill the state from the checkpoint ``number``, and return its position; None if some rank could not read
         it."""
         problem, damaged, unfit, step, world_size, different = "", False, ("", ""), -1, 0, ""
+        self.results = TurnResults()
         try:
             with self._store.open(number) as reader:
                 step, world_size = reader.step, reader.world_size
@@ -210,6 +213,7 @@ class Resumption:
         own = rank if same else 0
         manifest = manifest_in(_plain_in(reader, own, layouts[own]))
         _check_facts(manifest, self._facts, reader)
+        self.results = manifest.lineage.results
         holders = manifest.lineage.kin or (own,)  # other tensors are held by its replicas
         if not same:
             holders = tuple(range(reader.world_size))

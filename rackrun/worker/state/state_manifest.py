@@ -10,7 +10,7 @@ import torch
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.worker.state.shardings import Sharding
 
-__all__ = ["ChangedTensors", "Lineage", "StateManifest", "ModelModes", "TensorInfo"]
+__all__ = ["ChangedTensors", "Lineage", "StateManifest", "ModelModes", "TensorInfo", "TurnResults"]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +84,17 @@ def _united(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted({*one, *other}))
 
 
+class TurnResults(msgspec.Struct, frozen=True):
+    """What calls of the loop's current turn have returned, for a process that enters the turn without having made
+    them. Each is msgpack; empty for what msgpack cannot encode."""
+
+    step: bytes = b""
+    """What the step function returned."""
+    last_phase: int = 0
+    """The number of the phase that the turn called last (`Position.phase`); 0 for none."""
+    of_last_phase: bytes = b""
+
+
 class Lineage(msgspec.Struct, frozen=True):
     """What a newcomer must know about the run that it joins."""
 
@@ -99,6 +110,8 @@ class Lineage(msgspec.Struct, frozen=True):
     entered: Position = BEGIN
     """The position that was committed when all ranks last entered ``main`` again; `BEGIN` if they have not."""
     changes: ChangedTensors = ChangedTensors()
+    results: TurnResults = TurnResults()
+    """What the last calls of the loop returned; empty in a loop that does not enter a turn twice."""
 
     @property
     def since(self) -> Position:

@@ -22,6 +22,8 @@ class RecordedUnit:
     body: Callable[[Step], Any]
     name: str = ""
     """A phase's name; "" for a step."""
+    in_body: bool = False
+    """Whether the loop's body has called this phase."""
 
 
 class RecordedUnits:

@@ -434,7 +434,7 @@ def test_a_break_is_seen_when_the_loop_is_kept_elsewhere(train: Train) -> None:
             kept.append(original(total))
             return kept[-1]
 
-        run.steps = steps  # type: ignore[method-assign]
+        run.steps = steps  # type: ignore[method-assign,assignment]
         looped(run, 8, lambda number: number == 2)
 
     ended = train(main, ranks=2, spares=0)

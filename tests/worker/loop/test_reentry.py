@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from rackrun.checkpoint.arena.arena_format import PAGE
 from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.protocol.commands import GenerationPlan, Restore
-from rackrun.protocol.ids import Position, Rank, Step, snapshot_id, step_in
+from rackrun.protocol.ids import EVERY, Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.loop.run import Run
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.worker_membership import WorkerMembership
@@ -320,10 +320,10 @@ def test_it_is_told_whether_main_may_be_entered_again(make: Make, mesh: Any, bec
 
 
 def test_a_phase_that_is_committed_is_not_run_again(reshape: Reshape) -> None:
-    lost = lost_after_the_gate_of(Position(4, 1), "t/1", ranks=3)
+    lost = lost_after_the_gate_of(Position(4, EVERY + 1), "t/1", ranks=3)
     ended, _ = reshape(script(ddp, in_main=lost, holds=NEVER), Change((0, 2), edit=of_members), ranks=3)
     assert not differences(ended, undisturbed(ddp, 3)), ended
-    assert ended.plans[0].committed == Position(4, 1)
+    assert ended.plans[0].committed == Position(4, EVERY + 1)
     assert {rank: said["phases"] for rank, said in ended.said.items()} == {0: [[1, 4], [2, 9]], 1: [[1, 4], [2, 9]]}
 
 

@@ -21,7 +21,7 @@ from rackrun.checkpoint.durable.durable_writer import CheckpointWriter
 from rackrun.checkpoint.image.host_copies import HostCopies
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.protocol.commands import BreakGeneration, GenerationPlan
-from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId
+from rackrun.protocol.ids import EVERY, Generation, Incarnation, Position, SlotId
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
@@ -204,7 +204,7 @@ def slow_storage(run: Run) -> None:
 def test_after_the_last_step_all_pause_when_its_checkpoint_is_on_disk_and_the_end_follows_the_swap(
     folder: Path, train: Train
 ) -> None:
-    last, hold = Position(STEPS - 1), Position(STEPS - 2, 1)
+    last, hold = Position(STEPS - 1), Position(STEPS - 2, EVERY + 1)
     ended = train(script(ddp, hold, slow_storage), swap=Swap(hold, lost=1))
     assert ended.exit_code == 0, ended
     nothing_again(ended)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.protocol.ids import Position
+from rackrun.protocol.ids import EVERY, Position
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.worker.harness import Ended, Swap
@@ -88,7 +88,7 @@ def test_a_step_that_is_killed_anywhere_is_done_again_with_the_same_bits(main: S
 
 @pytest.mark.stories
 def test_a_phase_that_changes_parameters_is_done_again_with_the_same_bits(train: Train) -> None:
-    killed_in(train, weights_averaged_in_a_phase, 5, phase=1)
+    killed_in(train, weights_averaged_in_a_phase, 5, phase=EVERY + 1)
 
 
 @pytest.mark.stories

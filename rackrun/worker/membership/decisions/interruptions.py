@@ -3,7 +3,7 @@ again."""
 
 from __future__ import annotations
 
-__all__ = ["Abandoned", "Reenter", "Superseded"]
+__all__ = ["Abandoned", "LoopDrained", "Reenter", "Superseded"]
 
 
 class Abandoned(BaseException):
@@ -17,3 +17,8 @@ class Superseded(Exception):
 class Reenter(BaseException):
     """The world will have other ranks, for which the script must build everything anew: leave ``main``, and enter it
     again."""
+
+
+class LoopDrained(SystemExit):
+    """The job ends at this step boundary, and the script's loop has no other way to learn it: leave ``main``. A script
+    without a ``main`` ends by it, with exit code 0."""
