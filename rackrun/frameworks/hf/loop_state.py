@@ -29,11 +29,16 @@ class LoopRecord:
         self.first = 0
         """The Trainer's number of rackrun's step 0."""
         self.entered = ""
-        """What `captured` returned when that step began, or at the end of a phase after it."""
-        self.history: list[str] = []
-        """The entries of ``log_history`` at that time, each as JSON, from rank 0."""
+        """What `captured` returned when that step began."""
+        self.logs = 0
+        """The number of entries of ``log_history`` when it began."""
         self.results = ""
-        """The step's `StepResults`, as JSON; "" once a phase has followed."""
+        """What the step has computed, as JSON (`rackrun.frameworks.hf.step_unit`)."""
+        self.phases: list[tuple[str, int]] = []
+        """What `captured` returned at the end of each phase that has followed the step, or comes before the first, and
+        the number of entries of ``log_history`` then."""
+        self.history: list[str] = []
+        """The entries of ``log_history``, each as JSON, as rank 0 has them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything, as plain values."""
@@ -41,15 +46,33 @@ class LoopRecord:
             "step": self.step,
             "first": self.first,
             "entered": self.entered,
-            "history": "\n".join(self.history),
+            "logs": self.logs,
             "results": self.results,
+            "phases": json.dumps(self.phases),
+            "history": "\n".join(self.history),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set everything from a `state_dict`."""
-        self.step, self.first = int(state["step"]), int(state["first"])
+        self.step, self.first, self.logs = int(state["step"]), int(state["first"]), int(state["logs"])
         self.entered, self.results = str(state["entered"]), str(state["results"])
+        self.phases = [(text, logs) for text, logs in json.loads(state["phases"])]
         self.history = str(state["history"]).split("\n") if state["history"] else []
+
+    def step_done(self, step: int, entered: str, fresh: str, results: str) -> None:
+        """Keep a step: its number, the loop's state when it began, the logs that had come since, and its results."""
+        self.step, self.entered, self.results, self.phases = step, entered, results, []
+        self.add_logs(fresh)
+        self.logs = len(self.history)
+
+    def phase_done(self, left: str, fresh: str) -> None:
+        """Keep the loop's state at the end of a phase, and the logs that have come since the last phase or step."""
+        self.add_logs(fresh)
+        self.phases = [*self.phases, (left, len(self.history))]
+
+    def add_logs(self, fresh: str) -> None:
+        """Add what `fresh_logs` has returned."""
+        self.history = [*self.history, *filter(None, fresh.split("\n"))]
 
 
 def fresh_logs(trainer: Any, known: int) -> str:

@@ -110,9 +110,7 @@ class StepUnit:
             "rate": rate,
             "skipped": skipped,
         }
-        record = self._record
-        record.step, record.entered, record.results = at, entered, json.dumps(results)
-        record.history += fresh.split("\n") if fresh else []
+        self._record.step_done(at, entered, fresh, json.dumps(results))
 
     def _take(self, step: Step) -> list[_MicroBatch]:
         """Return the step's micro-batches of this rank: the Trainer counts their tokens before the first forward."""

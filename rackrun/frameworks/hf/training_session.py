@@ -53,6 +53,10 @@ class TrainingSession:
         """The Trainer's number of the step that the run gave last; None when it gave none."""
         self._known: int | None = None
         """The Trainer's number of the step whose turn this process enters after it was committed; None after that."""
+        self._phases = 0
+        """Number of phases of this turn, since its step where that was done."""
+        self._turn = -1
+        """The Trainer's number of the step that was done in this turn; -1 before it."""
         self.in_phase = False
         self.over = False
         """Whether the run gives no more steps."""
@@ -84,6 +88,7 @@ class TrainingSession:
 
     def _enter(self, step: int) -> None:
         """The loop comes to ``step``."""
+        self._phases, self._turn = 0, -1
         if step in (self._given, self._known):
             return
         number = next(self._steps, None)
@@ -96,18 +101,18 @@ class TrainingSession:
 
     def do_step(self, step: int) -> None:
         """Do the step, however many attempts that takes, and add its losses to the Trainer's sums."""
+        trainer, record = self._trainer, self.record
         if self.over and step != self._known:
             return
-        trainer, record = self._trainer, self.record
         if not self.over:
             self._unit(step - record.first, step, captured(trainer), fresh_logs(trainer, len(record.history)))
         if step == self._known:
-            restore(trainer, record.entered, record.history)
+            restore(trainer, record.entered, record.history[: record.logs])
         else:
             self._known = None
-        if record.results:  # else a phase has followed the step, and what it left has the step's losses in it
-            self.results = json.loads(record.results)
-            self._add_results()
+        self._phases, self._turn = 0, step
+        self.results = json.loads(record.results)
+        self._add_results()
 
     def _add_results(self) -> None:
         trainer, results = self._trainer, self.results
@@ -141,23 +146,24 @@ class TrainingSession:
         result: list[Any] = []
 
         def attempt() -> None:
-            found, logs = captured(trainer), list(trainer.state.log_history)
+            found, logs = captured(trainer), trainer.state.log_history
             restore(trainer, entered, [*record.history, *filter(None, fresh.split("\n"))])
             self.in_phase = True
             try:
                 result[:] = [function()]
-                record.entered = from_rank_0(self.run, captured(trainer))
-                more = from_rank_0(self.run, fresh_logs(trainer, len(record.history)))
+                left = from_rank_0(self.run, captured(trainer))
+                record.phase_done(left, from_rank_0(self.run, fresh_logs(trainer, len(record.history))))
             finally:
                 self.in_phase = False
                 restore(trainer, found, None)
                 trainer.state.log_history = logs
-            record.history = [*record.history, *filter(None, more.split("\n"))]
-            record.results = ""
 
         if not self.over:
             self.run.phase(attempt, name=name)
-        restore(trainer, record.entered, record.history)
+        number, self._phases = self._phases, self._phases + 1
+        if number < len(record.phases) and (self._known is None or self._known == self._turn):
+            left, known = record.phases[number]
+            restore(trainer, left, record.history[:known])
         return result[0] if result else None
 
     # -- the place
