@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import importlib
 import importlib.machinery
 import io
 import os
@@ -181,6 +182,8 @@ def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
 def _run_python(boot: Boot, script: ScriptConfig) -> None:
     sys.argv = [script.path, *_arguments(boot, script)]
     sys.path_importer_cache.clear()
+    if script.framework:
+        importlib.import_module(f"rackrun.frameworks.{script.framework}.script_unchanged").install()
     if script.module:
         _set_first_path(os.getcwd())
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)

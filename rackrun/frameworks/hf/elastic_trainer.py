@@ -15,6 +15,8 @@ import torch
 import transformers
 from transformers import trainer as trainer_module
 
+from rackrun.errors import UsageError
+from rackrun.frameworks.hf.refusals import refuse_arguments, refuse_class, refuse_loader, refuse_version
 from rackrun.frameworks.hf.step_unit import StockMethods
 from rackrun.frameworks.hf.tokens import Token
 from rackrun.frameworks.hf.training_session import TrainingSession
@@ -27,13 +29,10 @@ start()
 _CONTINUED = "rackrun"
 """Stands for the checkpoint that a process which takes a rank over resumes from: rackrun has restored everything."""
 
-if TYPE_CHECKING:
-    _Base = transformers.Trainer
-else:
-    _Base = object
+_Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
 
-class Elastic(_Base):
+class Elastic(_Base):  # type: ignore[misc]
     """Put this before a subclass of transformers' ``Trainer``: ``class T(rackrun.hf.Elastic, SFTTrainer): ...``.
 
     Any rank may be lost at any moment; its replacement goes on inside of the same loop, with the same weights, the same
@@ -43,11 +42,24 @@ class Elastic(_Base):
     _rackrun: TrainingSession | None = None
     _rackrun_flos: list[float] = [0.0]  # noqa: RUF012 - replaced, never changed
     _rackrun_loader: Any = None
+    _tr_loss: torch.Tensor
     _rackrun_prepared: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_class(cls)
 
     # -- the beginning
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Keep the stock loader, from which the order of samples is taken."""
+        if self._rackrun is not None:
+            raise UsageError(
+                "train() was called again: who takes a rank over goes on inside of one loop.",
+                remedy="train one Trainer, once, in a script.",
+            )
+        refuse_version()
+        refuse_arguments(self)
+        refuse_loader(self, dataloader)
         self._rackrun_loader = dataloader
         return super().set_initial_training_values(args, dataloader)
 
@@ -77,11 +89,12 @@ class Elastic(_Base):
         session = TrainingSession(self, stock, self._rackrun_loader, model, max_steps)
         self._rackrun_prepared = model, session.tokens
         first = session.begin()
+        self.state.global_step = session.record.first
         self._rackrun = session
         return first // session.steps_per_epoch, session.micro_batches_before(first)
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """Return the prepared model, and the tokens in place of the loader."""
+    def _prepare_for_training(self, *_: Any) -> Any:
+        """Return what was prepared already: the model, and the tokens in place of the loader."""
         return self._rackrun_prepared
 
     def _run_epoch(self, **kwargs: Any) -> None:
@@ -99,7 +112,8 @@ class Elastic(_Base):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Do the step at its last token. Its losses are in ``_tr_loss`` then, so what the loop adds is 0."""
         if not isinstance(inputs, Token):
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
         if inputs.last:
             assert self._rackrun is not None, "the run is open"
             self._rackrun.do_step(inputs.step)

@@ -15,10 +15,19 @@ from rackrun.frameworks.hf.loop_state import LoopRecord, captured, fresh_logs, r
 from rackrun.frameworks.hf.step_unit import StepUnit, StockMethods, from_rank_0
 from rackrun.frameworks.hf.tokens import TokenLoader
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
+from rackrun.worker.data.loader import BatchPlan
 from rackrun.worker.data.rng import undrawn
-from rackrun.worker.loop.open_run import begin
+from rackrun.worker.loop.open_run import open_run
+from rackrun.worker.process.reports import say
+from rackrun.worker.steps.step import Step
 
 __all__ = ["TrainingSession"]
+
+_BOTH = (
+    "resume_from_checkpoint and --checkpoint-dir are both given: where that directory has a checkpoint, training goes on from it, "
+    "and resume_from_checkpoint says only where the first start begins."
+)
+
 
 class TrainingSession:
     """The run that one `train` opens. ``loader``: the stock Trainer's. ``model``: as accelerate has wrapped it."""
@@ -33,12 +42,8 @@ class TrainingSession:
         )
         micro = self._order.micro_batch
         with undrawn():
-            self.run = begin(
-                global_batch_size=micro * args.gradient_accumulation_steps * ranks,
-                micro_batch_size=micro,
-                seed=args.data_seed or args.seed,
-                order=self._order,
-            )
+            sizes = BatchPlan(micro * args.gradient_accumulation_steps * ranks, micro, args.data_seed or args.seed)
+            self.run = open_run(sizes, order=self._order)
         self._max_steps = max_steps
         optimizer = UnitOptimizer.adopt(trainer.optimizer)
         self.run.track(model=model, optimizer=optimizer, scheduler=trainer.lr_scheduler, loop=self.record)
@@ -47,7 +52,11 @@ class TrainingSession:
         workers, prefetch = args.dataloader_num_workers, args.dataloader_prefetch_factor or 2
         data = self.run.loader(loader.dataset, collate=loader.collate_fn, num_workers=workers, prefetch=prefetch)
         unit = StepUnit(trainer, stock, self.run, data, model, optimizer, self.record)
-        self._unit = self.run.step(lambda step, *call: unit(step, *call))
+
+        def train_step(step: Step, *call: Any) -> None:
+            unit(step, *call)
+
+        self._unit = self.run.step(train_step)
         self.tokens = TokenLoader(self._order.steps_per_epoch, self._order.micro_batches, self._enter)
         self._given: int | None = None
         """The Trainer's number of the step that the run gave last; None when it gave none."""
@@ -67,7 +76,12 @@ class TrainingSession:
     # -- the loop
     def begin(self) -> int:
         """Come to the loop, where a spare waits, and return the Trainer's number of the step to begin with."""
-        self._steps = self.run.steps(self._max_steps - self.record.first, phases=True)
+        total = self._max_steps - self.record.first
+        if self.record.first and os.environ.get("RACKRUN_CHECKPOINT_DIR"):
+            total = self._max_steps  # a checkpoint of rackrun's may have begun elsewhere; the Trainer ends the loop
+            if self.run.is_main:
+                say(_BOTH)
+        self._steps = self.run.steps(total, phases=True)
         number, record = next(self._steps, None), self.record
         self._order.first = record.first
         self._known = record.step if record.step >= 0 else None

@@ -26,7 +26,7 @@ class UnitOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         optimizer.__class__ = cls
         adopted: UnitOptimizer = optimizer
-        adopted.step = step  # type: ignore[method-assign]
+        adopted.step = step
         return adopted
 
     def within(self, in_unit: bool) -> None:

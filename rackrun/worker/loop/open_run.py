@@ -8,10 +8,10 @@ import sys
 from rackrun.errors import UsageError
 from rackrun.link.process.script_end import at_script_end, script_ended
 from rackrun.worker.data.loader import BatchPlan, StepOrder
-from rackrun.worker.loop.run import Run
+from rackrun.worker.loop.run import Opened, Run
 from rackrun.worker.process.runtime import start
 
-__all__ = ["begin"]
+__all__ = ["begin", "open_run"]
 
 _ENTERED_ONCE = "rackrun.begin() has opened the run in the middle of a script, which cannot run again in its process"
 _opened: list[Run] = []
@@ -24,23 +24,32 @@ def begin(
     seed: int = 0,
     mesh: dict[str, int] | None = None,
     snapshot_every: int | None = None,
-    order: StepOrder | None = None,
 ) -> Run:
     """Open the run of this process, once, and return it. The arguments mean what they mean for `rackrun.elastic`.
 
     Everything that holds inside of ``main(run)`` holds from here to the end of the script: the run ends when the script
     ends without an error, and then waits for the other ranks. As the script cannot be run again in the same process, a
-    world of sharded models keeps its number of ranks. ``order``: a framework's own micro-batches.
+    world of sharded models keeps its number of ranks.
 
     Raises `UsageError` at a second call, and for sizes that do not divide.
     """
+    return open_run(BatchPlan(global_batch_size, micro_batch_size, seed), mesh, snapshot_every)
+
+
+def open_run(
+    sizes: BatchPlan,
+    mesh: dict[str, int] | None = None,
+    snapshot_every: int | None = None,
+    order: StepOrder | None = None,
+) -> Run:
+    """Open the run as `begin` does. ``order``: a framework's own micro-batches."""
     if _opened:
         raise UsageError(
             "rackrun.begin() was called twice in one process.", remedy="open one run, and train in one loop over it."
         )
-    sizes, runtime = BatchPlan(global_batch_size, micro_batch_size, seed), start()
+    runtime = start()
     runtime.begin_main()
-    run = Run(runtime, sizes, mesh, snapshot_every, order=order, entered_once=_ENTERED_ONCE)
+    run = Run(runtime, sizes, mesh, snapshot_every, opened=Opened(_ENTERED_ONCE, order))
     _opened.append(run)
     at_script_end(run._finish)
     if runtime.boot is None:  # no agent's worker calls `script_ended` here

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -41,7 +42,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.torch_compat.not_compiled import is_compiled, read_eagerly, refuse_compiled_step
 
-__all__ = ["Run", "Steps"]
+__all__ = ["Opened", "Run", "Steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,6 +75,16 @@ class Steps(Iterator[int]):
             close()
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What holds for a run that is opened in the middle of a script (`rackrun.begin`)."""
+
+    entered_once: str
+    """Why the script cannot run again in its process, for a message."""
+    order: StepOrder | None = None
+    """The micro-batches of each step, where a framework decides about them."""
+
+
 class Run:
     """One run of the job, on this rank. `rackrun.elastic` creates it; a script never does.
 
@@ -89,11 +100,10 @@ class Run:
         reduction: str = "fast",
         carried: MainHandover | None = None,
         scale: ScaleLR | None = None,
-        order: StepOrder | None = None,
-        entered_once: str = "",
+        opened: Opened | None = None,
     ) -> None:
-        """``order``: a framework's micro-batches. ``entered_once``: why the code that has made the run cannot run
-        again in this process, for a message; "" when it can."""
+        """``opened``: what holds for a run that code has opened which cannot run again; None under `rackrun.elastic`."""
+        order, entered_once = (opened.order, opened.entered_once) if opened else (None, "")
         self._batch = batch
         """The global batch with the sizes given to `rackrun.elastic`."""
         self._order = order
@@ -133,8 +143,9 @@ class Run:
             runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
         )
         self._units = UnitRunner(
-            runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried, entered_once
+            runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
         )
+        self._units.entered_once(entered_once)
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []

@@ -78,10 +78,8 @@ class UnitRunner:
         mesh: Axes = (),
         exact: ExactReduction | None = None,
         carried: MainHandover | None = None,
-        entered_once: str = "",
     ) -> None:
-        """``carried``: what the former entry of ``main`` handed over; None at the first entry. ``entered_once``: why
-        there is no other entry, for a message; "" where there may be."""
+        """``carried``: what the former entry of ``main`` handed over; None at the first entry."""
         self._parts = parts = EntryParts.of_entry(
             runtime, mesh, state, batches, exact, durable, snapshot_every, carried
         )
@@ -101,7 +99,6 @@ class UnitRunner:
         self._rejoin = Rejoin(
             runtime, state, self._snapshots, self._replicas, self._pace, durable, parts.settle, self._reports
         )
-        self._rejoin.entered_once = entered_once
         self._rejoin.known_digests = self._undo.digests_ahead
         self._begun = False
         self._between: float | None = None
@@ -128,6 +125,10 @@ class UnitRunner:
         if batches.scale is not None:  # otherwise no rate is ever scaled
             restore = not_compiled(lambda optimizer, *_: parts.rates.restore(optimizer))
             self._hook_after = register_optimizer_step_post_hook(restore)
+
+    def entered_once(self, because: str) -> None:
+        """Let this process end where ``main`` would have to be entered again, as it cannot be; "" if it can."""
+        self._rejoin.entered_once = because
 
     # -- the run
     @property
