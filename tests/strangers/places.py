@@ -22,7 +22,8 @@ class Places:
 
 
 def find_places(script: Path) -> Places:
-    """A script without ``@rackrun.elastic`` has one place, anywhere. Raises ValueError where there is no loop over ``run.steps``."""
+    """A script without ``@rackrun.elastic`` has one place, anywhere. Raises ValueError where there is neither a loop
+    over ``run.steps`` nor one of ``run.do``, which counts its steps in a variable ``step``."""
     text = script.read_text()
     lines = text.splitlines()
     tree = ast.parse(text)
@@ -34,15 +35,17 @@ def find_places(script: Path) -> Places:
     loops = [
         node for node in ast.walk(main) if isinstance(node, ast.For) and ast.unparse(node.iter).find("run.steps(") >= 0
     ]
-    if not loops:
+    calls = [node for node in ast.walk(main) if isinstance(node, ast.Call) and node.args]
+    done = {ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func) == "run.do"}
+    driven = [node for node in ast.walk(main) if isinstance(node, ast.While)] if done else []
+    if not loops and not driven:
         raise ValueError(f"{script}: no loop over run.steps")
-    loop = loops[0]
-    steps = {node.name: node.args.args[0].arg for node in functions if decorated(node, "run.step")}
-    places = Places(main.name, ast.unparse(loop.target), loop.end_lineno or loop.lineno, steps)
+    loop: ast.For | ast.While = (loops or driven)[0]
+    steps = {node.name: node.args.args[0].arg for node in functions if decorated(node, "run.step") or node.name in done}
+    variable = ast.unparse(loop.target) if isinstance(loop, ast.For) else "step"
+    places = Places(main.name, variable, loop.end_lineno or loop.lineno, steps)
     phases = {
-        ast.unparse(node.args[-1])
-        for node in ast.walk(main)
-        if isinstance(node, ast.Call) and re.search(r"run\.(every|at_end)$", ast.unparse(node.func)) and node.args
+        ast.unparse(node.args[-1]) for node in calls if re.search(r"run\.(every|at_end|phase)$", ast.unparse(node.func))
     }
     for node in functions:  # outer ones come first, so that inner ones have the last word
         begins = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
