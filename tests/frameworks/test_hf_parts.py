@@ -25,8 +25,8 @@ def loader(samples: int, rank: int, *, drop_last: bool = False) -> Any:
     sampler = SeedableRandomSampler(range(samples), data_seed=3)
     batches = BatchSampler(sampler, MICRO_BATCH, drop_last=drop_last)
     sharded = BatchSamplerShard(batches, RANKS, rank)
-    found = DataLoader(range(samples), batch_sampler=sharded)  # type: ignore[arg-type]
-    found.set_epoch = sampler.set_epoch  # type: ignore[attr-defined]
+    found: Any = DataLoader(range(samples), batch_sampler=sharded)  # type: ignore[arg-type]
+    found.set_epoch = sampler.set_epoch
     return found
 
 

@@ -64,6 +64,7 @@ OURS = {
     "--provider",
     "--acquire-timeout",
     "--acquire_timeout",
+    "--framework",
     "--preload",
     "--quiet",
     "--version",
