@@ -87,7 +87,7 @@ class StepUnit:
                 values.append(loss if one.counts else torch.zeros_like(loss))
                 flos += float(stock.floating_point_ops(one.inputs)) if one.counts else 0.0
                 stock.track_num_input_tokens(one.inputs)
-            tokens, trainer.state.num_input_tokens_seen = trainer.state.num_input_tokens_seen - seen, seen
+            tokens = trainer.state.num_input_tokens_seen - seen
             losses = torch.stack([value.reshape(()) for value in values]).double().tolist()
             rows = self._gather([*losses, flos, float(len(fresh.encode()))])
             if rows[0][-1]:
@@ -101,6 +101,7 @@ class StepUnit:
                 trainer.lr_scheduler.step()
             self._model.zero_grad()
         finally:
+            trainer.state.num_input_tokens_seen = seen  # the loop adds the step's tokens once it is committed
             self._optimizer.within(False)
         results = {
             "losses": [row[:-2] for row in rows],
