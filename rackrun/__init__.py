@@ -16,6 +16,7 @@ from rackrun.version import __version__ as __version__
 if TYPE_CHECKING:
     from rackrun.worker.batch.lr_rule import ScaleLR
     from rackrun.worker.loop.elastic import elastic
+    from rackrun.worker.loop.open_run import begin
     from rackrun.worker.loop.run import Run
     from rackrun.worker.steps.step import Step
 
@@ -30,6 +31,7 @@ __all__ = [
     "Step",
     "StepError",
     "UsageError",
+    "begin",
     "elastic",
 ]
 
@@ -37,6 +39,10 @@ if not TYPE_CHECKING:  # type checkers see only the names above
 
     def __getattr__(name: str) -> object:
         # torch is imported on first use of the worker's side: rackctl and the coordinator start without it
+        if name == "begin":
+            from rackrun.worker.loop.open_run import begin
+
+            return begin
         if name == "elastic":
             from rackrun.worker.loop.elastic import elastic
 

@@ -24,7 +24,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 COLUMNS_MAX = 120
 README_LINES_MAX = 130
 
-PACKAGES = ("core", "coordinator", "agent", "worker", "link", "launch", "ctl", "pages", "protocol")
+PACKAGES = ("core", "coordinator", "agent", "worker", "frameworks", "link", "launch", "ctl", "pages", "protocol")
 """Pages may leave out ``rackrun/`` in front of these."""
 FOLDERS = (*PACKAGES, "rackrun", "chaos", "checkpoint", "topology", "tests", "benchmarks", "examples", "tools", "docs")
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*")

@@ -2,7 +2,7 @@
 
 ::
 
-    errors <- protocol, pages <- topology, checkpoint <- core <- link <- coordinator, agent, worker <- launch <- launcher, ctl
+    errors <- protocol, pages <- topology, checkpoint <- core <- link <- coordinator, agent, worker <- frameworks <- launch <- launcher, ctl
 
 `rackrun.chaos` may import all of it, and nothing imports `rackrun.chaos`. Inside each of these the rooms, the folders with modules, stand on
 floors: a room may import from the floors below it. Imports inside functions and under ``TYPE_CHECKING`` count as well: a type that points
@@ -37,12 +37,13 @@ HEIGHT = {
     "rackrun.coordinator": 5,
     "rackrun.agent": 5,
     "rackrun.worker": 5,
-    "rackrun": 6,  # what `import rackrun` gives to the user
-    "rackrun.launch": 7,
-    "rackrun.launcher": 8,
-    "rackrun.ctl": 8,
-    "rackrun.__main__": 9,
-    "rackrun.chaos": 10,
+    "rackrun.frameworks": 6,
+    "rackrun": 7,  # what `import rackrun` gives to the user
+    "rackrun.launch": 8,
+    "rackrun.launcher": 9,
+    "rackrun.ctl": 9,
+    "rackrun.__main__": 10,
+    "rackrun.chaos": 11,
 }
 
 TOP = "(top)"
@@ -84,6 +85,7 @@ FLOORS = {
         "integrity",
         "loop",
     ],
+    "rackrun.frameworks": [f"{TOP} hf"],
     "rackrun.launch": [f"{TOP} options", "run"],
     "rackrun.ctl": ["ckpt", TOP],
     "rackrun.chaos": [

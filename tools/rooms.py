@@ -27,6 +27,7 @@ PACKAGES = (
     "coordinator",
     "agent",
     "worker",
+    "frameworks",
     "launch",
     "ctl",
     "chaos",

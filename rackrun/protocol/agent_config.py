@@ -26,6 +26,8 @@ class ScriptConfig(msgspec.Struct, frozen=True, kw_only=True):
     no_python: bool = False
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports in advance, besides torch's."""
+    framework: str = ""
+    """A framework whose classes are made elastic before the script runs: ``hf``; "": none."""
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,6 +66,7 @@ OURS = {
     "--provider",
     "--acquire-timeout",
     "--acquire_timeout",
+    "--framework",
     "--preload",
     "--quiet",
     "--version",

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import hashlib
+import importlib
 import importlib.machinery
 import io
 import os
@@ -35,6 +36,7 @@ from rackrun.agent.worker_start.torch_group_lifetime import keep_groups
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 from rackrun.link.process.process_exit import code_of, end_process
+from rackrun.link.process.script_end import script_ended
 from rackrun.link.robust_mutex import hold
 from rackrun.protocol.agent_config import ScriptConfig
 from rackrun.protocol.boot import Boot, install
@@ -173,7 +175,12 @@ def _exec_program(boot: Boot, script: ScriptConfig) -> NoReturn:
 def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
     """Run the script and return its exit code, as ``python script`` would."""
     try:
-        _run_python(boot, script)
+        try:
+            _run_python(boot, script)
+        except SystemExit as stop:
+            if code_of(stop):
+                raise
+        script_ended()
         return 0
     except SystemExit as stop:
         code = code_of(stop)
@@ -195,6 +202,8 @@ def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
 def _run_python(boot: Boot, script: ScriptConfig) -> None:
     sys.argv = [script.path, *_arguments(boot, script)]
     sys.path_importer_cache.clear()
+    if script.framework:
+        importlib.import_module(f"rackrun.frameworks.{script.framework}.script_unchanged").install()
     if script.module:
         _set_first_path(os.getcwd())
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)

@@ -416,6 +416,8 @@ def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"{option} is not supported by rackrun.", remedy="leave it out, or use torchrun for this job."
             )
+    if args.framework and args.no_python:
+        raise UsageError("--framework and --no-python exclude each other.", remedy="name a Python script.")
     if args.module and args.no_python:
         raise UsageError("--module and --no-python exclude each other.", remedy="leave one of them out.")
 
@@ -600,6 +602,7 @@ def _script(args: argparse.Namespace) -> ScriptConfig:
         module=args.module,
         no_python=args.no_python and not args.run_path,
         preload=preload,
+        framework=args.framework,
     )
 
 

@@ -22,7 +22,7 @@ from rackrun.errors import UsageError
 from rackrun.topology.model.mesh import DATA_AXES
 from rackrun.worker.batch.batch_runs import BatchRun, shards_before
 from rackrun.worker.batch.lr_rule import ScaleLR, factor_at
-from rackrun.worker.data.loader import BatchPlan
+from rackrun.worker.data.loader import BatchPlan, StepOrder
 
 if TYPE_CHECKING:
     from rackrun.worker.membership.worker_membership import WorkerMembership
@@ -52,9 +52,15 @@ class Batches:
     world of the given size. ``worlds``: returns those of the newest plan."""
 
     def __init__(
-        self, plan: BatchPlan, scale: ScaleLR | None, data_ranks: Callable[[int], int], worlds: Callable[[], Worlds]
+        self,
+        plan: BatchPlan,
+        scale: ScaleLR | None,
+        data_ranks: Callable[[int], int],
+        worlds: Callable[[], Worlds],
+        order: StepOrder | None = None,
     ) -> None:
-        self.plan, self.scale = plan, scale
+        """``order``: says the size of every step's batch in place of ``plan``, without ``scale``."""
+        self.plan, self.scale, self._order = plan, scale, order
         self._data_ranks, self._worlds = data_ranks, worlds
         self._per_rank = 0
         """Micro-batches of each data-parallel rank when the run began; 0 before anything is committed."""
@@ -98,6 +104,8 @@ class Batches:
     def of(self, step: int) -> StepBatch:
         """Return the batch of ``step``. Raises `UsageError` when the rule returns no valid factor."""
         runs = self.runs(step)
+        if self._order is not None:
+            return StepBatch(self._order.shards(step), self._order.samples_before(step), 1.0, runs)
         if self.scale is None:
             return StepBatch(runs[0][1], step * self.plan.global_batch, 1.0, runs)
         factor = factor_at(runs, step, self._target, self.scale.warmup_steps)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rackrun.worker.data.global_batch import StepBatch
     from rackrun.worker.steps.step import Step
 
-__all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard"]
+__all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard", "StepOrder"]
 
 LOADER_BITS = 48
 """An id in the ledger is the sample's index in its data set in the lower 48 bits, and its loader's number in the bits
@@ -48,6 +48,27 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class StepOrder(Protocol):
+    """The micro-batches of every step, where a framework decides about them and not rackrun's own shuffle. All answers
+    are a function of the step alone, and the same on every rank."""
+
+    def shards(self, step: int) -> int:
+        """Return the number of micro-batches in the step's global batch. It may differ from step to step."""
+        ...
+
+    def samples_before(self, step: int) -> int:
+        """Return the number of samples in all steps before ``step``."""
+        ...
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of ``step``. Data loading processes do not read ahead beyond it."""
+        ...
+
+    def ids(self, step: int, shard: int) -> np.ndarray[Any, Any]:
+        """Return the sample ids of one micro-batch of ``step``, int64."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -157,6 +178,8 @@ class _Run(Protocol):
     @property
     def _checks(self) -> _Checks: ...
     def _current_step(self) -> Step: ...
+    @property
+    def _order(self) -> StepOrder | None: ...
     def _batch_of(self, step: int) -> StepBatch: ...
     def _my_shards(self) -> list[Shard]: ...
     def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None: ...
@@ -187,7 +210,9 @@ class Loader:
         self._run, self._dataset, self._shuffle = run, dataset, shuffle
         self._samples = len(dataset)
         self._plan = run._batch
-        self._plan.steps_per_epoch(self._samples)
+        self._order = run._order
+        if self._order is None:
+            self._plan.steps_per_epoch(self._samples)
         self._fetch = _Fetch(
             dataset, collate or cast("Callable[[Sequence[Any]], Any]", default_collate), self._plan.seed
         )
@@ -206,7 +231,7 @@ class Loader:
         begins = self._begins(number)
         reading = self._run._checks.begin_iteration(step, len(shards))
         for turn, shard in enumerate(shards):
-            ids = self._plan.ids(begins, shard.index, self._permutation)
+            ids = self._ids(number, begins, shard)
             if self._workers:
                 batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))
                 self._run._checks.record_generator_use(reading, self._workers.drawn, None)
@@ -243,7 +268,14 @@ class Loader:
 
     def _begins(self, step: int) -> tuple[int, int]:
         """Return where ``step`` begins in the data: (epoch, samples used before)."""
+        if self._order is not None:
+            return self._order.epoch(step), 0
         return place(self._run._batch_of(step).runs, step, self._samples, self._plan.micro_batch)
+
+    def _ids(self, step: int, begins: tuple[int, int], shard: Shard) -> np.ndarray[Any, Any]:
+        if self._order is not None:
+            return self._order.ids(step, shard.index)
+        return self._plan.ids(begins, shard.index, self._permutation)
 
     def _permutation(self, epoch: int) -> np.ndarray[Any, Any]:
         """Return the order of the samples in ``epoch``, int64; only the newest epoch's is kept."""
@@ -265,7 +297,7 @@ class Loader:
         at, start = step, turn + 1
         while (begins := self._begins(at))[0] == epoch and self._run._batch_of(at).shards == size:
             for shard in shards[start:]:
-                yield (at, begins, shard.index), self._plan.ids(begins, shard.index, self._permutation)
+                yield (at, begins, shard.index), self._ids(at, begins, shard)
             at, start = at + 1, 0
 
 

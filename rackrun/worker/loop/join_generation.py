@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,8 @@ class Rejoin:
         """
         self._sources_differed = False
         """Whether this process has reported that the ranks that it was to be restored from differ."""
+        self.entered_once = ""
+        """Why ``main`` cannot be entered again in this process, for a message; "" where it can."""
         self.leaving = False
         """Whether ``main`` is being left to be entered again: what it returns or raises does not count any more."""
         self.left_after: int | None = None
@@ -109,8 +112,7 @@ class Rejoin:
                 if plan.reshard is not None:
                     self._hand_over(plan, mine)
                 if mine.fresh and self._is_built_otherwise(plan, mine):
-                    self.leaving = True
-                    raise Reenter
+                    self._leave_main()
                 if plan.layout < world.layout:
                     leave(world.rank, f"has the shards of generation {world.layout}, not of {plan.layout}.")
                 if plan.world_size != world.size or not (mine.fresh or world.counts_as(plan, mine)):
@@ -385,6 +387,15 @@ class Rejoin:
             if changed:  # the script relies on the changes that were undone
                 self._leave_if_unfit("had to undo what its script had changed after the loop")
             raise Superseded
+        self._leave_main()
+
+    def _leave_main(self) -> NoReturn:
+        """Leave ``main`` by raising `Reenter`, or end this process where ``main`` cannot be entered again."""
+        if self.entered_once:
+            leave(
+                self._world.rank,
+                f"would have to begin its script again, but {self.entered_once}; another takes its place.",
+            )
         self.leaving = True
         raise Reenter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
 from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
 from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
-from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard
+from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard, StepOrder
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
@@ -41,7 +42,7 @@ from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
 from rackrun.worker.torch_compat.not_compiled import is_compiled, read_eagerly, refuse_compiled_step
 
-__all__ = ["Run", "Steps"]
+__all__ = ["Opened", "Run", "Steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,6 +68,22 @@ class Steps(Iterator[int]):
     def __len__(self) -> int:
         return self._total
 
+    def close(self) -> None:
+        """Leave the loop before its end, as ``break`` does: on all ranks after the same step."""
+        close: Callable[[], None] | None = getattr(self._numbers, "close", None)
+        if close is not None:
+            close()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What holds for a run that is opened in the middle of a script (`rackrun.begin`)."""
+
+    entered_once: str
+    """Why the script cannot run again in its process, for a message."""
+    order: StepOrder | None = None
+    """The micro-batches of each step, where a framework decides about them."""
+
 
 class Run:
     """One run of the job, on this rank. `rackrun.elastic` creates it; a script never does.
@@ -83,9 +100,13 @@ class Run:
         reduction: str = "fast",
         carried: MainHandover | None = None,
         scale: ScaleLR | None = None,
+        opened: Opened | None = None,
     ) -> None:
+        """``opened``: what holds for a run that code has opened which cannot run again; None under `rackrun.elastic`."""
+        order, entered_once = (opened.order, opened.entered_once) if opened else (None, "")
         self._batch = batch
         """The global batch with the sizes given to `rackrun.elastic`."""
+        self._order = order
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
         boot = runtime.boot
@@ -114,9 +135,9 @@ class Run:
             durable = DurableCheckpoints(runtime, self._state, options)
             if runtime.world.rank == 0:
                 durable.check_training()
-        self._held_by_mesh = unfit_because(self._axes, mesh)
+        self._held = entered_once or unfit_because(self._axes, mesh)
         self._world.microbatch_collectives = MicrobatchCollectives(self._axes, runtime.world.size)
-        self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
+        self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds, order)
         self._places = RankChangeHooks(lambda: (self._world.rank, self._world.size))
         self._checks = ScriptChecks(
             runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
@@ -124,6 +145,7 @@ class Run:
         self._units = UnitRunner(
             runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
         )
+        self._units.entered_once(entered_once)
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
@@ -430,7 +452,7 @@ class Run:
         self._state.check_complete()
         self._my_shards()  # raises when the world does not fit the batch
         self._calls_phases = self._units.keeps_results = phases
-        self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
+        self._units.begin(self._warm_up, total, self._held, self._possible_sizes())
         self._places.run_callbacks()
         self._open = total
         self._came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
@@ -563,11 +585,13 @@ class Run:
     def _my_shards(self) -> list[Shard]:
         """Return this rank's logical shards of the current step, or of the next one between steps."""
         dp_rank, dp_size = self._data_coordinate()
-        if self._batches.scale is None:
-            return self._batch.shards_of(dp_rank, dp_size, shares=self._world.share_changes.shares)
+        shares = self._world.share_changes.shares
+        if self._batches.scale is None and self._order is None:
+            return self._batch.shards_of(dp_rank, dp_size, shares=shares)
         step = self._units.step_in_hand
         number = self._units.passed.step + 1 if step is None else int(step)
-        return self._batch.shards_of(dp_rank, dp_size, self._batch_of(number).shards)
+        shards = self._batch_of(number).shards
+        return self._batch.shards_of(dp_rank, dp_size, shards, shares if sum(shares) == shards else ())
 
     def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
         self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1])

@@ -127,6 +127,10 @@ class UnitRunner:
             restore = not_compiled(lambda optimizer, *_: parts.rates.restore(optimizer))
             self._hook_after = register_optimizer_step_post_hook(restore)
 
+    def entered_once(self, because: str) -> None:
+        """Let this process end where ``main`` would have to be entered again, as it cannot be; "" if it can."""
+        self._rejoin.entered_once = because
+
     # -- the run
     @property
     def passed(self) -> Position:
@@ -149,15 +153,15 @@ class UnitRunner:
         self,
         warm_up: Callable[[], Callable[[Step], Any] | None],
         total: int,
-        held_by_mesh: str = "",
+        held: str = "",
         sizes: Sequence[int] = (),
     ) -> None:
         """Enter the step loop, at ``run.steps()``.
 
         A rank goes on at once, from a checkpoint if there is one. A spare warms up and waits until a plan names it.
         ``warm_up`` returns the function for a spare to try once, or None. ``total``: number of steps of the run.
-        ``held_by_mesh``: why the mesh does not fit another number of ranks, or "". ``sizes``: numbers of ranks that the
-        world may come to have. Raises `StepError` at a second call, `CollectiveBroken` when a peer was lost before the
+        ``held``: why ``main`` cannot be entered again with another number of ranks, or "". ``sizes``: numbers of ranks
+        that the world may come to have. Raises `StepError` at a second call, `CollectiveBroken` when a peer was lost before the
         first step, and `Reenter`.
         """
         if self._begun:
@@ -183,7 +187,7 @@ class UnitRunner:
         if self._batches.scale is not None and not self.waiting_spare and self._carried is None:
             check_rule(self._batches.check(sizes), self._world)
         self._world.scope = Scope.OUTSIDE
-        self._say_how_it_changes(held_by_mesh)
+        self._say_how_it_changes(held)
         if self._carried is not None and not self.waiting_spare:
             self._left_after = self._rejoin.arrive(self._carried.left_after)
             self._came_in = self.passed
@@ -228,12 +232,12 @@ class UnitRunner:
         """Mark on the heartbeat page that the user's own code runs again, between two units."""
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.allowance(_BETWEEN, between=True))
 
-    def _say_how_it_changes(self, held_by_mesh: str) -> None:
+    def _say_how_it_changes(self, held: str) -> None:
         """Report whether the number of ranks can change: in place, by entering ``main`` again, or not at all and
         why."""
         reports = self._reports
         if because := fixed_because(self._state, self._world):
-            reports.fixed = held_by_mesh or held_because(self._state, self._world, self._parts.axes)
+            reports.fixed = held or held_because(self._state, self._world, self._parts.axes)
             reports.reenters = not reports.fixed and self._runtime.boot is not None
             reports.fixed = reports.fixed and f"{because}, and {reports.fixed}"
 

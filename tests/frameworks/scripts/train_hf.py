@@ -1,0 +1,128 @@
+"""A Trainer's script: what it trains, what it logs and which callbacks it has called go to a file for each rank.
+
+``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
+"": nobody. ARGUMENTS: of TrainingArguments, as JSON.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+
+folder, kind, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if kind == "elastic":
+    from rackrun.hf import Trainer
+else:
+    from transformers import Trainer
+
+transformers.logging.set_verbosity_error()
+OF_TIME = ("runtime", "per_second")
+
+
+class Data(Dataset):
+    def __init__(self, samples, first=0):
+        self.samples, self.first = samples, first
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(self.first + index))
+        labels = ids.clone()
+        labels[: index % 5] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def strike(where, state):
+    if not kill:
+        return
+    step, rank, number, place = kill.split(":")
+    struck = folder / "struck"
+    if (place, int(step), int(rank)) == (
+        where,
+        state.global_step,
+        torch.distributed.get_rank(),
+    ) and not struck.exists():
+        struck.touch()
+        os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
+
+
+class Calls(TrainerCallback):
+    def __init__(self):
+        self.calls = {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.count("step_begin")
+        strike("begin", state)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.count("substep_end")
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.count("optimizer_step")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.count("step_end")
+        strike("end", state)
+
+    def on_log(self, args, state, control, **kwargs):
+        self.count("log")
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.count("evaluate")
+
+    def on_save(self, args, state, control, **kwargs):
+        self.count("save")
+        strike("save", state)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.count("epoch_end")
+
+    def count(self, name):
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+
+class Mine(Trainer):
+    def compute_loss(self, model, *args, **kwargs):
+        strike("forward" if model.training else "evaluation", self.state)
+        return super().compute_loss(model, *args, **kwargs)
+
+
+torch.manual_seed(0)
+config = GPT2Config(
+    vocab_size=100, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+)
+model = GPT2LMHeadModel(config)
+arguments = TrainingArguments(
+    output_dir=folder / "output",
+    use_cpu=True,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-2,
+    warmup_steps=2,
+    max_grad_norm=0.5,
+    logging_steps=1,
+    report_to=[],
+    disable_tqdm=True,
+    **json.loads(sys.argv[4]),
+)
+calls = Calls()
+trainer = Mine(model, arguments, train_dataset=Data(21), eval_dataset=Data(5, 1000), callbacks=[calls])
+trainer.train()
+rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+history = [{k: v for k, v in one.items() if not k.endswith(OF_TIME)} for one in trainer.state.log_history]
+found = {
+    "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+    "history": history,
+    "best": [trainer.state.best_metric, trainer.state.best_global_step, trainer.state.total_flos],
+    "calls": calls.calls,
+}
+(folder / f"{rank}.json").write_text(json.dumps(found))

@@ -1,0 +1,59 @@
+"""The Trainer under rackrun trains what it trains under torchrun, to the bit, whoever is lost at which moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.framework_jobs import FrameworkJobs, same
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "train_hf.py"
+EPOCHS = {
+    "num_train_epochs": 2,
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "load_best_model_at_end": True,
+    "save_total_limit": 1,
+    "include_num_input_tokens_seen": "all",
+}
+"""21 samples: epochs of three steps, of which the last is padded."""
+
+
+@pytest.fixture(scope="session")
+def stock_epochs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return FrameworkJobs(SCRIPT, tmp_path_factory.mktemp("stock"), lambda *_: None).stock(EPOCHS)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, run_rackrun: Callable[..., Any]) -> FrameworkJobs:
+    return FrameworkJobs(SCRIPT, tmp_path, run_rackrun)
+
+
+def test_the_main_process_is_killed_in_a_forward(jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
+    same(stock_epochs, jobs.elastic(EPOCHS, "4:0:KILL:forward"), struck=True)
+
+
+def test_a_script_that_is_not_touched_loses_a_rank_in_an_evaluation(
+    jobs: FrameworkJobs, stock_epochs: dict[str, Any]
+) -> None:
+    options = ["--framework", "hf"]
+    same(stock_epochs, jobs.elastic(EPOCHS, "3:1:KILL:evaluation", kind="framework", options=options), struck=True)
+
+
+@pytest.mark.stories
+def test_nobody_is_lost_and_callbacks_are_called_as_often(jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
+    same(stock_epochs, jobs.elastic(EPOCHS), struck=False)
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize(
+    "kill",
+    ["0:0:KILL:begin", "2:1:STOP:forward", "3:0:KILL:evaluation", "3:0:KILL:save", "5:1:KILL:end", "4:0:STOP:begin"],
+)
+def test_one_is_lost_at_another_moment(kill: str, jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
+    same(stock_epochs, jobs.elastic(EPOCHS, kill), struck=True)

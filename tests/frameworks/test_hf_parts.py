@@ -1,0 +1,101 @@
+"""The parts of the Trainer's adapter that need no job."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from rackrun.errors import UsageError
+from rackrun.frameworks.hf import refusals
+from rackrun.frameworks.hf.data_order import TrainerOrder
+from rackrun.frameworks.hf.loop_state import LoopRecord
+from rackrun.frameworks.hf.tokens import TokenLoader
+
+RANKS, MICRO_BATCH = 2, 2
+
+
+def loader(samples: int, rank: int, *, drop_last: bool = False) -> Any:
+    """What accelerate makes of the stock Trainer's loader on ``rank``."""
+    sampler = SeedableRandomSampler(range(samples), data_seed=3)
+    batches = BatchSampler(sampler, MICRO_BATCH, drop_last=drop_last)
+    sharded = BatchSamplerShard(batches, RANKS, rank)
+    found: Any = DataLoader(range(samples), batch_sampler=sharded)  # type: ignore[arg-type]
+    found.set_epoch = sampler.set_epoch
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("samples", [8, 21, 24, 3])
+def test_every_step_has_the_samples_of_the_stock_loop(samples: int, accumulation: int, drop_last: bool) -> None:
+    if drop_last and samples < RANKS * MICRO_BATCH:
+        pytest.skip("no batch is left")
+    order = TrainerOrder(loader(samples, 0, drop_last=drop_last), RANKS, accumulation, 0, 0)
+    step = 0
+    for epoch in range(3):
+        of_rank = []
+        for rank in range(RANKS):
+            stock = loader(samples, rank, drop_last=drop_last)
+            stock.set_epoch(epoch)
+            of_rank.append(list(stock.batch_sampler))
+        for first in range(0, len(of_rank[0]), accumulation):
+            expected = [batch for batches in of_rank for batch in batches[first : first + accumulation]]
+            assert order.shards(step) == len(expected)
+            assert [order.ids(step, shard).tolist() for shard in range(len(expected))] == expected
+            assert order.epoch(step) == epoch
+            step += 1
+    assert step == 3 * order.steps_per_epoch
+
+
+def test_tokens_of_steps_that_are_over_do_not_wait() -> None:
+    entered: list[int] = []
+    tokens = TokenLoader(3, lambda step: 1 if step % 3 == 2 else 2, entered.append)
+    tokens.begin(4)
+    tokens.set_epoch(1)
+    assert [(token.step, token.last) for token in tokens] == [(3, False), (3, True), (4, False), (4, True), (5, True)]
+    assert entered == [4, 5]
+
+
+def test_a_record_is_the_same_after_its_way_to_another_process() -> None:
+    record = LoopRecord()
+    record.step_done(4, "entered", '{"loss": 1.5}\n{"loss": NaN}', "results")
+    record.phase_done("left", '{"eval_loss": 2.0}')
+    other = LoopRecord()
+    other.load_state_dict(record.state_dict())
+    assert vars(other) == vars(record)
+    assert (other.logs, other.phases) == (2, [("left", 3)])
+
+
+def test_this_version_of_transformers_is_known() -> None:
+    refusals.refuse_version()
+
+
+def test_another_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.Trainer, "_run_epoch", lambda self, model: None)
+    with pytest.raises(UsageError, match=r"Trainer\._run_epoch is \(model\)"):
+        refusals.refuse_version()
+
+
+def test_a_subclass_that_overrides_the_step_is_told_what_to_write() -> None:
+    mine = type("Mine", (), {"training_step": lambda self: None})
+    with pytest.raises(UsageError, match=r"class ElasticMine\(rackrun\.hf\.Elastic, Mine\)"):
+        refusals.refuse_class(mine)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def test_streams_and_batches_of_different_sizes_are_refused() -> None:
+    trainer = SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=SimpleNamespace(even_batches=True))
+    with pytest.raises(UsageError, match="is a stream"):
+        refusals.refuse_loader(trainer, DataLoader(Stream()))
+    with pytest.raises(UsageError, match="different sizes"):
+        refusals.refuse_loader(trainer, DataLoader(torch.arange(4), batch_sampler=[[0], [1, 2]]))  # type: ignore[arg-type]
