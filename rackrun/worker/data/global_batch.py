@@ -69,6 +69,11 @@ class Batches:
         self._history: list[BatchRun] = []
         self._factors: dict[int, float] = {}
 
+    @property
+    def dealt_by_framework(self) -> bool:
+        """Whether a framework decides about the micro-batches of every step, for one number of ranks."""
+        return self._order is not None
+
     # -- tracked
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes of the committed steps' batches, from which the samples of later steps follow."""

@@ -236,7 +236,9 @@ class UnitRunner:
         """Report whether the number of ranks can change: in place, by entering ``main`` again, or not at all and
         why."""
         reports = self._reports
-        if because := fixed_because(self._state, self._world):
+        if self._batches.dealt_by_framework:
+            reports.fixed = "a framework deals the samples to this number of ranks"
+        elif because := fixed_because(self._state, self._world):
             reports.fixed = held or held_because(self._state, self._world, self._parts.axes)
             reports.reenters = not reports.fixed and self._runtime.boot is not None
             reports.fixed = reports.fixed and f"{because}, and {reports.fixed}"

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -151,3 +152,23 @@ def test_below_the_fewest_ranks_allowed_it_waits_for_others(train: Train) -> Non
     ended = train(script(), kill={0: moments(reference, 0, 2)[0]}, **(SHRINK | {"ranks": 2, "min_ranks": 2}))
     assert ended.exit_code == 0, ended
     assert sizes(ended) == [2], ended
+
+
+class Dealt:
+    """A framework's micro-batches."""
+
+    def shards(self, step: int) -> int:
+        return 6
+
+    def samples_before(self, step: int) -> int:
+        return 12 * step
+
+
+def test_a_world_whose_samples_a_framework_deals_keeps_its_number_of_ranks(train: Train) -> None:
+    def main(run: Run) -> None:
+        run._batches._order = cast("Any", Dealt())
+        script(3)(run)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    assert {ready.fixed for ready in ended.ready.values()} == {"a framework deals the samples to this number of ranks"}
