@@ -23,6 +23,8 @@ __all__ = ["FILE", "described"]
 FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
     "rackrun",
+    "rackrun.accelerate",
+    "rackrun.hf",
     "rackrun.policy",
     "rackrun.provider",
     "rackrun.checkpoint",

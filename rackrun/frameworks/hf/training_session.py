@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
 
+from rackrun.frameworks.accelerate.accelerate_ranks import set_ranks
 from rackrun.frameworks.hf.data_order import TrainerOrder
 from rackrun.frameworks.hf.loop_state import LoopRecord, captured, fresh_logs, restore
 from rackrun.frameworks.hf.step_unit import StepUnit, StockMethods, from_rank_0
@@ -183,11 +183,7 @@ class TrainingSession:
     # -- the place
     def _take_place(self) -> None:
         """Set what accelerate and the Trainer have derived from an older rank."""
-        rank, size = self.run.rank, self.run.world_size
-        if size > 1:
-            local = 0 if rank == 0 else max(int(os.environ.get("LOCAL_RANK", "0")), 1)
-            for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-                shared.update(process_index=rank, local_process_index=local, num_processes=size)
+        set_ranks(self.run)
         state = self._trainer.state
         state.is_world_process_zero = self._trainer.is_world_process_zero()
         state.is_local_process_zero = self._trainer.is_local_process_zero()

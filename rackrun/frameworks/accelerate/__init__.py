@@ -1,0 +1,1 @@
+"""What scripts that use Hugging Face Accelerate need beside `rackrun.elastic`."""
