@@ -24,7 +24,6 @@ FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
     "rackrun",
     "rackrun.accelerate",
-    "rackrun.hf",
     "rackrun.policy",
     "rackrun.provider",
     "rackrun.checkpoint",
