@@ -57,3 +57,11 @@ def test_nobody_is_lost_and_callbacks_are_called_as_often(jobs: FrameworkJobs, s
 )
 def test_one_is_lost_at_another_moment(kill: str, jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
     same(stock_epochs, jobs.elastic(EPOCHS, kill), struck=True)
+
+
+@pytest.mark.stories
+def test_ranks_train_one_model_after_an_evaluation(run_rackrun: Callable[..., Any], tmp_path: Path) -> None:
+    script = SCRIPT.parent / "evaluate_first.py"
+    ran = run_rackrun(["--standalone", "--nproc-per-node", 2, script, tmp_path], env={"OMP_NUM_THREADS": "1"})
+    assert ran.exit_code == 0, ran
+    assert (tmp_path / "0.txt").read_text() == (tmp_path / "1.txt").read_text()

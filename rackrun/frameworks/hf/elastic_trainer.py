@@ -61,7 +61,10 @@ class Elastic(_Base):  # type: ignore[misc]
         refuse_arguments(self)
         refuse_loader(self, dataloader)
         self._rackrun_loader = dataloader
-        return super().set_initial_training_values(args, dataloader)
+        values = super().set_initial_training_values(args, dataloader)
+        if values[-1] < 1:
+            raise UsageError("the Trainer has no step to do: num_train_epochs is 0.", remedy="do not call train().")
+        return values
 
     def _init_training_state(
         self,
@@ -76,6 +79,9 @@ class Elastic(_Base):  # type: ignore[misc]
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        # Accelerate would not wrap a model in DistributedDataParallel that `evaluate` has prepared for itself, and each
+        # rank would train a model of its own.
+        self.model.__dict__.pop("_is_accelerate_prepared", None)
         model, _ = super()._prepare_for_training(max_steps, self._rackrun_loader, resume_from_checkpoint)
         stock = StockMethods(
             training_step=super().training_step,

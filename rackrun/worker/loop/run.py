@@ -373,6 +373,22 @@ class Run:
         reseed(self._batch.seed, "after", at.step, at.phase)
         return result
 
+    def goes_on(self, condition: Callable[[], bool]) -> bool:
+        """Return whether a loop of `do` has another turn: ``while run.goes_on(lambda: progress.reward < 200)``.
+
+        That is ``condition()``, except on a process that still goes through calls which are committed: there tracked
+        objects have the values of later turns, and the loop goes on as it did on the other ranks.
+        """
+        if self._driven is None:
+            return bool(condition())
+        return self._turn.last_phase < self._last_committed() or bool(condition())
+
+    def _last_committed(self) -> Position:
+        """Return the position of the last committed unit among those that the loop's body calls."""
+        step = self._units.left_after if self._units.left_early else self._units.passed.step
+        assert step is not None, "it is known after which step a loop was left"
+        return Position(step, self._units.results.last_phase)
+
     def _begin_driven(self, function: Callable[..., Any] | None) -> None:
         """Begin the loop that `do` and `phase` drive, unless it has begun. ``function``: the step's, which a spare may
         try."""
@@ -530,6 +546,13 @@ class Run:
     def _finish(self) -> None:
         """Leave the loop if it is still open, run the ``at_end`` phases, and wait until all ranks have finished.
         `rackrun.elastic` calls this when ``main`` has returned."""
+        ends_early = self._driven is not None and self._turn.last_phase < self._last_committed()
+        if ends_early and not self._units.draining:
+            raise StepError(
+                f"the loop of run.do ended after {self._calls} steps on this process, which goes through the calls that are committed: on the "
+                f"other ranks it went on to step {self._last_committed().step}. It was decided by tracked objects, which are of later turns here.",
+                remedy="write `while run.goes_on(lambda: ...)`; elsewhere decide by what the process counts itself.",
+            )
         if self._open and not self._units.draining:
             if self._world.scope is not Scope.AFTER:  # a script that still holds the iterator has kept the loop open
                 self._end_loop(self._open, late=True)

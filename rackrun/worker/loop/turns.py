@@ -36,6 +36,11 @@ class Turn:
         """Note that the body has called step ``step``; -1: none yet, in a loop that has no turns before steps."""
         self._from, self._phases = Position(step, 0), 0
 
+    @property
+    def last_phase(self) -> Position:
+        """The position of the last phase that the body has called, or else of its last step."""
+        return Position(self._from.step, self._from.phase + self._phases)
+
     def next_phase(self) -> Position:
         """Return the position of the phase that the body calls now. Raises `StepError` for too many."""
         if self._phases == _PHASES_MAX:

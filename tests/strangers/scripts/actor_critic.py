@@ -70,7 +70,7 @@ def main(run):
             record.step(run.rank, step, loss=loss)
 
     step = 0
-    while progress.rounds < 4 or (sum(progress.rewards[-3:]) / 3 < 0.97 and progress.rounds < 9):
+    while run.goes_on(lambda: progress.rounds < 4 or (sum(progress.rewards[-3:]) < 2.9 and progress.rounds < 9)):
         run.phase(rollout)
         for weight in (1.0, 0.5):
             note(step, run.do(update_critic, weight))

@@ -86,7 +86,7 @@ def steps_of_two_kinds(run: Run) -> None:
     def first(step: Step, scale: float) -> float:
         return train(step) * scale
 
-    while len(record.found) < 3 * STEPS:
+    while run.goes_on(lambda: len(record.found) < 3 * STEPS):
         run.phase(lambda: evaluate(2.0), name="collect")
         for _ in range(2):
             heard[len(heard)] = [run.do(first, 2.0), float(torch.rand(()))]
@@ -238,6 +238,21 @@ def test_a_loop_without_a_number_of_steps_ends_where_its_body_decides(train: Tra
     assert ended.exit_code == 0, ended
     assert sorted(ended.losses) == [0, 1, 2]
     assert max(ended.gates) == Position(3, 1), "the phase at the end"
+
+
+def test_who_ends_its_loop_by_an_object_of_a_later_turn_is_told_what_to_write(train: Train) -> None:
+    def main(run: Run) -> None:
+        train_step, evaluate, record = prepared(run)
+        while len(record.found) < 4:  # the first phase of a turn decides that it is the last
+            run.phase(lambda: evaluate(1.0))
+            for _ in range(2):
+                run.do(train_step)
+        say(found=record.found)
+
+    reference = train(main, ranks=2)
+    ended = train(main, ranks=2, kill={1: places(reference, 1, 7)[0]}, max_restarts=0)
+    assert ended.failure is not None, ended
+    assert "while run.goes_on(lambda: ...)" in ended.failure.traceback
 
 
 @pytest.mark.parametrize(
