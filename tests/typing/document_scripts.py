@@ -42,6 +42,43 @@ _BEFORE = {
         class SummaryWriter:
             def __init__(self, folder: str) -> None: ...
         """,
+    "api.md: for number in run.steps(1000, phases=True):": """
+        from typing import cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        @run.step
+        def train_step(step: rackrun.Step) -> float: ...
+        def evaluate() -> float: ...
+        """,
+    "api.md: while run.goes_on(": """
+        from typing import cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        class Progress:
+            reward = 0.0
+        progress = Progress()
+        def collect_rollouts() -> None: ...
+        def update_policy(step: rackrun.Step) -> float: ...
+        def update_critic(step: rackrun.Step) -> float: ...
+        """,
+    "loggers.md: bar = tqdm(": """
+        from typing import Any, cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        tqdm: Any = None
+        @run.step
+        def train_step(step: rackrun.Step) -> float: ...
+        """,
+    "huggingface.md: from rackrun.hf import": "",
+    "accelerate.md: import rackrun": """
+        from typing import Any
+        import torch
+        from torch import nn
+        from torch.utils.data import TensorDataset
+        dataset = TensorDataset()
+        def build_model() -> nn.Module: ...
+        def loss_of(model: nn.Module, batch: Any) -> torch.Tensor: ...
+        """,
     'exact_reduction.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, reduction="exact")': "import rackrun",
     "scale_lr.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, batch=rackrun.ScaleLR": "import rackrun",
     "test_your_script.md: from rackrun.chaos import": "",

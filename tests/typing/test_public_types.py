@@ -62,7 +62,7 @@ implicit_reexport = True
 [mypy-{",".join(f"torch.{name}.*" for name in NOT_LOOKED_INTO)},sympy.*]
 follow_imports = skip
 
-[mypy-safetensors.*]
+[mypy-safetensors.*,accelerate.*]
 ignore_missing_imports = True
 """
 """What is in rackrun is checked by itself, and where it is installed nobody checks it again. A body of three dots, as in documents, is no mistake."""
