@@ -162,8 +162,13 @@ def codebook(run: Run) -> None:
     fit(run, model, adam(model))
 
 
-def clamped_weights(run: Run) -> None:
-    """As in WGAN: at the beginning of a step, through ``.data``; not idempotent, so that once too often shows."""
+def clamped(
+    run: Run,
+    *,
+    first: Callable[[Step, nn.Module], None] = lambda step, model: None,
+    before_update: Callable[[Step, nn.Module], None] = lambda step, model: None,
+) -> None:
+    """Train a model that ``first`` changes when a step begins, and ``before_update`` right before the update."""
     model = ddp(run)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -171,36 +176,36 @@ def clamped_weights(run: Run) -> None:
 
     @run.step
     def step(step: Step) -> None:
-        for parameter in model.parameters():
-            parameter.data.clamp_(-0.2, 0.2).mul_(0.98)
+        first(step, model)
         for batch in data:
             step.backward(loss_of(model, batch))
+        before_update(step, model)
         optimizer.step()
         optimizer.zero_grad()
 
     for number in run.steps(STEPS):
         step(number)
+
+
+def clamped_weights(run: Run) -> None:
+    """As in WGAN: at the beginning of a step, through ``.data``; not idempotent, so that once too often shows."""
+
+    def clamp(_: Step, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2).mul_(0.98)
+
+    clamped(run, first=clamp)
 
 
 def clamped_later(run: Run) -> None:
     """For the first time in the sixth step, right before the update, and so that once more changes nothing."""
-    model = ddp(run)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
-    run.track(model=model, optimizer=optimizer)
-    data = run.loader(Samples())
 
-    @run.step
-    def step(step: Step) -> None:
-        for batch in data:
-            step.backward(loss_of(model, batch))
+    def clamp(step: Step, model: nn.Module) -> None:
         if int(step) >= 5:
             for parameter in model.parameters():
                 parameter.data.clamp_(-0.2, 0.2)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    for number in run.steps(STEPS):
-        step(number)
+    clamped(run, before_update=clamp)
 
 
 def target_network(run: Run) -> None:
