@@ -323,8 +323,8 @@ class Run:
         A spare waits at the first call. A process that takes a rank over, or resumes, makes the same calls from the
         first on. Those whose steps are committed do nothing: the last of them returns the result that the others have
         (numbers, texts, lists and dictionaries; a tuple becomes a list; else None), all earlier ones return None. So
-        the code around the calls decides by tracked objects. When the job is to end at a step boundary, ``main`` is
-        left in this call. Raises `StepError` in a script that calls `steps`, and for a call that the other ranks have
+        the code around the calls decides by what it counts itself, and the loop ends by that or by `goes_on`. When the
+        job is to end at a step boundary, ``main`` is left in this call. Raises `StepError` in a script that calls `steps`, and for a call that the other ranks have
         not made.
         """
         if torch.compiler.is_dynamo_compiling() or is_compiled(function):
@@ -366,8 +366,7 @@ class Run:
             )
         at, results = self._turn.next_phase(), self._units.results
         if after_loop or at <= self._units.passed:
-            last = (self._units.passed.step, results.last_phase) == (at.step, at.phase)
-            result = cast("T | None", decoded(results.of_last_phase) if last else None)
+            result = cast("T | None", decoded(results.of_last_phase) if at == self._last_committed() else None)
         else:
             result = self._phase(at, function, named, in_body=True)
         reseed(self._batch.seed, "after", at.step, at.phase)
@@ -381,7 +380,7 @@ class Run:
         """
         if self._driven is None:
             return bool(condition())
-        return self._turn.last_phase < self._last_committed() or bool(condition())
+        return self._turn.place < self._last_committed() or bool(condition())
 
     def _last_committed(self) -> Position:
         """Return the position of the last committed unit among those that the loop's body calls."""
@@ -546,7 +545,7 @@ class Run:
     def _finish(self) -> None:
         """Leave the loop if it is still open, run the ``at_end`` phases, and wait until all ranks have finished.
         `rackrun.elastic` calls this when ``main`` has returned."""
-        ends_early = self._driven is not None and self._turn.last_phase < self._last_committed()
+        ends_early = self._driven is not None and self._turn.place < self._last_committed()
         if ends_early and not self._units.draining:
             raise StepError(
                 f"the loop of run.do ended after {self._calls} steps on this process, which goes through the calls that are committed: on the "

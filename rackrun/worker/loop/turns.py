@@ -37,7 +37,7 @@ class Turn:
         self._from, self._phases = Position(step, 0), 0
 
     @property
-    def last_phase(self) -> Position:
+    def place(self) -> Position:
         """The position of the last phase that the body has called, or else of its last step."""
         return Position(self._from.step, self._from.phase + self._phases)
 
