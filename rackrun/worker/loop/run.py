@@ -24,11 +24,12 @@ from rackrun.worker.data.rng import reseed
 from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.exact.fixed_point_scales import width_of
+from rackrun.worker.loop.driven_loop import NO_END, DrivenLoop
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.loop_exit import all_leave
 from rackrun.worker.loop.turns import Turn, decoded
 from rackrun.worker.loop.unit_runner import UnitRunner
-from rackrun.worker.membership.decisions.interruptions import LoopDrained, Reenter
+from rackrun.worker.membership.decisions.interruptions import Reenter
 from rackrun.worker.membership.decisions.script_scope import Scope
 from rackrun.worker.process.log_values import log_values
 from rackrun.worker.process.reports import say
@@ -48,8 +49,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
 
-_NO_END = 2**39
-"""The number of steps of a loop that has none of its own (`Run.do`)."""
 _LEFT_EARLY = 2**20
 """Phase number of the agreement that all ranks leave the loop early; it sorts after all other phases of the last step.
 """
@@ -160,12 +159,8 @@ class Run:
         self._turn = Turn()
         self._calls_phases = False
         """Whether the loop's body may call `phase`."""
-        self._driven: Generator[int, None, None] | None = None
+        self._driven: DrivenLoop | None = None
         """The loop that `do` and `phase` drive; None in a script that has no such loop."""
-        self._calls = 0
-        """The number of calls of `do`."""
-        self._reached = -1
-        """The step that this loop has yielded last."""
         reseed(batch.seed, "setup")
 
     # -- who and where
@@ -329,14 +324,7 @@ class Run:
         """
         if torch.compiler.is_dynamo_compiling() or is_compiled(function):
             refuse_compiled_step(function.__name__)
-        self._begin_driven(function)
-        number, self._calls = self._calls, self._calls + 1
-        if number < self._reached or self._units.left_early:
-            return cast("T | None", self._skip(number))
-        if number > self._reached:
-            self._drive()
-        assert self._looping == self._reached == number, "one call for each step"
-        return self._call(function, args, kwargs)
+        return self._begin_driven(function).call(lambda: self._call(function, args, kwargs))
 
     def phase(self, function: Callable[[], T], *, name: str = "") -> T | None:
         """Run ``function`` as a phase on all ranks now, in the body of a loop, and return its result.
@@ -366,7 +354,7 @@ class Run:
             )
         at, results = self._turn.next_phase(), self._units.results
         if after_loop or at <= self._units.passed:
-            result = cast("T | None", decoded(results.of_last_phase) if at == self._last_committed() else None)
+            result = cast("T | None", decoded(results.of_last_phase) if at == self._units.last_in_body else None)
         else:
             result = self._phase(at, function, named, in_body=True)
         reseed(self._batch.seed, "after", at.step, at.phase)
@@ -378,50 +366,19 @@ class Run:
         That is ``condition()``, except on a process that still goes through calls which are committed: there tracked
         objects have the values of later turns, and the loop goes on as it did on the other ranks.
         """
+        return bool(condition()) if self._driven is None else self._driven.goes_on(condition)
+
+    def _begin_driven(self, function: Callable[..., Any] | None) -> DrivenLoop:
+        """Return the loop that `do` and `phase` drive; the first call begins it. ``function``: the step's, which a
+        spare may try."""
         if self._driven is None:
-            return bool(condition())
-        return self._turn.place < self._last_committed() or bool(condition())
-
-    def _last_committed(self) -> Position:
-        """Return the position of the last committed unit among those that the loop's body calls."""
-        step = self._units.left_after if self._units.left_early else self._units.passed.step
-        assert step is not None, "it is known after which step a loop was left"
-        return Position(step, self._units.results.last_phase)
-
-    def _begin_driven(self, function: Callable[..., Any] | None) -> None:
-        """Begin the loop that `do` and `phase` drive, unless it has begun. ``function``: the step's, which a spare may
-        try."""
-        if self._driven is not None:
-            return
-        if self._world.scope is not Scope.SETUP:
-            raise StepError("run.do was called in a script that has a loop over run.steps().", remedy=ONE_LOOP)
-        if function is not None:
-            self._step_functions.append(function)
-        self._driven = self._loop(_NO_END, phases=True)
-        self._reached = next(self._driven, -1)
-        self._turn.after_step(-1)
-
-    def _drive(self) -> None:
-        """End the turn of the loop that `do` drives, and begin the next. Raises `LoopDrained` when the job is to end
-        instead."""
-        assert self._driven is not None, "the first call has begun it"
-        number = next(self._driven, None)
-        if number is None:
-            raise LoopDrained
-        self._reached = number
-
-    def _skip(self, number: int) -> Any:
-        """Return the result of a call of `do` whose step ``number`` is committed. Raises `StepError` when it is not,
-        because the others have left the loop before."""
-        left = self._units.left_after
-        if left is not None and number > left:
-            raise StepError(
-                f"run.do was called for step {number}, and the other ranks have left their loop after step {left}.",
-                remedy="decide how long the loop goes on by tracked objects, which a process that takes a rank over has.",
-            )
-        self._turn.after_step(number)
-        reseed(self._batch.seed, "after", number)
-        return decoded(self._units.results.step) if number == left else None
+            if self._world.scope is not Scope.SETUP:
+                raise StepError("run.do was called in a script that has a loop over run.steps().", remedy=ONE_LOOP)
+            if function is not None:
+                self._step_functions.append(function)
+            numbers = self._loop(NO_END, phases=True)
+            self._driven = DrivenLoop(numbers, self._units, self._turn, self._batch.seed)
+        return self._driven
 
     def every(self, steps: int, function: Callable[[], Any]) -> None:
         """Run ``function`` as a phase on all ranks after every ``steps`` committed steps. A phase may use collectives.
@@ -545,13 +502,8 @@ class Run:
     def _finish(self) -> None:
         """Leave the loop if it is still open, run the ``at_end`` phases, and wait until all ranks have finished.
         `rackrun.elastic` calls this when ``main`` has returned."""
-        ends_early = self._driven is not None and self._turn.place < self._last_committed()
-        if ends_early and not self._units.draining:
-            raise StepError(
-                f"the loop of run.do ended after {self._calls} steps on this process, which goes through the calls that are committed: on the "
-                f"other ranks it went on to step {self._last_committed().step}. It was decided by tracked objects, which are of later turns here.",
-                remedy="write `while run.goes_on(lambda: ...)`; elsewhere decide by what the process counts itself.",
-            )
+        if self._driven is not None:
+            self._driven.check_ended()
         if self._open and not self._units.draining:
             if self._world.scope is not Scope.AFTER:  # a script that still holds the iterator has kept the loop open
                 self._end_loop(self._open, late=True)

@@ -507,6 +507,12 @@ class UnitRunner:
         return self._state.lineage.results
 
     @property
+    def last_in_body(self) -> Position:
+        """The position of the last committed unit among those that the loop's body calls."""
+        step = self._left_after if self._left_after is not None else self.passed.step
+        return Position(step, self.results.last_phase)
+
+    @property
     def left_after(self) -> int | None:
         """The step after which the script has left its loop early; None if it has not."""
         return self._left_after
