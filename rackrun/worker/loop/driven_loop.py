@@ -7,9 +7,9 @@ from typing import TypeVar, cast
 
 from rackrun.errors import StepError
 from rackrun.worker.data.rng import reseed
-from rackrun.worker.loop.turns import Turn, decoded
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.decisions.interruptions import LoopDrained
+from rackrun.worker.steps.turns import Turn, decoded
 
 __all__ = ["NO_END", "DrivenLoop"]
 

@@ -27,7 +27,6 @@ from rackrun.worker.exact.fixed_point_scales import width_of
 from rackrun.worker.loop.driven_loop import NO_END, DrivenLoop
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.loop_exit import all_leave
-from rackrun.worker.loop.turns import Turn, decoded
 from rackrun.worker.loop.unit_runner import UnitRunner
 from rackrun.worker.membership.decisions.interruptions import Reenter
 from rackrun.worker.membership.decisions.script_scope import Scope
@@ -41,6 +40,7 @@ from rackrun.worker.script.user_line import user_line
 from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
 from rackrun.worker.state.tracked_state import TrackedState
 from rackrun.worker.steps.step import Step
+from rackrun.worker.steps.turns import Turn, decoded
 from rackrun.worker.torch_compat.not_compiled import is_compiled, read_eagerly, refuse_compiled_step
 
 __all__ = ["Opened", "Run", "Steps"]

@@ -31,7 +31,6 @@ from rackrun.worker.loop.join_generation import Rejoin
 from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
-from rackrun.worker.loop.turns import with_phase, with_step
 from rackrun.worker.loop.unit_attempt import UnitAttempt
 from rackrun.worker.loop.unusable_state import (
     judge_post_gate_failures,
@@ -52,6 +51,7 @@ from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_looked_at
 from rackrun.worker.steps.recorded_units import RecordedUnit
 from rackrun.worker.steps.step import Step
+from rackrun.worker.steps.turns import with_phase, with_step
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
 from rackrun.worker.torch_compat.not_compiled import not_compiled
 
