@@ -46,8 +46,9 @@ class DrivenLoop:
         """Return ``condition()``, or True while committed calls follow."""
         return self._is_behind or bool(condition())
 
-    def check_ended(self) -> None:
-        """Raise `StepError` if the script's loop has ended before it came to where the other ranks are."""
+    def end(self) -> None:
+        """End the last turn, with the phases that are due after its step, when the script's loop is over. Raises
+        `StepError` if it has ended before it came to where the other ranks are."""
         if self._is_behind and not self._units.draining:
             raise StepError(
                 f"the loop of run.do ended after {self._calls} steps on this process, which goes through the calls that are committed: on the "
@@ -55,8 +56,8 @@ class DrivenLoop:
                 remedy="write `while run.goes_on(lambda: ...)`; elsewhere decide by what the process counts itself.",
             )
 
-    def close(self) -> None:
-        """Let go of the loop."""
+        if self._calls > self._reached and not self._units.left_early:  # the step of the last turn was called
+            next(self._numbers, None)
         self._numbers.close()
 
     @property

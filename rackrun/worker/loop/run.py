@@ -324,6 +324,7 @@ class Run:
         """
         if torch.compiler.is_dynamo_compiling() or is_compiled(function):
             refuse_compiled_step(function.__name__)
+        self._refuse_in_unit("do", function)
         return self._begin_driven(function).call(lambda: self._call(function, args, kwargs))
 
     def phase(self, function: Callable[[], T], *, name: str = "") -> T | None:
@@ -332,16 +333,12 @@ class Run:
         The loop is one of `do`, or ``run.steps(n, phases=True)``. A phase may use collectives, and may run again as a
         whole; what it changes of tracked state is kept. On a process that takes a rank over, the phases of the turn
         that are committed do nothing: the last of them returns the result that the others have (as in `do`), earlier
-        ones return None. After the loop, ``function`` is called like any code there. ``name`` stands for the function
+        ones return None. After a loop over `steps`, ``function`` is called like any code there. ``name`` stands for the function
         in messages, and keeps what is known of one phase apart from another. Raises `StepError` in a step or a phase,
         and in a loop without ``phases=True``.
         """
         named = name or _name_of(function)
-        if self._units.step_in_hand is not None:
-            raise StepError(
-                f"run.phase({named}) was called in a step or a phase.",
-                remedy="call it in the body of the loop; in a step, call the function itself.",
-            )
+        self._refuse_in_unit("phase", function)
         if self._world.scope is Scope.SETUP:
             self._begin_driven(None)
         after_loop = self._world.scope is Scope.AFTER
@@ -367,6 +364,14 @@ class Run:
         objects have the values of later turns, and the loop goes on as it did on the other ranks.
         """
         return bool(condition()) if self._driven is None else self._driven.goes_on(condition)
+
+    def _refuse_in_unit(self, call: str, function: Callable[..., Any]) -> None:
+        """Raise `StepError` in a step or a phase."""
+        if self._units.step_in_hand is not None:
+            raise StepError(
+                f"run.{call}({_name_of(function)}) was called in a step or a phase.",
+                remedy="call it in the body of the loop; in a step or a phase, call the function itself.",
+            )
 
     def _begin_driven(self, function: Callable[..., Any] | None) -> DrivenLoop:
         """Return the loop that `do` and `phase` drive; the first call begins it. ``function``: the step's, which a
@@ -468,7 +473,7 @@ class Run:
             # where main is left to be entered again, the world may already be a different one
             if not self._units.leaving and self._world.scope is not Scope.AFTER:
                 self._units.leaves_loop()
-                self._end_loop(total)
+                self._end_loop(total, late=self._driven is not None)
             raise
         if self._looping is not None:
             raise StepError(
@@ -503,7 +508,7 @@ class Run:
         """Leave the loop if it is still open, run the ``at_end`` phases, and wait until all ranks have finished.
         `rackrun.elastic` calls this when ``main`` has returned."""
         if self._driven is not None:
-            self._driven.check_ended()
+            self._driven.end()
         if self._open and not self._units.draining:
             if self._world.scope is not Scope.AFTER:  # a script that still holds the iterator has kept the loop open
                 self._end_loop(self._open, late=True)
@@ -511,16 +516,16 @@ class Run:
             left_after = self._units.left_after
             assert left_after is not None, "it has just been set"
             if self._driven is not None:
-                self._driven.close()
                 self._open = left_after + 1
-                self._units.ends_after(left_after)
             # A process that takes over a rank from here on finds the loop finished.
             step = self._units.passed.step
             self._phase(
                 Position(self._open - 1, _LEFT_EARLY),
                 lambda: all_leave(self._world, self._runtime.boot, step),
-                "leaving the loop over run.steps()",
+                "leaving the loop",
             )
+            if self._driven is not None:
+                self._units.ends_after(left_after)
             self._run_at_end(self._open, after=0)
         self._units.finish()
 

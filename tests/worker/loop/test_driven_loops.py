@@ -185,6 +185,34 @@ def test_a_rank_that_is_lost_in_a_phase_before_the_first_step_is_taken_over(trai
     assert len(ended.plans) == 1, ended
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_lost_in_a_phase_after_the_last_step_of_a_loop_without_numbers(
+    rank: int, train: Train, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+
+    def main(run: Run) -> None:
+        train_step, evaluate, record = prepared(run)
+
+        def last() -> None:
+            evaluate(4.0)
+            if run.rank == rank and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        run.every(3, last)
+        run.at_end(lambda: evaluate(5.0))
+        for _ in range(3):
+            run.do(train_step)
+        run.at_end(lambda: say(found=record.found))
+
+    ended = train(main, ranks=2)
+    reference = train(main, ranks=2)
+    assert not ended.differences(reference), f"{ended.differences(reference)}\n{ended}"
+    assert ended.said == reference.said
+    assert len(ended.plans) == 1, ended
+
+
 def test_a_loop_that_is_left_after_a_phase_is_left_by_who_takes_over(train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
@@ -229,6 +257,7 @@ def test_a_job_that_was_drained_goes_on_in_the_turn_in_which_it_ended(
 def test_a_loop_without_a_number_of_steps_ends_where_its_body_decides(train: Train) -> None:
     def main(run: Run) -> None:
         train_step, evaluate, record = prepared(run)
+        run.every(3, lambda: evaluate(4.0))
         run.at_end(lambda: evaluate(5.0))
         for _ in range(3):
             run.do(train_step)
@@ -237,6 +266,7 @@ def test_a_loop_without_a_number_of_steps_ends_where_its_body_decides(train: Tra
     ended = train(main, ranks=2)
     assert ended.exit_code == 0, ended
     assert sorted(ended.losses) == [0, 1, 2]
+    assert Position(2, EVERY + 1) in ended.gates, "the phase that is due after the last step"
     assert max(ended.gates) == Position(3, 1), "the phase at the end"
 
 
@@ -261,6 +291,7 @@ def test_who_ends_its_loop_by_an_object_of_a_later_turn_is_told_what_to_write(tr
         ("phase in a step", "was called in a step or a phase"),
         ("phase in a plain loop", "write run.steps(n, phases=True)"),
         ("do in a loop", "has a loop over run.steps()"),
+        ("do in a phase", "was called in a step or a phase"),
         ("steps after do", "after run.do or run.phase"),
     ],
 )
@@ -275,6 +306,8 @@ def test_what_cannot_be_is_refused_with_what_to_write(wrong: str, said: str, tra
         step = run.step(with_a_phase if wrong == "phase in a step" else train_step)
         if wrong == "steps after do":
             run.do(train_step)
+        if wrong == "do in a phase":
+            run.phase(lambda: run.do(train_step))
         for number in run.steps(2):
             if wrong == "do in a loop":
                 run.do(train_step)
