@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from transformers import TrainerCallback
 
 from rackrun.errors import UsageError
-from rackrun.frameworks.hf import refusals
+from rackrun.frameworks.hf import loop_state, refusals
 from rackrun.frameworks.hf.data_order import TrainerOrder
 from rackrun.frameworks.hf.loop_state import LoopRecord
 from rackrun.frameworks.hf.tokens import TokenLoader
@@ -54,7 +57,12 @@ def test_every_step_has_the_samples_of_the_stock_loop(samples: int, accumulation
 
 def test_tokens_of_steps_that_are_over_do_not_wait() -> None:
     entered: list[int] = []
-    tokens = TokenLoader(3, lambda step: 1 if step % 3 == 2 else 2, entered.append)
+
+    def enter(step: int) -> bool:
+        entered.append(step)
+        return True
+
+    tokens = TokenLoader(3, lambda step: 1 if step % 3 == 2 else 2, enter)
     tokens.begin(4)
     tokens.set_epoch(1)
     assert [(token.step, token.last) for token in tokens] == [(3, False), (3, True), (4, False), (4, True), (5, True)]
@@ -69,6 +77,30 @@ def test_a_record_is_the_same_after_its_way_to_another_process() -> None:
     other.load_state_dict(record.state_dict())
     assert vars(other) == vars(record)
     assert (other.logs, other.phases) == (2, [("left", 3)])
+
+
+class Keeps(TrainerCallback):  # type: ignore[misc]
+    """A callback that keeps ``value``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "a", None, [1, {"a": 2}], np.float32(0.5), torch.tensor(2)])
+def test_a_callback_may_keep_plain_values(value: Any) -> None:
+    assert loop_state._of_callback(Keeps(value)) == {"state_dict": {"value": value}}
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), {1: 2}, Path("a"), {4}, np.zeros(2)])
+def test_a_callback_that_keeps_something_else_is_told_what_to_return(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"Keeps keeps .* numbers, texts, lists"):
+        loop_state._of_callback(Keeps(value))
 
 
 def test_this_version_of_transformers_is_known() -> None:

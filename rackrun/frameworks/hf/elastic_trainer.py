@@ -180,7 +180,7 @@ class Elastic(_Base):  # type: ignore[misc]
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         session, stock = self._rackrun, super()._evaluate
-        if session is None or session.in_phase or session.over:
+        if session is None or session.in_phase:
             return stock(*args, **kwargs)
         return session.phase(lambda: stock(*args, **kwargs), "evaluating")
 

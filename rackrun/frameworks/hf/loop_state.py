@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
+from rackrun.errors import UsageError
+
 __all__ = ["LoopRecord", "captured", "fresh_logs", "restore"]
 
 _OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero")
@@ -77,7 +79,7 @@ class LoopRecord:
 
 def fresh_logs(trainer: Any, known: int) -> str:
     """Return the entries of ``log_history`` after the first ``known``, one line of JSON each."""
-    return "\n".join(json.dumps(entry, default=_plain) for entry in trainer.state.log_history[known:])
+    return "\n".join(json.dumps(entry, default=_shown) for entry in trainer.state.log_history[known:])
 
 
 def captured(trainer: Any) -> str:
@@ -116,12 +118,16 @@ def restore(trainer: Any, text: str, history: list[str] | None) -> None:
 
 
 def _of_callback(callback: Any) -> Any:
-    """Return what a callback keeps: its ``state_dict``, or the attributes that transformers would save of it."""
+    """Return what a callback keeps: its ``state_dict``, or the attributes that transformers would save of it. Raises
+    `UsageError` for what is not plain."""
     if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
-        return {"state_dict": callback.state_dict()}
-    if isinstance(callback, ExportableState):
-        return {"attributes": callback.state().get("attributes", {})}
-    return None
+        kept = {"state_dict": callback.state_dict()}
+    elif isinstance(callback, ExportableState):
+        kept = {"attributes": callback.state().get("attributes", {})}
+    else:
+        return None
+    _check_plain(callback, kept)
+    return kept
 
 
 def _set_callback(callback: Any, kept: Any) -> None:
@@ -134,6 +140,41 @@ def _set_callback(callback: Any, kept: Any) -> None:
         setattr(callback, name, value)
 
 
+def _check_plain(callback: Any, kept: Any) -> None:
+    """Raise `UsageError` if JSON would give back something else than what ``callback`` keeps."""
+    if isinstance(kept, dict):
+        wrong = next((key for key in kept if not isinstance(key, str)), None)
+        if wrong is None:
+            for value in kept.values():
+                _check_plain(callback, value)
+            return
+        what = f"the key {wrong!r}"
+    elif isinstance(kept, (list, tuple)):
+        for value in kept:
+            _check_plain(callback, value)
+        return
+    elif kept is None or isinstance(kept, (bool, int, float, str)) or _is_scalar(kept):
+        return
+    else:
+        what = f"a {type(kept).__name__}"
+    raise UsageError(
+        f"{type(callback).__name__} keeps {what} in its state, which a process that takes a rank over could not be given.",
+        remedy="return numbers, texts, lists, and dictionaries with texts as keys from its state_dict() or state().",
+    )
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether it is one number of numpy's or torch's."""
+    return callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0
+
+
 def _plain(value: Any) -> Any:
-    """Return a number of numpy's or torch's as Python's."""
-    return value.item() if hasattr(value, "item") else str(value)
+    """Return a number of numpy's or torch's as Python's. Raises TypeError for anything else."""
+    if _is_scalar(value):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not plain")
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of a log as JSON can have it: as text where it is no number."""
+    return value.item() if _is_scalar(value) else str(value)

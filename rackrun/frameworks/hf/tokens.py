@@ -30,14 +30,14 @@ class _Tokens(IterableDataset[Token]):
     rackrun_delivers = True
     """Marks it as no data set of the script's own (`rackrun.worker.torch_compat.unhooked_calls`)."""
 
-    def __init__(self, per_epoch: int, micro_batches: Callable[[int], int], enter: Callable[[int], None]) -> None:
+    def __init__(self, per_epoch: int, micro_batches: Callable[[int], int], enter: Callable[[int], bool]) -> None:
         self._per_epoch, self._micro_batches, self._enter = per_epoch, micro_batches, enter
         self.epoch = self.first = 0
 
     def __iter__(self) -> Iterator[Token]:
         for step in range(self.epoch * self._per_epoch, (self.epoch + 1) * self._per_epoch):
-            if step >= self.first:
-                self._enter(step)
+            if step >= self.first and not self._enter(step):
+                return
             count = self._micro_batches(step)
             for index in range(count):
                 yield Token(step, last=index == count - 1)
@@ -45,9 +45,9 @@ class _Tokens(IterableDataset[Token]):
 
 class TokenLoader(DataLoader[Token]):
     """The tokens of one epoch after the other. ``micro_batches``: returns the number of tokens of a step. ``enter``: is
-    called when the loop comes to a step, before its first token; it waits where a spare has to."""
+    called when the loop comes to a step, before its first token, waits where a spare has to, and returns whether there is such a step."""
 
-    def __init__(self, per_epoch: int, micro_batches: Callable[[int], int], enter: Callable[[int], None]) -> None:
+    def __init__(self, per_epoch: int, micro_batches: Callable[[int], int], enter: Callable[[int], bool]) -> None:
         self._tokens = _Tokens(per_epoch, micro_batches, enter)
         super().__init__(self._tokens, batch_size=None)
 

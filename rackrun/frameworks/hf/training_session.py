@@ -18,6 +18,7 @@ from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
 from rackrun.worker.data.loader import BatchPlan
 from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import open_run
+from rackrun.worker.membership.decisions.interruptions import LoopDrained
 from rackrun.worker.process.reports import say
 from rackrun.worker.steps.step import Step
 
@@ -100,18 +101,22 @@ class TrainingSession:
         """Return the number of micro-batches of a rank before ``step`` in its epoch."""
         return step % self.steps_per_epoch * int(self._trainer.args.gradient_accumulation_steps)
 
-    def _enter(self, step: int) -> None:
-        """The loop comes to ``step``."""
+    def _enter(self, step: int) -> bool:
+        """Return whether there is a ``step``, to which the loop comes now: the others may have ended theirs. Raises
+        `LoopDrained` when the job is to end here, so that nobody takes half a training for a whole one."""
         self._phases, self._turn = 0, -1
         if step in (self._given, self._known):
-            return
+            return True
         number = next(self._steps, None)
         if number is None:
+            if self.run._units.draining:
+                raise LoopDrained
             self.over = True
             self._trainer.control.should_training_stop = True
-            return
+            return False
         self._given = self.record.first + number
         assert self._given == step, f"the run is at step {self._given}, and the Trainer at step {step}"
+        return True
 
     def do_step(self, step: int) -> None:
         """Do the step, however many attempts that takes, and add its losses to the Trainer's sums."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 import sys
+import threading
+import traceback
 
 from rackrun.errors import UsageError
 from rackrun.link.process.script_end import at_script_end, script_ended
@@ -53,11 +55,20 @@ def open_run(
     _opened.append(run)
     at_script_end(run._finish)
     if runtime.boot is None:  # no agent's worker calls `script_ended` here
-        atexit.register(_interpreter_ends)
+        # Not atexit: by then the interpreter has closed its pools of threads, and starts none any more.
+        threading._register_atexit(_interpreter_ends)  # type: ignore[attr-defined]
     return run
 
 
 def _interpreter_ends() -> None:
-    """Finish the run unless the script has ended with an error, which the interpreter has kept in ``sys``."""
-    if getattr(sys, "last_value", None) is None:
+    """Finish the run unless the script has ended with an error, which the interpreter has kept in ``sys``. An error of
+    the run itself ends the process with exit code 1, which the interpreter would not do here."""
+    if getattr(sys, "last_value", None) is not None:
+        return
+    try:
         script_ended()
+    except BaseException:  # noqa: BLE001 - whatever it is, it ends the process
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
