@@ -13,6 +13,7 @@ import sys
 import rackrun, torch
 run = rackrun.begin(global_batch_size=4, micro_batch_size=2)
 model = torch.nn.Linear(1, 1)
+run.track(large=torch.nn.Linear(3000, 3000))  # large enough for a pool of threads
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run.track(model=model, optimizer=optimizer)
 data = run.loader([torch.tensor([float(index)]) for index in range(8)])
@@ -24,10 +25,15 @@ def train_step(step):
     optimizer.step()
     optimizer.zero_grad()
 
-run.at_end(lambda: print("at the end"))
+def at_end():
+    print("at the end")
+    if sys.argv[1].endswith("error at the end"):
+        raise RuntimeError("no disk")
+
+run.at_end(at_end)
 for step in run.steps(4):
     train_step(step)
-    if sys.argv[1] == "break":
+    if sys.argv[1].startswith("break"):
         break
 print("after the loop")
 if sys.argv[1] == "twice":
@@ -41,6 +47,8 @@ if sys.argv[1] == "twice":
         ("whole", ["at the end", "after the loop"]),
         ("break", ["after the loop", "at the end"]),
         ("twice", ["at the end", "after the loop"]),
+        ("error at the end", ["at the end"]),
+        ("break and error at the end", ["after the loop", "at the end"]),
     ],
 )
 def test_the_run_ends_with_the_script(what: str, said: list[str], tmp_path: Path) -> None:
@@ -50,5 +58,5 @@ def test_the_run_ends_with_the_script(what: str, said: list[str], tmp_path: Path
         [sys.executable, str(script), what], capture_output=True, text=True, timeout=60, check=False, cwd=Path.cwd()
     )
     assert ran.stdout.splitlines() == said, ran.stderr
-    assert (ran.returncode != 0) == (what == "twice"), ran.stderr
+    assert (ran.returncode != 0) == (what == "twice" or "error" in what), ran.stderr
     assert ("called twice in one process" in ran.stderr) == (what == "twice"), ran.stderr

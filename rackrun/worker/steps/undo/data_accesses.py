@@ -15,6 +15,7 @@ next unit begins. The outcome of a comparison of digests is read when the host h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,7 +71,11 @@ class DataAccesses:
         """Paths of what is known to change: it is copied when a unit begins, and when a snapshot does."""
         self._versions: Sequence[int] = ()
         """The versions of all parameters when the unit began."""
-        self._in_unit = False
+        self._lock = threading.RLock()
+        """Held while an access is noted, which may be in a thread of the script, and while watching begins or ends."""
+        self._watches = self._in_unit = False
+        self._stream: torch.cuda.Stream | None = None
+        """The stream on which what is noted is compared and put back; None without GPUs."""
         self._settled = False
         self._room: bool | None = None
         self._accessed: set[str] = set()
@@ -102,15 +107,17 @@ class DataAccesses:
     def begin_unit(self, at_begin: Sequence[int], known: Collection[str]) -> None:
         """Watch the unit that begins. ``at_begin``: the versions of all parameters. ``known``: paths of what is known
         to change."""
-        self._begin(in_unit=True)
-        self._versions, self._known = at_begin, known
-        self._watch()
+        with self._lock:
+            self._begin(in_unit=True)
+            self._versions, self._known = at_begin, known
+            self._watch()
 
     def begin_between(self) -> None:
         """Watch the script's code between the unit that has ended and the next one."""
-        self._begin(in_unit=False)
-        self._known, self._between = (), []
-        self._watch()
+        with self._lock:
+            self._begin(in_unit=False)
+            self._known, self._between = (), []
+            self._watch()
 
     def _begin(self, *, in_unit: bool) -> None:
         if self._accessed:
@@ -118,14 +125,17 @@ class DataAccesses:
         if self._noted:
             self._digested, self._at_gate, self._noted, self._copied = [], [], set(), set()
         self._in_unit, self._settled, self._room = in_unit, False, None
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def end(self) -> None:
         """Stop watching. What was noted is kept."""
-        data_access.watch(None)
+        with self._lock:
+            self._watches = False
+            data_access.watch(None)
 
     def forget(self) -> None:
         """Stop watching, and forget what was noted."""
-        data_access.watch(None)
+        self.end()
         self._begin(in_unit=False)
         self._between = []
 
@@ -133,11 +143,15 @@ class DataAccesses:
         """Watch from now on. What the script has read before and kept counts as accessed now."""
         for parameter in data_access.kept():
             self._access_by_id(parameter)
+        self._watches = True
         data_access.watch(self._access)
 
     # -- an access
     def _access(self, parameter: torch.Tensor) -> None:
-        self._access_by_id(id(parameter))
+        """Note an access, in whichever thread, unless nothing is watched by the time that it can be noted."""
+        with self._lock:
+            if self._watches:
+                self._access_by_id(id(parameter))
 
     def _access_by_id(self, parameter: int) -> None:
         if not self._places:
@@ -182,6 +196,16 @@ class DataAccesses:
         self._noted.update(tensors)
         for some in _by_device({path: tensor for path, tensor in tensors.items() if path not in copied}):
             self._digested.append(_Digested(list(some), digests_to_come(list(some.values()))))
+        self._let_stream_wait()
+
+    def _let_stream_wait(self) -> None:
+        """Let what was noted on another stream of the script (a moving average beside the step) come first."""
+        if self._stream is None or (now := torch.cuda.current_stream()) == self._stream:
+            return
+        self._stream.wait_stream(now)
+        for digested in self._digested:
+            if digested.digests.is_cuda:
+                digested.digests.record_stream(self._stream)
 
     def _is_copied(self, path: str) -> bool:
         if not self._in_unit or (self._units.get(path, 0) >= _COPIED_UNITS and not self._writes):
@@ -194,7 +218,8 @@ class DataAccesses:
     def changed(self) -> set[str]:
         """Return the paths of parameters that have changed since their first access in the unit, or between units, and
         of which there is no copy. Waits for the device."""
-        return _differing([self._compare(digested) for digested in self._digested])
+        with self._lock:
+            return _differing([self._compare(digested) for digested in self._digested])
 
     def changed_early(self) -> set[str]:
         """Return the paths of copied parameters that have changed since their first access in the unit, at its gate.

@@ -389,8 +389,9 @@ class UnitUndo:
         """Find tensors that this attempt has changed without a new version. The abandoned attempt changed them, too.
 
         Tensors whose version has moved now are left out: in the abandoned attempt it had not (`discard` would have
-        found it), so that attempt had not come so far. The same holds for what was accessed through ``.data``. Of what optimizers hold, the tensors of the beginning are
-        compared: `discard` has put them back where the abandoned attempt had replaced them.
+        found it), so that attempt had not come so far. The same holds for what was accessed through ``.data``. Of what
+        optimizers hold, the tensors of the beginning are compared: `discard` has put them back where the abandoned
+        attempt had replaced them.
         """
         held = {path: self._begun_tensors[path] for path in self._begun if path not in self._parameters}
         early = self._differing(self._begun, {**self._owned(), **held}) - self._moved()
