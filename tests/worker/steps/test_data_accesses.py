@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -312,3 +314,26 @@ def test_a_module_that_is_where_it_is_to_go_keeps_nothing() -> None:
     training = Training()
     training.model.to("cpu")
     assert not data_access.kept() & set(map(id, training.model.parameters()))
+
+
+def test_a_thread_that_reads_all_the_time_neither_fails_nor_is_accused() -> None:
+    training = Training(width=16)
+    over, reads = threading.Event(), 0
+
+    def read() -> None:
+        nonlocal reads
+        while not over.is_set():
+            training.model.bias.data.sum()
+            reads += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            for _ in range(200):
+                training.step(training.read)
+                assert not training.abandoned(training.read)
+        finally:
+            over.set()
+        reading.result()
+    assert reads
+    assert not training.state.lineage.changes.early
