@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from rackrun.protocol.ids import Position, unit_text
 from rackrun.chaos.evidence.history import Placed
 from rackrun.chaos.report.analysis.downsample import Detail, StepBucket, choose_detail, every_nth, lanes, merged
 from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline, RankUnit, units_by_rank
@@ -200,7 +201,7 @@ def _draw_unit(
         tracer.slice(track, name, begin_us, end_us, units=one.units, slowest_ms=slowest_ms)
         return max(end_us, begin_us + 1)
     begin_us, end_us = max(us(one.at_s - one.seconds), reached_us), us(one.at_s)
-    name = f"step {one.step}" if not one.phase else f"step {one.step} phase {one.phase}"
+    name = unit_text(Position(one.step, one.phase))
     again = {"attempt": one.attempt} if one.attempt else {}
     tracer.slice(track, name, begin_us, end_us, generation=one.generation, seconds=round(one.seconds, 6), **again)
     end_us = max(end_us, begin_us + 1)

@@ -30,6 +30,7 @@ __all__ = [
     "step_in",
     "steps_in",
     "tray_of",
+    "unit_text",
 ]
 
 Rank = NewType("Rank", int)
@@ -60,6 +61,17 @@ EVERY = 1000
 """The number that those of ``run.every`` phases begin after (`Position.phase`)."""
 NEXT_TURN = 2000
 """The number that those of phases begin after which the loop's body calls before its step (`Position.phase`)."""
+
+
+def unit_text(at: Position) -> str:
+    """Return the unit's name for people: "step 4", "step 4 phase 1", "step 4 every 1" (a phase of ``run.every``), or
+    "before step 5 phase 1"."""
+    if at.phase > NEXT_TURN:
+        return f"before step {at.step + 1} phase {at.phase - NEXT_TURN}"
+    if at.phase > EVERY:
+        return f"step {at.step} every {at.phase - EVERY}"
+    return f"step {at.step} phase {at.phase}" if at.phase else f"step {at.step}"
+
 
 BEGIN = Position(-1, 0)
 """The position before the first step: nothing is committed."""

@@ -23,7 +23,7 @@ from rackrun.coordinator.journal.committed_units import RollbackEras
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.core.stragglers.shares import sharing
 from rackrun.protocol.commands import GenerationPlan
-from rackrun.protocol.ids import Position
+from rackrun.protocol.ids import Position, unit_text
 
 __all__ = ["FINDINGS", "Folded", "LedgerCheck", "LedgerRow", "check_ledger", "fold", "samples_in"]
 
@@ -258,7 +258,7 @@ class _LedgerChecker:
         """Check that a unit which was taken back, and passed again since, was computed again."""
         for era, (first, last) in self._reach.items():
             if era > self._eras.of(generation) and first < at < last:
-                self._missing.append(f"{_name(at)}: no row of any rank since everybody went back behind it")
+                self._missing.append(f"{unit_text(at)}: no row of any rank since everybody went back behind it")
                 return
 
     def _check_whole(self, at: Position, execution: _Execution) -> None:
@@ -269,10 +269,10 @@ class _LedgerChecker:
         if with_tray and len(with_tray) == len(absent) and (execution.samples or 0) >= known:
             ranks, left = ", ".join(map(str, with_tray)), (execution.samples or 0) - known
             self._by_gate.append(
-                f"{_name(at)}: rank {ranks} was lost with its row; its gate has counted {left:.0f} more samples"
+                f"{unit_text(at)}: rank {ranks} was lost with its row; its gate has counted {left:.0f} more samples"
             )
         elif absent:
-            self._missing.append(f"{_name(at)}: no row of rank {', '.join(map(str, absent))}")
+            self._missing.append(f"{unit_text(at)}: no row of rank {', '.join(map(str, absent))}")
 
     def _was_lost(self, at: Position, rank: int, execution: _Execution) -> bool:
         """Return whether the rank was lost after this unit, before it reported a later one: its worker is in no later
@@ -299,7 +299,7 @@ class _LedgerChecker:
             reported = {rank: (rows[rank].samples, rows[rank].digest) for rank in group if rank in rows}
             if tell and len(set(reported.values())) > 1:
                 self._differing.append(
-                    f"{_name(at)}: ranks {', '.join(map(str, reported))} share their samples, and had others"
+                    f"{unit_text(at)}: ranks {', '.join(map(str, reported))} share their samples, and had others"
                 )
             for rank in list(reported)[1:]:
                 del rows[rank]  # counted once
@@ -309,7 +309,7 @@ class _LedgerChecker:
         delivered = np.sort(_ids_of(rows))
         twice = np.unique(delivered[1:][delivered[1:] == delivered[:-1]])
         if len(twice):
-            self._doubled.append(f"{_name(at)}: {_some(twice.tolist())}")
+            self._doubled.append(f"{unit_text(at)}: {_some(twice.tolist())}")
         return delivered
 
     def _compare(
@@ -336,7 +336,7 @@ class _LedgerChecker:
         # otherwise digests say nothing, because ranks had other shares
         if same:
             return
-        self._differing.append(f"{_name(at)}: computed again on other samples")
+        self._differing.append(f"{unit_text(at)}: computed again on other samples")
 
     def _compare_folded(
         self,
@@ -352,7 +352,7 @@ class _LedgerChecker:
         if whole and folded.ids is not None and all(row.ids is not None for row in rows.values()):
             same &= folded.ids == _mixed(ids)
         if not same:
-            self._differing.append(f"{_name(folded.at)}: computed again on other samples")
+            self._differing.append(f"{unit_text(folded.at)}: computed again on other samples")
 
 
 def samples_in(gate: bytes | None) -> float | None:
@@ -387,10 +387,6 @@ def _ids_of(rows: Mapping[int, LedgerRow]) -> np.ndarray[tuple[int], np.dtype[np
     return np.frombuffer(b"".join(row.ids for row in rows.values() if row.ids is not None), dtype="<i8").astype(
         np.int64
     )
-
-
-def _name(at: Position) -> str:
-    return f"step {at.step}" if at.phase == 0 else f"step {at.step} phase {at.phase}"
 
 
 def _some(ids: list[int]) -> str:

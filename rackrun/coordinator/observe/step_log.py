@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rackrun.protocol.commands import GenerationPlan
-from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, unit_text
 from rackrun.protocol.wire import Logged
 
 __all__ = ["StepLog", "step_line"]
@@ -57,8 +57,9 @@ class StepLog:
 
 def step_line(line: Logged) -> str:
     """Return a line such as ``step 12  loss 2.3123  lr 0.0003``."""
-    where = f"step {line.at.step}" if line.at.phase == 0 else f"step {line.at.step} phase {line.at.phase}"
-    return "  ".join([where, *(f"{_one_line(name)} {_value(value)}" for name, value in line.values.items())])
+    return "  ".join(
+        [unit_text(line.at), *(f"{_one_line(name)} {_value(value)}" for name, value in line.values.items())]
+    )
 
 
 def _value(value: float | int | str) -> str:

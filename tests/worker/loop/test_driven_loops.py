@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rackrun.protocol.ids import EVERY, NEXT_TURN, Position
+from rackrun.protocol.ids import EVERY, NEXT_TURN, Position, unit_text
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.variants import in_stories
@@ -318,3 +318,16 @@ def test_what_cannot_be_is_refused_with_what_to_write(wrong: str, said: str, tra
     ended = train(main, ranks=1, spares=0)
     assert ended.failure is not None, ended
     assert said in ended.failure.traceback, ended
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (Position(4), "step 4"),
+        (Position(4, 2), "step 4 phase 2"),
+        (Position(4, EVERY + 1), "step 4 every 1"),
+        (Position(4, NEXT_TURN + 1), "before step 5 phase 1"),
+    ],
+)
+def test_a_unit_s_name_says_where_in_the_loop_it_is(at: Position, text: str) -> None:
+    assert unit_text(at) == text

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rackrun.errors import StepError
-from rackrun.protocol.ids import Position
+from rackrun.protocol.ids import Position, unit_text
 from rackrun.worker.membership.decisions.gate_sums import GateSums
 
 __all__ = ["CollectiveOrder", "Offer", "agreed", "complete", "elements", "offered"]
@@ -96,16 +96,12 @@ def agreed(total: Sequence[float], size: int, at: Position) -> GateSums | None:
         return None
     if (step, phase) != (size * at.step, size * at.phase):
         raise StepError(
-            f"this rank is at the gate of {_named(at)}, and other ranks at that of another unit.",
+            f"this rank is at the gate of {unit_text(at)}, and other ranks at that of another unit.",
             remedy="call the step function on every rank in every turn of the loop; if you do, please report this.",
         )
     if size * int(mark_squared) != int(mark) ** 2:  # equal only if all marks are (Cauchy and Schwarz)
         raise StepError(
-            f"the ranks did not call the same collectives, in the same order, in {_named(at)}: what they have computed is not to be trusted.",
+            f"the ranks did not call the same collectives, in the same order, in {unit_text(at)}: what they have computed is not to be trusted.",
             remedy="let nothing that differs between ranks decide which collectives run, or what a learning-rate rule says; if nothing does, please report this.",
         )
     return GateSums(*sums)
-
-
-def _named(at: Position) -> str:
-    return f"step {at.step}" + (f", phase {at.phase}" if at.phase else "")
