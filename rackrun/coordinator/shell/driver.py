@@ -434,7 +434,7 @@ class Driver:
     def _line(self, text: str, logged: Logged) -> None:
         self.ledger.logged(logged)
         self._observer.line(text, logged)
-        self._sinks.write(logged.at, logged.values, began=self.ledger.began or logged.at)
+        self._sinks.write(logged.at, logged.values, began=self.ledger.began)
 
     def _recovered(self, recovery: RecoveryRecord) -> None:
         recovery.measure(self._pace.step_s)

@@ -97,8 +97,9 @@ class Observer(Protocol):
 class ValueSinks(Protocol):
     """Where the values of ``run.log`` go, beside the observer's lines."""
 
-    def write(self, at: Position, values: Mapping[str, float | int | str], *, began: Position) -> None:
-        """Take the values of a unit, once and in order. ``began``: the first unit that the job has committed."""
+    def write(self, at: Position, values: Mapping[str, float | int | str], *, began: Position | None) -> None:
+        """Take the values of a unit, once and in order. ``began``: the first unit that the job has committed; None
+        before that."""
 
     def rewind(self, step: Step) -> None:
         """Record that the values after ``step`` were wrong. They are written again."""
@@ -107,7 +108,7 @@ class ValueSinks(Protocol):
 class NoValues:
     """`ValueSinks` of a job that writes values nowhere."""
 
-    def write(self, at: Position, values: Mapping[str, float | int | str], *, began: Position) -> None:
+    def write(self, at: Position, values: Mapping[str, float | int | str], *, began: Position | None) -> None:
         """Do nothing."""
 
     def rewind(self, step: Step) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rackrun.coordinator.sinks.position_file import lock
-from rackrun.coordinator.sinks.sink import END_OF_STEP, Key, Opening, Record, Value
+from rackrun.coordinator.sinks.sink import Key, Opening, Record, Value, end_of
 
 __all__ = ["JsonLines", "as_line", "newest_in"]
 
@@ -65,7 +65,7 @@ class JsonLines:
         """Cut the lines of later steps off."""
         self.flush()
         for offset, line in _lines_backwards(self._fd):
-            if _key_of(line) <= Key(step, END_OF_STEP):
+            if _key_of(line) <= end_of(step):
                 break
             os.ftruncate(self._fd, offset)
         return ""

@@ -7,12 +7,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-__all__ = ["END_OF_STEP", "Key", "Opening", "Record", "Refused", "Rewind", "Sink", "Value", "item_from", "line_of"]
+__all__ = ["Key", "Opening", "Record", "Refused", "Rewind", "Sink", "Value", "end_of", "item_from", "line_of"]
 
 Value = float | int | str
-
-END_OF_STEP = 1 << 30
-"""A phase after all phases of a step."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -22,6 +19,11 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True):
     step: int
     phase: int = 0
     call: int = 0
+
+
+def end_of(step: int) -> Key:
+    """Return the last key of ``step`` itself: its phases are done again when all go back to a snapshot of it."""
+    return Key(step, 0, 1 << 30)
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from rackrun.coordinator.sinks.position_file import PositionFile
-from rackrun.coordinator.sinks.sink import END_OF_STEP, Key, Opening, Record, Refused, Rewind, Sink, item_from
+from rackrun.coordinator.sinks.sink import Key, Opening, Record, Refused, Rewind, Sink, end_of, item_from
 from rackrun.coordinator.sinks.sink_messages import FINISH, Closed, Delivered, Failed, Note, Opened, Said
 from rackrun.coordinator.sinks.targets import make_sink
 from rackrun.coordinator.user_code.child_setup import open_pipes
@@ -49,7 +49,7 @@ class Feed:
         if isinstance(item, Rewind):
             said = self._sink.rewind(item.step)
             if self.newest is not None:
-                self.newest = min(self.newest, Key(item.step, END_OF_STEP))
+                self.newest = min(self.newest, end_of(item.step))
             return said
         if self.newest is None or item.key > self.newest:
             try:

@@ -89,6 +89,8 @@ class SinkHost:
                     await self._closed.wait()
             except TimeoutError:
                 self._trouble = self._trouble or f"they were not taken within {grace_s:g} s"
+                if not (self.lost or self._in_flight or self._waiting):
+                    self._notice(f"{self._name} took all values, and was not closed within {grace_s:g} s: it is ended")
         left = self.lost + sum(isinstance(item, Record) for _, item in (*self._in_flight, *self._waiting))
         if left:
             why = f" ({self._trouble.rstrip('.')})" if self._trouble else ""
@@ -219,16 +221,26 @@ class Sinks:
         self._hosts: list[SinkHost] = []
         self._at: Position | None = None
         self._call = 0
+        self._early: list[Record] = []
+        """Values that were logged before anything was committed: whether they begin a training is not known yet."""
 
-    def write(self, at: Position, values: Mapping[str, Value], *, began: Position) -> None:
-        """Hand a step's values to all sinks. ``began``: the first unit that this job has committed."""
-        if not self._hosts:
-            self._hosts = [SinkHost(self._opening(target, began), self._notice) for target in self._targets]
+    def write(self, at: Position, values: Mapping[str, Value], *, began: Position | None) -> None:
+        """Hand a step's values to all sinks. ``began``: the first unit that this job has committed; None before that."""
         self._call = self._call + 1 if at == self._at else 0
         self._at = at
-        record = Record(Key(at.step, at.phase, self._call), time.time(), dict(values))
-        for host in self._hosts:
-            host.take(record)
+        self._early.append(Record(Key(at.step, at.phase, self._call), time.time(), dict(values)))
+        if began is not None:
+            self._hand_over(fresh=began <= Position(0), first_step=max(began.step, 0))
+
+    def _hand_over(self, *, fresh: bool, first_step: int = 0) -> None:
+        """Hand all values to the sinks, which are opened first. ``fresh``: a training begins with them."""
+        if not self._hosts:
+            openings = [self._opening(target, fresh, first_step) for target in self._targets]
+            self._hosts = [SinkHost(opening, self._notice) for opening in openings]
+        early, self._early = self._early, []
+        for record in early:
+            for host in self._hosts:
+                host.take(record)
 
     def rewind(self, step: Step) -> None:
         """Record that the values after ``step`` were wrong."""
@@ -242,6 +254,8 @@ class Sinks:
 
     async def end(self, grace_s: float) -> None:
         """Deliver what is left, close all targets, and say what was not delivered."""
+        if self._early:  # a job that has committed nothing does not end a training that a target has
+            self._hand_over(fresh=False)
         await asyncio.gather(*(host.end(grace_s) for host in self._hosts))
 
     def close(self) -> None:
@@ -249,12 +263,12 @@ class Sinks:
         for host in self._hosts:
             host.close()
 
-    def _opening(self, target: SinkTarget, began: Position) -> Opening:
+    def _opening(self, target: SinkTarget, fresh: bool, first_step: int) -> Opening:
         return Opening(
             kind=target.kind,
             target=target.target,
             run_id=self._run_id,
             directory=str(self._directory),
-            fresh=began.step <= 0,
-            first_step=max(began.step, 0),
+            fresh=fresh,
+            first_step=first_step,
         )

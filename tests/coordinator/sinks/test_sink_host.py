@@ -14,7 +14,7 @@ import pytest
 
 from rackrun.coordinator.sinks.sink_host import SinkHost, Sinks
 from rackrun.coordinator.sinks.targets import SinkTarget
-from rackrun.protocol.ids import BEGIN, Position, Step
+from rackrun.protocol.ids import BEGIN, EVERY, Position, Step
 from tests.coordinator.sinks.openings import opening, record
 
 
@@ -190,10 +190,33 @@ async def test_calls_of_one_step_are_all_written(writing: Writing) -> None:
 
 async def test_values_before_the_first_step_begin_a_training(writing: Writing) -> None:
     sinks = writing.job()
-    sinks.write(BEGIN, {"parameters": 9}, began=BEGIN)
+    sinks.write(BEGIN, {"parameters": 9}, began=None)
     log(sinks, 0)
     await sinks.end(60)
     assert writing.steps() == [-1, 0]
+
+
+async def test_values_before_the_loop_of_a_resumed_job_begin_no_training(writing: Writing) -> None:
+    sinks = writing.job()
+    log(sinks, 0, 1, 2)
+    await sinks.end(60)
+    resumed = writing.job()
+    resumed.write(BEGIN, {"parameters": 9}, began=None)
+    log(resumed, 3, began=3)
+    await resumed.end(60)
+    assert writing.steps() == [0, 1, 2, 3]
+    assert not list(writing.directory.glob("values.jsonl.*"))
+
+
+async def test_a_phase_that_follows_the_step_to_which_all_go_back_is_written_again(writing: Writing) -> None:
+    sinks = writing.job()
+    log(sinks, 0, 1)
+    for metric in (1.0, 2.0):
+        sinks.write(Position(1, EVERY + 1), {"metric": metric}, began=Position(0))
+        sinks.rewind(Step(1)) if metric == 1.0 else None
+    await sinks.end(60)
+    lines = [json.loads(line) for line in writing.path.read_text().splitlines()]
+    assert [line.get("metric") for line in lines] == [None, None, 2.0]
 
 
 async def test_a_job_that_logs_nothing_opens_nothing(writing: Writing) -> None:
