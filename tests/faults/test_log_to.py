@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,3 +80,33 @@ def test_a_target_that_takes_nothing_does_not_stop_the_job(train: Train, tmp_pat
     assert "does not take values: URLError" in trained.ran.stderr, trained
     assert "run.log calls were not delivered" in trained.ran.stderr, trained
     assert not trained.ran.left_behind, trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "kill"),
+    [
+        ("steps", "phase:5:0"),
+        ("do", "phase:5:1"),
+        *[
+            pytest.param(kind, kill, marks=pytest.mark.stories)
+            for kind in ("steps", "do")
+            for kill in ("step:5:0", "body:5:0", "body:11:1", "phase:11:1")
+        ],
+    ],
+)
+def test_who_enters_a_turn_again_does_not_log_again(
+    kind: str, kill: str, run_rackrun: Callable[..., Any], tmp_path: Path
+) -> None:
+    script = Path(__file__).parent / "scripts" / "logs_in_turns.py"
+
+    def logged(name: str, kill: str) -> list[dict[str, Any]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        options = ["--standalone", "--nproc-per-node", 3, "--spares", 1, "--log-to", f"jsonl:{folder / 'values'}"]
+        ran = run_rackrun([*options, script, folder, kind, kill], env={"OMP_NUM_THREADS": "1"})
+        assert ran.exit_code == 0, ran
+        assert (folder / "struck").exists() == bool(kill), ran
+        lines = [json.loads(line) for line in (folder / "values").read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+    assert logged("struck", kill) == logged("calm", "")

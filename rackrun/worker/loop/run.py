@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rackrun.core.placement import mesh_resize
 from rackrun.errors import StepError, UsageError
-from rackrun.protocol.ids import EVERY, Position
+from rackrun.protocol.ids import BEGIN, EVERY, Position
 from rackrun.topology.model.mesh import DATA_AXES
 from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
@@ -152,11 +152,15 @@ class Run:
         """The total number of steps of a loop that has begun and not ended; 0 when no loop is open."""
         self._came_after_loop = False
         """Whether all steps were committed, or the other ranks had left the loop, when this process reached it."""
+        self._carried = carried is not None
+        """Whether this is another entry of ``main``."""
         self._looping: int | None = None
         """The step that the loop has yielded and whose step function has not been called yet; None otherwise."""
         self._is_committed = False
         """Whether that step is committed already, in a turn that this process enters after others."""
         self._turn = Turn()
+        self._goes_through = self._joined_others = False
+        """Whether this process still goes through calls that are committed, and whether other ranks have made them."""
         self._calls_phases = False
         """Whether the loop's body may call `phase`."""
         self._driven: DrivenLoop | None = None
@@ -303,6 +307,7 @@ class Run:
         if self._is_committed:
             result = cast("T", decoded(self._units.results.step))
         else:
+            self._goes_through = False
             result = self._units.run(Position(number), lambda step: self._attempt(step, function, args, kwargs))
             self._places.run_callbacks()
             self._checks.committed(function, args, kwargs)
@@ -353,6 +358,7 @@ class Run:
         if after_loop or at <= self._units.passed:
             result = cast("T | None", decoded(results.of_last_phase) if at == self._units.last_in_body else None)
         else:
+            self._goes_through = False
             result = self._phase(at, function, named, in_body=True)
         reseed(self._batch.seed, "after", at.step, at.phase)
         return result
@@ -429,12 +435,14 @@ class Run:
         self._state.check_complete()
         self._my_shards()  # raises when the world does not fit the batch
         self._calls_phases = self._units.keeps_results = phases
+        self._joined_others = self._units.waiting_spare or self._carried
         self._units.begin(self._warm_up, total, self._held, self._possible_sizes())
         self._places.run_callbacks()
         self._open = total
         self._came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
         if self._units.left_early:  # in an earlier entry of main; `_finish` does what is left
             self._end_loop(total)
+            self._goes_through = total == NO_END
             return
         self._checks.begins_loop()
         done = self._units.passed
@@ -446,6 +454,7 @@ class Run:
                     f"step {done.step} is committed, and run.steps({total}) ends before it: no step is left, and run.at_end follows"
                 )
             self._open = total = done.step
+        self._goes_through = phases and done > BEGIN
         if done.step >= 0:
             if phases and done.step < total:
                 yield from self._one_turn(done.step, total, is_committed=True)
@@ -485,7 +494,7 @@ class Run:
 
     def _end_loop(self, total: int, *, late: bool = False) -> None:
         """Switch to the code after the loop. ``late``: some of that code has run already, before this was noticed."""
-        self._looping, self._checks.loop_over = None, True
+        self._looping, self._checks.loop_over, self._goes_through = None, True, False
         self._world.scope = Scope.AFTER
         reseed(self._batch.seed, "after", total)
         self._units.loop_over(late=late)
@@ -497,7 +506,16 @@ class Run:
         Numbers, including NumPy scalars and tensors with one element, are printed as numbers; everything else as its
         text. Values logged in an attempt that is not committed are not printed.
         """
-        self._units.report_log(log_values(values))
+        if not self._has_logged_before():
+            self._units.report_log(log_values(values))
+
+    def _has_logged_before(self) -> bool:
+        """Whether the script logs what the other ranks, or this job before it was resumed, have logged: in the code
+        between calls that are committed. After the last of them, other ranks have logged too, but a job that resumes
+        may not have."""
+        if not self._goes_through or self._units.step_in_hand is not None:
+            return False
+        return self._joined_others or self._turn.place < self._units.last_in_body
 
     def expect(self, seconds: float) -> None:
         """Announce that the next operation takes long (a compilation, a download): it is not treated as a hang before
