@@ -384,7 +384,10 @@ class Run:
         spare may try."""
         if self._driven is None:
             if self._world.scope is not Scope.SETUP:
-                raise StepError("run.do was called in a script that has a loop over run.steps().", remedy=ONE_LOOP)
+                raise StepError(
+                    "run.do was called in a script that has a loop over run.steps().",
+                    remedy="call the @run.step function with the number that the loop yields, or write the whole loop with run.do.",
+                )
             if function is not None:
                 self._step_functions.append(function)
             numbers = self._loop(NO_END, phases=True)
@@ -423,7 +426,10 @@ class Run:
                 remedy=ONE_LOOP,
             )
         if self._driven is not None:
-            raise StepError("run.steps() was called after run.do or run.phase.", remedy=ONE_LOOP)
+            raise StepError(
+                "run.steps() was called after run.do or run.phase, which begin a loop of their own.",
+                remedy="call run.phase in the body of `for step in run.steps(n, phases=True)`, in its first turn for what comes before training.",
+            )
         return Steps(self._loop(total, phases=phases), total)
 
     def _loop(self, total: int, *, phases: bool) -> Generator[int, None, None]:

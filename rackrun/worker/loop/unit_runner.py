@@ -51,7 +51,7 @@ from rackrun.worker.steps import closures
 from rackrun.worker.steps.audits import is_looked_at
 from rackrun.worker.steps.recorded_units import RecordedUnit
 from rackrun.worker.steps.step import Step
-from rackrun.worker.steps.turns import with_phase, with_step
+from rackrun.worker.steps.turns import encoded, with_phase, with_step
 from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
 from rackrun.worker.torch_compat.not_compiled import not_compiled
 
@@ -112,6 +112,8 @@ class UnitRunner:
         due."""
         self.keeps_results = False
         """Whether the script's loop may enter a turn again whose step is committed, for which results are kept."""
+        self._not_given: set[str] = set()
+        """Names of steps and phases whose results cannot be kept, as far as that was said."""
         self._came_in = BEGIN
         """The position that was committed when this process entered its loop: this process has never called its step
         function for an earlier one."""
@@ -497,9 +499,21 @@ class UnitRunner:
         """Keep what the committed ``unit`` has returned for processes that enter its turn without having called it."""
         if unit.at.phase and not unit.in_body:
             return
+        if self._result is not None and not encoded(self._result):
+            self._say_not_given(unit.name or "the step function")
         lineage, phase = self._state.lineage, unit.at.phase
         results = with_phase(lineage.results, phase, self._result) if phase else with_step(self._result)
         self._state.lineage = msgspec.structs.replace(lineage, results=results)
+
+    def _say_not_given(self, name: str) -> None:
+        """Print once that a process which goes through committed calls gets None in place of a result."""
+        if name in self._not_given or self._world.rank != 0:
+            return
+        self._not_given.add(name)
+        say(
+            f"{name} returns a {type(self._result).__name__}: a process that takes a rank over may get None in its place. "
+            "Remedy: return numbers, texts, lists and dictionaries (tensor.item()), or do not use the result."
+        )
 
     @property
     def results(self) -> TurnResults:

@@ -331,3 +331,15 @@ def test_what_cannot_be_is_refused_with_what_to_write(wrong: str, said: str, tra
 )
 def test_a_unit_s_name_says_where_in_the_loop_it_is(at: Position, text: str) -> None:
     assert unit_text(at) == text
+
+
+def test_a_result_that_nobody_else_could_be_given_is_said_once(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    def main(run: Run) -> None:
+        train_step, evaluate, _ = prepared(run)
+        for _ in range(3):
+            run.do(train_step)
+            run.phase(lambda: torch.tensor(evaluate(1.0)), name="measure")
+
+    assert train(main, ranks=2).exit_code == 0
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("measure returns a Tensor") == 1
