@@ -26,13 +26,13 @@ from typing import Any
 
 import msgspec
 
-from rackrun.protocol.ids import Position, unit_text
 from rackrun.chaos.evidence.history import Placed
 from rackrun.chaos.report.analysis.downsample import Detail, StepBucket, choose_detail, every_nth, lanes, merged
 from rackrun.chaos.report.analysis.journal_timeline import JournalTimeline, RankUnit, units_by_rank
 from rackrun.chaos.report.analysis.recovery_chains import Chain, stages_of
 from rackrun.chaos.report.analysis.report_data import Material
 from rackrun.chaos.report.analysis.slot_occupancy import SlotOccupancy, seats_of
+from rackrun.protocol.ids import Position, unit_text
 
 __all__ = ["STEP_SLICES", "Tracer", "write_trace"]
 
