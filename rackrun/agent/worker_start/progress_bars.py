@@ -7,7 +7,9 @@ lines of every rank are shown.
 from __future__ import annotations
 
 import io
+import os
 import re
+import threading
 from collections.abc import Callable
 
 __all__ = ["BarFilter", "FilteredStream"]
@@ -56,6 +58,12 @@ class BarFilter:
             shown += [] if "\r" in long else [long]
         return "".join(shown)
 
+    def plain(self) -> str:
+        """Return what is held of a line that has no sign of a bar so far."""
+        if "\r" in self._held or "\x1b" in self._held:
+            return ""
+        return self.rest()
+
     def rest(self) -> str:
         """Return a last line without an end, at the end of the process."""
         held, self._held = self._held, ""
@@ -83,12 +91,34 @@ class FilteredStream(io.TextIOWrapper):
         """Write ``text`` without bars. Return its length."""
         if self.bars is None:
             return super().write(text)
-        if shown := self.bars.feed(text):
-            super().write(shown)
+        with _Writing.lock:
+            if shown := self.bars.feed(text):
+                super().write(shown)
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back and has no sign of a bar: the script wants it to be seen now."""
+        if self.bars is not None:
+            with _Writing.lock:
+                super().write(self.bars.plain())
+        super().flush()
 
     def finish(self) -> None:
         """Write what is held back and is no bar."""
-        if self.bars is not None and (rest := self.bars.rest()):
-            super().write(rest)
-            self.flush()
+        if self.bars is not None:
+            with _Writing.lock:
+                super().write(self.bars.rest())
+            super().flush()
+
+
+class _Writing:
+    """The lock of all filters; a process that is forked while another thread writes has a new one."""
+
+    lock = threading.RLock()
+
+    @classmethod
+    def renew(cls) -> None:
+        cls.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_Writing.renew)

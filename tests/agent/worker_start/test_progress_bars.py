@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,33 @@ def test_a_line_that_has_only_begun_is_not_lost() -> None:
     assert rank.filter.rest() == "loading ... "
     assert not rank.write("\r 10%|")
     assert not rank.filter.rest()
+
+
+def test_what_is_flushed_and_is_no_bar_is_seen_at_once() -> None:
+    raw = io.BytesIO()
+    stream = FilteredStream(raw, encoding="utf-8")
+    stream.bars = BarFilter(lambda: False)
+    print("loading ... ", end="", file=stream, flush=True)
+    assert raw.getvalue() == b"loading ... "
+    print("\r 10%|", end="", file=stream, flush=True)
+    assert raw.getvalue() == b"loading ... "
+
+
+def test_lines_of_several_threads_are_all_seen_once() -> None:
+    raw = io.BytesIO()
+    stream = FilteredStream(raw, encoding="utf-8")
+    stream.bars = BarFilter(lambda: False)
+
+    def talk(name: int) -> None:
+        for line in range(300):
+            stream.write(f"{name} {line}\n")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(talk, range(4)))
+    stream.flush()
+    assert sorted(raw.getvalue().decode().splitlines()) == sorted(
+        f"{n} {line}" for n in range(4) for line in range(300)
+    )
 
 
 def test_a_line_without_an_end_is_not_held_for_ever() -> None:
