@@ -70,6 +70,12 @@ def test_who_hangs_where_it_has_no_history_is_found_by_that_of_the_others(what: 
     assert lost(ran) == [1], ran
 
 
+def test_when_most_ranks_hang_in_their_own_code_they_are_replaced_and_the_one_that_waits_stays(play: Play) -> None:
+    ran = play("most hang", 0)
+    assert ran.exit_code == 0, ran
+    assert set(lost(ran)) == {1, 2}, ran
+
+
 def test_who_hangs_in_its_setup_makes_the_world_begin_again(play: Play) -> None:
     ran = play("hangs in setup", 0)
     assert ran.exit_code == 0, ran

@@ -15,8 +15,9 @@ and wait for each other (`rackrun.core.faults.deadlock`). Nothing can change tha
 A limit comes from a rank's own history. If that says too little, the times of the other ranks are used
 (`rackrun.core.faults.peer_times`).
 
-When all ranks are called to another generation, those that have been in their own code for too long are to blame unless
-they are the majority, because the others wait for them. A rank that works there is waited for.
+When all ranks are called to another generation, those that have been in their own code for too long are to blame,
+because the others wait for them. If they are the majority, the machine may be slow, so they have until the resume
+timeout. A rank that works there is waited for.
 """
 
 from __future__ import annotations
@@ -99,8 +100,21 @@ class Stalls:
             self.out.emit(Notice(text=text))
 
     def awaited(self, at_ms: int) -> list[Rank]:
-        """Return the members that are still busy, as far as is known."""
-        return [rank for rank, told_ms in sorted(self.busy.items()) if at_ms - told_ms <= BUSY_HOLDS_MS]
+        """Return the members that are still busy, as far as is known. One that idles is not."""
+        idle = self.idle()
+        return [
+            rank for rank, told_ms in sorted(self.busy.items()) if at_ms - told_ms <= BUSY_HOLDS_MS and rank not in idle
+        ]
+
+    def idle(self) -> dict[Rank, WorkerStalled]:
+        """Return the members that are called to another generation and have idled in their own code for too long, with
+        their reports."""
+        members = self.world.members
+        return {
+            rank: report
+            for rank, report in sorted(self.window.reports.items())
+            if rank in members and members[rank].state in _CALLED and not report.waiting
+        }
 
     def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
         """Handle a report that a member makes no progress."""
@@ -215,12 +229,7 @@ class Stalls:
 
     def _judge_entry(self) -> None:
         """Condemn members that do not come to the next generation, unless they are the majority."""
-        members, reports = self.world.members, self.window.reports
-        late = {
-            rank: report
-            for rank, report in sorted(reports.items())
-            if rank in members and members[rank].state in _CALLED and not report.waiting
-        }
+        members, late = self.world.members, self.idle()
         if not late or not self.window.is_due:
             return
         first = min(report.collective for report in late.values())

@@ -400,9 +400,11 @@ class Recovery:
             and not self.partition_reports.has_reported(rank)
             and tray_of(record.worker.slot) not in but
         ]
-        newcomers = [record for record in late if not record.stateful]
-        if state is WorkerState.RESUMING and newcomers:
-            late = newcomers  # the others wait for the newcomers, and may hold the only copies of their state
+        if state is WorkerState.RESUMING:
+            # the others wait for these, and may hold the only copies of their state
+            idle = self.stalls.idle()
+            newcomers = [record for record in late if not record.stateful]
+            late = newcomers or [record for record in late if record.rank in idle] or late
         if late:
             self.condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
         elif state is WorkerState.RESUMING:

@@ -141,6 +141,21 @@ def test_who_hangs_while_all_are_called_is_replaced_and_not_the_successor(traini
     assert "did not come to the recovery" in fenced.because
 
 
+def test_most_that_idle_while_all_are_called_have_until_the_resume_timeout_and_no_longer(training: CoreHarness) -> None:
+    for slot in ("a/1", "b/0", "b/1"):
+        training.stalls(slot, 10, unit="step 4", where="train.py:20 in step")
+    training.stalls("a/0", 11, waiting=True, unit="step 4")
+    judged(training)
+    assert training.view.phase == "parking", "most are to blame, so none is: the step is done again in place"
+    training.park_all(passed=4)
+    for slot in ("a/1", "b/0", "b/1"):
+        training.works(slot, awaited=True)
+        assert not every(FenceWorker, training.stalls(slot, 10, unit="step 4", where="train.py:20 in step"))
+    assert not every(FenceWorker, judged(training)), "the machine may be slow"
+    fenced = every(FenceWorker, training.timer("resume"))
+    assert sorted(one.slot for one in fenced) == ["a/1", "b/0", "b/1"], "the one that waits for them is not late"
+
+
 def test_who_holds_the_interpreters_lock_and_works_is_waited_for_until_it_parks(training: CoreHarness) -> None:
     training.exits("b/0", signal=9)
     training.timer("gather")

@@ -6,6 +6,7 @@ Each process writes ``FOLDER/pid-RANK`` before its first step. ``WHAT``:
 ``after``: rank 1 is killed, ``stopped``: it is stopped, when ``main`` has returned on it and not on rank 0;
 ``hangs first``, ``hangs in setup``, ``hangs after the loop``, ``hangs at exit``: rank 1 sleeps for ever, once, where it has no history: after the first
 step, before ``run.steps()``, before ``main`` returns, after it has; ``spins ...``: it goes round in an empty loop there;
+``most hang``: ranks 1 and 2 of three sleep for ever in one step, once each;
 ``polls``: rank 0 looks once a second, in its first phase, whether ``SECONDS`` are over, and all others wait for it.
 """
 
@@ -83,6 +84,8 @@ def main(run: rackrun.Run) -> None:
 
     @run.step
     def train(step: rackrun.Step) -> None:
+        if WHAT == "most hang" and int(step) == AT and run.rank > 0 and once(f"hung {run.rank}"):
+            time.sleep(3600)
         for batch in data:
             step.backward((model(batch) - batch).square().mean())
         optimizer.step()
