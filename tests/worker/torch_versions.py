@@ -1,8 +1,8 @@
 """``make compat``: does rackrun work with the oldest torch that it supports, the one that is pinned, and the newest that pip gives.
 
 Each torch has an environment of its own below ``.compat`` (the oldest and the newest bring CUDA: 13 GB, some minutes once). In each,
-the trials of `rackrun.worker.torch_compat`, the workers' tests, and whole jobs: ranks are swapped at random moments, and a world shrinks to
-one rank and grows again with ``reduction="exact"``. What came of it is the table in ``docs/torch_versions.md``.
+the trials of `rackrun.worker.torch_compat`, the workers' tests, whole jobs (ranks are swapped at random moments, and a world shrinks to
+one rank and grows again with ``reduction="exact"``), and the tests of the adapters for frameworks. What came of it is the table in ``docs/torch_versions.md``.
 
     --brief      of the workers' tests, those of what touches torch's private parts: what CI runs when these, or the pin, change
     --only A B   these versions; the table keeps its rows of the others, if they are of the same sources
@@ -47,6 +47,7 @@ JOBS = [
     "tests/faults/test_lost_ranks.py::test_ranks_are_lost_at_random_moments",
     "tests/faults/test_resizing.py::test_down_to_one_rank_and_up_again_it_is_the_same_training",
 ]
+FRAMEWORKS = ["tests/frameworks"]
 TRIALS = (
     "import json; from rackrun.worker.torch_compat import feature_probe; found = feature_probe.problems();"
     "print(json.dumps([[what, found.get(need)] for need, (what, _) in feature_probe.TRIALS.items()]))"
@@ -152,7 +153,9 @@ def row(version: str, workers: list[str]) -> dict[str, str]:
         trials = f"{len(found) - len(failed_trials)} of {len(found)}"
     said_of_workers, of_workers = tests(python, workers, "not soak and not stories")
     said_of_jobs, of_jobs = tests(python, JOBS, "not soak")
-    for problem in [*failed_trials, *of_workers, *of_jobs]:
+    said_of_frameworks, of_frameworks = tests(python, FRAMEWORKS, "not soak and not stories")
+    failed = [*failed_trials, *of_workers, *of_jobs, *of_frameworks]
+    for problem in failed:
         print(f"torch {version}: {problem}", flush=True)
     return {
         "torch": told.stdout.strip(),
@@ -164,8 +167,9 @@ def row(version: str, workers: list[str]) -> dict[str, str]:
         "trials": trials,
         "workers' tests": said_of_workers,
         "whole jobs": said_of_jobs,
+        "frameworks": said_of_frameworks,
         "date": time.strftime("%Y-%m-%d"),
-        "failed": "; ".join([*failed_trials, *of_workers, *of_jobs]),
+        "failed": "; ".join(failed),
     }
 
 
@@ -191,7 +195,7 @@ def tests(python: Path, which: list[str], marked: str) -> tuple[str, list[str]]:
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
-COLUMNS = ("torch", "role", "trials", "workers' tests", "whole jobs", "date")
+COLUMNS = ("torch", "role", "trials", "workers' tests", "whole jobs", "frameworks", "date")
 
 
 def write(rows: list[dict[str, str]]) -> None:
