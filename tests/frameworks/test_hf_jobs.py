@@ -60,6 +60,13 @@ def test_one_is_lost_at_another_moment(kill: str, jobs: FrameworkJobs, stock_epo
 
 
 @pytest.mark.stories
+def test_one_is_lost_where_losses_take_a_collective_of_their_own(
+    jobs: FrameworkJobs, stock_epochs: dict[str, Any]
+) -> None:
+    same(stock_epochs, jobs.elastic(EPOCHS, "4:1:KILL:forward", kind="large"), struck=True)
+
+
+@pytest.mark.stories
 def test_ranks_train_one_model_after_an_evaluation(run_rackrun: Callable[..., Any], tmp_path: Path) -> None:
     script = SCRIPT.parent / "evaluate_first.py"
     ran = run_rackrun(["--standalone", "--nproc-per-node", 2, script, tmp_path], env={"OMP_NUM_THREADS": "1"})

@@ -25,6 +25,9 @@ from rackrun.worker.steps.step import Step
 
 __all__ = ["StepUnit", "StockMethods", "from_rank_0"]
 
+_RIDES_MAX = 4096
+"""The most numbers, of all ranks together, that travel with the gate. More have a collective of their own."""
+
 
 @dataclass(frozen=True)
 class StockMethods:
@@ -72,10 +75,11 @@ class StepUnit:
         ranks = self._run._data_coordinate()[1]
         shards = self._run._batch_of(int(step)).shards
         counted = [one for one in taken if one.counts]
-        items = stock.get_num_items_in_batch([one.inputs for one in counted or _emptied(taken)], trainer.args.device)
+        items, has_fresh = self._count_items([one.inputs for one in counted or _emptied(taken)], fresh)
         trainer.current_gradient_accumulation_steps = shards // ranks if shards % ranks == 0 else shards / ranks
         seen = trainer.state.num_input_tokens_seen
-        losses, flos = list[float](), 0.0
+        rows: list[tuple[float, ...]] = []
+        flos = 0.0
         self._optimizer.within(True)
         try:
             values = []
@@ -89,13 +93,18 @@ class StepUnit:
                 stock.track_num_input_tokens(one.inputs)
             tokens = trainer.state.num_input_tokens_seen - seen
             losses = torch.stack([value.reshape(()) for value in values]).double().tolist()
-            rows = self._gather([*losses, flos, float(len(fresh.encode()))])
-            if rows[0][-1]:
+            rides = self._run.world_size * (len(losses) + 1) <= _RIDES_MAX
+            if rides:
+                step._share([*losses, flos])
+            else:
+                rows = [tuple(row) for row in self._gather([*losses, flos])]
+            if has_fresh():
                 fresh = from_rank_0(self._run, fresh)
             norm = stock.clip_grad_norm(self._model) if trainer.args.max_grad_norm > 0 else None
             norm = stock.get_grad_norm(self._model, grad_norm=norm)
             norm = norm.item() if isinstance(norm, torch.Tensor) else norm
             self._optimizer.step()
+            rows = step._shared if rides else rows
             rate, skipped = stock.get_learning_rate(), self._optimizer.skipped
             if not skipped and not _waits_for_metrics(trainer.lr_scheduler):
                 trainer.lr_scheduler.step()
@@ -104,14 +113,40 @@ class StepUnit:
             trainer.state.num_input_tokens_seen = seen  # the loop adds the step's tokens once it is committed
             self._optimizer.within(False)
         results = {
-            "losses": [row[:-2] for row in rows],
-            "flos": [row[-2] for row in rows],
+            "losses": [list(row[:-1]) for row in rows],
+            "flos": [row[-1] for row in rows],
             "tokens": tokens,
             "norm": norm,
             "rate": rate,
             "skipped": skipped,
         }
         self._record.step_done(at, entered, fresh, json.dumps(results))
+
+    def _count_items(self, batches: list[Any], fresh: str) -> tuple[Any, Callable[[], bool]]:
+        """Return the number of items in the step's batches as the Trainer counts it, and a function that returns whether
+        rank 0 has ``fresh`` logs. Collective; it takes the one collective that the stock Trainer takes, too."""
+        trainer, size = self._trainer, self._run.world_size
+        accelerator, device, logs = trainer.accelerator, trainer.args.device, float(len(fresh.encode()))
+        rows: list[torch.Tensor] = []
+
+        def gather(mine: torch.Tensor) -> torch.Tensor:
+            """Return the ``mine`` of all ranks, one number each, as ``accelerator.gather`` does."""
+            row = torch.full((2,), logs, dtype=torch.float64, device=device)
+            row[0] = mine
+            rows[:] = [torch.empty_like(row) for _ in range(size)]
+            dist.all_gather(rows, row)
+            return torch.stack(rows)[:, 0].to(mine.dtype)
+
+        if size == 1:
+            return self._stock.get_num_items_in_batch(batches, device), lambda: logs > 0
+        accelerator.gather = gather
+        try:
+            items = self._stock.get_num_items_in_batch(batches, device)
+        finally:
+            del accelerator.gather
+        if not rows:  # this model's loss needs no count
+            gather(torch.zeros((), device=device))
+        return items, lambda: bool(rows[0][1] > 0)
 
     def _take(self, step: Step) -> list[_MicroBatch]:
         """Return the step's micro-batches of this rank: the Trainer counts their tokens before the first forward."""

@@ -18,8 +18,8 @@ from rackrun.worker.data.global_batch import StepBatch
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.loop.entry_parts import EntryParts
-from rackrun.worker.membership.decisions.gate import complete, offered
-from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate import Offer, complete, offered
+from rackrun.worker.membership.decisions.gate_sums import NOTHING, GateSums
 from rackrun.worker.membership.decisions.interruptions import Abandoned
 from rackrun.worker.script.user_line import in_generator
 from rackrun.worker.steps import closures
@@ -225,9 +225,9 @@ class UnitAttempt:
             return
         if self._late_gate:
             self._complete()
-            mine = offered(step._at, self._world.order, GateSums(*[0.0] * len(GateSums._fields)))
+            mine = self._offered(NOTHING)
             complete(mine, loss=self._let_device_come())
-            step._early_loss = self._world.sum_before_gate(step._at, mine).loss
+            step._early = self._world.sum_before_gate(step._at, mine)
             self._world.updated = True
         else:
             self._pass_gate()
@@ -285,7 +285,7 @@ class UnitAttempt:
             rollback_incomplete=float(bool(self.not_put_back)),
             changed_between=0.0,
         )
-        mine = offered(step._at, self._world.order, sums)
+        mine = self._offered(sums)
         complete(mine, loss=self._let_device_come())  # from here until the optimizer's first kernel the device is idle
         if parts.undo.changed_between:
             complete(mine, changed_between=1.0)
@@ -294,6 +294,10 @@ class UnitAttempt:
             complete(mine, not_finite=not_finite, tried=tried)
         self._world.stages.reached("entered")
         self._world.pass_gate(step._at, mine, self._refuses)
+
+    def _offered(self, sums: GateSums) -> Offer:
+        shared = sums._replace(shared=self.step._to_share)
+        return offered(self.step._at, self._world.order, shared, self._world.rank, self._world.size)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:
         """Whether the unit is refused although its gate has passed: the same answer on all ranks. Raises `StepError`

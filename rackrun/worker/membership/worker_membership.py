@@ -558,7 +558,7 @@ class WorkerMembership:
                 passed=machine.passed,
                 entered=machine.entered,
                 begun=self.begun,
-                gate=machine.gate or (),
+                gate=machine.gate.values if machine.gate else (),
                 snapshots=snapshots(),
                 layout=Generation(self.layout) if self._has_state else None,
                 replica_class=self._class_to_report(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from rackrun.worker.torch_compat.not_compiled import read_eagerly
 from rackrun.worker.torch_compat.unhooked_calls import mark_weighted
 
 if TYPE_CHECKING:
+    from rackrun.worker.membership.decisions.gate_sums import GateSums
     from rackrun.worker.membership.worker_membership import WorkerMembership
 
 __all__ = ["Step"]
@@ -41,8 +42,10 @@ class Step:
         self.lr_factor = 1.0
         """The factor for all learning rates in this step's ``optimizer.step()``; differs from 1 only with
         ``batch="scale_lr"``."""
-        self._early_loss: float | None = None
-        """The value of `loss` while the gate is still to come, in a step of several parts; None otherwise."""
+        self._early: GateSums | None = None
+        """The sums over all ranks while the gate is still to come, in a step of several parts; None otherwise."""
+        self._to_share: tuple[float, ...] = ()
+        """What `_share` was given."""
         self._last_given = False
         """Whether the current micro-batch is this rank's last of the step."""
         self._is_whole = False
@@ -152,18 +155,33 @@ class Step:
                 "step.loss was read in a further call of the closure of optimizer.step(closure): it is that of the first call.",
                 remedy="add up the loss over the ranks in the closure (dist.all_reduce), and return that.",
             )
-        if self._early_loss is None and not self._world.unit_passed and self._is_whole and self._ask_loss is not None:
+        return self._sums("step.loss").loss
+
+    def _share(self, values: Sequence[float]) -> None:
+        """Offer these numbers to all ranks, before ``optimizer.step()``; `_shared` returns those of each rank after it.
+        They travel with the gate, which takes no collective of its own. All ranks share as many."""
+        self._to_share = tuple(values)
+
+    @property
+    def _shared(self) -> list[tuple[float, ...]]:
+        """What each rank has shared. Raises `StepError` before the last micro-batch's `backward`."""
+        shared, width = self._sums("what the ranks share").shared, len(self._to_share)
+        return [shared[first : first + width] for first in range(0, len(shared), width)]
+
+    def _sums(self, what: str) -> GateSums:
+        """Return the sums over all ranks, for ``what`` is read from them."""
+        if self._early is None and not self._world.unit_passed and self._is_whole and self._ask_loss is not None:
             self._ask_loss()
-        if self._early_loss is not None:
-            return self._early_loss
+        if self._early is not None:
+            return self._early
         if not self._world.unit_passed:
             raise StepError(
-                "step.loss was read before the last micro-batch of the step was given to step.backward().",
+                f"{what} was read before the last micro-batch of the step was given to step.backward().",
                 remedy="read it after the loop over the micro-batches, best after optimizer.step().",
             )
         gate = self._world.gate
         assert gate is not None, "a gate that has passed"
-        return gate.loss
+        return gate
 
 
 def _weight_of_another() -> StepError:

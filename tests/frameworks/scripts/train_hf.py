@@ -1,6 +1,7 @@
 """A Trainer's script: what it trains, what it logs and which callbacks it has called go to a file for each rank.
 
-``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
+``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic``, ``framework``, or ``large`` (what ranks share takes a
+collective, as in a large world). KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
 "": nobody. ARGUMENTS: of TrainingArguments, as JSON.
 """
 
@@ -17,8 +18,11 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 folder, kind, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-if kind == "elastic":
+if kind in ("elastic", "large"):
+    from rackrun.frameworks.hf import step_unit
     from rackrun.hf import Trainer
+
+    step_unit._RIDES_MAX = 0 if kind == "large" else step_unit._RIDES_MAX
 else:
     from transformers import Trainer
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -12,10 +14,9 @@ from hypothesis import strategies as st
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
 from rackrun.worker.membership.decisions.gate import CollectiveOrder, agreed, complete, offered
-from rackrun.worker.membership.decisions.gate_sums import GateSums
+from rackrun.worker.membership.decisions.gate_sums import NOTHING, GateSums
 
 AT = Position(3, 1)
-NOTHING = GateSums(*[0.0] * len(GateSums._fields))
 
 
 def order(*calls: str) -> CollectiveOrder:
@@ -36,7 +37,25 @@ def test_all_at_the_same_place_agree_on_the_sums() -> None:
     mine = NOTHING._replace(loss=1.5, samples=4, ids_digest=7, step_s=0.5, ahead=1)
     summed = offered(AT, order("a"), mine) + offered(AT, order("a"), mine)
     values = agreed(summed.tolist(), 2, AT)
-    assert values == tuple(2 * value for value in mine)
+    assert values is not None
+    assert values.singles == tuple(2 * value for value in mine.singles)
+
+
+@given(st.lists(st.lists(st.floats(width=32), min_size=2, max_size=2), min_size=1, max_size=5))
+def test_what_each_rank_shares_is_known_to_all_to_the_bit_and_on_its_way_in_a_plan(rows: list[list[float]]) -> None:
+    offers = [
+        offered(AT, order("a"), NOTHING._replace(loss=1.0, shared=tuple(row)), rank, len(rows))
+        for rank, row in enumerate(rows)
+    ]
+    summed: Any = sum(offers)
+    sums = agreed(summed.tolist(), len(rows), AT)
+    assert sums is not None
+    assert sums.loss == len(rows)
+    bits = [struct.pack("d", value + 0.0) for row in rows for value in row]  # -0.0 is 0.0 there
+    assert [struct.pack("d", value) for value in sums.shared] == bits
+    again = GateSums.of(msgspec.msgpack.decode(msgspec.msgpack.encode(sums.values)))
+    assert [struct.pack("d", value) for value in again.shared] == bits
+    assert again.singles == sums.singles
 
 
 def test_what_is_known_last_is_as_if_it_had_been_known_at_first() -> None:

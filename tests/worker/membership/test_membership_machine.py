@@ -59,7 +59,7 @@ def breaks(machine: MembershipMachine, generation: int = 2) -> bool:
 def plans(
     machine: MembershipMachine, generation: int = 2, upto: Position = FIRST, gate: GateSums | None = None
 ) -> bool:
-    return machine.take_plan(plan_of(generation, upto, gate or ()))
+    return machine.take_plan(plan_of(generation, upto, gate.values if gate else ()))
 
 
 def known(machine: MembershipMachine) -> tuple[Any, ...]:
@@ -140,7 +140,7 @@ def test_a_position_can_be_set_back(machine: MembershipMachine) -> None:
     passes(machine, SECOND)
     machine.place(FIRST, ())
     assert known(machine) == (FIRST, FIRST, None)
-    machine.place(SECOND, OTHERS)
+    machine.place(SECOND, OTHERS.values)
     assert known(machine) == (SECOND, SECOND, OTHERS)
 
 
@@ -271,7 +271,7 @@ def test_who_leaves_main_with_its_shards_keeps_the_committed_position(machine: M
     passes(machine, SECOND)
     breaks(machine)
     reshard = Reshard(layout=Generation(0), images=())
-    plan = msgspec.structs.replace(plan_of(2, SECOND, OTHERS), reshard=reshard)
+    plan = msgspec.structs.replace(plan_of(2, SECOND, OTHERS.values), reshard=reshard)
     machine.take_plan(plan)
     machine.leave_main(plan)
     assert (machine.generation, machine.broken) == (1, True)
@@ -339,7 +339,7 @@ def test_a_unit_counts_if_its_gate_passed_before_the_report_or_the_plan_says_so(
         return  # the coordinator hears of it, and breaks the generation
     world.create_default(0, 2)
     world.machine.start_alone(Generation(1))
-    world.set_position(FIRST, SUMS)
+    world.set_position(FIRST, SUMS.values)
     world.begin_unit(phase=False)
     reports: list[WorkerParked | None] = []
 
@@ -352,8 +352,8 @@ def test_a_unit_counts_if_its_gate_passed_before_the_report_or_the_plan_says_so(
             world.collective_failed(1, RuntimeError("reset"))
         if breaks_at == "meanwhile":
             broken()
-            world.on_plan(plan_of(2, upto, OTHERS), MINE)
-        return [2.0, 2.0 * SECOND.step, 0.0, 0.0, 0.0, *OTHERS]
+            world.on_plan(plan_of(2, upto, OTHERS.values), MINE)
+        return [2.0, 2.0 * SECOND.step, 0.0, 0.0, 0.0, *OTHERS.values]
 
     monkeypatch.setattr(world, "_sum", summed)
     if breaks_at == "before":
@@ -370,5 +370,5 @@ def test_a_unit_counts_if_its_gate_passed_before_the_report_or_the_plan_says_so(
     if breaks_at != "never":
         [report] = reports
         assert report is not None
-        assert (report.passed, report.gate) == (FIRST, SUMS)
+        assert (report.passed, report.gate) == (FIRST, SUMS.values)
         assert report.entered == (FIRST if breaks_at == "before" else SECOND)

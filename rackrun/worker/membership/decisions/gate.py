@@ -30,7 +30,7 @@ _SAME_SIZE_EVERYWHERE = {"allreduce", "broadcast", "reduce", "_allgather_base", 
 Offer = np.ndarray[Any, Any]
 _HEADER_VALUES = 5
 """Number of values in an offer, and in the sum of all offers, before the `GateSums` (see `offered`)."""
-_PLACES = {name: _HEADER_VALUES + place for place, name in enumerate(GateSums._fields)}
+_PLACES = {name: _HEADER_VALUES + place for place, name in enumerate(GateSums._fields) if name != "shared"}
 
 
 class CollectiveOrder:
@@ -72,11 +72,18 @@ def elements(result: Any) -> int:
     return sum(map(elements, result)) if isinstance(result, (list, tuple)) else 0
 
 
-def offered(at: Position, order: CollectiveOrder, mine: GateSums) -> Offer:
+def offered(at: Position, order: CollectiveOrder, mine: GateSums, rank: int = 0, size: int = 1) -> Offer:
     """Return this rank's part of the gate's sum: 1-d, float64, with the values known before the device has computed the
-    gradients. `complete` adds the others."""
+    gradients. `complete` adds the others.
+
+    ``mine.shared`` is this rank's alone. It gets a place of its own among those of all ranks, so that the sum of the
+    offers holds the numbers of each.
+    """
     mark = order.fingerprint
-    return np.array([1.0, at.step, at.phase, mark, mark**2, *mine], dtype=np.float64)
+    width = len(mine.shared)
+    shared = [0.0] * (width * size)
+    shared[rank * width : (rank + 1) * width] = mine.shared
+    return np.array([1.0, at.step, at.phase, mark, mark**2, *mine.singles, *shared], dtype=np.float64)
 
 
 def complete(offer: Offer, **known: float) -> None:
@@ -104,4 +111,4 @@ def agreed(total: Sequence[float], size: int, at: Position) -> GateSums | None:
             f"the ranks did not call the same collectives, in the same order, in {unit_text(at)}: what they have computed is not to be trusted.",
             remedy="let nothing that differs between ranks decide which collectives run, or what a learning-rate rule says; if nothing does, please report this.",
         )
-    return GateSums(*sums)
+    return GateSums.of(sums)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
-__all__ = ["GateSums"]
+__all__ = ["NOTHING", "GateSums"]
 
 
 class GateSums(NamedTuple):
@@ -46,3 +47,26 @@ class GateSums(NamedTuple):
     """Number of ranks that repeat the step and cannot restore the state that it began with."""
     changed_between: float = 0.0
     """Number of ranks whose state had changed between the unit before and this one."""
+    shared: tuple[float, ...] = ()
+    """The numbers that each rank shares with all others (`rackrun.worker.steps.step.Step._share`), in the order of
+    ranks: as many from each."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> GateSums:
+        """Return the sums whose `values` these are."""
+        return cls._make((*values[:_SINGLE], tuple(values[_SINGLE:])))
+
+    @property
+    def singles(self) -> tuple[float, ...]:
+        """All sums but `shared`."""
+        return cast("tuple[float, ...]", self[:_SINGLE])
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All sums as one sequence of numbers, `shared` last."""
+        return (*self.singles, *self.shared)
+
+
+_SINGLE = len(GateSums._fields) - 1
+NOTHING = GateSums.of([0.0] * _SINGLE)
+"""The sums of ranks that offer nothing."""

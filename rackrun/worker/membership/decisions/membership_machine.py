@@ -163,7 +163,7 @@ class MembershipMachine:
         if self.entered > self.passed:
             if plan.committed >= self.entered:
                 self._move_unit(UnitTrigger.COUNT)
-                self.passed, self.gate = self.entered, GateSums(*plan.gate) if plan.gate else None
+                self.passed, self.gate = self.entered, GateSums.of(plan.gate) if plan.gate else None
             else:
                 self._move_unit(UnitTrigger.DISCARD)
                 self.entered = self.passed
@@ -198,7 +198,7 @@ class MembershipMachine:
         """Set the committed position and the sums of its gate, () for none: for a newcomer, and after a rollback."""
         self._move_unit(UnitTrigger.PLACE)
         self.passed = self.entered = position
-        self.gate = GateSums(*gate) if gate else None
+        self.gate = GateSums.of(gate) if gate else None
 
     def ask_pause(self, generation: Generation) -> None:
         """Take in that ``generation`` is to pause. Ignored between two generations and on a spare."""
