@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.worker.scripts import STEPS, Samples, Script, adam, ddp, loss_of
 from tests.worker.steps.test_redone_steps import places, spread
 
 Train = Callable[..., Ended]
+WAITS = "TEST_WAITS_FOR_DRAIN"
+"""Variable with which no rank does step ``STEPS - 2`` before it knows that the job is to end."""
 
 
 class Record:
@@ -46,6 +49,8 @@ def prepared(run: Run) -> tuple[Callable[[Step], float], Callable[[float], float
     data = run.loader(Samples())
 
     def train(step: Step) -> float:
+        while WAITS in os.environ and int(step) == STEPS - 2 and not run._world.drain:
+            time.sleep(0.001)
         for batch in data:
             step.backward(loss_of(model, batch))
         optimizer.step()
@@ -243,7 +248,9 @@ def test_a_job_that_was_drained_goes_on_in_the_turn_in_which_it_ended(
 ) -> None:
     reference = train(main, ranks=2)
     monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
-    first = train(main, ranks=2, drain_at=4)
+    with monkeypatch.context() as first_job:
+        first_job.setenv(WAITS, "1")
+        first = train(main, ranks=2, drain_at=4)
     assert first.exit_code == 0, first
     assert max(first.losses) < max(reference.losses)
     second = train(main, ranks=2)
