@@ -1,7 +1,8 @@
 """Whether a failure is the hardware's or the script's.
 
 The first failure always counts as the hardware's: the rank moves to another slot, and training goes on. The same error
-at the same step on other hardware is the script's, and another attempt would fail again.
+at the same step on other hardware is the script's, and another attempt would fail again. So is the same error in the
+first step of one replacement after the other: the others may have committed that step, so that its number differs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ SEEN_MAX = 256
 STATE_LOST = "rackrun.errors.StateLost"
 RESTORES_MAX = 3
 """How often one rank may fail to be restored for the same reason."""
+FIRST_STEPS_MAX = 3
+"""How many replacements may fail alike in their first step."""
 
 
 def is_scripts(event: WorkerExited) -> bool:
@@ -81,6 +84,8 @@ class _Seen:
     rank: Rank
     incarnation: Incarnation
     at_ms: int
+    in_first_step: bool
+    """Whether a replacement failed in the first step that it took part in."""
 
 
 @dataclass(slots=True)
@@ -100,8 +105,11 @@ class ScriptBugs:
         times = self._not_restored[rank, failure.message] = self._not_restored.get((rank, failure.message), 0) + 1
         return f"rank {rank} could not be restored on {times} slots: {failure.message}" if times >= RESTORES_MAX else ""
 
-    def convict(self, event: WorkerExited, rank: Rank) -> str:
-        """Record a failure. Return why it is the script's; "" as long as it may be the hardware's."""
+    def convict(self, event: WorkerExited, rank: Rank, *, in_first_step: bool = False) -> str:
+        """Record a failure. Return why it is the script's; "" as long as it may be the hardware's.
+
+        ``in_first_step``: whether a replacement failed in the first step that it took part in.
+        """
         mark = fingerprint(event)
         if not mark:
             return ""
@@ -113,11 +121,21 @@ class ScriptBugs:
             return (
                 f"rank {rank} broke a rule, at {message if place and where.endswith(place) else f'{where}: {message}'}"
             )
-        new = _Seen(mark, event.step, rank, event.incarnation, event.at_ms)
+        new = _Seen(mark, event.step, rank, event.incarnation, event.at_ms, in_first_step)
         because = next((why for old in self._seen if (why := self._same(old, new))), "")
         self._seen.append(new)
         del self._seen[:-SEEN_MAX]
-        return because
+        return because or self._first_steps(new)
+
+    def _first_steps(self, new: _Seen) -> str:
+        """Return that too many replacements have failed in the same way in their first step; "": they have not."""
+        alike = {old.incarnation for old in self._seen if old.in_first_step and old.fingerprint == new.fingerprint}
+        if not new.in_first_step or len(alike) < FIRST_STEPS_MAX:
+            return ""
+        return (
+            f"{new.fingerprint} on rank {new.rank} {at_step(new.step)}: {len(alike)} replacements failed so, each in its first "
+            "step: not the hardware's"
+        )
 
     def _same(self, old: _Seen, new: _Seen) -> str:
         """Return why two failures are the same bug of the script; "": they are not known to be."""

@@ -14,6 +14,7 @@ from rackrun.core.lifecycle.restart import Restart
 from rackrun.core.lifecycle.shutdown import Shutdown, ended_well
 from rackrun.core.members.workers import Loss
 from rackrun.core.recovery.recovery import Recovery, named
+from rackrun.protocol.events import WorkerExited
 from rackrun.protocol.job_config import JobConfig
 
 __all__ = ["LossResponse"]
@@ -105,7 +106,7 @@ class LossResponse:
         if because := self.script_bugs.cannot_be_restored(loss.exit, rank):
             self.end.stop(3, because, failure=loss.failure, rank=rank)
             return True
-        because = self.script_bugs.convict(loss.exit, rank)
+        because = self.script_bugs.convict(loss.exit, rank, in_first_step=self._in_first_step(loss.exit))
         if not because:
             return False
         if ended_well(loss):
@@ -115,6 +116,13 @@ class LossResponse:
             remedy = ""
         self.end.stop(1, because, remedy=remedy, failure=loss.failure, rank=rank)
         return True
+
+    def _in_first_step(self, event: WorkerExited) -> bool:
+        """Whether this worker joined in the newest generation, and failed in the first step of that."""
+        plan = self.world.plan
+        if plan is None or event.step != plan.committed.step + 1:
+            return False
+        return any(member.fresh and member.incarnation == event.incarnation for member in plan.members)
 
 
 def _because(loss: Loss) -> str:

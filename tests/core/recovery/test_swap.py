@@ -722,6 +722,32 @@ def test_the_same_error_at_the_same_step_elsewhere_is_the_scripts(training: Core
     )
 
 
+def test_replacements_that_fail_alike_in_their_first_steps_are_the_scripts(training: CoreHarness) -> None:
+    training.exits("a/1", signal=9)
+    for attempt in range(3):
+        training.park_all(passed=4 + attempt)
+        training.resume_all()
+        assert training.view.phase == "training"
+        training.now += 10_000
+        for spare in training.view.spares:
+            training.ready(spare.slot)
+        answers = training.exits(training.members[1], code=1, bug="train.py:7", step=5 + attempt)
+    stop = stop_in(answers)
+    assert stop.exit_code == 1
+    assert stop.because == (
+        "builtins.ValueError at train.py:7 on rank 1 at step 7: 3 replacements failed so, each in its first step: not the hardware's"
+    )
+
+
+def test_an_error_that_a_replacement_makes_later_is_taken_for_the_hardwares(training: CoreHarness) -> None:
+    training.exits("a/1", signal=9)
+    for attempt in range(2):
+        training.park_all(passed=4 + attempt)
+        training.resume_all()
+        training.now += 10_000
+        assert not every(StopJob, training.exits(training.members[1], code=1, bug="train.py:7", step=9 + attempt))
+
+
 def test_the_same_error_before_the_first_step_is_not_at_step_minus_1(training: CoreHarness) -> None:
     training.exits("a/1", code=1, bug="train.py:7", step=-1)
     training.now = 1000
