@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,11 +73,27 @@ def test_tokens_of_steps_that_are_over_do_not_wait() -> None:
 def test_a_record_is_the_same_after_its_way_to_another_process() -> None:
     record = LoopRecord()
     record.step_done(4, "entered", '{"loss": 1.5}\n{"loss": NaN}', "results")
-    record.phase_done("left", '{"eval_loss": 2.0}')
+    record.phase_done("left", '{"eval_loss": 2.0}', ["own"])
     other = LoopRecord()
     other.load_state_dict(record.state_dict())
     assert vars(other) == vars(record)
-    assert (other.logs, other.phases) == (2, [("left", 3)])
+    assert (other.logs, other.phases) == (2, [("left", 3, ["own"])])
+
+
+def test_two_runs_of_a_training_have_comparable_records() -> None:
+    """Without times, and without paths of the run."""
+    records = []
+    for folder, runtime in (("a", 1.5), ("b", 2.5)):
+        record = LoopRecord()
+        entered = json.dumps({"state": {"best_model_checkpoint": folder, "best_metric": 0.5}})
+        record.step_done(4, entered, json.dumps({"eval_loss": 2.0, "eval_runtime": runtime}), "results")
+        record.phase_done(entered, json.dumps({"eval_samples_per_second": runtime}), [""])
+        records.append(record)
+    one, other = records
+    assert one.state_dict() != other.state_dict()
+    assert one.comparable_state() == other.comparable_state()
+    assert one.comparable_state()["history"] == [{"eval_loss": 2.0}, {}]
+    assert one.comparable_state()["entered"] == {"state": {"best_metric": 0.5}}
 
 
 class Keeps(TrainerCallback):  # type: ignore[misc]

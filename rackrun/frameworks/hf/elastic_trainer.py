@@ -198,6 +198,13 @@ class Elastic(_Base):  # type: ignore[misc]
         finally:
             trainer_module.nested_gather = stock
 
+    # -- what belongs to the script
+    def rackrun_scripts_own(self) -> dict[str, Any]:
+        """Return name -> what the script has given to the Trainer and may keep state in, for the chaos harness."""
+        callbacks = {type(one).__name__: one for one in self.callback_handler.callbacks}
+        given = ("data_collator", "compute_loss_func", "compute_metrics", "train_dataset", "eval_dataset")
+        return {**callbacks, **{name: getattr(self, name, None) for name in given}}
+
     # -- the end
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Leave the run's loop. What follows is the script's code after the loop."""

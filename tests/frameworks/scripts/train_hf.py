@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -90,9 +91,25 @@ class Calls(TrainerCallback):
 
 
 class Mine(Trainer):
+    """It keeps metrics of its own, as TRL's trainers do: they change in a step, and `log` empties some of them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.forwards = 0
+        self.own = defaultdict(list)
+
     def compute_loss(self, model, *args, **kwargs):
+        loss = super().compute_loss(model, *args, **kwargs)
+        self.forwards += 1
+        self.own["train" if model.training else "eval"].append((loss[0] if isinstance(loss, tuple) else loss).item())
         strike("forward" if model.training else "evaluation", self.state)
-        return super().compute_loss(model, *args, **kwargs)
+        return loss
+
+    def log(self, logs, start_time=None):
+        mode = "train" if self.model.training else "eval"
+        super().log({**logs, "forwards": self.forwards, "since": len(self.own[mode])}, start_time)
+        if self.state.global_step % 2:
+            self.own[mode].clear()
 
 
 torch.manual_seed(0)
@@ -123,6 +140,7 @@ found = {
     "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
     "history": history,
     "best": [trainer.state.best_metric, trainer.state.best_global_step, trainer.state.total_flos],
+    "own": trainer.own,
     "calls": calls.calls,
 }
 (folder / f"{rank}.json").write_text(json.dumps(found))
