@@ -220,19 +220,16 @@ class _Walk:
                 self.value(f"{path}.dataset", value._dataset, depth + 1)
             case _ if callable(scripts_own := getattr(type(value), SCRIPTS_OWN, None)):
                 self._attributes(path, scripts_own(value), depth)
-                self._of_users_class(path, value, depth)
+                self._class(type(value), depth)
             case _ if (held := _held_by(value)) is not None:
                 self._attributes(path, held, depth)
             case nn.Module():
                 self._of_module(path, value, depth)
+            case _ if _is_users(type(value).__module__):
+                self._attributes(path, _attributes_of(value), depth)
+                self._class(type(value), depth)
             case _:
-                self._of_users_class(path, value, depth)
-
-    def _of_users_class(self, path: str, value: Any, depth: int) -> None:
-        """Follow the attributes of an object, and its class, if that is the user's."""
-        if _is_users(type(value).__module__):
-            self._attributes(path, _attributes_of(value), depth)
-            self._class(type(value), depth)
+                return
 
     def _class(self, kind: type, depth: int) -> None:
         """Follow the attributes of a user's class, and what its methods name."""

@@ -147,3 +147,37 @@ def test_streams_and_batches_of_different_sizes_are_refused() -> None:
         refusals.refuse_loader(trainer, DataLoader(Stream()))
     with pytest.raises(UsageError, match="different sizes"):
         refusals.refuse_loader(trainer, DataLoader(torch.arange(4), batch_sampler=[[0], [1, 2]]))  # type: ignore[arg-type]
+
+
+def refusable(**attributes: Any) -> Any:
+    """A Trainer of which nothing is refused, but for ``attributes``; those of ``args`` are given as ``args``."""
+    arguments = {"fsdp": "", "auto_find_batch_size": False, "ignore_data_skip": False, "n_gpu": 0, "world_size": 2}
+    accelerator = SimpleNamespace(parallelism_config=None, dispatch_batches=None, split_batches=False)
+    flags = ("is_distributed_loading_by_transformers", "is_model_parallel", "is_deepspeed_enabled", "is_fsdp_enabled")
+    return SimpleNamespace(
+        **dict.fromkeys(flags, False),
+        hp_search_backend=None,
+        accelerator=accelerator,
+        **{**attributes, "args": SimpleNamespace(**{**arguments, **attributes.pop("args", {})})},
+    )
+
+
+@pytest.mark.parametrize(
+    ("attributes", "what"),
+    [
+        ({"_buffered_inputs": None}, "generates its own training data"),
+        ({"num_generations": 8}, "generates its own training data"),
+        ({"args": {"sync_ref_model": True}}, "leave out sync_ref_model=True"),
+        ({"args": {"precompute_ref_log_probs": True}}, "leave out precompute_ref_log_probs=True"),
+        ({"args": {"auto_find_batch_size": True}}, "set per_device_train_batch_size"),
+    ],
+)
+def test_what_would_train_something_else_is_refused_before_the_first_step(
+    attributes: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        refusals.refuse_arguments(refusable(**attributes))
+
+
+def test_the_arguments_that_trainers_have_by_default_are_not_refused() -> None:
+    refusals.refuse_arguments(refusable(args={"sync_ref_model": False, "precompute_ref_log_probs": False}))

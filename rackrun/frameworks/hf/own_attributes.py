@@ -24,7 +24,7 @@ import transformers
 
 from rackrun.worker.process.reports import say
 
-__all__ = ["OwnAttributes"]
+__all__ = ["OwnAttributes", "own_attributes"]
 
 VALUES_MAX = 10_000
 """An attribute with more values than this is not kept; a text counts for one value in every 64 characters."""
@@ -74,8 +74,8 @@ class OwnAttributes:
 
     def _encoded(self) -> dict[str, Any]:
         found = {}
-        for name, value in vars(self._trainer).items():
-            if name in _stock_names() or name.startswith(_OUR_OWN) or name in self._too_large:
+        for name, value in own_attributes(self._trainer).items():
+            if name in self._too_large:
                 continue
             try:
                 found[name] = _Encoding().encode(value)
@@ -91,6 +91,15 @@ class OwnAttributes:
             f"{type(self._trainer).__name__}.{name} holds more than {VALUES_MAX} values. If training changes it, a process that takes "
             "a rank over does not get it, and a step that is done again changes it again."
         )
+
+
+def own_attributes(trainer: Any) -> dict[str, Any]:
+    """Return name -> value of the attributes that neither transformers' ``Trainer`` nor the adapter sets."""
+    return {
+        name: value
+        for name, value in vars(trainer).items()
+        if name not in _stock_names() and not name.startswith(_OUR_OWN)
+    }
 
 
 class _NotPlainError(Exception):
