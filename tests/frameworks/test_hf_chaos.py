@@ -23,6 +23,7 @@ JOB: dict[str, Any] = {
 BOTH = seq(inject(Kill(), exactly("rank", 1), step=2), inject(Kill(), exactly("rank", 0), step=6))
 
 
+@pytest.mark.feature("HF Trainer", "rackctl chaos run, and the pytest fixture chaos")
 def test_a_job_with_kills_is_the_one_without(chaos: Any) -> None:
     """But for the number of calls that the script's callback has counted: it has no state that could be restored."""
     chaos.survives(SCRIPT, plan=BOTH, may_differ=["calls"], **JOB)

@@ -124,12 +124,14 @@ def test_this_version_of_transformers_is_known() -> None:
     refusals.refuse_version()
 
 
+@pytest.mark.feature("HF Trainer", "a version with another loop", how="refused")
 def test_another_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.Trainer, "_run_epoch", lambda self, model: None)
     with pytest.raises(UsageError, match=r"Trainer\._run_epoch is \(model\)"):
         refusals.refuse_version()
 
 
+@pytest.mark.feature("HF Trainer", "a subclass of rackrun.hf.Trainer that overrides training_step", how="refused")
 def test_a_subclass_that_overrides_the_step_is_told_what_to_write() -> None:
     mine = type("Mine", (), {"training_step": lambda self: None})
     with pytest.raises(UsageError, match=r"class ElasticMine\(rackrun\.hf\.Elastic, Mine\)"):
@@ -141,6 +143,8 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
+@pytest.mark.feature("HF Trainer", "streams (IterableDataset)", how="refused")
+@pytest.mark.feature("HF Trainer", "batches of different sizes", how="refused")
 def test_streams_and_batches_of_different_sizes_are_refused() -> None:
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=SimpleNamespace(even_batches=True))
     with pytest.raises(UsageError, match="is a stream"):
@@ -165,11 +169,27 @@ def refusable(**attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("attributes", "what"),
     [
-        ({"_buffered_inputs": None}, "generates its own training data"),
+        pytest.param(
+            {"_buffered_inputs": None},
+            "generates its own training data",
+            marks=pytest.mark.feature("TRL", "GRPOTrainer, RLOOTrainer, online DPO", how="refused"),
+        ),
         ({"num_generations": 8}, "generates its own training data"),
-        ({"args": {"sync_ref_model": True}}, "leave out sync_ref_model=True"),
-        ({"args": {"precompute_ref_log_probs": True}}, "leave out precompute_ref_log_probs=True"),
-        ({"args": {"auto_find_batch_size": True}}, "set per_device_train_batch_size"),
+        pytest.param(
+            {"args": {"sync_ref_model": True}},
+            "leave out sync_ref_model=True",
+            marks=pytest.mark.feature("TRL", "DPOTrainer, sync_ref_model", how="refused"),
+        ),
+        pytest.param(
+            {"args": {"precompute_ref_log_probs": True}},
+            "leave out precompute_ref_log_probs=True",
+            marks=pytest.mark.feature("TRL", "DPOTrainer, precompute_ref_log_probs", how="refused"),
+        ),
+        pytest.param(
+            {"args": {"auto_find_batch_size": True}},
+            "set per_device_train_batch_size",
+            marks=pytest.mark.feature("HF Trainer", "auto_find_batch_size", how="refused"),
+        ),
     ],
 )
 def test_what_would_train_something_else_is_refused_before_the_first_step(
