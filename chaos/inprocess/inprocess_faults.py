@@ -35,7 +35,7 @@ from rackrun.chaos.faults.crash_points import FUNCTIONS, surround
 from rackrun.chaos.faults.fault_row import HookPlace, HookVisit
 from rackrun.chaos.faults.table.fault_table import Fault, row_of
 from rackrun.chaos.inprocess.restore_times import watch_restores
-from rackrun.chaos.inprocess.state_recorder import STEP_BY_STEP, EndRecorder, StateRecorder
+from rackrun.chaos.inprocess.state_recorder import STEP_BY_STEP, EndRecorder, StateRecorder, comparable_plain
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ class _Hooks:
     def at_end(self, units: UnitRunner) -> None:
         """Write a digest of the rank's tracked state, once it has finished."""
         state, rank = units._state, units._world.rank
-        digest = hashlib.sha256(state.encode_plain())
+        digest = hashlib.sha256(msgspec.msgpack.encode(comparable_plain(state)))
         for name, tensor in sorted(state.tensors().items()):
             digest.update(name.encode() + _bytes(tensor))
         partial = self._folder / "held" / f"{rank}.part"

@@ -30,6 +30,7 @@ __all__ = [
     "EndState",
     "EndRecorder",
     "StepState",
+    "comparable_plain",
     "StateRecorder",
     "let_go_on",
     "read_end_states",
@@ -168,6 +169,16 @@ def read_end_states(folder: Path) -> dict[int, EndState]:
     return {end.rank: end for end in (msgspec.json.decode(path.read_bytes(), type=EndState) for path in paths)}
 
 
+def comparable_plain(state: TrackedState) -> dict[str, Any]:
+    """Return name -> all of a rank's tracked state that is no tensor, as two runs of a training have it in common: of a
+    tracked object with a method ``comparable_state`` what that returns, because its state also holds times or paths."""
+    plain: dict[str, Any] = msgspec.msgpack.decode(state.encode_plain(), strict=False)
+    for name, other in state.others.items():
+        if callable(comparable := getattr(other, "comparable_state", None)):
+            plain[name] = comparable()
+    return plain
+
+
 def _read_go(folder: Path) -> int:
     with contextlib.suppress(FileNotFoundError):  # the run is over
         return int((folder / "go").read_text())
@@ -224,8 +235,7 @@ def _tracked(units: UnitRunner) -> dict[str, str]:
         return f"{name}/{key} of {of_optimizer.get((name, group, int(index)), path)}"
 
     found = {readable(path): described(tensor) for path, tensor in state.tensors().items()}
-    plain: dict[str, Any] = msgspec.msgpack.decode(state.encode_plain(), strict=False)
-    for path, value in _flat("", plain):
+    for path, value in _flat("", comparable_plain(state)):
         found.setdefault(readable(path), described(value))
     return {name: found[name] for name in sorted(found) if not name.startswith("rackrun.")}  # rackrun's own state
 

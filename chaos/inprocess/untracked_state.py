@@ -38,16 +38,20 @@ from torch.utils.data import DataLoader
 
 from rackrun.worker.data.loader import Loader
 
-__all__ = ["frames_of_script", "reached", "described"]
+__all__ = ["SCRIPTS_OWN", "frames_of_script", "reached", "described"]
 
 LOOKED_AT_MAX = 20_000
 DEPTH_MAX = 8
 SPREAD_MAX = 16
 """Lists and dictionaries longer than this are reported as one digest."""
 CHARS_MAX = 60
+SCRIPTS_OWN = "rackrun_scripts_own"
+"""A method of objects of rackrun's adapters: returns name -> what the script itself has given to a framework."""
 _NOT_THE_USERS = {"torch", "numpy", "rackrun", "msgspec", "torchvision", "triton", "pytest", "_pytest"}
 _NOT_THE_USERS |= {"tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "mlflow", "loguru", "absl", "typer", "click"}
 """Libraries that display what a script does; nothing that they hold influences the training."""
+_NOT_THE_USERS |= {"transformers", "accelerate", "datasets", "evaluate", "tokenizers", "huggingface_hub", "peft", "trl"}
+"""Libraries whose training loop an adapter of rackrun's drives: what that loop keeps is tracked by the adapter."""
 _NOT_THE_USERS |= set(sys.stdlib_module_names)
 _NOT_THE_USERS.discard("__main__")
 _OF_ANY_MODULE = set(vars(nn.Module()))
@@ -86,11 +90,13 @@ def reached(
 def frames_of_script(frame: types.FrameType | None) -> list[types.FrameType]:
     """Return the script's frames, from ``frame`` outwards to the function that rackrun called.
 
-    Frames of module bodies are left out, because their variables are reached by name.
+    Of module bodies only that of the script itself is among them: where a framework owns the loop, nothing names its
+    variables.
     """
     found = []
     while frame is not None and frame.f_globals.get("__name__") != "rackrun.worker.loop.main_entry":
-        if _is_users(frame.f_globals.get("__name__")) and frame.f_code.co_name != "<module>":
+        name = frame.f_globals.get("__name__")
+        if _is_users(name) and (name == "__main__" or frame.f_code.co_name != "<module>"):
             found.append(frame)
         frame = frame.f_back
     return found
@@ -212,6 +218,9 @@ class _Walk:
                 self._attributes(path, dict(value.gi_frame.f_locals), depth)
             case Loader():
                 self.value(f"{path}.dataset", value._dataset, depth + 1)
+            case _ if callable(scripts_own := getattr(type(value), SCRIPTS_OWN, None)):
+                self._attributes(path, scripts_own(value), depth)
+                self._class(type(value), depth)
             case _ if (held := _held_by(value)) is not None:
                 self._attributes(path, held, depth)
             case nn.Module():

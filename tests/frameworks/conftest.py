@@ -4,4 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_hf_*.py"]
+_NEEDS = {"test_hf_*.py": ("transformers",), "test_trl_*.py": ("trl", "peft")}
+
+collect_ignore_glob = [
+    files for files, names in _NEEDS.items() if any(importlib.util.find_spec(name) is None for name in names)
+]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.frameworks.framework_jobs import FrameworkJobs, same
+from tests.variants import in_stories
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,10 +35,14 @@ def jobs(tmp_path: Path, run_rackrun: Callable[..., Any]) -> FrameworkJobs:
     return FrameworkJobs(SCRIPT, tmp_path, run_rackrun)
 
 
+@pytest.mark.feature("HF Trainer", "DDP, any rank lost, rank 0 too")
+@pytest.mark.feature("HF Trainer", "gradient accumulation, clipping, schedulers")
 def test_the_main_process_is_killed_in_a_forward(jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
     same(stock_epochs, jobs.elastic(EPOCHS, "4:0:KILL:forward"), struck=True)
 
 
+@pytest.mark.feature("HF Trainer", "a script that is not touched (--framework hf)")
+@pytest.mark.feature("HF Trainer", "evaluation, saving, load_best_model_at_end")
 def test_a_script_that_is_not_touched_loses_a_rank_in_an_evaluation(
     jobs: FrameworkJobs, stock_epochs: dict[str, Any]
 ) -> None:
@@ -46,6 +51,8 @@ def test_a_script_that_is_not_touched_loses_a_rank_in_an_evaluation(
 
 
 @pytest.mark.stories
+@pytest.mark.feature("HF Trainer", "callbacks, called as often")
+@pytest.mark.feature("HF Trainer", "a subclass with metrics of its own (compute_loss, log)")
 def test_nobody_is_lost_and_callbacks_are_called_as_often(jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
     same(stock_epochs, jobs.elastic(EPOCHS), struck=False)
 
@@ -59,14 +66,15 @@ def test_one_is_lost_at_another_moment(kill: str, jobs: FrameworkJobs, stock_epo
     same(stock_epochs, jobs.elastic(EPOCHS, kill), struck=True)
 
 
-@pytest.mark.stories
-def test_one_is_lost_where_losses_take_a_collective_of_their_own(
-    jobs: FrameworkJobs, stock_epochs: dict[str, Any]
-) -> None:
-    same(stock_epochs, jobs.elastic(EPOCHS, "4:1:KILL:forward", kind="large"), struck=True)
+@pytest.mark.feature("HF Trainer", "the Trainer's own class")
+@pytest.mark.parametrize("kill", ["4:0:KILL:forward", *in_stories("", "2:1:STOP:evaluation", "5:0:KILL:end")])
+def test_losses_of_the_trainers_own_class_travel_with_the_gate(kill: str, jobs: FrameworkJobs) -> None:
+    own_class = {**EPOCHS, "subclass": False}
+    same(jobs.stock(own_class), jobs.elastic(own_class, kill), struck=bool(kill))
 
 
 @pytest.mark.stories
+@pytest.mark.feature("HF Trainer", "evaluate() before train()")
 def test_ranks_train_one_model_after_an_evaluation(run_rackrun: Callable[..., Any], tmp_path: Path) -> None:
     script = SCRIPT.parent / "evaluate_first.py"
     ran = run_rackrun(["--standalone", "--nproc-per-node", 2, script, tmp_path], env={"OMP_NUM_THREADS": "1"})

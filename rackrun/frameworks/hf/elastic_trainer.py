@@ -16,6 +16,7 @@ import transformers
 from transformers import trainer as trainer_module
 
 from rackrun.errors import UsageError
+from rackrun.frameworks.hf.own_attributes import own_attributes
 from rackrun.frameworks.hf.refusals import refuse_arguments, refuse_class, refuse_loader, refuse_version
 from rackrun.frameworks.hf.step_unit import StockMethods
 from rackrun.frameworks.hf.tokens import Token
@@ -197,6 +198,14 @@ class Elastic(_Base):  # type: ignore[misc]
             yield
         finally:
             trainer_module.nested_gather = stock
+
+    # -- what belongs to the script
+    def rackrun_scripts_own(self) -> dict[str, Any]:
+        """Return name -> what the script has given to the Trainer and may keep state in, and the attributes of its
+        subclass, for the chaos harness."""
+        callbacks = {type(one).__name__: one for one in self.callback_handler.callbacks}
+        given = ("data_collator", "compute_loss_func", "compute_metrics", "train_dataset", "eval_dataset")
+        return {**callbacks, **{name: getattr(self, name, None) for name in given}, **own_attributes(self)}
 
     # -- the end
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,10 @@ __all__ = ["LoopRecord", "captured", "fresh_logs", "restore"]
 
 _OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero")
 """Fields of `TrainerState` that differ between ranks."""
+_OF_THE_RUN = ("best_model_checkpoint",)
+"""Fields of `TrainerState` that hold a path of this run."""
+_TIMES = ("_runtime", "_per_second")
+"""Endings of the names of logged values that are times, or follow from times."""
 
 
 class LoopRecord:
@@ -36,9 +40,9 @@ class LoopRecord:
         """The number of entries of ``log_history`` when it began."""
         self.results = ""
         """What the step has computed, as JSON (`rackrun.frameworks.hf.step_unit`)."""
-        self.phases: list[tuple[str, int]] = []
-        """What `captured` returned at the end of each phase that has followed the step, or comes before the first, and
-        the number of entries of ``log_history`` then."""
+        self.phases: list[tuple[str, int, list[str]]] = []
+        """What `captured` returned at the end of each phase that has followed the step, or comes before the first, the
+        number of entries of ``log_history`` then, and the attributes of the script's own, of each rank or of all."""
         self.history: list[str] = []
         """The entries of ``log_history``, each as JSON, as rank 0 has them."""
 
@@ -58,8 +62,17 @@ class LoopRecord:
         """Set everything from a `state_dict`."""
         self.step, self.first, self.logs = int(state["step"]), int(state["first"]), int(state["logs"])
         self.entered, self.results = str(state["entered"]), str(state["results"])
-        self.phases = [(text, logs) for text, logs in json.loads(state["phases"])]
+        self.phases = [(text, logs, own) for text, logs, own in json.loads(state["phases"])]
         self.history = str(state["history"]).split("\n") if state["history"] else []
+
+    def comparable_state(self) -> dict[str, Any]:
+        """Return what two runs of the same training have in common: everything but times and paths."""
+        return {
+            **self.state_dict(),
+            "entered": _without_paths(self.entered),
+            "phases": [[_without_paths(text), logs, own] for text, logs, own in self.phases],
+            "history": [_without_times(json.loads(line)) for line in self.history],
+        }
 
     def step_done(self, step: int, entered: str, fresh: str, results: str) -> None:
         """Keep a step: its number, the loop's state when it began, the logs that had come since, and its results."""
@@ -67,10 +80,11 @@ class LoopRecord:
         self.add_logs(fresh)
         self.logs = len(self.history)
 
-    def phase_done(self, left: str, fresh: str) -> None:
-        """Keep the loop's state at the end of a phase, and the logs that have come since the last phase or step."""
+    def phase_done(self, left: str, fresh: str, own: list[str]) -> None:
+        """Keep the loop's state at the end of a phase, the logs that have come since the last phase or step, and the
+        script's ``own`` attributes (`rackrun.frameworks.hf.own_attributes`), of each rank, or once if all are alike."""
         self.add_logs(fresh)
-        self.phases = [*self.phases, (left, len(self.history))]
+        self.phases = [*self.phases, (left, len(self.history), own)]
 
     def add_logs(self, fresh: str) -> None:
         """Add what `fresh_logs` has returned."""
@@ -115,6 +129,17 @@ def restore(trainer: Any, text: str, history: list[str] | None) -> None:
     trainer._total_loss_scalar = found["total_loss"]
     trainer._globalstep_last_logged = found["last_logged"]
     trainer._rackrun_flos = found["flos"]
+
+
+def _without_paths(text: str) -> Any:
+    found = json.loads(text) if text else {}
+    for name in _OF_THE_RUN:
+        found.get("state", {}).pop(name, None)
+    return found
+
+
+def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
 
 
 def _of_callback(callback: Any) -> Any:

@@ -38,6 +38,8 @@ OF_THE_LOOP = {
     "store_flos": "",
 }
 """The Trainer's methods that the adapter stands on, with the names of their parameters."""
+_GENERATES = ("_generate_and_score_completions", "_generate_vllm", "_buffered_inputs", "num_generations")
+"""Attributes by which a Trainer is known that samples from its model, keeps what it has sampled, and trains on it."""
 _MAY_OVERRIDE = {"floating_point_ops", "_evaluate"}
 
 
@@ -86,6 +88,18 @@ def refuse_arguments(trainer: Any) -> None:
         "auto_find_batch_size": (args.auto_find_batch_size, "set per_device_train_batch_size"),
         "hyperparameter_search": (trainer.hp_search_backend is not None, "start one job for each trial"),
         "ignore_data_skip": (args.ignore_data_skip, "leave out ignore_data_skip=True"),
+        "a Trainer that generates its own training data (GRPO, RLOO, PPO, online DPO)": (
+            any(hasattr(trainer, name) for name in _GENERATES),
+            "write the loop with run.do (docs/recipes.md), or train with SFTTrainer, DPOTrainer or RewardTrainer",
+        ),
+        "sync_ref_model, which changes the reference model between steps": (
+            getattr(args, "sync_ref_model", False),
+            "leave out sync_ref_model=True",
+        ),
+        "precompute_ref_log_probs, which needs all ranks before a spare is one of them": (
+            getattr(args, "precompute_ref_log_probs", False),
+            "leave out precompute_ref_log_probs=True",
+        ),
         "several GPUs in one process": (
             args.n_gpu > 1,
             "start it with rackrun --nproc-per-node, one process for each GPU",

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rackrun.frameworks.hf.loop_state import LoopRecord
+from rackrun.frameworks.hf.own_attributes import OwnAttributes
+from rackrun.frameworks.hf.rank_texts import mark, texts_of_ranks
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
 from rackrun.worker.data.loader import Loader
 from rackrun.worker.data.rng import reseed
@@ -63,14 +65,18 @@ class StepUnit:
         model: Any,
         optimizer: UnitOptimizer,
         record: LoopRecord,
+        own: OwnAttributes,
     ) -> None:
         self._trainer, self._stock, self._run, self._loader = trainer, stock, run, loader
-        self._model, self._optimizer, self._record = model, optimizer, record
+        self._model, self._optimizer, self._record, self._own = model, optimizer, record, own
 
-    def __call__(self, step: Step, at: int = 0, entered: str = "", fresh: str = "") -> None:
+    def __call__(self, step: Step, at: int = 0, entered: str = "", fresh: str = "", own: str = "") -> None:
         """Do one step. ``at``: the Trainer's number of it. ``entered``: the loop's state when it began, and ``fresh``:
-        the logs since the last step (`rackrun.frameworks.hf.loop_state`)."""
+        the logs since the last step (`rackrun.frameworks.hf.loop_state`). ``own``: the attributes of the script's own
+        that the Trainer had then."""
         trainer, stock = self._trainer, self._stock
+        if own:
+            self._own.put_back(own)
         taken = self._take(step)
         ranks = self._run._data_coordinate()[1]
         shards = self._run._batch_of(int(step)).shards
@@ -93,11 +99,14 @@ class StepUnit:
                 stock.track_num_input_tokens(one.inputs)
             tokens = trainer.state.num_input_tokens_seen - seen
             losses = torch.stack([value.reshape(()) for value in values]).double().tolist()
-            rides = self._run.world_size * (len(losses) + 1) <= _RIDES_MAX
+            rides, kept = not self._own.may_change and ranks * (len(losses) + 1) <= _RIDES_MAX, [""]
             if rides:
                 step._share([*losses, flos])
             else:
-                rows = [tuple(row) for row in self._gather([*losses, flos])]
+                left = self._own.changed()
+                gathered = self._gather([*losses, flos, *mark(left)])
+                kept = texts_of_ranks(self._run, left, [row[-2:] for row in gathered])
+                rows = [tuple(row[:-2]) for row in gathered]
             if has_fresh():
                 fresh = from_rank_0(self._run, fresh)
             norm = stock.clip_grad_norm(self._model) if trainer.args.max_grad_norm > 0 else None
@@ -119,6 +128,7 @@ class StepUnit:
             "norm": norm,
             "rate": rate,
             "skipped": skipped,
+            "own": kept,
         }
         self._record.step_done(at, entered, fresh, json.dumps(results))
 

@@ -12,6 +12,8 @@ import torch
 from rackrun.frameworks.accelerate.accelerate_ranks import set_ranks
 from rackrun.frameworks.hf.data_order import TrainerOrder
 from rackrun.frameworks.hf.loop_state import LoopRecord, captured, fresh_logs, restore
+from rackrun.frameworks.hf.own_attributes import OwnAttributes
+from rackrun.frameworks.hf.rank_texts import gather_marks, of_this_rank, texts_of_ranks
 from rackrun.frameworks.hf.step_unit import StepUnit, StockMethods, from_rank_0
 from rackrun.frameworks.hf.tokens import TokenLoader
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
@@ -52,7 +54,8 @@ class TrainingSession:
             self.run.track(scaler=trainer.accelerator.scaler)
         workers, prefetch = args.dataloader_num_workers, args.dataloader_prefetch_factor or 2
         data = self.run.loader(loader.dataset, collate=loader.collate_fn, num_workers=workers, prefetch=prefetch)
-        unit = StepUnit(trainer, stock, self.run, data, model, optimizer, self.record)
+        self._own = OwnAttributes(trainer)
+        unit = StepUnit(trainer, stock, self.run, data, model, optimizer, self.record, self._own)
 
         def train_step(step: Step, *call: Any) -> None:
             unit(step, *call)
@@ -124,7 +127,8 @@ class TrainingSession:
         if self.over and step != self._known:
             return
         if not self.over:
-            self._unit(step - record.first, step, captured(trainer), fresh_logs(trainer, len(record.history)))
+            entered, fresh = captured(trainer), fresh_logs(trainer, len(record.history))
+            self._unit(step - record.first, step, entered, fresh, self._own.captured())
         if step == self._known:
             restore(trainer, record.entered, record.history[: record.logs])
         else:
@@ -149,6 +153,7 @@ class TrainingSession:
         trainer._tr_loss = sums
         trainer._rackrun_flos = [a + b for a, b in zip(trainer._rackrun_flos, results["flos"], strict=True)]
         trainer.state.num_input_tokens_seen += results["tokens"]
+        self._own.take_over(of_this_rank(self.run, results["own"]))
 
     def end(self) -> None:
         """Leave the loop, at its end or after the step at which the Trainer has stopped."""
@@ -162,16 +167,20 @@ class TrainingSession:
         on with the loop's state that rank 0 has then."""
         trainer, record = self._trainer, self.record
         entered, fresh = captured(trainer), fresh_logs(trainer, len(record.history))
+        entered_own = self._own.captured()
         result: list[Any] = []
 
         def attempt() -> None:
             found, logs = captured(trainer), trainer.state.log_history
             restore(trainer, entered, [*record.history, *filter(None, fresh.split("\n"))])
+            self._own.put_back(entered_own)
             self.in_phase = True
             try:
                 result[:] = [function()]
                 left = from_rank_0(self.run, captured(trainer))
-                record.phase_done(left, from_rank_0(self.run, fresh_logs(trainer, len(record.history))))
+                logs_left = from_rank_0(self.run, fresh_logs(trainer, len(record.history)))
+                own = self._own.changed()
+                record.phase_done(left, logs_left, texts_of_ranks(self.run, own, gather_marks(self.run, own)))
             finally:
                 self.in_phase = False
                 restore(trainer, found, None)
@@ -181,8 +190,9 @@ class TrainingSession:
             self.run.phase(attempt, name=name)
         number, self._phases = self._phases, self._phases + 1
         if number < len(record.phases) and (self._known is None or self._known == self._turn):
-            left, known = record.phases[number]
+            left, known, own = record.phases[number]
             restore(trainer, left, record.history[:known])
+            self._own.take_over(of_this_rank(self.run, own))
         return result[0] if result else None
 
     # -- the place

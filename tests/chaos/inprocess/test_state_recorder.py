@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from rackrun.chaos.inprocess.state_recorder import FREE, StateRecorder, StepState, _called, let_go_on, read_step_states
+from rackrun.chaos.inprocess.state_recorder import (
+    FREE,
+    StateRecorder,
+    StepState,
+    _called,
+    comparable_plain,
+    let_go_on,
+    read_step_states,
+)
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) -> None:
@@ -54,3 +63,14 @@ def test_what_a_step_function_is_called_with_has_the_names_of_its_parameters() -
 
     assert _called(committed(3, 0.5, clip=1.0)) == (train, {"train(warmth)": 0.5, "train(clip)": 1.0})
     assert _called(None) == (None, {})
+
+
+def test_an_object_says_what_of_it_two_runs_have_in_common() -> None:
+    class Record:
+        def comparable_state(self) -> dict[str, Any]:
+            return {"loss": 0.5}
+
+    plain = {"record": {"loss": 0.5, "seconds": 1.25}, "counter": {"steps": 3}}
+    others = {"record": Record(), "counter": object()}
+    state: Any = SimpleNamespace(encode_plain=lambda: msgspec.msgpack.encode(plain), others=others)
+    assert comparable_plain(state) == {"record": {"loss": 0.5}, "counter": {"steps": 3}}

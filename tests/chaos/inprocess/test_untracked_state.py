@@ -161,6 +161,28 @@ def test_the_variables_around_the_loop_are_looked_at_and_what_they_hold() -> Non
     assert found["average"] == repr(average)
 
 
+def test_where_a_framework_owns_the_loop_the_variables_of_the_script_are_looked_at() -> None:
+    """Those of its module's body, and what it has given to the framework; not what the framework keeps itself."""
+
+    class OfFramework:
+        def __init__(self) -> None:
+            self.position, self.given = 3, Mean()
+
+        def rackrun_scripts_own(self) -> dict[str, Any]:
+            return {"given": self.given}
+
+        def fit(self) -> dict[str, str]:
+            return reached(None, {}, (), frames_of_script(sys._getframe().f_back))
+
+    OfFramework.__module__ = "transformers.trainer"
+    script: dict[str, Any] = {"__name__": "__main__", "Trainer": OfFramework}
+    exec(compile("best = 0.25\ntrainer = Trainer()\nfound = trainer.fit()", "script.py", "exec"), script)
+    found = script["found"]
+    assert found["best"] == "0.25"
+    assert found["trainer.given.value"] == "0.5"
+    assert not [name for name in found if "position" in name]
+
+
 @pytest.mark.parametrize(
     ("make", "change"),
     [

@@ -1,8 +1,7 @@
 """A Trainer's script: what it trains, what it logs and which callbacks it has called go to a file for each rank.
 
-``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic``, ``framework``, or ``large`` (what ranks share takes a
-collective, as in a large world). KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
-"": nobody. ARGUMENTS: of TrainingArguments, as JSON.
+``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
+"": nobody. ARGUMENTS: of TrainingArguments, as JSON; with ``"subclass": false`` the Trainer's own class is used.
 """
 
 import hashlib
@@ -10,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -18,11 +18,8 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 folder, kind, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-if kind in ("elastic", "large"):
-    from rackrun.frameworks.hf import step_unit
+if kind == "elastic":
     from rackrun.hf import Trainer
-
-    step_unit._RIDES_MAX = 0 if kind == "large" else step_unit._RIDES_MAX
 else:
     from transformers import Trainer
 
@@ -94,11 +91,29 @@ class Calls(TrainerCallback):
 
 
 class Mine(Trainer):
+    """It keeps metrics of its own, as TRL's trainers do: they change in a step, and `log` empties some of them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.forwards = 0
+        self.own = defaultdict(list)
+
     def compute_loss(self, model, *args, **kwargs):
+        loss = super().compute_loss(model, *args, **kwargs)
+        self.forwards += 1
+        self.own["train" if model.training else "eval"].append((loss[0] if isinstance(loss, tuple) else loss).item())
         strike("forward" if model.training else "evaluation", self.state)
-        return super().compute_loss(model, *args, **kwargs)
+        return loss
+
+    def log(self, logs, start_time=None):
+        mode = "train" if self.model.training else "eval"
+        super().log({**logs, "forwards": self.forwards, "since": len(self.own[mode])}, start_time)
+        if self.state.global_step % 2:
+            self.own[mode].clear()
 
 
+given = json.loads(sys.argv[4])
+subclass = given.pop("subclass", True)
 torch.manual_seed(0)
 config = GPT2Config(
     vocab_size=100, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
@@ -115,10 +130,13 @@ arguments = TrainingArguments(
     logging_steps=1,
     report_to=[],
     disable_tqdm=True,
-    **json.loads(sys.argv[4]),
+    **given,
 )
 calls = Calls()
-trainer = Mine(model, arguments, train_dataset=Data(21), eval_dataset=Data(5, 1000), callbacks=[calls])
+sets = {"train_dataset": Data(21), "eval_dataset": Data(5, 1000)}
+trainer = (Mine if subclass else Trainer)(model, arguments, callbacks=[calls], **sets)
+if not subclass:
+    model.register_forward_hook(lambda *_: strike("forward" if model.training else "evaluation", trainer.state))
 trainer.train()
 rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -127,6 +145,7 @@ found = {
     "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
     "history": history,
     "best": [trainer.state.best_metric, trainer.state.best_global_step, trainer.state.total_flos],
+    "own": trainer.own if subclass else None,
     "calls": calls.calls,
 }
 (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -1,0 +1,55 @@
+"""Two pipeline stages: the first half of the model on some ranks, the second half on others.
+
+rackrun --standalone --nproc-per-node 5 --spares 1 examples/tasks/pipeline.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
+
+import rackrun
+
+WIDTH = 24
+
+
+@rackrun.elastic(global_batch_size=16, micro_batch_size=4, seed=7, mesh={"dp": -1, "pp": 2}, snapshot_every=4)
+def main(run: rackrun.Run) -> None:
+    pipeline = run.mesh["pp"]
+    stage = pipeline.get_local_rank()
+    other = dist.get_global_rank(pipeline.get_group(), 1 - stage)
+    torch.manual_seed(stage)
+    part = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU()) if stage == 0 else nn.Linear(WIDTH, 4)
+    model = DDP(part.to(run.device), process_group=run.mesh["dp"].get_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    inputs = torch.randn(96, 16, generator=torch.Generator().manual_seed(1))
+    data = run.loader(TensorDataset(inputs, inputs[:, :4].argmax(1)))
+
+    @run.step
+    def train_step(step: rackrun.Step) -> None:
+        for x, y in data:
+            if stage == 0:
+                hidden = model(x)
+                dist.send(hidden.detach(), other)
+                gradient = torch.empty_like(hidden)
+                dist.recv(gradient, other)
+                hidden.backward(gradient)
+            else:
+                hidden = torch.empty(len(x), WIDTH, device=run.device)
+                dist.recv(hidden, other)
+                hidden.requires_grad_(True)
+                step.backward(cross_entropy(model(hidden), y))
+                assert hidden.grad is not None
+                dist.send(hidden.grad, other)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in run.steps(12):
+        train_step(step)
+
+
+if __name__ == "__main__":
+    main()
