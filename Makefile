@@ -83,7 +83,7 @@ types: $(READY)
 	@MYPYPATH=.:benchmarks:benchmarks/gpu/scripts:examples:examples/chaos:tools $(PY) -m mypy --explicit-package-bases \
 	    tools examples/*.py examples/chaos benchmarks/*.py benchmarks/gpu/scripts/*.py
 	@MYPYPATH=.:benchmarks/workloads:examples:examples/testing $(PY) -m mypy --explicit-package-bases \
-	    benchmarks/workloads examples/testing
+	    benchmarks/workloads examples/testing examples/tasks
 
 bench: $(READY)
 	@$(PY) benchmarks/recovery.py $(ARGS)

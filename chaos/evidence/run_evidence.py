@@ -47,6 +47,8 @@ class Trace:
     """(step, phase) -> its `Gate`, as bytes."""
     samples: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     """Step -> rank -> ids of the samples it counted. The last steps may lack a rank whose agent was lost."""
+    axes: tuple[tuple[str, int], ...] = ()
+    """Axes and sizes of the script's mesh; (): it has none."""
     contradictions: list[str] = field(default_factory=list)
     """Steps that were computed again with another result."""
     held: dict[str, str] = field(default_factory=dict)
@@ -232,7 +234,9 @@ def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
     if not trace.plans:
         return
     ready = journal.execute("SELECT body FROM events WHERE kind = 'event' AND name = 'WorkerReady' LIMIT 1").fetchone()
-    trace.exact = None if ready is None else bool(msgspec.json.decode(ready[0]).get("exact", False))
+    said = {} if ready is None else msgspec.json.decode(ready[0])
+    trace.exact = None if ready is None else bool(said.get("exact", False))
+    trace.axes = tuple((name, size) for name, size in said.get("mesh", ()))
     trace.unpersisted = _unpersisted(journal)
     _read_snapshots(journal, trace)
     last = "SELECT max(committed_at_ms) FROM units WHERE (step, phase) = (SELECT step, phase FROM units ORDER BY step DESC, phase DESC LIMIT 1)"

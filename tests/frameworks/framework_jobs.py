@@ -13,8 +13,8 @@ from typing import Any
 __all__ = ["FrameworkJobs"]
 
 RANKS = 2
-TORCHRUN_S = 60.0
-RACKRUN_S = 90.0
+TORCHRUN_S = 150.0
+RACKRUN_S = 150.0
 NOT_OF_A_NEWCOMER = ("calls",)
 """What a process that has taken a rank over has only from there on."""
 

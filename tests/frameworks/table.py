@@ -32,9 +32,9 @@ TRIED = {"trl": "1.16.0", "peft": "0.21.2", "datasets": "5.2.0", "torch": "2.13.
 HOW = ("works", "refused")
 _TEXT = """# Frameworks: what works, and what is refused
 
-This page is written by `python -m tests.frameworks.table` from the tests: each line names the test that shows it. *Works*
-means the same weights and the same logs as without rackrun or without a fault, to the bit. *Refused* means an error
-before the first step that says what to write instead. All of it runs on CPUs, with torch {torch}.
+This page is written by `python -m tests.frameworks.table` from the tests: each line names the test that shows it.
+*Works* means the same weights and the same logs as without rackrun or without a fault, to the bit. *Refused* means an
+error before the first step that says what to write instead. All of it runs on CPUs, with torch {torch}.
 
 What a line needs to know more: [Hugging Face Trainer](huggingface.md), [Accelerate](accelerate.md), [plain
 loops](convert_a_script.md), [scripts for each task](recipes.md).

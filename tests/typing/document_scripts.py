@@ -70,6 +70,26 @@ _BEFORE = {
         def train_step(step: rackrun.Step) -> float: ...
         """,
     "huggingface.md: from rackrun.hf import": "",
+    "recipes.md: from rackrun.hf import": "",
+    "recipes.md: run.track(model=model, average=average": """
+        from typing import cast
+        import rackrun
+        import torch
+        run = cast(rackrun.Run, None)
+        model = average = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        """,
+    "recipes.md: for _ in range(4):": """
+        from typing import cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        def play() -> None: ...
+        def update(step: rackrun.Step) -> float: ...
+        """,
+    "get_started.md: import os": "",
+    "test_your_script.md: def test_the_trainer_survives": """
+        from rackrun.chaos.testing import Chaos
+        """,
     "accelerate.md: import rackrun": """
         from typing import Any
         import torch

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rackrun.chaos.evidence.run_evidence import RunEvidence, Verdict, gate_of
+from collections.abc import Mapping
+
+from rackrun.chaos.evidence.run_evidence import RunEvidence, Trace, Verdict, gate_of
+from rackrun.core.stragglers.shares import sharing
 
 __all__ = ["judge"]
 
@@ -19,7 +22,7 @@ def judge(evidence: RunEvidence) -> Verdict:
             numbers = f"{mine.samples:.0f} samples, {theirs.samples:.0f} without faults"
             return Verdict(holds=False, because=f"step {at[0]} counted others: {numbers}")
     for step, by_rank in sorted(trace.samples.items()):
-        ids = [sample for of in by_rank.values() for sample in of]
+        ids = [sample for of in _of_group(trace, step, by_rank).values() for sample in of]
         counted += len(ids)
         twice = len(ids) - len(set(ids))
         if twice:
@@ -33,3 +36,16 @@ def judge(evidence: RunEvidence) -> Verdict:
     if not trace.samples and trace.gates:
         return Verdict(holds=None, because="the journal has no sample ids: leave out --ledger digest")
     return Verdict(holds=True, because=f"{counted} in {len(trace.gates)} gates, the same, each once")
+
+
+def _of_group(trace: Trace, step: int, by_rank: Mapping[int, tuple[int, ...]]) -> Mapping[int, tuple[int, ...]]:
+    """Return the samples of one of each group of ranks that have the same, such as a tensor-parallel group; of all that
+    have others than the rest of their group."""
+    world = next((size for begins, size in reversed(trace.sizes) if begins <= step), 0)
+    of = dict(by_rank)
+    for group in sharing(trace.axes, world):
+        first = next((rank for rank in group if rank in of), None)
+        for rank in group:
+            if first is not None and rank != first and of.get(rank) == of[first]:
+                del of[rank]
+    return of

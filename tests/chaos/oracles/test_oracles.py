@@ -138,6 +138,20 @@ def test_a_sample_twice_or_of_another_step_is_seen(ids: tuple[int, ...]) -> None
     assert said(evidence(trace=trace(samples=samples))) == {"samples": False}
 
 
+def test_ranks_of_a_tensor_parallel_group_have_the_same_samples() -> None:
+    """Two pairs. A pair that has those of the other is still seen."""
+    pairs = {
+        step: {rank: (4 * step + rank // 2 * 2, 4 * step + rank // 2 * 2 + 1) for rank in range(4)} for step in range(2)
+    }
+    axes, plans = (("dp", 2), ("tp", 2)), [msgspec.structs.replace(world(1, -1), world_size=4)]
+    assert not said(evidence(trace=trace(samples=pairs, axes=axes, plans=plans)))
+    overlap = {**pairs, 1: {**pairs[1], 2: (5, 6), 3: (5, 6)}}
+    assert said(evidence(trace=trace(samples=overlap, axes=axes, plans=plans))) == {"samples": False}
+    apart = {**pairs, 1: {**pairs[1], 3: (5, 6)}}
+    assert said(evidence(trace=trace(samples=apart, axes=axes, plans=plans))) == {"samples": False}
+    assert said(evidence(trace=trace(samples=pairs, plans=plans))) == {"samples": False}, "without a mesh nobody shares"
+
+
 def test_another_number_of_samples_is_seen_in_the_gate() -> None:
     gates = trace().gates | {(1, 0): struct.pack("<3d", 0.25, 3.0, 78.0)}
     assert said(evidence(trace=trace(gates=gates))) == {"samples": False}
