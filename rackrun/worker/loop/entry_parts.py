@@ -10,6 +10,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.batch.learning_rates import LearningRates
 from rackrun.worker.batch.mesh_axes import Axes
 from rackrun.worker.data.global_batch import Batches
+from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.integrity.not_finite import NanProbation
 from rackrun.worker.integrity.replicas import ReplicaCheck
@@ -65,6 +66,8 @@ class EntryParts:
     reports: Reports
     last_step: int = -1
     """The last step of the run; -1 before ``run.steps()``."""
+    streams: StreamBook | None = None
+    """The positions of the streams that the script reads; None without any."""
 
     @classmethod
     def of_entry(

@@ -21,6 +21,8 @@ from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
 from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard, StepOrder
 from rackrun.worker.data.rng import reseed
+from rackrun.worker.data.stream_book import StreamBook
+from rackrun.worker.data.streams import STATE_EVERY, Stream
 from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.exact.fixed_point_scales import width_of
@@ -115,7 +117,9 @@ class Run:
             changed = boot is not None and boot.generation > 1
             self._axes = axes_of(mesh, runtime.world.size, os.environ, changed=changed)
         self._mesh: DeviceMesh | None = None
-        self._loaders: list[Loader] = []
+        self._loaders: list[Loader | Stream] = []
+        self._streams: StreamBook | None = None
+        """The positions of all streams; None without any."""
         self._state = TrackedState()
         self._state.numerics = functools.partial(numerics_of, runtime.device)
         width = width_of(reduction, batch.shards)
@@ -272,6 +276,43 @@ class Run:
         loader.number = len(self._loaders)
         self._loaders.append(loader)
         return loader
+
+    def stream(
+        self,
+        make: Callable[[int, int], Any],
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        batched: bool = False,
+        state_every: int = STATE_EVERY,
+    ) -> Stream:
+        """Return a loader of data that can only be read from front to back; iterating over it in a step yields this
+        rank's micro-batches of that step, on ``device``.
+
+        ``make(shard, shards)`` returns an iterable over the samples of one of ``shards`` data shards: as many as the
+        global batch has micro-batches, whatever the number of ranks. ``batched``: it gives whole micro-batches. It may
+        have ``state_dict`` and ``load_state_dict``, which every ``state_every`` steps record where it stands (0:
+        never); and ``set_epoch``, as it begins anew at its end. Raises `StepError` when ``run.steps`` has begun
+        already, and `UsageError` where a framework decides about the samples.
+        """
+        if self._world.scope is not Scope.SETUP:
+            raise StepError(
+                "run.stream was called after run.steps(), so a process that takes a rank over would not know where it stands.",
+                remedy="call it before run.steps().",
+            )
+        if self._order is not None:
+            raise UsageError(
+                "run.stream does not work where a framework decides about the samples of each step.",
+                remedy="give the framework's trainer a map-style data set, or write the loop with @rackrun.elastic.",
+            )
+        if self._streams is None:
+            self._streams = self._units.streams = StreamBook(self._batch.shards, self._batch.micro_batch)
+            self._state.track("rackrun.streams", self._streams)
+        number = len(self._loaders)
+        stream = Stream(
+            self, self._streams, make, number=number, collate=collate, batched=batched, state_every=state_every
+        )
+        self._loaders.append(stream)
+        return stream
 
     # -- the loop
     def step(self, function: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[int, P], T]:
@@ -551,6 +592,9 @@ class Run:
             if self._driven is not None:
                 self._units.ends_after(left_after)
             self._run_at_end(self._open, after=0)
+        for loader in self._loaders:
+            if isinstance(loader, Stream):
+                loader.close()
         self._units.finish()
 
     def _leaves(self, error: BaseException | None) -> bool:
@@ -571,7 +615,7 @@ class Run:
         self._checks.let_go()
         return self._units.let_go()
 
-    # -- used by the loader
+    # -- used by loaders
     def _current_step(self) -> Step:
         """Return the current step; raise `StepError` outside step functions and phases."""
         step = self._units.step_in_hand
@@ -598,6 +642,14 @@ class Run:
 
     def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
         self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1])
+
+    def _is_trial(self) -> bool:
+        """Whether this is a spare that tries the step function while it waits."""
+        return self._units.waiting_spare
+
+    def _progress(self) -> None:
+        """Note that this rank makes progress in a step."""
+        self._runtime.page.progress()
 
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from rackrun.worker.batch.mesh_axes import Axes
 from rackrun.worker.data.global_batch import Batches, StepBatch, check_rule
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import undrawn
+from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.loop.entry_parts import EntryParts, MainHandover
 from rackrun.worker.loop.join_generation import Rejoin
@@ -132,6 +133,15 @@ class UnitRunner:
     def entered_once(self, because: str) -> None:
         """Let this process end where ``main`` would have to be entered again, as it cannot be; "" if it can."""
         self._rejoin.entered_once = because
+
+    @property
+    def streams(self) -> StreamBook | None:
+        """The positions of the streams that the script reads; None without any."""
+        return self._parts.streams
+
+    @streams.setter
+    def streams(self, book: StreamBook) -> None:
+        self._parts.streams = book
 
     # -- the run
     @property
@@ -568,6 +578,8 @@ class UnitRunner:
             self._exact.committed()
         if not at.phase and self._batches.committed(at.step, attempt.batch):
             self._reports.batch_changed(at.step, attempt.batch, self._batches)
+        if self._parts.streams is not None:
+            self._parts.streams.committed(attempt.step)
         self._pace.committed()
         self._parts.nan.committed(at)
         gate = self._world.gate
