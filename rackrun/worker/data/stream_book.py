@@ -85,9 +85,7 @@ class StreamBook:
         leave the last shards where they are."""
         page = self._pages[stream]
         stops = [*(first for first, _ in page.runs[1:]), page.turns][: len(page.runs)]
-        return sum(
-            stop - first for (first, shards), stop in zip(page.runs, stops, strict=True) if shard < shards
-        )
+        return sum(stop - first for (first, shards), stop in zip(page.runs, stops, strict=True) if shard < shards)
 
     def entries(self, stream: int, shard: int) -> tuple[Entry, ...]:
         """Return the last entries of the data shard, at most two, the older first."""
@@ -171,9 +169,7 @@ class StreamBook:
         for page, known in zip(self._pages, state["streams"], strict=True):
             page.turns, page.packed = int(known["turns"]), bytes(known["entries"])
             page.runs = [(int(first), int(shards)) for first, shards in known["runs"]]
-            page.entries = dict(
-                msgspec.msgpack.decode(page.packed, type=list[tuple[int, tuple[Entry, ...]]])
-            )
+            page.entries = dict(msgspec.msgpack.decode(page.packed, type=list[tuple[int, tuple[Entry, ...]]]))
 
 
 def start_of(entries: Iterable[Entry], position: int) -> Entry | None:

@@ -123,7 +123,7 @@ class Stream:
         for turn, shard in enumerate(shards):
             batch = self._for_trial(shards[0].index) if trial else self._take(step, shard, first=turn == 0)
             last = turn == len(shards) - 1
-            self._run._begin_shard(step, shard, last=last, ids=self._ids(step, shard))
+            self._run._begin_shard(step, shard, last=last, ids=self._ids(shard))
             self._run._checks.record_delivery(reading)
             yield _copied(batch, self._run.device)
             if step._discarded:
@@ -186,7 +186,9 @@ class Stream:
             probe.close()
         if found == expected:
             return
-        what = f"data shard {reader.shard} of stream {self._number} does not give the same samples when it is read again"
+        what = (
+            f"data shard {reader.shard} of stream {self._number} does not give the same samples when it is read again"
+        )
         if entry.state:
             raise StepError(
                 f"{what}, from its own state_dict() after the first micro-batch. (A shuffle buffer, for one, is often not in the state.) A process "
@@ -224,7 +226,7 @@ class Stream:
             reader.close()
         self._readers.clear()
 
-    def _ids(self, step: Step, shard: Shard) -> np.ndarray[Any, Any]:
+    def _ids(self, shard: Shard) -> np.ndarray[Any, Any]:
         """Return the ids of a micro-batch for the ledger, int64: each sample of the stream has another one, in all
         epochs. A second pass in the same step is not counted."""
         if shard.ghost or shard.index in self._given:

@@ -211,7 +211,7 @@ def test_tensors_and_arrays_in_states_are_kept_exactly() -> None:
         "b": torch.tensor([1.5], dtype=torch.bfloat16),
         "none": torch.empty(0, 3),
         "zero": torch.tensor(7),
-        "n": np.random.RandomState(3).get_state()[1],  # noqa: NPY002 - what data sets hold
+        "n": np.random.RandomState(3).get_state()[1],
         "s": np.float32(1.25),
     }
     found = decode_state(encode_state(state))
