@@ -16,7 +16,7 @@ from rackrun.worker.data.stream_states import decode_state, digest_of, encode_st
 from rackrun.worker.torch_compat.dataloader_workers import end_workers
 from rackrun.worker.torch_compat.unhooked_calls import unobserved
 
-__all__ = ["ShardReader", "StreamSource"]
+__all__ = ["ShardReader", "StreamSource", "buffers_a_shuffle"]
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,15 @@ class ShardReader:
             holder = self.stream if _has_state(self.stream) else self._iterator
             state = encode_state(cast("Any", holder).state_dict())
         return Entry(self._position, self._epoch, self._items, state, digest_of(batch))
+
+
+def buffers_a_shuffle(stream: Any) -> bool:
+    """Whether ``stream`` is an ``IterableDataset`` of Hugging Face datasets (4 and 5) with a shuffle buffer, which its
+    state does not cover."""
+    one = getattr(stream, "_ex_iterable", None)
+    while one is not None and type(one).__name__ != "BufferShuffledExamplesIterable":
+        one = getattr(one, "ex_iterable", None)
+    return one is not None
 
 
 def _has_state(thing: Any) -> bool:

@@ -96,6 +96,13 @@ class StreamBook:
         page = self._pages[stream]
         return page.turns == 0 or (page.turns + 1) % page.every == 0
 
+    def is_audited(self, stream: int) -> bool:
+        """Whether the entries of the next step that reads the stream are compared with what is read again from those
+        before: the 1st, the 2nd, the 4th, the 8th and so on."""
+        page = self._pages[stream]
+        number = (page.turns + 1) // page.every
+        return number & (number - 1) == 0
+
     # -- one attempt
     def begins(self, step: Any, stream: int, shards: int) -> None:
         """Note that the attempt ``step`` reads the stream. ``shards``: micro-batches in the step's global batch."""

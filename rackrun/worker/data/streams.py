@@ -13,13 +13,14 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
 from rackrun.checkpoint.base.messages import say
 from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.loader import LOADER_BITS, BatchPlan, Shard
-from rackrun.worker.data.shard_reader import ShardReader, StreamSource
+from rackrun.worker.data.shard_reader import ShardReader, StreamSource, buffers_a_shuffle
 from rackrun.worker.data.stream_book import Entry, StreamBook
 from rackrun.worker.data.stream_states import digest_of
 from rackrun.worker.torch_compat.dataloader_workers import leave_no_folders
@@ -157,22 +158,34 @@ class Stream:
         book, index = self._book, shard.index
         if index not in self._readers:
             self._readers[index] = ShardReader(self._source, index)
-        reader, position = self._readers[index], book.position(self._index, index)
+        reader, position, known = self._readers[index], book.position(self._index, index), self._known(index)
         due = book.is_due(self._index)
-        record = ("state" if self._with_state else "digest") if due else ""
-        batch = reader.take(position, book.entries(self._index, index), record=record)
+        batch = reader.take(position, known, record=self._record if due else "")
         if due and not shard.ghost:
             entry = reader.entry(position + 1)
             book.has_read(step, self._index, index, entry)
             self._notice(reader, entry)
             if first and not position:
-                self._try_again(reader, entry, record)
+                self._try_again(reader, entry)
+            elif first and known and known[-1].state and book.is_audited(self._index):
+                self._audit(reader, known[-1], entry)
         return batch
 
-    def _try_again(self, reader: ShardReader, entry: Entry, record: str) -> None:
+    def _known(self, shard: int) -> tuple[Entry, ...]:
+        """Return the last entries of a data shard. A script that wants no states kept is not given older ones."""
+        found = self._book.entries(self._index, shard)
+        return found if self._with_state else tuple(msgspec.structs.replace(entry, state=b"") for entry in found)
+
+    @property
+    def _record(self) -> str:
+        return "state" if self._with_state else "digest"
+
+    def _try_again(self, reader: ShardReader, entry: Entry) -> None:
         """Read the second micro-batch as a process would that takes this rank over, and compare. Raises `StepError` when
         they differ, and `UsageError` when ``make`` returns one iterable twice."""
-        expected = digest_of(reader.take(1, record=record))
+        if entry.state and buffers_a_shuffle(reader.stream):
+            raise self._is_another(reader, entry.state)
+        expected = digest_of(reader.take(1, record=self._record))
         probe = ShardReader(self._source, reader.shard)
         try:
             probe.begin_at(entry if entry.state else None)
@@ -184,19 +197,33 @@ class Stream:
             found = digest_of(probe.take(1))
         finally:
             probe.close()
-        if found == expected:
-            return
+        if found != expected:
+            raise self._is_another(reader, entry.state)
+
+    def _audit(self, reader: ShardReader, older: Entry, newer: Entry) -> None:
+        """Read from the ``older`` entry to the ``newer`` one as a process would that takes this rank over. Raises
+        `StepError` when the data differ: better now than after a failure."""
+        probe = ShardReader(self._source, reader.shard)
+        try:
+            probe.begin_at(older)
+            found = digest_of(probe.take(newer.position - 1))
+        finally:
+            probe.close()
+        if found != newer.digest:
+            raise self._is_another(reader, older.state)
+
+    def _is_another(self, reader: ShardReader, state: bytes) -> StepError:
         what = (
             f"data shard {reader.shard} of stream {self._number} does not give the same samples when it is read again"
         )
-        if entry.state:
-            raise StepError(
-                f"{what}, from its own state_dict() after the first micro-batch. (A shuffle buffer, for one, is often not in the state.) A process "
-                "that takes a rank over would train on other samples.",
+        if state:
+            return StepError(
+                f"{what} from its own state_dict(). (What a shuffle buffer holds is often not in the state.) A process that takes a rank over would "
+                "train on other samples.",
                 remedy="shuffle in a way that the state covers, such as the order of files; or give run.stream state_every=0, and the stream is read again "
                 "from its beginning, which takes as long as it did before.",
             )
-        raise StepError(
+        return StepError(
             f"{what}. A process that takes a rank over would train on other samples.",
             remedy="let make(shard, shards) return the same samples in the same order each time: a shuffle with a fixed seed, and no generator that "
             "was drawn from.",
@@ -246,8 +273,8 @@ def _copied(batch: Any, device: torch.device) -> Any:
     """Return a copy of ``batch`` on ``device``: the script may change what it is given, and a step that is done again
     gets it as it was."""
     if isinstance(batch, torch.Tensor):
-        moved = batch.to(device, non_blocking=True)
-        return moved.clone() if moved is batch else moved
+        there = batch.to(device, non_blocking=True)
+        return there.clone() if there is batch else there
     if type(batch) is dict:
         return {key: _copied(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple):

@@ -10,7 +10,7 @@ import torch
 
 from tests.worker.scripts import WIDTH
 
-__all__ = ["Numbers", "Shuffled", "Stateless", "Vectors", "one_shot"]
+__all__ = ["Forgets", "Numbers", "Shuffled", "Stateless", "Vectors", "one_shot"]
 
 
 class Stateless:
@@ -71,6 +71,13 @@ class Shuffled(Numbers):
             if len(held) == 4:
                 yield held.pop(draw.randrange(4))
         yield from held
+
+
+class Forgets(Vectors):
+    """Whose state is right for the first samples only."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({"at": state["at"] + (state["at"] > 3)})
 
 
 def one_shot(shard: int, shards: int) -> Iterator[int]:

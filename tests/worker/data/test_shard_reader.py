@@ -175,7 +175,7 @@ def test_a_generator_may_hold_its_state_itself() -> None:
 
 class Lines(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
-        worker = torch.utils.data.get_worker_info()
+        worker: Any = torch.utils.data.get_worker_info()
         yield from range(worker.id, 40, worker.num_workers)
 
 
@@ -211,7 +211,7 @@ def test_tensors_and_arrays_in_states_are_kept_exactly() -> None:
         "b": torch.tensor([1.5], dtype=torch.bfloat16),
         "none": torch.empty(0, 3),
         "zero": torch.tensor(7),
-        "n": np.random.RandomState(3).get_state()[1],
+        "n": np.arange(5, dtype=np.uint32),
         "s": np.float32(1.25),
     }
     found = decode_state(encode_state(state))

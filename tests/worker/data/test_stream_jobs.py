@@ -20,7 +20,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
-from tests.worker.data.streamed import Shuffled, Stateless, Vectors
+from tests.worker.data.streamed import Forgets, Shuffled, Stateless, Vectors
 from tests.worker.harness import Ended, Swap, moments, say
 from tests.worker.scripts import Script, adam, ddp, fully_sharded, loss_of, net
 
@@ -217,7 +217,7 @@ class Lines(IterableDataset[Any]):
         self._vectors = Vectors(shard, shards)
 
     def __iter__(self) -> Any:
-        worker = torch.utils.data.get_worker_info()
+        worker: Any = torch.utils.data.get_worker_info()
         return itertools.islice(self._vectors, worker.id, None, worker.num_workers)
 
 
@@ -267,6 +267,13 @@ def test_a_spare_reads_one_micro_batch_while_it_waits_and_keeps_nothing_open(tra
     assert newcomer.index(-1) == 1, "one data shard, for the trial"
     assert sorted(newcomer[2:]) == [2, 3], "two, for the step that was broken"
     assert ended.said[0]["open"] == [0, 1]
+
+
+def test_a_state_that_is_wrong_only_later_is_found_before_anybody_is_lost(train: Train) -> None:
+    ended = train(script(Forgets, state_every=3), spares=0)
+    assert ended.exit_code == 1, ended
+    assert "does not give the same samples when it is read again from its own state_dict()" in ended.because
+    assert max(ended.losses) == 4
 
 
 @pytest.mark.parametrize("how", ["in its state", "in its seed"])
