@@ -206,7 +206,7 @@ def test_states_are_kept_exactly(state: Any) -> None:
 
 
 def test_tensors_and_arrays_in_states_are_kept_exactly() -> None:
-    state = {
+    state: dict[str, Any] = {
         "t": torch.arange(6).reshape(2, 3),
         "b": torch.tensor([1.5], dtype=torch.bfloat16),
         "none": torch.empty(0, 3),
