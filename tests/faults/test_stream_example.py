@@ -22,7 +22,8 @@ STEPS, BATCH = 24, 16
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    command = [sys.executable, ROOT / "examples" / "train_stream.py", "--prepare", tmp_path / "tokens"]
+    example = ROOT / "examples" / "train_stream.py"
+    command = [sys.executable, str(example), "--prepare", str(tmp_path / "tokens")]
     subprocess.run(command, check=True, timeout=60)
     return tmp_path / "tokens"
 

@@ -106,6 +106,12 @@ _BEFORE = {
         urls: list[str] = []
         def collate(samples: Any) -> Any: ...
         """,
+    "streams.md: def make_for_this_rank": """
+        from typing import Any, cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        framework: Any = None
+        """,
     "huggingface.md: from rackrun.hf import": "",
     "accelerate.md: import rackrun": """
         from typing import Any

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rackrun.protocol.ids import Position
 from rackrun.worker.batch.learning_rates import LearningRates
 from rackrun.worker.batch.mesh_axes import Axes
+from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.data.global_batch import Batches
 from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.exact.exact_reduction import ExactReduction
@@ -66,8 +67,8 @@ class EntryParts:
     reports: Reports
     last_step: int = -1
     """The last step of the run; -1 before ``run.steps()``."""
-    streams: StreamBook | None = None
-    """The positions of the streams that the script reads; None without any."""
+    data_states: list[StreamBook | CarriedStates] = field(default_factory=list)
+    """Where the script's data stand, which ranks exchange before a gate."""
 
     @classmethod
     def of_entry(

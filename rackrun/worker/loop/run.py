@@ -18,6 +18,7 @@ from rackrun.topology.model.mesh import DATA_AXES
 from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
 from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
+from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard, StepOrder
 from rackrun.worker.data.rng import reseed
@@ -92,6 +93,11 @@ class Run:
     ``device`` is the torch device on which this rank computes.
     """
 
+    _streams: StreamBook | None = None
+    """The positions of all streams; None without any."""
+    _carried_states: CarriedStates | None = None
+    """The states given to `carry`; None without any."""
+
     def __init__(
         self,
         runtime: Runtime,
@@ -118,8 +124,6 @@ class Run:
             self._axes = axes_of(mesh, runtime.world.size, os.environ, changed=changed)
         self._mesh: DeviceMesh | None = None
         self._loaders: list[Loader | Stream] = []
-        self._streams: StreamBook | None = None
-        """The positions of all streams; None without any."""
         self._state = TrackedState()
         self._state.numerics = functools.partial(numerics_of, runtime.device)
         width = width_of(reduction, batch.shards)
@@ -305,14 +309,39 @@ class Run:
                 remedy="give the framework's trainer a map-style data set, or write the loop with @rackrun.elastic.",
             )
         if self._streams is None:
-            self._streams = self._units.streams = StreamBook(self._batch.shards, self._batch.micro_batch)
-            self._state.track("rackrun.streams", self._streams)
+            self._streams = StreamBook(self._batch.shards, self._batch.micro_batch)
+            self._units.keeps("rackrun.streams", self._streams)
         number = len(self._loaders)
         stream = Stream(
             self, self._streams, make, number=number, collate=collate, batched=batched, state_every=state_every
         )
         self._loaders.append(stream)
         return stream
+
+    def carry(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        """Carry the state of a loader of this data-parallel rank, which the script or a framework owns.
+
+        ``get()`` returns its state, of a few KB: before each gate the ranks exchange their states, and they are kept
+        when the step is committed. ``put(state)`` sets it, before a step that is done again, and in a process that
+        takes a rank over or goes on from a checkpoint, after what `on_join` was given. The world keeps its size.
+        Raises `StepError` for a name in use and when ``run.steps`` has begun already, and `UsageError` for a state
+        that cannot be kept and with ``reduction="exact"``.
+        """
+        if self._world.scope is not Scope.SETUP:
+            raise StepError(
+                f"run.carry({name!r}, ...) was called after run.steps(), so a process that takes a rank over would not know of it.",
+                remedy="call it before run.steps().",
+            )
+        if self._units.is_exact:
+            raise UsageError(
+                'run.carry does not work with reduction="exact", which needs the micro-batches of run.loader or run.stream.',
+                remedy='read the data through run.stream, or use reduction="fast".',
+            )
+        if self._carried_states is None:
+            self._carried_states = CarriedStates(self._data_coordinate)
+            self._units.keeps("rackrun.carried", self._carried_states)
+            self._checks.own_data_is_carried = True
+        self._carried_states.add(name, get, put)
 
     # -- the loop
     def step(self, function: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[int, P], T]:
@@ -693,6 +722,8 @@ class Run:
 
     def _attempt(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._places.run_callbacks()
+        if self._carried_states is not None:
+            self._carried_states.begin()
         return self._checks.run(step, function, args, kwargs)
 
     def _phase(self, at: Position, function: Callable[[], T], name: str, *, in_body: bool = False) -> T:

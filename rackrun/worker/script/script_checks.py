@@ -66,6 +66,8 @@ class ScriptChecks:
         self._function: Callable[..., Any] = lambda: None
         self._steps = 0
         self.loop_over = False
+        self.own_data_is_carried = False
+        """Whether the script reads loaders of its own, whose states `run.carry` has."""
         self._readings: list[LoaderPass] = []
         self._weight_reads = 0
         """Reads of the current step's weight when its last micro-batch was delivered or the loader was exhausted."""
@@ -145,6 +147,8 @@ class ScriptChecks:
     def record_batch_read(self, begun_in: Any) -> None:
         """Note a batch from a DataLoader of the script's own (see `calls.CallObserver.record_batch_read`). Raises
         `StepError` if the iteration began outside the step."""
+        if self.own_data_is_carried:
+            return
         if self._step is not None:
             line = user_line()
             if begun_in is not self._step:
@@ -286,6 +290,8 @@ class ScriptChecks:
         self._gradients.check_reduced(optimizer)
 
     def _check_data_of_its_own(self) -> None:
+        if self.own_data_is_carried:
+            return
         line = self._read_in_step or (self._read_between if self._given_tensors else "")
         if line:
             raise StepError(

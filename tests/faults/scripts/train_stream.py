@@ -21,9 +21,8 @@ made = [0]
 
 
 def strike(*_: Any) -> None:
-    rank, _, update = WHERE.partition(":")
     made[0] += 1
-    if WHERE and (int(os.environ["RANK"]), made[0]) == (int(rank), int(update)):
+    if f"{os.environ['RANK']}:{made[0]}" == WHERE:
         try:
             (FOLDER / "struck").touch(exist_ok=False)
         except FileExistsError:
