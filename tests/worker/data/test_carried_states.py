@@ -77,7 +77,7 @@ def script(model_of: Callable[[Run], nn.Module] = replicated, *, steps: int = ST
             if owned[1] is None:
                 owned[1] = iter(DataLoader(owned[0], batch_size=2, generator=torch.Generator()))
             for _ in range(2):
-                loss_of(model, next(owned[1])).backward()  # type: ignore[no-untyped-call]
+                loss_of(model, next(owned[1])).backward()
             optimizer.step()
             optimizer.zero_grad()
 
