@@ -155,7 +155,7 @@ class ScriptChecks:
                 raise StepError(
                     f"{line}: a step reads on in a DataLoader of the script's own. A step that is done again would get other samples, "
                     "nobody counts them, and every rank reads all of them.",
-                    remedy="use `for batch in run.loader(dataset)` in the step function.",
+                    remedy="use `for batch in run.loader(dataset)` in the step function, or run.stream for data that are read from front to back.",
                 )
             self._read_in_step = self._read_in_step or line
         elif self._world.scope is Scope.OUTSIDE and not self._read_between:
@@ -297,7 +297,7 @@ class ScriptChecks:
             raise StepError(
                 f"{line}: the step trains on a DataLoader of the script's own, and on no micro-batch of run.loader: every rank reads all "
                 "samples, nobody counts them, and after a failure others are read.",
-                remedy="use `for batch in run.loader(dataset)` in the step function.",
+                remedy="use `for batch in run.loader(dataset)` in the step function, or run.stream for data that are read from front to back.",
             )
         self._say(
             "no loader",

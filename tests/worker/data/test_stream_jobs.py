@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -102,6 +103,24 @@ def test_whoever_is_lost_at_whatever_moment_it_is_the_same_training(
     reference = train(script(make))
     each_sample_once(reference)
     ended = train(script(make), kill={rank: moments(reference, rank, seed)[0]})
+    same_with_a_loss(ended, reference)
+    each_sample_once(ended)
+
+
+def test_whoever_takes_a_rank_over_is_lost_while_it_reads_what_was_used(train: Train, tmp_path: Path) -> None:
+    def main(run: Run) -> None:
+        def make(shard: int, shards: int) -> Any:
+            if run.generation > 1:
+                with contextlib.suppress(FileExistsError):
+                    (tmp_path / "lost").touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return Vectors(shard, shards)
+
+        script(make)(run)
+
+    reference = train(script())
+    ended = train(main, kill={1: after(6)}, spares=2)
+    assert len(ended.plans) == 2, ended
     same_with_a_loss(ended, reference)
     each_sample_once(ended)
 
