@@ -621,10 +621,9 @@ class Run:
             if self._driven is not None:
                 self._units.ends_after(left_after)
             self._run_at_end(self._open, after=0)
-        for loader in self._loaders:
-            if isinstance(loader, Stream):
-                loader.close()
+        self._close_streams()
         self._units.finish()
+        self._close_streams()  # steps may have been done again meanwhile
 
     def _leaves(self, error: BaseException | None) -> bool:
         """Whether ``main`` is to be entered again, whatever it returned or raised. `rackrun.elastic` calls this when
@@ -681,6 +680,11 @@ class Run:
         self._runtime.page.progress()
 
     # -- helpers
+    def _close_streams(self) -> None:
+        for loader in self._loaders:
+            if isinstance(loader, Stream):
+                loader.close()
+
     def _data_coordinate(self) -> tuple[int, int]:
         """Return this rank's index among the data-parallel ranks, and their number. Ranks along the other axes share
         its data."""

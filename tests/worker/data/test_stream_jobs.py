@@ -231,6 +231,23 @@ def test_data_that_have_changed_before_a_job_goes_on_are_found(
     assert "is not the one that was trained on" in ended.because
 
 
+def test_a_job_that_goes_on_with_another_number_of_streams_is_refused(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+    assert train(script(steps=3), ranks=1, spares=0).exit_code == 0
+
+    def main(run: Run) -> None:
+        run.stream(Vectors)
+        script()(run)
+
+    ended = train(main, ranks=1, spares=0)
+    assert ended.exit_code == 1, ended
+    assert "has read 1 stream(s) in 6 data shards" in ended.because
+    assert "this script reads 2" in ended.because
+
+
 class Lines(IterableDataset[Any]):
     def __init__(self, shard: int, shards: int) -> None:
         self._vectors = Vectors(shard, shards)
