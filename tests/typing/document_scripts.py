@@ -69,6 +69,50 @@ _BEFORE = {
         @run.step
         def train_step(step: rackrun.Step) -> float: ...
         """,
+    "streams.md: data = run.stream(": """
+        from typing import Any, cast
+        import rackrun
+        import torch
+        run = cast(rackrun.Run, None)
+        dataset: Any = None
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor: ...
+        """,
+    "streams.md: rows = datasets": """
+        from typing import Any, cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        datasets: Any = None
+        files: list[str] = []
+        def collate(samples: Any) -> Any: ...
+        """,
+    "streams.md: def make(shard: int, shards: int) -> StatefulDataLoader": """
+        from typing import Any, cast
+        import rackrun
+        from torch.utils.data import DataLoader, IterableDataset
+        run = cast(rackrun.Run, None)
+        class StatefulDataLoader(DataLoader[Any]): ...
+        class Part(IterableDataset[Any]):
+            def __init__(self, shard: int, shards: int) -> None: ...
+            def __iter__(self) -> Any: ...
+        """,
+    "streams.md: def make(shard: int, shards: int) -> Any": """
+        from typing import Any, cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        class WebDataset:
+            def __init__(self, *arguments: Any, **options: Any) -> None: ...
+            def decode(self) -> Any: ...
+        urls: list[str] = []
+        def collate(samples: Any) -> Any: ...
+        """,
+    "streams.md: def make_for_this_rank": """
+        from typing import Any, cast
+        import rackrun
+        run = cast(rackrun.Run, None)
+        framework: Any = None
+        """,
     "huggingface.md: from rackrun.hf import": "",
     "recipes.md: from rackrun.hf import": "",
     "recipes.md: run.track(model=model, average=average": """

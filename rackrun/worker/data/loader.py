@@ -205,7 +205,7 @@ class Loader:
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 f"run.loader needs a map-style data set (__len__ and __getitem__), not {type(dataset).__name__}.",
-                remedy="give it a map-style data set; or iterate over the stream yourself, from an iterator that run.track has (not with exact reduction).",
+                remedy="give it a map-style data set; or give run.stream a function of (shard, shards) that returns one part of the stream.",
             )
         self._run, self._dataset, self._shuffle = run, dataset, shuffle
         self._samples = len(dataset)

@@ -18,9 +18,12 @@ from rackrun.topology.model.mesh import DATA_AXES
 from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
 from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
+from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard, StepOrder
 from rackrun.worker.data.rng import reseed
+from rackrun.worker.data.stream_book import StreamBook
+from rackrun.worker.data.streams import STATE_EVERY, Stream
 from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.exact.fixed_point_scales import width_of
@@ -90,6 +93,11 @@ class Run:
     ``device`` is the torch device on which this rank computes.
     """
 
+    _streams: StreamBook | None = None
+    """The positions of all streams; None without any."""
+    _carried_states: CarriedStates | None = None
+    """The states given to `carry`; None without any."""
+
     def __init__(
         self,
         runtime: Runtime,
@@ -115,7 +123,7 @@ class Run:
             changed = boot is not None and boot.generation > 1
             self._axes = axes_of(mesh, runtime.world.size, os.environ, changed=changed)
         self._mesh: DeviceMesh | None = None
-        self._loaders: list[Loader] = []
+        self._loaders: list[Loader | Stream] = []
         self._state = TrackedState()
         self._state.numerics = functools.partial(numerics_of, runtime.device)
         width = width_of(reduction, batch.shards)
@@ -272,6 +280,68 @@ class Run:
         loader.number = len(self._loaders)
         self._loaders.append(loader)
         return loader
+
+    def stream(
+        self,
+        make: Callable[[int, int], Any],
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        batched: bool = False,
+        state_every: int = STATE_EVERY,
+    ) -> Stream:
+        """Return a loader of data that can only be read from front to back; iterating over it in a step yields this
+        rank's micro-batches of that step, on ``device``.
+
+        ``make(shard, shards)`` returns an iterable over the samples of one of ``shards`` data shards: as many as the
+        global batch has micro-batches, whatever the number of ranks. ``batched``: it gives whole micro-batches. It may
+        have ``state_dict`` and ``load_state_dict``, which every ``state_every`` steps record where it stands (0:
+        never); and ``set_epoch``, as it begins anew at its end. Raises `StepError` when ``run.steps`` has begun
+        already, and `UsageError` where a framework decides about the samples.
+        """
+        if self._world.scope is not Scope.SETUP:
+            raise StepError(
+                "run.stream was called after run.steps(), so a process that takes a rank over would not know where it stands.",
+                remedy="call it before run.steps().",
+            )
+        if self._order is not None:
+            raise UsageError(
+                "run.stream does not work where a framework decides about the samples of each step.",
+                remedy="give the framework's trainer a map-style data set, or write the loop with @rackrun.elastic.",
+            )
+        if self._streams is None:
+            self._streams = StreamBook(self._batch.shards, self._batch.micro_batch)
+            self._units.keeps("rackrun.streams", self._streams)
+        number = len(self._loaders)
+        stream = Stream(
+            self, self._streams, make, number=number, collate=collate, batched=batched, state_every=state_every
+        )
+        self._loaders.append(stream)
+        return stream
+
+    def carry(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        """Carry the state of a loader of this data-parallel rank, which the script or a framework owns.
+
+        ``get()`` returns its state, of a few KB: before each gate the ranks exchange their states, and they are kept
+        when the step is committed. ``put(state)`` sets it, before a step that is done again, and in a process that
+        takes a rank over or goes on from a checkpoint, after what `on_join` was given. The world keeps its size.
+        Raises `StepError` for a name in use and when ``run.steps`` has begun already, and `UsageError` for a state
+        that cannot be kept and with ``reduction="exact"``.
+        """
+        if self._world.scope is not Scope.SETUP:
+            raise StepError(
+                f"run.carry({name!r}, ...) was called after run.steps(), so a process that takes a rank over would not know of it.",
+                remedy="call it before run.steps().",
+            )
+        if self._units.is_exact:
+            raise UsageError(
+                'run.carry does not work with reduction="exact", which needs the micro-batches of run.loader or run.stream.',
+                remedy='read the data through run.stream, or use reduction="fast".',
+            )
+        if self._carried_states is None:
+            self._carried_states = CarriedStates(self._data_coordinate)
+            self._units.keeps("rackrun.carried", self._carried_states)
+            self._checks.own_data_is_carried = True
+        self._carried_states.add(name, get, put)
 
     # -- the loop
     def step(self, function: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[int, P], T]:
@@ -551,7 +621,9 @@ class Run:
             if self._driven is not None:
                 self._units.ends_after(left_after)
             self._run_at_end(self._open, after=0)
+        self._close_streams()
         self._units.finish()
+        self._close_streams()  # steps may have been done again meanwhile
 
     def _leaves(self, error: BaseException | None) -> bool:
         """Whether ``main`` is to be entered again, whatever it returned or raised. `rackrun.elastic` calls this when
@@ -571,7 +643,7 @@ class Run:
         self._checks.let_go()
         return self._units.let_go()
 
-    # -- used by the loader
+    # -- used by loaders
     def _current_step(self) -> Step:
         """Return the current step; raise `StepError` outside step functions and phases."""
         step = self._units.step_in_hand
@@ -599,7 +671,20 @@ class Run:
     def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
         self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1])
 
+    def _is_trial(self) -> bool:
+        """Whether this is a spare that tries the step function while it waits."""
+        return self._units.waiting_spare
+
+    def _progress(self) -> None:
+        """Note that this rank makes progress in a step."""
+        self._runtime.page.progress()
+
     # -- helpers
+    def _close_streams(self) -> None:
+        for loader in self._loaders:
+            if isinstance(loader, Stream):
+                loader.close()
+
     def _data_coordinate(self) -> tuple[int, int]:
         """Return this rank's index among the data-parallel ranks, and their number. Ranks along the other axes share
         its data."""
@@ -641,6 +726,8 @@ class Run:
 
     def _attempt(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._places.run_callbacks()
+        if self._carried_states is not None:
+            self._carried_states.begin()
         return self._checks.run(step, function, args, kwargs)
 
     def _phase(self, at: Position, function: Callable[[], T], name: str, *, in_body: bool = False) -> T:

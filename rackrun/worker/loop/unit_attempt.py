@@ -260,6 +260,8 @@ class UnitAttempt:
         if not self._world.updated or step._at.phase:
             self._complete()
         parts.replicas.unique.exchange()
+        for one in parts.data_states:
+            one.exchange(step, self._world.groups[0].gather_bytes)
         part = Readback(step._local_loss if parts.nan.on else None)
         ids = self.delivered_ids()
         page.seal_ledger(step._at, ids)

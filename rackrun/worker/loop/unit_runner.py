@@ -22,9 +22,11 @@ from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.heartbeat_page import Activity
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.worker.batch.mesh_axes import Axes
+from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.data.global_batch import Batches, StepBatch, check_rule
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import undrawn
+from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.loop.entry_parts import EntryParts, MainHandover
 from rackrun.worker.loop.join_generation import Rejoin
@@ -133,6 +135,16 @@ class UnitRunner:
         """Let this process end where ``main`` would have to be entered again, as it cannot be; "" if it can."""
         self._rejoin.entered_once = because
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are reduced exactly."""
+        return self._exact is not None
+
+    def keeps(self, name: str, data: StreamBook | CarriedStates) -> None:
+        """Keep where the script's ``data`` stand, as tracked state under ``name``."""
+        self._parts.data_states.append(data)
+        self._state.track(name, data)
+
     # -- the run
     @property
     def passed(self) -> Position:
@@ -240,6 +252,10 @@ class UnitRunner:
         reports = self._reports
         if self._batches.dealt_by_framework:
             reports.fixed = "a framework deals the samples to this number of ranks"
+        elif any(isinstance(one, CarriedStates) for one in self._parts.data_states):
+            reports.fixed = (
+                "run.carry has the states of loaders for this number of ranks (run.stream would work on any)"
+            )
         elif because := fixed_because(self._state, self._world):
             reports.fixed = held or held_because(self._state, self._world, self._parts.axes)
             reports.reenters = not reports.fixed and self._runtime.boot is not None
@@ -568,6 +584,8 @@ class UnitRunner:
             self._exact.committed()
         if not at.phase and self._batches.committed(at.step, attempt.batch):
             self._reports.batch_changed(at.step, attempt.batch, self._batches)
+        for one in self._parts.data_states:
+            one.committed(attempt.step)
         self._pace.committed()
         self._parts.nan.committed(at)
         gate = self._world.gate

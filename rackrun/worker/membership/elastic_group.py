@@ -307,6 +307,15 @@ class ElasticGroup(dist.ProcessGroup):
             self.allgather([list(rows)], [row]).wait()
         return list(rows)
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the ``data`` of every rank, in rank order. They may differ in length."""
+        most = int(self.largest(torch.tensor([len(data)])).item())
+        row = torch.zeros(1 + -(-most // 8), dtype=torch.int64)
+        row[0] = len(data)  # beside the bytes: if this breaks, all rows are this rank's own
+        if data:
+            row[1:].view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [one[1:].view(torch.uint8)[: int(one[0])].numpy().tobytes() for one in self.gather_on_host(row)]
+
     @not_compiled
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum of ``values`` over all ranks, as a host tensor. ``values``: a host tensor.

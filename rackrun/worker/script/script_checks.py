@@ -66,6 +66,8 @@ class ScriptChecks:
         self._function: Callable[..., Any] = lambda: None
         self._steps = 0
         self.loop_over = False
+        self.own_data_is_carried = False
+        """Whether the script reads loaders of its own, whose states `run.carry` has."""
         self._readings: list[LoaderPass] = []
         self._weight_reads = 0
         """Reads of the current step's weight when its last micro-batch was delivered or the loader was exhausted."""
@@ -145,13 +147,15 @@ class ScriptChecks:
     def record_batch_read(self, begun_in: Any) -> None:
         """Note a batch from a DataLoader of the script's own (see `calls.CallObserver.record_batch_read`). Raises
         `StepError` if the iteration began outside the step."""
+        if self.own_data_is_carried:
+            return
         if self._step is not None:
             line = user_line()
             if begun_in is not self._step:
                 raise StepError(
                     f"{line}: a step reads on in a DataLoader of the script's own. A step that is done again would get other samples, "
                     "nobody counts them, and every rank reads all of them.",
-                    remedy="use `for batch in run.loader(dataset)` in the step function.",
+                    remedy="use `for batch in run.loader(dataset)` in the step function, or run.stream for data that are read from front to back.",
                 )
             self._read_in_step = self._read_in_step or line
         elif self._world.scope is Scope.OUTSIDE and not self._read_between:
@@ -286,12 +290,14 @@ class ScriptChecks:
         self._gradients.check_reduced(optimizer)
 
     def _check_data_of_its_own(self) -> None:
+        if self.own_data_is_carried:
+            return
         line = self._read_in_step or (self._read_between if self._given_tensors else "")
         if line:
             raise StepError(
                 f"{line}: the step trains on a DataLoader of the script's own, and on no micro-batch of run.loader: every rank reads all "
                 "samples, nobody counts them, and after a failure others are read.",
-                remedy="use `for batch in run.loader(dataset)` in the step function.",
+                remedy="use `for batch in run.loader(dataset)` in the step function, or run.stream for data that are read from front to back.",
             )
         self._say(
             "no loader",

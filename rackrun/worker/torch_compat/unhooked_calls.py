@@ -6,6 +6,7 @@ reported to one listener, which belongs to the current run; without a listener t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rackrun.worker.torch_compat import zero_grad
 
-__all__ = ["CallObserver", "install", "leaves", "listen", "mark_weighted"]
+__all__ = ["CallObserver", "install", "leaves", "listen", "mark_weighted", "unobserved"]
 
 _MARK = "rackrun.weighted"
 
@@ -52,6 +53,17 @@ def listen(listener: CallObserver | None) -> None:
     """Set the listener; None removes it."""
     global _listener  # noqa: PLW0603 - of the process, as torch's functions are
     _listener = listener
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Context manager in which calls are not reported: rackrun reads the script's data on its behalf."""
+    global _listener  # noqa: PLW0603 - of the process, as torch's functions are
+    listener, _listener = _listener, None
+    try:
+        yield
+    finally:
+        _listener = listener
 
 
 def install() -> None:

@@ -1,0 +1,109 @@
+"""The book of streams: positions, and the states from which a rank reads on."""
+
+from __future__ import annotations
+
+import pytest
+
+from rackrun.errors import StepError, UsageError
+from rackrun.worker.batch.batch_runs import shards_before
+from rackrun.worker.data.stream_book import Entry, StreamBook
+
+
+def entry(position: int) -> Entry:
+    return Entry(position, 0, position, b"{}", position)
+
+
+class Attempt:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __int__(self) -> int:
+        return self.number
+
+
+def commit(books: list[StreamBook], turn: int, shards: int, owner: dict[int, int], *, lost: bool = False) -> None:
+    """One step on all ranks. ``owner``: data shard -> rank. ``lost``: it is not committed."""
+    steps = [Attempt(turn) for _ in books]
+    for rank, (book, step) in enumerate(zip(books, steps, strict=True)):
+        book.begins(step, 0, shards)
+        if book.is_due(0):
+            for shard in range(shards):
+                if owner[shard] == rank:
+                    book.has_read(step, 0, shard, entry(book.position(0, shard) + 1))
+    rows: list[bytes] = []
+    for book, step in zip(books, steps, strict=True):
+        book.exchange(step, lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
+    for book, step in zip(books, steps, strict=True):
+        book.exchange(step, lambda _: rows)
+        if not lost:
+            book.committed(step)
+
+
+def books(count: int = 2, every: int = 3) -> list[StreamBook]:
+    found = [StreamBook(4, 2) for _ in range(count)]
+    for book in found:
+        book.add(every)
+    return found
+
+
+OWNER = {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_entries_of_all_ranks_are_kept_by_all_of_them_and_only_the_last_two() -> None:
+    found = books()
+    for turn in range(7):
+        commit(found, turn, 4, OWNER)
+    for book in found:
+        assert [book.entries(0, shard) for shard in range(4)] == [(entry(3), entry(6))] * 4
+        assert book.state_dict() == found[0].state_dict()
+
+
+def test_an_attempt_that_does_not_count_leaves_the_book_as_it_was() -> None:
+    found = books()
+    commit(found, 0, 4, OWNER)
+    before = found[0].state_dict()
+    commit(found, 1, 4, OWNER, lost=True)
+    commit(found, 1, 4, OWNER, lost=True)
+    assert found[0].state_dict() == before
+    assert found[0].turn(0) == 1
+
+
+def test_a_smaller_batch_leaves_the_last_data_shards_where_they_are() -> None:
+    found = books()
+    for turn, shards in enumerate((4, 4, 2, 2, 2, 3, 4)):
+        commit(found, turn, shards, OWNER)
+    assert [found[0].position(0, shard) for shard in range(4)] == [7, 7, 4, 3]
+    assert sum(found[0].position(0, shard) for shard in range(4)) == shards_before(((0, 4), (2, 2), (5, 3), (6, 4)), 7)
+    assert [one.position for one in found[0].entries(0, 3)] == [1], "it was not read in the turns in which all are due"
+
+
+def test_a_book_goes_on_from_its_state() -> None:
+    found = books()
+    for turn in range(4):
+        commit(found, turn, 4, OWNER)
+    (other,) = books(1)
+    other.load_state_dict(found[0].state_dict())
+    assert other.state_dict() == found[0].state_dict()
+    assert other.entries(0, 1) == found[0].entries(0, 1)
+    assert other.position(0, 2) == 4
+
+
+def test_a_state_of_other_sizes_is_refused() -> None:
+    other = StreamBook(8, 2)
+    other.add(3)
+    with pytest.raises(UsageError, match="4 data shards with micro-batches of 2 samples"):
+        other.load_state_dict(books()[0].state_dict())
+    with pytest.raises(UsageError, match="this script reads 0"):
+        StreamBook(4, 2).load_state_dict(books()[0].state_dict())
+
+
+def test_ranks_that_read_different_streams_are_refused() -> None:
+    (book,) = books(1)
+    book.add(3)
+    step, other = Attempt(0), Attempt(0)
+    book.begins(step, 0, 4)
+    rows: list[bytes] = []
+    book.exchange(step, lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
+    book.begins(other, 1, 4)
+    with pytest.raises(StepError, match="do not read the same streams in step 0"):
+        book.exchange(other, lambda row: [*rows, row])
