@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from rackrun.errors import UsageError
 from rackrun.frameworks.lightning.checkpoint_files import CheckpointFiles
@@ -351,6 +351,11 @@ class TrainingSession:
     def _take_place(self) -> None:
         """Set what Lightning has derived from an older rank."""
         self.trainer.strategy.set_world_ranks()
+        validation = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        for loader in validation.flattened if validation is not None else ():
+            sampler = getattr(loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler):
+                sampler.rank = self.run.rank
         if self.run.is_main:
             for callback in self.trainer.callbacks:
                 if isinstance(callback, self.package.part("callbacks").ProgressBar):
