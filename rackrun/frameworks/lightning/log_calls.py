@@ -24,6 +24,8 @@ class LogCalls:
         self.counts = [0] * len(self._loggers)
         """Number of calls that have reached each logger: rows of its file."""
         self._held: list[tuple[int, dict[str, Any], int | None]] | None = None
+        self._since: list[tuple[int, dict[str, Any], int | None]] = []
+        """The calls that were made since the turn began."""
         for index, logger in enumerate(self._loggers):
             logger.log_metrics = self._call_of(index)
             if self._is_csv(logger):
@@ -36,6 +38,14 @@ class LogCalls:
     def held(self) -> str:
         """Return the calls that are held, as text."""
         return encoded(self._held or [], "a logger")
+
+    def turn_begins(self) -> None:
+        """Count from here what `of_turn` returns."""
+        self._since = []
+
+    def of_turn(self) -> str:
+        """Return the calls since the turn began, as text."""
+        return encoded(self._since, "a logger")
 
     def drop(self) -> None:
         """Forget the calls that are held, and hold no more."""
@@ -70,6 +80,7 @@ class LogCalls:
         def log_metrics(metrics: Any, step: int | None = None) -> None:
             values = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
             if self._held is None:
+                self._since.append((index, values, step))
                 self._log(index, values, step)
             else:
                 self._held.append((index, values, step))

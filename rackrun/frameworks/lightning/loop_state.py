@@ -37,6 +37,8 @@ class LoopRecord:
         """The number of the last committed step; -1 before the first."""
         self.turn: list[str] = []
         """What `captured` returned when that step's turn began."""
+        self.calls = ""
+        """What rank 0 has logged between the turn's beginning and the step."""
         self.outcome: list[str] = []
         """What the step has left on each rank (`rackrun.frameworks.lightning.step_unit`)."""
         self.after = ""
@@ -52,6 +54,7 @@ class LoopRecord:
         return {
             "step": self.step,
             "turn": json.dumps(self.turn),
+            "calls": self.calls,
             "outcome": json.dumps(self.outcome),
             "after": self.after,
             "phases": json.dumps(self.phases),
@@ -61,12 +64,13 @@ class LoopRecord:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set everything from a `state_dict`."""
         self.step, self.after, self.fixed = int(state["step"]), str(state["after"]), str(state["fixed"])
+        self.calls = str(state["calls"])
         self.turn, self.outcome = json.loads(state["turn"]), json.loads(state["outcome"])
         self.phases = [(texts, calls) for texts, calls in json.loads(state["phases"])]
 
-    def step_done(self, step: int, turn: Sequence[str], outcome: Sequence[str], after: str) -> None:
-        """Keep a step: the state when its turn began, and what it has left on each rank."""
-        self.step, self.after, self.phases = step, after, []
+    def step_done(self, step: int, turn: Sequence[str], calls: str, outcome: Sequence[str], after: str) -> None:
+        """Keep a step: the state when its turn began, what was logged before it, and what it has left on each rank."""
+        self.step, self.calls, self.after, self.phases = step, calls, after, []
         self.turn, self.outcome = _packed(turn), _packed(outcome)
 
     def phase_done(self, left: Sequence[str], calls: str) -> None:

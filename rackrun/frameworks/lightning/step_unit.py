@@ -54,7 +54,8 @@ class StepUnit:
         """What ``training_step`` has returned last, as Lightning keeps it."""
         self._rows: list[list[str]] | None = None
         """The texts of all ranks; None before they are gathered."""
-        self._turn = ""
+        self._before = "", ""
+        """What this rank was called with: the state at the turn's beginning, and what was logged since."""
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         self._stock_training_step = optimization._training_step
         optimization._training_step = self._training_step
@@ -63,13 +64,13 @@ class StepUnit:
         precision._after_closure = self._after_closure
 
     def __call__(self, step: Step, *call: Any) -> None:
-        """Do one step. ``call``: its number, the loops' state at the turn's beginning, and right before the step; none
-        where a waiting spare tries it."""
+        """Do one step. ``call``: its number, the loops' state at the turn's beginning, what was logged since, and the
+        state right before the step; none where a waiting spare tries it."""
         session, trainer = self._session, self._trainer
         found = captured(trainer)
-        number, turn, entered = call or (0, "", found)
+        number, turn, calls, entered = call or (0, "", "", found)
         restore(trainer, entered)
-        self._turn, self._rows, self._result = turn, None, None
+        self._before, self._rows, self._result = (turn, calls), None, None
         session.logs.hold()
         session.in_step = True
         callbacks = trainer.callbacks
@@ -81,7 +82,8 @@ class StepUnit:
                 self._gather()
             rows: Any = self._rows
             session.record.fixed = session.fixed
-            session.record.step_done(number, [row[0] for row in rows], [row[1] for row in rows], self._changed_after())
+            turns, before, outcome = zip(*rows, strict=True)
+            session.record.step_done(number, turns, before[0], outcome, self._changed_after())
             session.last = LastBatch(number, output, batch)
         finally:
             session.in_step = False
@@ -155,7 +157,7 @@ class StepUnit:
             "output": encoded(output, "what training_step returns"),
             "calls": self._session.logs.held(),
         }
-        self._rows = gathered(self._session.run, [self._turn, json.dumps(left)])
+        self._rows = gathered(self._session.run, [*self._before, json.dumps(left)])
 
     def _changed_after(self) -> str:
         """Return what has changed since all ranks were sent their results; it is the same on all ranks."""

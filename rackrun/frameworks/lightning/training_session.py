@@ -221,18 +221,24 @@ class TrainingSession:
             assert self._given == number, f"the run is at step {self._given}, and the Trainer at step {number}"
         if number == self._known:
             restore(self.trainer, of_rank(self.record.turn, self.run.rank))
+            self.logs.hold()  # hooks before the step would log what the step has changed since, such as the rate
         self._turn_text = captured(self.trainer)
+        self.logs.turn_begins()
         return number
 
     def do_step(self, number: int) -> LastBatch:
         """Do the step, however many attempts that takes, and give the loops what it has left."""
         record, trainer = self.record, self.trainer
         if not self.over:
-            self._unit(number, number, self._turn_text, captured(trainer))
-        if number != self._known:
+            self._unit(number, number, self._turn_text, self.logs.of_turn(), captured(trainer))
+        if number == self._known:
+            self.logs.drop()
+        else:
             self._known = None
         self._phases, self._done = 0, number
         left, after = json.loads(of_rank(record.outcome, self.run.rank)), json.loads(record.after)
+        if number == self._known:
+            self.logs.deliver(record.calls)
         restore(trainer, left["state"])
         loop = trainer.fit_loop.epoch_loop
         loop.automatic_optimization.optim_progress.load_state_dict(after["optimizer"])

@@ -1,7 +1,7 @@
 """A script with Lightning's Trainer: what it trains, what it logs and which hooks it has called go to a file for each rank.
 
 ``train_lightning.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, several with
-commas, each once for the job; "": nobody. ARGUMENTS: of Trainer, as JSON, and ``module``, ``checkpoint``, ``stop``, ``callbacks``: of this script.
+commas, each once for the job; "": nobody. ARGUMENTS: of Trainer, as JSON, and ``module``, ``checkpoint``, ``stop``, ``callbacks``, ``package``, ``samples``: of this script.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 folder, kind, kill, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-options = {name: arguments.pop(name, None) for name in ("module", "checkpoint", "stop", "callbacks", "package")}
+options = {name: arguments.pop(name, None) for name in ("module", "checkpoint", "stop", "callbacks", "package", "samples")}
 strategy = "ddp"
 pl = importlib.import_module(options["package"] or "lightning.pytorch")
 if kind == "elastic":
@@ -166,7 +166,7 @@ class Module(pl.LightningModule):
 
 class DataModule(pl.LightningDataModule):
     def train_dataloader(self):
-        return DataLoader(Data(21), batch_size=2, shuffle=True)
+        return DataLoader(Data(options["samples"] or 21), batch_size=2, shuffle=True)
 
     def val_dataloader(self):
         return DataLoader(Data(5, 1000), batch_size=2)
@@ -196,20 +196,20 @@ if __name__ == "__main__":
     trainer.fit(module, datamodule=DataModule())
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    saved = {}
-    for path in sorted((folder / "logs").rglob("*.ckpt")) if rank == 0 else ():
+    saved, logs = {}, Path(trainer.logger.log_dir)
+    for path in sorted(logs.rglob("*.ckpt")) if rank == 0 else ():
         state = torch.load(path, weights_only=False)["state_dict"]
         kept = torch.cat([value.float().flatten() for value in state.values()])
-        saved[str(path.relative_to(folder))] = hashlib.sha256(kept.numpy().tobytes()).hexdigest()
+        saved[str(path.relative_to(logs))] = hashlib.sha256(kept.numpy().tobytes()).hexdigest()
     best = trainer.checkpoint_callback
     found = {
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "position": [trainer.global_step, trainer.current_epoch, trainer.should_stop],
         "metrics": {k: v.item() for k, v in sorted(trainer.callback_metrics.items())},
-        "history": (folder / "logs" / "version_0" / "metrics.csv").read_text() if rank == 0 else "",
-        "hparams": (folder / "logs" / "version_0" / "hparams.yaml").read_text() if rank == 0 else "",
+        "history": (logs / "metrics.csv").read_text() if rank == 0 else "",
+        "hparams": (logs / "hparams.yaml").read_text() if rank == 0 else "",
         "saved": saved,
-        "best": [str(best.best_model_path).removeprefix(str(folder)), plain(best.best_model_score)] if best else [],
+        "best": [str(best.best_model_path).removeprefix(str(logs)), plain(best.best_model_score)] if best else [],
         "calls": calls.calls,
         "given": calls.given,
     }
