@@ -4,4 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_hf_*.py"]
+_FILES = {"transformers": "test_hf_*.py", "lightning": "test_lightning_*.py"}
+"""Package -> the tests that need it."""
+
+collect_ignore_glob = [files for package, files in _FILES.items() if not importlib.util.find_spec(package)]
