@@ -55,11 +55,11 @@ def package_of(trainer: Any) -> LightningPackage:
     return next(package for package in BOTH if package.has(trainer))
 
 
-def package_in_use() -> LightningPackage:
-    """Return the package that the script has imported; the first that is installed where it has imported none. Raises
-    `UsageError` if none is installed."""
+def package_in_use(*, fabric: bool = False) -> LightningPackage:
+    """Return the package whose Trainer, or whose Fabric, the script has imported; the first that is installed where it
+    has imported none. Raises `UsageError` if none is installed."""
     for package in BOTH:
-        if package.pytorch in sys.modules:
+        if (package.fabric if fabric else package.pytorch) in sys.modules:
             return package
     found = next((package for package in BOTH if package.is_installed), None)
     if found is None:

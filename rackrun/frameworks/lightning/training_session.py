@@ -60,7 +60,6 @@ class TrainingSession:
         refuse_version(package)
         refuse_trainer(trainer, package)
         self.trainer, self.package = trainer, package
-        self.run = None  # type: ignore[assignment] # until the loop over steps is opened
         self.record = LoopRecord()
         self.takes_loader = False
         """Whether the Trainer is asking for its training loader."""
@@ -145,7 +144,7 @@ class TrainingSession:
         micro = self.order.micro_batch
         with undrawn():
             sizes = BatchPlan(micro * accumulation * ranks, micro, seed)
-            self.run = open_run(sizes, order=self.order)
+            self.run = trainer.strategy._rackrun_run = open_run(sizes, order=self.order)
         tracked = {"model": trainer.strategy.model, "optimizer": trainer.optimizers[0], "loop": self.record}
         for index, config in enumerate(trainer.lr_scheduler_configs):
             tracked[f"scheduler_{index}"] = config.scheduler
