@@ -16,7 +16,7 @@ class CheckpointFiles:
     """The files of all ``ModelCheckpoint`` of a Trainer."""
 
     def __init__(self, trainer: Any, checkpoint_class: type) -> None:
-        self._callbacks = [one for one in trainer.callbacks if isinstance(one, checkpoint_class)]
+        self._callbacks: list[Any] = [one for one in trainer.callbacks if isinstance(one, checkpoint_class)]
         self.before: set[str] = set()
         """What was there before the training."""
         self.saved: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,9 @@ def continue_rows(logger: Any, rows: int) -> None:
             kept = list(reader)[:rows]
             header = list(reader.fieldnames or [])
         logger._fs.move(path, f"{path}.before")
-    writer = logger.experiment  # finds no older file, which it would delete
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it deletes older files: it finds none
+        writer = logger.experiment
     keep_whole(logger)
     if kept:
         writer.metrics_keys = header

@@ -54,7 +54,9 @@ class ElasticRanks:
 
 def environment_class(package: LightningPackage) -> type:
     """Return the class that tells Lightning the rank of this process, as it is now."""
-    return type("ElasticEnvironment", (_Environment, package.fabric_part("plugins.environments").ClusterEnvironment), {})
+    return type(
+        "ElasticEnvironment", (_Environment, package.fabric_part("plugins.environments").ClusterEnvironment), {}
+    )
 
 
 class _Environment:
@@ -82,7 +84,6 @@ class _Environment:
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the world says it."""
-
 
 
 def mean_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""The strategy: Lightning's DDP on ranks that may be replaced. It installs the adapter when ``fit`` sets the Trainer up.
-"""
+"""The strategy: Lightning's DDP on ranks that may be replaced. It installs the adapter when ``fit`` sets the Trainer up."""
 
 from __future__ import annotations
 

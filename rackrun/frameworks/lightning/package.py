@@ -47,7 +47,10 @@ class LightningPackage:
         return any(cls.__module__.startswith(roots) for cls in type(thing).__mro__)
 
 
-BOTH = (LightningPackage("lightning.pytorch", "lightning.fabric"), LightningPackage("pytorch_lightning", "lightning_fabric"))
+BOTH = (
+    LightningPackage("lightning.pytorch", "lightning.fabric"),
+    LightningPackage("pytorch_lightning", "lightning_fabric"),
+)
 
 
 def package_of(trainer: Any) -> LightningPackage:

@@ -75,7 +75,7 @@ def _back(value: Any, device: torch.device) -> Any:
     if len(value) == 1:
         (tag, content), *_ = value.items()
         if tag == _TENSOR:
-            return _tensor(*content, device=device)
+            return _tensor(content, device)
         if tag == _TUPLE:
             return tuple(_back(one, device) for one in content)
         if tag == _PAIRS:
@@ -85,8 +85,9 @@ def _back(value: Any, device: torch.device) -> Any:
     return {key: _back(one, device) for key, one in value.items()}
 
 
-def _tensor(dtype: str, shape: list[int], text: str, device: torch.device) -> torch.Tensor:
+def _tensor(content: list[Any], device: torch.device) -> torch.Tensor:
+    dtype, shape, text = content
     kind = getattr(torch, dtype)
-    content = bytearray(base64.b64decode(text))
-    flat = torch.frombuffer(content, dtype=torch.uint8).clone().view(kind) if content else torch.empty(0, dtype=kind)
+    bits = bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(bits, dtype=torch.uint8).clone().view(kind) if bits else torch.empty(0, dtype=kind)
     return flat.reshape(shape).to(device)

@@ -324,7 +324,9 @@ class TrainingSession:
 
     def averaging(self) -> list[Any]:
         """Return the callbacks that average weights after each step, which belongs to the step."""
-        return [one for one in self.trainer.callbacks if isinstance(one, self.package.part("callbacks").WeightAveraging)]
+        return [
+            one for one in self.trainer.callbacks if isinstance(one, self.package.part("callbacks").WeightAveraging)
+        ]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save in a phase where code of the script's own asks for it in the loop's body."""

@@ -18,7 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 folder, kind, kill, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-options = {name: arguments.pop(name, None) for name in ("module", "checkpoint", "stop", "callbacks", "package", "samples")}
+options = {
+    name: arguments.pop(name, None) for name in ("module", "checkpoint", "stop", "callbacks", "package", "samples")
+}
 strategy = "ddp"
 pl = importlib.import_module(options["package"] or "lightning.pytorch")
 if kind == "elastic":
@@ -48,7 +50,9 @@ def strike(where, step):
         if (place, int(at), int(rank)) == (where, step, torch.distributed.get_rank()) and not struck.exists():
             struck.touch()
             if name == "JOB":
-                os.kill(int(os.environ["TEST_LAUNCHER"]) if "TEST_LAUNCHER" in os.environ else os.getppid(), signal.SIGKILL)
+                os.kill(
+                    int(os.environ["TEST_LAUNCHER"]) if "TEST_LAUNCHER" in os.environ else os.getppid(), signal.SIGKILL
+                )
             os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
 
 
