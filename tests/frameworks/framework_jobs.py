@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["FrameworkJobs"]
 
 RANKS = 2
-TORCHRUN_S = 60.0
+TORCHRUN_S = 120.0
 RACKRUN_S = 90.0
 NOT_OF_A_NEWCOMER = ("calls",)
 """What a process that has taken a rank over has only from there on, and others have more of where a step was repeated."""

@@ -18,19 +18,20 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from rackrun.errors import UsageError
-from rackrun.frameworks.lightning import csv_rows, refusals, script_unchanged
-from rackrun.frameworks.lightning.checkpoint_files import CheckpointFiles
-from rackrun.frameworks.lightning.data_order import LightningOrder
-from rackrun.frameworks.lightning.loop_state import LoopRecord, of_rank
-from rackrun.frameworks.lightning.package import BOTH
-from rackrun.frameworks.lightning.plain_text import MOST_BYTES, decoded, encoded
+from rackrun.frameworks.lightning import refusals, script_unchanged
+from rackrun.frameworks.lightning.base.data_order import LightningOrder
+from rackrun.frameworks.lightning.base.package import BOTH
+from rackrun.frameworks.lightning.base.plain_text import MOST_BYTES, decoded, encoded
+from rackrun.frameworks.lightning.state import csv_rows
+from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
+from rackrun.frameworks.lightning.state.loop_state import LoopRecord, of_rank
 
 STRATEGIES = """
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from rackrun.errors import UsageError
 from rackrun.frameworks.lightning import script_unchanged
-from rackrun.frameworks.lightning.package import BOTH
+from rackrun.frameworks.lightning.base.package import BOTH
 
 assert type(script_unchanged.elastic(BOTH[0], "auto")).__name__ == "ElasticStrategy"
 given = script_unchanged.elastic(BOTH[0], DDPStrategy(find_unused_parameters=True))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rackrun.frameworks.lightning.package import LightningPackage
+from rackrun.frameworks.lightning.base.package import LightningPackage
 from rackrun.worker.loop.run import Run
 from rackrun.worker.process.runtime import start
 

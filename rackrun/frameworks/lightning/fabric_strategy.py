@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rackrun.frameworks.lightning.base.package import LightningPackage, package_in_use
 from rackrun.frameworks.lightning.elastic_ranks import ElasticRanks, is_mean_on_cpu, mean_over_ranks
-from rackrun.frameworks.lightning.package import LightningPackage, package_in_use
 from rackrun.worker.loop.run import Run
 
 __all__ = ["ElasticFabric"]

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from rackrun.errors import UsageError
-from rackrun.frameworks.lightning.package import LightningPackage
+from rackrun.frameworks.lightning.base.package import LightningPackage
 from rackrun.worker.process.reports import say
 
 __all__ = ["refuse_loader", "refuse_trainer", "refuse_validation", "refuse_version"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rackrun.errors import UsageError
+from rackrun.frameworks.lightning.base.package import BOTH, LightningPackage, package_in_use
 from rackrun.frameworks.lightning.elastic_strategy import strategy_class
-from rackrun.frameworks.lightning.package import BOTH, LightningPackage, package_in_use
 
 __all__ = ["install"]
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rackrun.frameworks.lightning.loop_state import captured, restore
-from rackrun.frameworks.lightning.plain_text import encoded
+from rackrun.errors import UsageError
+from rackrun.frameworks.lightning.base.plain_text import encoded
+from rackrun.frameworks.lightning.state.loop_state import captured, restore
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
@@ -145,8 +146,14 @@ class StepUnit:
         """Call the hooks between backward and update, and then, before the update, send all ranks what this rank has
         logged."""
         self._stock_after_closure(model, optimizer)
-        if self._session.in_step:
-            self._gather()
+        if not self._session.in_step:
+            return
+        if self._rows is not None:
+            raise UsageError(
+                "the optimizer, or optimizer_step of the LightningModule, calls its closure twice in a step.",
+                remedy="call it once in each step, as an optimizer such as AdamW does.",
+            )
+        self._gather()
 
     def _gather(self) -> None:
         output: Any = {}

@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from rackrun.errors import UsageError
-from rackrun.frameworks.lightning.checkpoint_files import CheckpointFiles
-from rackrun.frameworks.lightning.data_order import LightningOrder
+from rackrun.frameworks.lightning.base.data_order import LightningOrder
+from rackrun.frameworks.lightning.base.package import LightningPackage
+from rackrun.frameworks.lightning.base.plain_text import decoded
 from rackrun.frameworks.lightning.epoch_loops import adopt_loops
-from rackrun.frameworks.lightning.log_calls import LogCalls
-from rackrun.frameworks.lightning.loop_state import LoopRecord, captured, of_rank, restore
-from rackrun.frameworks.lightning.package import LightningPackage
-from rackrun.frameworks.lightning.plain_text import decoded
 from rackrun.frameworks.lightning.refusals import refuse_loader, refuse_trainer, refuse_validation, refuse_version
+from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
+from rackrun.frameworks.lightning.state.log_calls import LogCalls
+from rackrun.frameworks.lightning.state.loop_state import LoopRecord, captured, of_rank, restore
 from rackrun.frameworks.lightning.step_unit import LastBatch, StepUnit, gathered, transferred
 from rackrun.worker.data.loader import BatchPlan, Loader
 from rackrun.worker.data.rng import undrawn

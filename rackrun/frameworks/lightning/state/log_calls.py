@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rackrun.frameworks.lightning.csv_rows import continue_rows, keep_whole
-from rackrun.frameworks.lightning.package import LightningPackage
-from rackrun.frameworks.lightning.plain_text import decoded, encoded
+from rackrun.frameworks.lightning.base.package import LightningPackage
+from rackrun.frameworks.lightning.base.plain_text import decoded, encoded
+from rackrun.frameworks.lightning.state.csv_rows import continue_rows, keep_whole
 
 __all__ = ["LogCalls"]
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from rackrun.frameworks.lightning.logged_results import (
+from rackrun.frameworks.lightning.base.package import LightningPackage, package_of
+from rackrun.frameworks.lightning.base.plain_text import decoded, encoded
+from rackrun.frameworks.lightning.state.logged_results import (
     captured_metrics,
     captured_results,
     restore_metrics,
     restore_results,
 )
-from rackrun.frameworks.lightning.package import LightningPackage, package_of
-from rackrun.frameworks.lightning.plain_text import decoded, encoded
 
 __all__ = ["LoopRecord", "captured", "of_rank", "restore"]
 
