@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 
 def loader(samples: int, rank: int, *, drop_last: bool = False) -> Any:
     """What Lightning makes of a shuffling loader on ``rank``."""
-    sampler = DistributedSampler(range(samples), RANKS, rank, seed=3)  # type: ignore[arg-type]
+    sampler: Any = DistributedSampler(range(samples), RANKS, rank, seed=3)  # type: ignore[arg-type]
     return DataLoader(range(samples), batch_size=MICRO_BATCH, sampler=sampler, drop_last=drop_last)  # type: ignore[arg-type]
 
 
