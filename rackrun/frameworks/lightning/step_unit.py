@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from rackrun.frameworks.lightning.training_session import TrainingSession
 
 __all__ = ["LastBatch", "StepUnit", "gathered", "transferred"]
+
+_FIRST, _LENGTH = 8192, 8
+"""Sizes of the message that every rank sends first, and of the length at its beginning, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,16 @@ class StepUnit:
         """Do one step. ``call``: its number, the loops' state at the turn's beginning, what was logged since, and the
         state right before the step; none where a waiting spare tries it."""
         session, trainer = self._session, self._trainer
-        found = captured(trainer)
+        is_first = bool(call) and session.entered is call[-1]  # nothing has changed since the loops' state was taken
+        session.entered = None
+        found = call[-1] if is_first else captured(trainer)
         number, turn, calls, entered = call or (0, "", "", found)
-        restore(trainer, entered)
+        if not is_first:
+            restore(trainer, entered)
         self._before, self._rows, self._result = (turn, calls), None, None
         session.logs.hold()
         session.in_step = True
-        callbacks = trainer.callbacks
+        callbacks, is_left = trainer.callbacks, False
         try:
             if not call:
                 trainer.callbacks = []  # they would count a step that is none
@@ -86,11 +93,13 @@ class StepUnit:
             turns, before, outcome = zip(*rows, strict=True)
             session.record.step_done(number, turns, before[0], outcome, self._changed_after())
             session.last = LastBatch(number, output, batch)
+            is_left = is_first  # the loops go on with what the step has left
         finally:
             session.in_step = False
             session.logs.drop()
             trainer.callbacks = callbacks
-            restore(trainer, found)
+            if not is_left:
+                restore(trainer, found)
 
     # -- micro-batches
     def _micro_batches(self, step: Step, number: int) -> tuple[Any, Any]:
@@ -186,20 +195,28 @@ def transferred(trainer: Any, batch: Any, call: Any) -> Any:
 
 
 def gathered(run: Run, texts: Sequence[str]) -> list[list[str]]:
-    """Return the ``texts`` of every rank. Collective."""
+    """Return the ``texts`` of every rank. Collective: one where all are short, else two."""
     if run.world_size == 1:
         return [list(texts)]
-    mine = json.dumps(texts).encode()
-    size = torch.tensor([len(mine)], device=run.device)
-    sizes = [torch.zeros_like(size) for _ in range(run.world_size)]
-    dist.all_gather(sizes, size)
-    known = [min(max(int(one.item()), 0), 2**31) for one in sizes]
-    content = torch.zeros(max(*known, len(mine)), dtype=torch.uint8)
+    mine = zlib.compress(json.dumps(texts).encode(), 1)
+    rows = _gather_bytes(run, len(mine).to_bytes(_LENGTH, "little") + mine[: _FIRST - _LENGTH], _FIRST)
+    lengths = [min(int.from_bytes(row[:_LENGTH], "little"), 2**28) for row in rows]
+    found = [row[_LENGTH : _LENGTH + length] for row, length in zip(rows, lengths, strict=True)]
+    if max(*lengths, len(mine)) > _FIRST - _LENGTH:
+        found = [
+            row[:length]
+            for row, length in zip(_gather_bytes(run, mine, max(*lengths, len(mine))), lengths, strict=True)
+        ]
+    with contextlib.suppress(ValueError, zlib.error):
+        return [json.loads(zlib.decompress(one)) for one in found]
+    return [list(texts)] * run.world_size  # of an attempt that will not count: a rank was lost in it
+
+
+def _gather_bytes(run: Run, mine: bytes, size: int) -> list[bytes]:
+    """Return ``size`` bytes of every rank: its ``mine``, and zeros after it. Collective."""
+    content = torch.zeros(size, dtype=torch.uint8)
     content[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     content = content.to(run.device)
-    contents = [torch.empty_like(content) for _ in range(run.world_size)]
+    contents = [torch.zeros_like(content) for _ in range(run.world_size)]
     dist.all_gather(contents, content)
-    found = [bytes(one[:length].cpu().numpy()) for one, length in zip(contents, known, strict=True)]
-    with contextlib.suppress(ValueError):
-        return [json.loads(one) for one in found]
-    return [list(texts)] * run.world_size  # of an attempt that will not count: a rank was lost in it
+    return [bytes(one.cpu().numpy()) for one in contents]

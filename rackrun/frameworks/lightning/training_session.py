@@ -61,6 +61,8 @@ class TrainingSession:
         refuse_trainer(trainer, package)
         self.trainer, self.package = trainer, package
         self.record = LoopRecord()
+        self.entered: str | None = None
+        """The loops' state right before a step that was not tried yet; None elsewhere."""
         self.takes_loader = False
         """Whether the Trainer is asking for its training loader."""
         self.in_step = self.in_phase = self.over = False
@@ -229,7 +231,8 @@ class TrainingSession:
         """Do the step, however many attempts that takes, and give the loops what it has left."""
         record, trainer = self.record, self.trainer
         if not self.over:
-            self._unit(number, number, self._turn_text, self.logs.of_turn(), captured(trainer))
+            self.entered = captured(trainer)
+            self._unit(number, number, self._turn_text, self.logs.of_turn(), self.entered)
         if number == self._known:
             self.logs.drop()
         else:
