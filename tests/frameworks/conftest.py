@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
-_NEEDS = {"test_hf_*.py": ("transformers",), "test_trl_*.py": ("trl", "peft")}
+_NEEDS = {
+    "test_hf_*.py": ("transformers",),
+    "test_trl_*.py": ("trl", "peft"),
+    "test_lightning_*.py": ("lightning",),
+}
+"""Tests -> the packages that they need."""
 
 collect_ignore_glob = [
     files for files, names in _NEEDS.items() if any(importlib.util.find_spec(name) is None for name in names)

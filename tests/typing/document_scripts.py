@@ -143,6 +143,16 @@ _BEFORE = {
         def build_model() -> nn.Module: ...
         def loss_of(model: nn.Module, batch: Any) -> torch.Tensor: ...
         """,
+    "lightning.md: from lightning import Trainer": "",
+    "fabric.md: import rackrun": """
+        from typing import Any
+        import torch
+        from torch import nn
+        from torch.utils.data import TensorDataset
+        dataset = TensorDataset()
+        def build_model() -> nn.Module: ...
+        def loss_of(model: nn.Module, batch: Any) -> torch.Tensor: ...
+        """,
     'exact_reduction.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, reduction="exact")': "import rackrun",
     "scale_lr.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, batch=rackrun.ScaleLR": "import rackrun",
     "test_your_script.md: from rackrun.chaos import": "",

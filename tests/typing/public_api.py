@@ -24,6 +24,7 @@ FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
     "rackrun",
     "rackrun.accelerate",
+    "rackrun.lightning",
     "rackrun.policy",
     "rackrun.provider",
     "rackrun.checkpoint",

@@ -1,0 +1,1 @@
+"""The adapter of Lightning's ``Trainer`` and ``Fabric``."""

@@ -1,0 +1,222 @@
+"""One step of Lightning's training loop as a unit of rackrun: everything from the first forward to the schedulers.
+
+It does what the stock loop does for the micro-batches of one step, with the stock methods and hooks, and may run again
+from its beginning. The hooks before the first micro-batch and after the last are the loop's body's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rackrun.errors import UsageError
+from rackrun.frameworks.lightning.base.plain_text import encoded
+from rackrun.frameworks.lightning.state.loop_state import captured, restore
+from rackrun.worker.data.rng import reseed
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
+
+if TYPE_CHECKING:
+    from rackrun.frameworks.lightning.training_session import TrainingSession
+
+__all__ = ["LastBatch", "StepUnit", "gathered", "transferred"]
+
+_FIRST, _LENGTH = 8192, 8
+"""Sizes of the message that every rank sends first, and of the length at its beginning, in bytes."""
+
+
+@dataclass(frozen=True)
+class LastBatch:
+    """The last micro-batch of a step on this rank, and what ``training_step`` has returned for it."""
+
+    step: int
+    output: Any
+    batch: Any
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    content: Any
+    shard: int
+    """Its index in the global batch."""
+
+
+class StepUnit:
+    """Does the steps of a session, and keeps their results in its record."""
+
+    def __init__(self, session: TrainingSession, sends_output: Callable[[], bool]) -> None:
+        """``sends_output``: returns whether a hook after the step needs all that ``training_step`` returns."""
+        self._session, self._trainer, self._sends_output = session, session.trainer, sends_output
+        self._result: Any = None
+        """What ``training_step`` has returned last, as Lightning keeps it."""
+        self._rows: list[list[str]] | None = None
+        """The texts of all ranks; None before they are gathered."""
+        self._before = "", ""
+        """What this rank was called with: the state at the turn's beginning, and what was logged since."""
+        optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        self._stock_training_step = optimization._training_step
+        optimization._training_step = self._training_step
+        precision = self._trainer.precision_plugin
+        self._stock_after_closure = precision._after_closure
+        precision._after_closure = self._after_closure
+
+    def __call__(self, step: Step, *call: Any) -> None:
+        """Do one step. ``call``: its number, the loops' state at the turn's beginning, what was logged since, and the
+        state right before the step; none where a waiting spare tries it."""
+        session, trainer = self._session, self._trainer
+        is_first = bool(call) and session.entered is call[-1]  # nothing has changed since the loops' state was taken
+        session.entered = None
+        found = call[-1] if is_first else captured(trainer)
+        number, turn, calls, entered = call or (0, "", "", found)
+        if not is_first:
+            restore(trainer, entered)
+        self._before, self._rows, self._result = (turn, calls), None, None
+        session.logs.hold()
+        session.in_step = True
+        callbacks, is_left = trainer.callbacks, False
+        try:
+            if not call:
+                trainer.callbacks = []  # they would count a step that is none
+            output, batch = self._micro_batches(step, number)
+            if self._rows is None:  # the optimizer was not called
+                self._gather()
+            rows: Any = self._rows
+            session.record.fixed = session.fixed
+            turns, before, outcome = zip(*rows, strict=True)
+            session.record.step_done(number, turns, before[0], outcome, self._changed_after())
+            session.last = LastBatch(number, output, batch)
+            is_left = is_first  # the loops go on with what the step has left
+        finally:
+            session.in_step = False
+            session.logs.drop()
+            trainer.callbacks = callbacks
+            if not is_left:
+                restore(trainer, found)
+
+    # -- micro-batches
+    def _micro_batches(self, step: Step, number: int) -> tuple[Any, Any]:
+        """Do all micro-batches of this rank, the update at the last, and return the output and content of the last."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        call = self._session.package.part("trainer.call")
+        taken = self._take(step)
+        first, ranks = self._session.order.place(number)[1], self._session.run.world_size
+        output: Any = {}
+        batch: Any = None
+        for index, one in enumerate(taken, start=first):
+            last = index - first == len(taken) - 1
+            reseed(self._session.run._batch.seed, "shard", int(step), one.shard)
+            if index > first:
+                loop.batch_progress.is_last_batch = index == trainer.num_training_batches - 1
+                loop.batch_progress.increment_ready()
+            batch = transferred(trainer, one.content, call)
+            if index > first:
+                trainer._logger_connector.on_batch_start(batch)
+                self._session.batch_starts(batch, index)
+                loop.batch_progress.increment_started()
+            trainer.fit_loop.epoch_loop._results.batch = batch
+            step.weight  # noqa: B018 - the read says that the losses are weighted here: by Lightning
+            kwargs = loop._build_kwargs(OrderedDict(), batch, index)
+            with trainer.profiler.profile("run_training_batch"):
+                output = loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+            if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
+                step.scale(output["loss"].detach(), weight=1 / ranks)
+            if not last:
+                loop.batch_progress.increment_processed()
+                self._session.batch_ends(output, batch, index)
+                loop.batch_progress.increment_completed()
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        for callback in self._session.averaging():
+            callback.on_train_batch_end(trainer, trainer.lightning_module, output, batch, index)
+        return output, batch
+
+    def _take(self, step: Step) -> list[_MicroBatch]:
+        taken = []
+        for content in self._session.data:
+            step.weight  # noqa: B018
+            taken.append(_MicroBatch(content, step.shards[-1]))
+        return taken
+
+    # -- what is kept
+    def _training_step(self, kwargs: Any) -> Any:
+        self._result = self._stock_training_step(kwargs)
+        return self._result
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Call the hooks between backward and update, and then, before the update, send all ranks what this rank has
+        logged."""
+        self._stock_after_closure(model, optimizer)
+        if not self._session.in_step:
+            return
+        if self._rows is not None:
+            raise UsageError(
+                "the optimizer, or optimizer_step of the LightningModule, calls its closure twice in a step.",
+                remedy="call it once in each step, as an optimizer such as AdamW does.",
+            )
+        self._gather()
+
+    def _gather(self) -> None:
+        output: Any = {}
+        if self._result is not None and self._result.loss is not None:
+            output = self._result.asdict() if self._sends_output() else {"loss": self._result.loss}
+        left = {
+            "state": captured(self._trainer),
+            "output": encoded(output, "what training_step returns"),
+            "calls": self._session.logs.held(),
+        }
+        self._rows = gathered(self._session.run, [*self._before, json.dumps(left)])
+
+    def _changed_after(self) -> str:
+        """Return what has changed since all ranks were sent their results; it is the same on all ranks."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return json.dumps(
+            {
+                "optimizer": loop.automatic_optimization.optim_progress.state_dict(),
+                "scheduler": loop.scheduler_progress.state_dict(),
+                "averaging": [callback.state_dict() for callback in self._session.averaging()],
+            }
+        )
+
+
+def transferred(trainer: Any, batch: Any, call: Any) -> Any:
+    """Return a batch as ``training_step`` is given it: converted, on the device, after the module's hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def gathered(run: Run, texts: Sequence[str]) -> list[list[str]]:
+    """Return the ``texts`` of every rank. Collective: one where all are short, else two."""
+    if run.world_size == 1:
+        return [list(texts)]
+    mine = zlib.compress(json.dumps(texts).encode(), 1)
+    rows = _gather_bytes(run, len(mine).to_bytes(_LENGTH, "little") + mine[: _FIRST - _LENGTH], _FIRST)
+    lengths = [min(int.from_bytes(row[:_LENGTH], "little"), 2**28) for row in rows]
+    found = [row[_LENGTH : _LENGTH + length] for row, length in zip(rows, lengths, strict=True)]
+    if max(*lengths, len(mine)) > _FIRST - _LENGTH:
+        found = [
+            row[:length]
+            for row, length in zip(_gather_bytes(run, mine, max(*lengths, len(mine))), lengths, strict=True)
+        ]
+    with contextlib.suppress(ValueError, zlib.error):
+        return [json.loads(zlib.decompress(one)) for one in found]
+    return [list(texts)] * run.world_size  # of an attempt that will not count: a rank was lost in it
+
+
+def _gather_bytes(run: Run, mine: bytes, size: int) -> list[bytes]:
+    """Return ``size`` bytes of every rank: its ``mine``, and zeros after it. Collective."""
+    content = torch.zeros(size, dtype=torch.uint8)
+    content[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    content = content.to(run.device)
+    contents = [torch.zeros_like(content) for _ in range(run.world_size)]
+    dist.all_gather(contents, content)
+    return [bytes(one.cpu().numpy()) for one in contents]
