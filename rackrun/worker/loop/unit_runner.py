@@ -65,6 +65,8 @@ _BETWEEN = "between"
 class UnitRunner:
     """Runs the units of one entry of ``main`` on this rank, and connects all parts of the worker for that."""
 
+    _bound = ""
+    """Why `main` fits its rank alone (`bind_to_rank`); "" if it does not."""
     _result: Any = None
     """The value that the step function returned in the last attempt."""
 
@@ -132,6 +134,12 @@ class UnitRunner:
     def entered_once(self, because: str) -> None:
         """Let this process end where ``main`` would have to be entered again, as it cannot be; "" if it can."""
         self._rejoin.entered_once = because
+
+    def bind_to_rank(self, because: str) -> None:
+        """Let a spare that takes another rank over enter ``main`` again, and keep the number of ranks (see
+        `Run._bind_to_rank`)."""
+        self._bound = because
+        self._rejoin.bound_to_rank = True
 
     # -- the run
     @property
@@ -240,6 +248,8 @@ class UnitRunner:
         reports = self._reports
         if self._batches.dealt_by_framework:
             reports.fixed = "a framework deals the samples to this number of ranks"
+        elif self._bound:
+            reports.fixed = self._bound
         elif because := fixed_because(self._state, self._world):
             reports.fixed = held or held_because(self._state, self._world, self._parts.axes)
             reports.reenters = not reports.fixed and self._runtime.boot is not None
