@@ -74,7 +74,7 @@ class Training:
         optimizer.step = self._checked_step
         for chunk in chunks:
             chunk.start_param_sync = self._gather_later
-            chunk.register_forward_pre_hook(lambda *_: self.gather())
+            chunk.register_forward_pre_hook(lambda *_: self._refresh())
 
     def begin(self, step: Step) -> None:
         """Begin an attempt at a step: the first call in a step function that does not call `train_step`.
@@ -89,10 +89,13 @@ class Training:
             forget_collectives(chunk, order_too=again)
         self._begun, self._ordered_in = step, generation
         self._gathered_in = None
-        self.gather()
+        self._refresh()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        for one in inner_optimizers(self._optimizer):
+            if not one.is_stub_optimizer:
+                one.optimizer.zero_grad()  # torch's own, by which it is known that gradients were cleared
 
     def train_step(
         self, step: Step, forward_step: Callable[..., Any], loader: Loader, *, seq_length: int
@@ -120,10 +123,18 @@ class Training:
         return {"loss": step.loss, "grad_norm": norm, "skipped": not updated}
 
     def gather(self) -> None:
-        """Make the model's parameters whole on every rank, if they are not. Collective.
+        """Make the model's parameters whole on every rank. Collective: for a phase, or for the code after the loop.
 
-        A forward pass in a phase does so by itself; call it in a phase that only reads parameters, as to save them.
+        A forward pass in a phase does so by itself; call it before parameters are read otherwise, as to save them.
         """
+        self._refresh()
+        for chunk, gather in zip(self._chunks, self._gather, strict=True):
+            if gathers_in_forward(chunk):
+                gather(force_sync=True)
+
+    def _refresh(self) -> None:
+        """Make the model's parameters whole, or let the next forward pass do so where that gathers them. Collective, and
+        does nothing where it was done in this generation and no step has changed parameters since."""
         if self._gathered_in == self._run.generation:
             return
         if self._is_stale:

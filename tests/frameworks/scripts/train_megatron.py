@@ -25,6 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import rackrun
 
@@ -33,7 +34,6 @@ GIVEN = {"tp": 1, "distributed": False, "bits": 32, "overlap": False, "dropout":
 GIVEN |= {"evaluate": 0, "by_hand": False, "instances": 1} | json.loads(sys.argv[4])
 BATCH, MICRO, LENGTH, WORDS, SEED = 8, 2, 8, 64, 7
 DTYPE = torch.float16 if GIVEN["fp16"] else torch.bfloat16 if GIVEN["bits"] == 16 else torch.float32
-now = {"step": 0}
 
 
 def strike(where):
@@ -41,9 +41,12 @@ def strike(where):
         return
     step, rank, number, place = KILL.split(":")
     struck = FOLDER / "struck"
-    if (place, int(step), int(rank)) == (where, now["step"], dist.get_rank()) and not struck.exists():
+    if (place, int(step), int(rank)) == (where, strike.step, dist.get_rank()) and not struck.exists():
         struck.touch()
         os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
+
+
+strike.step = 0
 
 
 class Data(torch.utils.data.Dataset):
@@ -132,7 +135,7 @@ def strike_in_optimizer():
         return norm(*args, **kwargs)
 
     optimizers.optimizer.get_grad_norm_fp32 = get_grad_norm_fp32
-    torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: strike("applied"))
+    register_optimizer_step_post_hook(lambda *_: strike("applied"))
 
 
 def write(model, optimizer, told):
@@ -190,7 +193,7 @@ def elastic(run):
 
     @run.step
     def train_step(step):
-        now["step"] = int(step)
+        strike.step = int(step)
         strike("begin")
         found = training.train_step(step, forward_step, data, seq_length=LENGTH)
         strike("end")
@@ -198,7 +201,7 @@ def elastic(run):
 
     @run.step
     def by_hand(step):
-        now["step"] = int(step)
+        strike.step = int(step)
         training.begin(step)
         get_forward_backward_func()(
             forward_step_func=forward_step,
