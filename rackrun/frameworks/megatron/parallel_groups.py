@@ -47,13 +47,13 @@ def is_initialized(run: Run) -> bool:
 
 
 def place_of_shard(optimizer: Any) -> str:
-    """Return which part of the model and of its state this rank holds, such as ``_tp1_shard0``, for the names of what
+    """Return which part of the model and of its state this rank holds, such as ``_tp1of2_shard0of4``, for the names of what
     is tracked: the same on replicas, and different on ranks that hold different parts. "" where all ranks hold the
     whole. ``optimizer``: one of Megatron's, without others in it."""
     place = ""
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        place += f"_tp{parallel_state.get_tensor_model_parallel_rank()}"
+    if (tensor := parallel_state.get_tensor_model_parallel_world_size()) > 1:
+        place += f"_tp{parallel_state.get_tensor_model_parallel_rank()}of{tensor}"
     group = getattr(optimizer, "data_parallel_group", None)  # only the distributed optimizer has one
     if group is not None and group.size() > 1:
-        place += f"_shard{group.rank()}"
+        place += f"_shard{group.rank()}of{group.size()}"
     return place

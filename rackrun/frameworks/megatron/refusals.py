@@ -82,6 +82,9 @@ def refuse_model(chunks: Sequence[Any]) -> None:
     for name in ("fp8", "fp4"):
         if getattr(config, name, None):
             raise _refused(f"TransformerConfig({name}=...)", f"what {name} keeps of older steps is not tracked", name)
+    if config.timers is not None:
+        what = "a step that is left in the middle leaves them running, and Megatron then refuses to start them"
+        raise _refused("Megatron's timers (config.timers)", what, "config.timers")
     if getattr(config, "cuda_graph_impl", "none") not in {None, "none"} or getattr(config, "enable_cuda_graph", False):
         what = "a captured collective would be replayed on a communicator that a failure has replaced"
         raise _refused("CUDA graphs", what, "cuda_graph_impl")

@@ -217,7 +217,7 @@ def elastic(run):
             scheduler.step(increment=step.batch_size)
         return {"grad_norm": norm, "skipped": not updated}
 
-    for step in run.steps(GIVEN["steps"], phases=bool(GIVEN["evaluate"])):
+    for step in run.steps(GIVEN["steps"], phases=True):
         found = (by_hand if GIVEN["by_hand"] else train_step)(step)
         value = run.phase(partial(evaluate, model)) if GIVEN["evaluate"] and (step + 1) % GIVEN["evaluate"] == 0 else None
         with (FOLDER / f"told-{run.rank}.txt").open("a") as file:
